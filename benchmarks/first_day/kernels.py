@@ -24,10 +24,14 @@ N, K, H = 32, 8, 128
 """Heads of Llama-3-8B."""
 
 SCALING = H**-0.5
+PRODUCT = (16384, 4096, 14336)
+"""Rows, inner dim and columns of a product of an MLP."""
+
 CHUNKS = (2048, 8192, 16384, 65536)
 PREFIX = 49152
 LONGEST_BESIDE_PREFIX = 16384
 LENGTHS = (4096, 16384, 65536, 131072)
+BLOCKWISE = 8192
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
@@ -110,12 +114,13 @@ def _compare(visit: Visit, name: str, found: tuple[Tensor, Tensor], plain: tuple
 
 
 def _products(visit: Visit) -> None:
-    x_TD = torch.randn(16384, 4096, device=visit.device, dtype=torch.bfloat16)
-    w_FD = torch.randn(14336, 4096, device=visit.device, dtype=torch.bfloat16)
+    rows, inner, columns = PRODUCT
+    x_TD = torch.randn(rows, inner, device=visit.device, dtype=torch.bfloat16)
+    w_FD = torch.randn(columns, inner, device=visit.device, dtype=torch.bfloat16)
     ms = visit.median_ms(lambda: torch.nn.functional.linear(x_TD, w_FD))
-    visit.figures.note("16,384 x 4,096 x 14,336", 2 * x_TD.numel() * len(w_FD) / ms / 1e9, "matrix products")
+    visit.figures.note(f"{rows:,} x {inner:,} x {columns:,}", 2 * x_TD.numel() * columns / ms / 1e9, "matrix products")
     ms = visit.median_ms(lambda: torch.nn.functional.linear(x_TD[:1], w_FD), times=50)
-    visit.figures.note("1 x 4,096 x 14,336", w_FD.nbytes / ms / 1e6, "one row")
+    visit.figures.note(f"1 x {inner:,} x {columns:,}", w_FD.nbytes / ms / 1e6, "one row")
 
 
 def _chunk(visit: Visit, *, num_tokens: int) -> None:
@@ -162,7 +167,7 @@ def _decoding(visit: Visit, *, num_tokens: int) -> None:
 
 def _blockwise(visit: Visit) -> None:
     """What windows, soft caps and ALiBi take."""
-    num_tokens, terms = 8192, AttentionTerms(scaling=SCALING)
+    num_tokens, terms = BLOCKWISE, AttentionTerms(scaling=SCALING)
     q_BNCH, (k_BKTH, v_BKTH) = _queries(visit, num_tokens), _keys_and_values(visit, num_tokens)
     ms = visit.median_ms(lambda: blockwise_attention(q_BNCH, k_BKTH, v_BKTH, terms, q_start=0, k_start=0), times=1)
     visit.figures.note(f"blockwise, own chunk of {num_tokens:,}", ms, "ms")

@@ -49,7 +49,7 @@ def operations(visit: Visit) -> None:
 
 
 def live_graph(visit: Visit) -> None:
-    """The end of the group while a graph with its operations is alive, which NCCL alone would wait for."""
+    """The end of the group while something holds a graph with its operations, for whose end NCCL would wait."""
     communicator, accelerator = _communicator(visit), visit.ranks.accelerator
     assert accelerator is not None, "this part needs a GPU"
     source = torch.ones(NUM_ELEMENTS, device=visit.device)
@@ -57,8 +57,10 @@ def live_graph(visit: Visit) -> None:
     replay = accelerator.capture(lambda: _exchange(communicator, source, target))
     replay()
     torch.cuda.synchronize(visit.device)
+    visit.say("the end of all graphs")
+    accelerator.graphs.destroy()  # as `Ranks` does before it ends its groups
     _end(visit)
-    del replay
+    assert replay is not None, "it is held until here, as by the traceback of an error"
 
 
 def _communicator(visit: Visit) -> Communicator:

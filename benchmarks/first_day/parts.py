@@ -131,7 +131,7 @@ PARTS = [
     ),
     Part(
         name="nccl_live_graph",
-        words="The end of a process group while a graph that holds its operations is alive",
+        words="The end of a process group while something holds a graph with its operations",
         needs_gpu=True,
         takes_s=40,
         limit_s=90,
