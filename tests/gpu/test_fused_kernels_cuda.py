@@ -1,0 +1,164 @@
+"""Fused attention on a GPU gives the logits of its plain fallback, and the tests here run every fused kernel."""
+
+# Legend: B batch, S tokens, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead.attention import partial as attention
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
+from runahead.cache.fixed import FixedCache
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.shard import Shard, ShardCache
+from runahead.cache.sharded import ShardedCache
+from runahead.config import Attention, PrefillName
+from runahead.decoding.forward import FixedForward, forward_over
+from runahead.thinning.rank_policies import RankPolicies
+from tests.gpu.fused_kernels import KernelCall, NotingCalls, calls_in_source
+from tests.gpu.models import model
+from tests.policies.running import Duo
+
+CUDA = torch.device("cuda", 0)
+LENGTHS, CHUNK, NEW = (200, 131), 128, 6
+"""Tokens of the prompts, how many of them are computed at a time, and tokens that follow: most by a replayed graph."""
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+"""Of logits, most of which are in [-1, 1]: some units in the last place."""
+
+TURING = (7, 5)
+"""Compute capability of GPUs that lack FlashAttention."""
+
+
+def ids_of(lengths: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """Random ids (B, S) of a left-padded batch with `NEW` that follow, and the padding of each row."""
+    ids_BS = torch.randint(211, (len(lengths), max(lengths) + NEW), generator=torch.Generator().manual_seed(4))
+    return ids_BS.to(CUDA), [max(lengths) - length for length in lengths]
+
+
+def by_steps(loaded: Model, lengths: tuple[int, ...], *, fixed: bool = False, shard: bool = False) -> Tensor:
+    """Logits (1 + NEW, B, V) behind a prompt, computed in chunks, and behind each token that follows it.
+
+    Args:
+        fixed: decode over tensors of fixed shape, if there is a kernel for them.
+        shard: decode as a stage that has a shard of the text, which is all of it.
+    """
+    ids_BS, pads = ids_of(lengths)
+    end = max(lengths)
+    own = loaded.empty_cache(end + NEW + 1, batch=len(lengths))
+    for start in range(0, end, CHUNK):
+        ids_BC = ids_BS[:, start : min(start + CHUNK, end)]
+        logits = [loaded.forward(ids_BC, CausalAttention(own, start=start, pads=pads), start=start, pads=pads)]
+    whole = Shard(chunk=range(end), num_tokens=end, is_own=(True,) * NEW)
+    stored: KVCache | ShardCache = ShardCache(own, whole, pads=pads) if shard else own
+    is_fixed = fixed and FixedCache.takes(stored)
+    cache: KVStore = FixedCache(stored, pads=pads, num_tokens=end) if is_fixed else stored
+    if shard:
+        cache = ShardedCache(cache, lambda own_x: own_x.unsqueeze(0))
+    forward = forward_over(loaded, cache, [], pads=pads, prompt_tokens=end)
+    assert isinstance(forward, FixedForward) == is_fixed
+    logits += [forward(ids_BS[:, step : step + 1], step).clone() for step in range(end, end + NEW)]
+    return torch.stack(logits)
+
+
+def by_heads_of_different_lengths(loaded: Model, lengths: tuple[int, ...]) -> Tensor:
+    """As `by_steps`, where a policy keeps few tokens of some heads."""
+    ids_BS, pads = ids_of(lengths)
+    conversation = Conversation(loaded, RankPolicies.everywhere([Duo(sinks=4, recent=30)]))
+    first_BV = conversation.feed(ids_BS[:, :-NEW], pads=pads)
+    return torch.cat([first_BV[None], conversation.follow(ids_BS[:, -NEW:]).transpose(0, 1)])
+
+
+def densely(loaded: Model, lengths: tuple[int, ...]) -> Tensor:
+    """Logits (1, B, V) behind a prompt of which all scores are computed."""
+    ids_BS, pads = ids_of(lengths)
+    prompts = [ids[pad:-NEW] for pad, ids in zip(pads, ids_BS.tolist(), strict=True)]
+    ranks = Ranks(0, 1, device=CUDA, backend="nccl", timeout_s=20)
+    engine = Engine(loaded, ranks, prefill=PrefillOptions(name=PrefillName.tsp, attention=Attention.dense))
+    found, forward = list[Tensor](), loaded.forward
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        found.append(forward(*args, **options))
+        return found[-1]
+
+    with patch.object(loaded, "forward", noted):
+        engine.generate(prompts, GenerationOptions(max_new_tokens=1))
+    return found[0][None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way from a prompt to logits. On `capability` None it is the GPU's own."""
+
+    dtype: torch.dtype
+    run: Callable[[Model, tuple[int, ...]], Tensor]
+    lengths: tuple[int, ...] = LENGTHS
+    capability: tuple[int, int] | None = None
+
+
+WAYS = {
+    "slabs": Way(dtype=torch.bfloat16, run=by_steps, lengths=LENGTHS[:1]),
+    "slabs, padded rows": Way(dtype=torch.bfloat16, run=by_steps),
+    "fixed shapes": Way(dtype=torch.bfloat16, run=partial(by_steps, fixed=True), lengths=LENGTHS[:1]),
+    "fixed shapes, rows": Way(dtype=torch.bfloat16, run=partial(by_steps, fixed=True), lengths=LENGTHS[:1] * 2),
+    "fixed shapes, padded rows": Way(dtype=torch.bfloat16, run=partial(by_steps, fixed=True)),
+    "fixed shapes, float16": Way(dtype=torch.float16, run=partial(by_steps, fixed=True)),
+    "a shard": Way(dtype=torch.bfloat16, run=partial(by_steps, shard=True)),
+    "a shard of fixed shape": Way(dtype=torch.bfloat16, run=partial(by_steps, shard=True, fixed=True)),
+    "heads of different lengths": Way(dtype=torch.bfloat16, run=by_heads_of_different_lengths),
+    "dense": Way(dtype=torch.bfloat16, run=densely),
+    "dense, float32": Way(dtype=torch.float32, run=densely),
+    "float32": Way(dtype=torch.float32, run=by_steps),
+    "float16 before Ampere": Way(dtype=torch.float16, run=by_steps, capability=TURING),
+}
+
+
+@cache
+def sharp_model(dtype: torch.dtype) -> Model:
+    """A model whose attention is far from uniform, so that a wrong scale or a key too few shows in the logits."""
+    loaded = model(CUDA, dtype)
+    with torch.no_grad():
+        for name, parameter in loaded.module.named_parameters():
+            if "q_proj" in name:
+                parameter *= 12
+    return loaded
+
+
+@cache
+def outcome(name: str, *, fused: bool) -> tuple[Tensor, set[KernelCall]]:
+    """Logits (steps, B, V) of a way with the fused kernels or without, and the calls of kernels that it made."""
+    way = WAYS[name]
+    with pytest.MonkeyPatch.context() as changed, NotingCalls() as noting:
+        if way.capability is not None:
+            changed.setattr(torch.cuda, "get_device_capability", lambda *_: way.capability)
+        if not fused:
+            changed.setattr(attention, "_kernel", lambda *_: None)
+        logits = way.run(sharp_model(way.dtype), way.lengths)
+    return logits.float().cpu(), noting.made
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_logits_are_those_of_the_fallback(name: str) -> None:
+    tolerance = TOLERANCE[WAYS[name].dtype]
+    (ours, calls), (plain, no_calls) = (outcome(name, fused=fused) for fused in (True, False))
+    assert calls and not no_calls
+    torch.testing.assert_close(ours, plain, atol=tolerance, rtol=0)
+    best = plain.topk(2).values
+    is_clear = best[..., 0] - best[..., 1] > tolerance
+    assert is_clear.any() and torch.equal(ours.argmax(dim=-1)[is_clear], plain.argmax(dim=-1)[is_clear])
+
+
+def test_every_fused_kernel_was_called() -> None:
+    """A kernel, or a flag of one, that none of the ways above comes to needs a way of its own."""
+    made = {call for name in WAYS for call in outcome(name, fused=True)[1]}
+    assert made == calls_in_source()
