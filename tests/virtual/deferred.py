@@ -73,7 +73,7 @@ class Deferred(TorchDispatchMode):
             self.synchronize()
         if func is torch.ops.aten.lift_fresh.default and args[0].dim():  # a number, as in x[0] = 3, is no copy
             self.num_uploads += 1
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if written:
             self.gpu.kernel(lambda: func(*args, **kwargs), inputs, written)
             return written[0] if len(written) == 1 else tuple(written)
@@ -108,7 +108,7 @@ def _again(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
         old.copy_(new)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that an operation writes to."""
     found = []
     for index, argument in enumerate(func._schema.arguments):

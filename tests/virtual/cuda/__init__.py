@@ -17,10 +17,12 @@ from torch import Tensor
 from runahead.cache import host_memory
 from runahead.ranks.accelerator import Accelerator, accelerator_for
 from runahead.ranks.mapped import cuda_driver
+from tests.virtual.cuda.captures import CAPTURING
 from tests.virtual.cuda.counts import Counts, counting, note_kernel
 from tests.virtual.cuda.device import CPU, LAUNCHES_NOTHING, GpuTensor, dispatch
 from tests.virtual.cuda.driver import DRIVER
 from tests.virtual.cuda.generators import Generator
+from tests.virtual.cuda.graphs import ALLOCATOR
 from tests.virtual.cuda.guard import load_guard
 from tests.virtual.cuda.memory import HOST, at_address
 from tests.virtual.cuda.nccl import communicator
@@ -64,6 +66,7 @@ def virtual_gpu() -> Iterator[None]:
         patch.object(Accelerator, "communicator", communicator),
         patch.multiple(torch, **_functions()),
         patch.multiple(Tensor, **_methods()),
+        patch.multiple(torch._C, **_allocator()),
     ):
         _forget()
         swapped = torch.__future__.get_swap_module_params_on_conversion()
@@ -95,8 +98,10 @@ def _on_gpu(factory: Any) -> Any:
             raise RuntimeError("Only dense CPU tensors can be pinned")
         if name not in LAUNCHES_NOTHING:
             note_kernel(name)
+        kwargs, capture = kwargs | {"device": CPU}, CAPTURING.capture
         with torch.inference_mode(False):
-            return GpuTensor(factory(*args, **kwargs, device=CPU))
+            made = factory(*args, **kwargs) if capture is None else capture.record(factory, factory, args, kwargs)
+            return GpuTensor(made)
 
     return made
 
@@ -120,6 +125,14 @@ def _functions() -> dict[str, Any]:
         return HOST.own(made) if pin_memory else made
 
     return {"as_tensor": as_tensor_of_gpu, "empty": empty_page_locked, "Generator": Generator, "Stream": Stream}
+
+
+def _allocator() -> dict[str, Any]:
+    """Names of torch._C for its allocator, likewise."""
+    return {
+        "_cuda_endAllocateToPool": lambda device, pool: ALLOCATOR.end(pool),
+        "_cuda_releasePool": lambda device, pool: ALLOCATOR.release(pool),
+    }
 
 
 def _methods() -> dict[str, Any]:

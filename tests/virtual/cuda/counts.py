@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from runahead.ranks.accelerator import NO_DETECTOR, WAITED
+from tests.virtual.cuda.captures import CAPTURING, PAGEABLE, refuse_in_capture
 
 ROOT = Path(__file__).parents[3]
 LIBRARY = ("runahead", "policies", "partitioner", "benchmarks", "launch")
@@ -59,7 +60,9 @@ def counting() -> Iterator[Counts]:
 
 
 def note_kernel(operation: str) -> None:
-    """Count a launch."""
+    """Count a launch, unless it is captured."""
+    if CAPTURING.capture is not None:
+        return
     for counts in _counting:
         counts.kernels[operation] += 1
 
@@ -71,8 +74,9 @@ def note_wait(operation: str, *, is_told: bool = True) -> None:
         is_told: the sync debug mode finds it.
 
     Raises:
-        RuntimeError: the sync debug mode is "error".
+        RuntimeError: the sync debug mode is "error", or this thread captures a graph.
     """
+    refuse_in_capture()
     for counts in _counting:
         counts.waits[operation, caller()] += 1
     if is_told and _SyncDebug.mode == 1:
@@ -82,7 +86,8 @@ def note_wait(operation: str, *, is_told: bool = True) -> None:
 
 
 def note_pageable(operation: str) -> None:
-    """Count a copy from or to pageable memory that does not block."""
+    """Count a copy from or to pageable memory that does not block. Raises: RuntimeError, in a capture."""
+    refuse_in_capture(PAGEABLE)
     for counts in _counting:
         counts.pageable[operation, caller()] += 1
 

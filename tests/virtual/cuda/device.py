@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from tests.virtual.cuda.captures import CAPTURING
 from tests.virtual.cuda.counts import note_kernel, note_pageable, note_wait
 from tests.virtual.cuda.generators import GENERATOR
 from tests.virtual.cuda.kernels import KERNELS
@@ -144,7 +145,12 @@ def dispatch(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if has_generator(func) and kwargs_on_cpu.get("generator") is None:
         kwargs_on_cpu["generator"] = GENERATOR
     with torch.inference_mode(False), torch.no_grad():
-        result = (KERNELS.get(name) or REPLACED.get(name) or func)(*args_on_cpu, **kwargs_on_cpu)
+        run, capture = KERNELS.get(name) or REPLACED.get(name) or func, CAPTURING.capture
+        if capture is None:
+            result = run(*args_on_cpu, **kwargs_on_cpu)
+        else:
+            host = [each for each in tensors if not isinstance(each, GpuTensor)]
+            result = capture.record(func, run, args_on_cpu, kwargs_on_cpu, host)
     given = {id(held_by(each)): each for each in tensors}
     if func._schema.is_mutable and any(held_by(each).shape != each.shape for each in tensors):
         raise NotImplementedError(f"{name} changes the shape of a tensor in place, which is not emulated")

@@ -27,6 +27,7 @@ import numpy as np
 from runahead.ranks.mapped import cuda_driver
 from runahead.ranks.mapped.memory import Cell, SharedBytes, Unmapped, map_other
 from runahead.ranks.mapped.queues import HostQueue
+from tests.virtual.cuda.captures import CAPTURING
 from tests.virtual.cuda.memory import HOST
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, LAUNCH_FAILED = 1, 2, 201, 400, 719
@@ -82,11 +83,18 @@ class Driver:
         may_block: bool = False,
     ) -> None:
         """Let a stream wait for counters to reach numbers, and then do something."""
-        if stream == DEFAULT_STREAM:
+
+        def wait_and_do() -> None:
             for each, number in waits:
                 while not each.wait(number, WAIT_S):
                     pass
             task()
+
+        if CAPTURING.capture is not None:
+            CAPTURING.capture.queue(stream, wait_and_do)
+            return
+        if stream == DEFAULT_STREAM:
+            wait_and_do()
             return
         if stream not in self._queues:
             self._queues[stream] = HostQueue(f"virtual stream {stream}", None)  # type: ignore[arg-type]
@@ -95,6 +103,11 @@ class Driver:
     def drain(self) -> None:
         """Wait until all streams have done what they were told."""
         for stream in list(self._queues):
+            self.settle(stream)
+
+    def settle(self, stream: int) -> None:
+        """Wait until a stream has done what it was told."""
+        if stream in self._queues:
             done = Happening()
             self.queue(stream, done.set)
             done.wait(0, None)

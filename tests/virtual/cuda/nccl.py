@@ -16,6 +16,7 @@ from torch import Tensor
 from runahead.ranks.accelerator import Accelerator, Communicator
 from tests.virtual.cuda.device import held_by
 from tests.virtual.cuda.driver import DRIVER, Happening
+from tests.virtual.cuda.graphs import ALLOCATOR
 from tests.virtual.cuda.torch_cuda import Event, Stream, current_stream
 
 
@@ -77,7 +78,13 @@ class VirtualCommunicator(Communicator):
         return work
 
     def abort(self) -> None:
-        """Nothing: an operation that waits for a peer keeps no process from ending."""
+        """Nothing: an operation that waits for a peer keeps no process from ending.
+
+        Raises:
+            RuntimeError: there is a graph, which may hold operations. NCCL would wait for its end for ever.
+        """
+        if ALLOCATOR.has_graphs():
+            raise RuntimeError("a communicator is aborted while there is a graph")
 
 
 def communicator(

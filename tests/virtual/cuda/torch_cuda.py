@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from tests.virtual.cuda import graphs
+from tests.virtual.cuda.captures import refuse_in_capture
 from tests.virtual.cuda.counts import get_sync_debug_mode, note_wait, set_sync_debug_mode
 from tests.virtual.cuda.device import GPU
 from tests.virtual.cuda.driver import DRIVER, Happening
@@ -59,6 +61,7 @@ class Stream(torch.cuda.Stream):
         event.recorded.wait(0, None)
 
     def query(self) -> bool:
+        refuse_in_capture()
         return self.record_event().query()
 
     def __enter__(self) -> Stream:
@@ -105,6 +108,7 @@ class Event(torch.cuda.Event):
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
+        refuse_in_capture()
         return self.recorded.reached(0)
 
     def synchronize(self) -> None:
@@ -208,7 +212,9 @@ CUDA: dict[str, Any] = {
     "memory_reserved": lambda device=None: DEVICE.allocated_bytes,
     "max_memory_allocated": lambda device=None: DEVICE.peak_bytes,
     "reset_peak_memory_stats": _reset_peak,
-    "empty_cache": lambda: None,
+    "CUDAGraph": graphs.CUDAGraph,
+    "MemPool": graphs.MemPool,
+    "empty_cache": graphs.ALLOCATOR.free_cached,
     "host_memory_stats": HOST.stats,
     "cudart": lambda: HOST,
     "manual_seed": _seed,
