@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from policies.streaming_heads import StreamingHeads
 from runahead.config import GenerationOptions, PrefillOptions, Transfer
 from runahead.context import ContextPartition
 from runahead.engine import Engine
@@ -22,10 +23,11 @@ from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.serving.executor import Executor
 from runahead.serving.items import Inbox, Prefill, Tokens
 from runahead.serving.limits import QueueLimits
+from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline import clock
 from runahead.timeline.clock import CudaClock
 from tests.policies import test_matrix, test_retrieval
-from tests.virtual import device
+from tests.virtual import device, test_sharded
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, Unwatched, VirtualRanks, copies_late, transfers_early, transfers_late
 from tests.virtual.jobs import chain, prefill, tiny_llama
@@ -129,6 +131,15 @@ def test_policies_of_a_chain_ask_their_gpu_behind_no_message(name: str, monkeypa
     policy = POLICIES[name]()
     outcome = prefill(KVRunahead(), (0, 14, 27, 40), PrefillOptions(), policies=[policy], choose=transfers_late)
     assert (outcome.synchronizations > 0) == (name in ASKING)
+
+
+def test_heads_of_a_sharded_answer_are_cut_back_behind_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank asks how many tokens its heads keep, behind the exchange of the layer."""
+    monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)
+    policy = test_matrix.policy("razor_attention", budget=8)
+    assert isinstance(policy, StreamingHeads)
+    policy.evict_every = 1
+    test_sharded.answers((0, 7, 11, 16), transfers_late, RankPolicies.everywhere([policy]))
 
 
 @pytest.mark.parametrize("transfer", list(Transfer))
