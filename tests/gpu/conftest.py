@@ -11,7 +11,7 @@ import torch
 from tests.conftest import RankPools
 from tests.needs import missing
 from tests.virtual.cuda import gpu
-from tests.virtual.cuda.guard import compiler
+from tests.virtual.cuda.guard import load_guard
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -21,8 +21,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="package", autouse=True)
 def a_gpu(own_cache: object) -> Iterator[None]:
     """A GPU for the tests of this folder, which those of other folders do not see."""
-    if not torch.cuda.is_available() and compiler() is None:
-        missing("the virtual GPU needs a C++ compiler; install g++, or set CXX")
+    if not torch.cuda.is_available():
+        try:
+            load_guard()
+        except ValueError as error:  # no compiler
+            missing(str(error))
     with gpu():
         yield
 
