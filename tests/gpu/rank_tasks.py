@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,7 @@ from torch import Tensor
 from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
 from runahead.config import Carrier
 from runahead.model.shares import shard_model
+from runahead.prefill.chain_attention import ChainAttention
 from runahead.ranks.accelerator import RELAY_CTAS, Accelerator, Communicator
 from runahead.ranks.groups import NEVER
 from runahead.ranks.mapped.device_memory import DeviceMemory
@@ -22,6 +27,9 @@ LENGTHS = [[60], [300], [300, 170], [2], [50]]
 """Of the prompts of each batch. Arenas grow at the second and the third; of two tokens a rank has none."""
 
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True)
+LATE_S = 0.03
+"""About as long as a layer takes on a virtual GPU."""
+
 COPY = PrefillOptions(carrier=Carrier.copy)
 
 
@@ -31,20 +39,35 @@ def answers(
     decode: DecodeOptions | None = None,
     lengths: Sequence[Sequence[int]] = LENGTHS,
     num_shares: int = 1,
+    late: int | None = None,
 ) -> list[list[list[int]]]:
     """New tokens of all rows, by batch.
 
     Args:
         num_shares: ranks that share the model.
+        late: a rank that is late at each layer of a prefill, for which the others have to wait.
     """
     ranks.arrange(num_shares)
     shares = from_ratios(SHARES[ranks.size // num_shares], ranks_per_stage=num_shares)
     engine = Engine(_model(ranks, num_shares), ranks, prefill=prefill, decode=decode, partition=shares)
     found = []
-    for of_batch in lengths:
-        batch = engine.generate([ids(each, seed=each) for each in of_batch], OPTIONS, record_timeline=True)
-        found.append([each.new_token_ids for each in batch.generations])
+    with being_late() if late == ranks.rank else nullcontext():
+        for of_batch in lengths:
+            batch = engine.generate([ids(each, seed=each) for each in of_batch], OPTIONS, record_timeline=True)
+            found.append([each.new_token_ids for each in batch.generations])
     return found
+
+
+@contextmanager
+def being_late() -> Iterator[None]:
+    attend = ChainAttention.attend
+
+    def attend_late(self: ChainAttention, *args: Any) -> Tensor:
+        time.sleep(LATE_S)
+        return attend(self, *args)
+
+    with mock.patch.object(ChainAttention, "attend", attend_late):
+        yield
 
 
 @cache

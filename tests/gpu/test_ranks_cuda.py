@@ -16,9 +16,9 @@ from tests.gpu import rank_tasks
 from tests.gpu.models import alone
 
 ALWAYS = {
-    (2, Carrier.copy, Transfer.relay, DecodeName.last),
+    (2, Carrier.copy, Transfer.direct, DecodeName.last),
     (2, Carrier.backend, Transfer.direct, DecodeName.sharded),
-    (3, Carrier.copy, Transfer.direct, DecodeName.sharded),
+    (3, Carrier.copy, Transfer.relay, DecodeName.sharded),
     (3, Carrier.backend, Transfer.relay, DecodeName.last),
 }
 """Size, carrier, transfer and decoding; the others are slow tests."""
@@ -84,8 +84,15 @@ def test_ranks_that_share_a_model_say_what_one_says(
     assert found == [expected] * size
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank_changes_no_token(gpu_ranks: RankPools, expected: list[object], late: int) -> None:
+    """By copies: the receiver waits for what arrives late, or the sender for slabs that are free late."""
+    found = gpu_ranks.run(2, rank_tasks.answers, rank_tasks.COPY, None, rank_tasks.LENGTHS[1:3], 1, late)
+    assert found == [expected[1:3]] * 2
+
+
 def test_arenas_are_kept_for_the_next_prompts_and_freed_when_no_rank_has_them_mapped(gpu_ranks: RankPools) -> None:
-    """Lengths 20, 40, 40, 30, 60 and 60: arenas are made for the first, the second and the fifth."""
+    """Arenas are made for the first prompt, the second and the fifth."""
     gpu_ranks.close()  # ranks whose arenas are of no other test
     first, last = gpu_ranks.run(2, rank_tasks.arenas, [20, 40, 40, 30, 60, 60, 60])
     assert first == [(0, 0)] * 7  # the first rank receives nothing
