@@ -1,9 +1,9 @@
 """The CUDA driver of the virtual GPU: memory that processes share, and streams that wait for counters.
 
 `Driver` takes libcuda's place in runahead/ranks/mapped/cuda_driver.py, whose calls arrive with C's widths. What CUDA
-refuses is refused here: copies beyond an allocation, counters in memory that is not page-locked, and handles that a
-process opens of its own memory. Device memory that is new or free holds ones in all bits, which are NaN in every
-floating dtype.
+refuses is refused here: copies beyond an allocation, counters in memory that is not page-locked, handles that a process
+opens of its own memory. So is what CUDA leaves undefined: to free memory that another process has mapped. Device memory
+that is new or free holds ones in all bits, which are NaN in every floating dtype.
 
 A stream does what it is told at once, as everywhere on the virtual GPU, until it has to wait for a counter. Then the
 default stream, on which ranks compute, lets the host wait; any other stream goes on in a thread, and its copies,
@@ -30,13 +30,14 @@ from runahead.ranks.mapped.queues import HostQueue
 from tests.virtual.cuda.captures import CAPTURING
 from tests.virtual.cuda.memory import HOST
 
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, LAUNCH_FAILED = 1, 2, 201, 400, 719
+INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_STATE, LAUNCH_FAILED = 1, 2, 201, 400, 401, 719
 NOT_SUPPORTED = 801
 ERRORS = {
     INVALID_VALUE: b"invalid argument",
     OUT_OF_MEMORY: b"out of memory",
     INVALID_CONTEXT: b"invalid device context",
     INVALID_HANDLE: b"invalid resource handle",
+    ILLEGAL_STATE: b"the operation cannot be performed in the present state",
     LAUNCH_FAILED: b"unspecified launch failure",
     NOT_SUPPORTED: b"operation not supported",
 }
@@ -44,6 +45,9 @@ ERRORS = {
 
 ON_DEVICE = 1 << 48
 """What is added to the address of page-locked memory to get the device's, so that the two are not mixed up."""
+
+MAPPINGS_BYTES = 8
+"""Behind an allocation: the number of other processes that have it mapped."""
 
 DEFAULT_STREAM = 0
 UNSET = 0xFF
@@ -133,7 +137,8 @@ class Driver:
         begin, end = target.value, target.value + num_bytes.value
 
         def is_mapped() -> bool:
-            return any(start <= begin and end <= start + len(memory) for start, memory in self._mapped.items())
+            mapped = [(start, len(memory) - MAPPINGS_BYTES) for start, memory in self._mapped.items()]
+            return any(start <= begin and end <= start + num_mapped for start, num_mapped in mapped)
 
         def move() -> None:
             assert is_mapped(), "a copy was under way to memory that has been unmapped"
@@ -171,7 +176,7 @@ class Driver:
 
     def cuMemAlloc_v2(self, address: Any, num_bytes: Any) -> int:
         try:
-            made = SharedBytes(num_bytes.value)
+            made = SharedBytes(-(-num_bytes.value // MAPPINGS_BYTES) * MAPPINGS_BYTES + MAPPINGS_BYTES)
         except Unmapped:
             return OUT_OF_MEMORY
         address._obj.value = self._map(made.memory)
@@ -181,7 +186,9 @@ class Driver:
     def cuMemFree_v2(self, address: Any) -> int:
         if address.value not in self._own:
             return INVALID_VALUE
-        self._fill(address.value)  # which a rank that has it mapped would see
+        if _mappings(self._mapped[address.value])[0] > 0:
+            return ILLEGAL_STATE
+        self._fill(address.value)
         del self._own[address.value], self._mapped[address.value]
         return 0
 
@@ -191,7 +198,7 @@ class Driver:
         return begin
 
     def _fill(self, address: int) -> int:
-        ctypes.memset(address, UNSET, len(self._mapped[address]))
+        ctypes.memset(address, UNSET, len(self._mapped[address]) - MAPPINGS_BYTES)
         return 0
 
     def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:
@@ -209,19 +216,26 @@ class Driver:
         if pid == os.getpid():
             return INVALID_CONTEXT
         try:
-            address._obj.value = self._map(map_other(pid, descriptor, num_bytes))
+            memory = map_other(pid, descriptor, num_bytes)
         except Unmapped:
             return INVALID_HANDLE
+        _mappings(memory)[0] += 1
+        address._obj.value = self._map(memory)
         return 0
 
     def cuIpcCloseMemHandle(self, address: Any) -> int:
-        if address.value in self._own or self._mapped.pop(address.value, None) is None:
+        if address.value in self._own or address.value not in self._mapped:
             return INVALID_VALUE
+        _mappings(self._mapped.pop(address.value))[0] -= 1
         return 0
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
         text._obj.value = ERRORS[status]
         return 0
+
+
+def _mappings(memory: mmap.mmap) -> np.ndarray[Any, Any]:
+    return np.frombuffer(memory, np.int64, count=1, offset=len(memory) - MAPPINGS_BYTES)
 
 
 DRIVER = Driver()
