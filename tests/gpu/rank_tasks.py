@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
-from runahead.config import Carrier
+from runahead.config import Carrier, DecodeName
 from runahead.model.shares import shard_model
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.ranks.accelerator import RELAY_CTAS, Accelerator, Communicator
+from runahead.ranks.graphs import Graph
 from runahead.ranks.groups import NEVER
 from runahead.ranks.mapped.device_memory import DeviceMemory
 from tests.gpu.models import ids, model
@@ -27,8 +28,8 @@ LENGTHS = [[60], [300], [300, 170], [2], [50]]
 """Of the prompts of each batch. Arenas grow at the second and the third; of two tokens a rank has none."""
 
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True)
-LATE_S = 0.03
-"""About as long as a layer takes on a virtual GPU."""
+LATE_S = 0.5
+"""In which the other rank would be through with its layers if it did not wait."""
 
 COPY = PrefillOptions(carrier=Carrier.copy)
 
@@ -45,7 +46,7 @@ def answers(
 
     Args:
         num_shares: ranks that share the model.
-        late: a rank that is late at each layer of a prefill, for which the others have to wait.
+        late: a rank that is late at the first layer of a prefill, so that the other has to wait for it.
     """
     ranks.arrange(num_shares)
     shares = from_ratios(SHARES[ranks.size // num_shares], ranks_per_stage=num_shares)
@@ -62,9 +63,10 @@ def answers(
 def being_late() -> Iterator[None]:
     attend = ChainAttention.attend
 
-    def attend_late(self: ChainAttention, *args: Any) -> Tensor:
-        time.sleep(LATE_S)
-        return attend(self, *args)
+    def attend_late(self: ChainAttention, layer: int, *args: Any) -> Tensor:
+        if layer == 0:
+            time.sleep(LATE_S)
+        return attend(self, layer, *args)
 
     with mock.patch.object(ChainAttention, "attend", attend_late):
         yield
@@ -144,3 +146,36 @@ def ends_with_a_graph(ranks: Ranks, end: str) -> bool:
         communicator.abort()
     dist.destroy_process_group()
     return replay is not None and not dist.is_initialized()
+
+
+def fails_in_a_replayed_step(ranks: Ranks) -> tuple[bool, bool]:
+    """Whether steps were replayed before this rank failed in one, and whether all its communicators have ended then."""
+    engine = Engine(
+        model(ranks.device, torch.bfloat16),
+        ranks,
+        decode=DecodeOptions(name=DecodeName.sharded),
+        partition=from_ratios(SHARES[ranks.size]),
+    )
+    replays, ended = list[None](), list[None]()
+    replay = Graph.__call__
+
+    def replay_or_fail(self: Graph[Tensor]) -> Tensor:
+        replays.append(None)
+        if len(replays) == 3:
+            raise ArithmeticError("out of luck")
+        return replay(self)
+
+    def noted_abort(communicator: Communicator) -> None:
+        type(communicator).abort(communicator)
+        ended.append(None)
+
+    with mock.patch.object(Graph, "__call__", replay_or_fail):
+        try:
+            engine.generate([ids(60)], GenerationOptions(max_new_tokens=12, ignore_eos=True))
+        except ArithmeticError as error:
+            raised = error  # whose traceback holds the step
+    communicators = list(ranks._communicators)
+    for each in communicators:
+        each.abort = partial(noted_abort, each)  # type: ignore[method-assign]
+    ranks.abort()
+    return len(replays) == 3 and raised.__traceback__ is not None, len(ended) == len(communicators) > 0

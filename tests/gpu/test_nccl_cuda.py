@@ -24,3 +24,9 @@ def test_a_group_ends_while_a_graph_with_its_operations_is_held(nccl_ranks: Rank
     """As after an error, whose traceback holds the step that the graph is of."""
     assert nccl_ranks.run(1, rank_tasks.ends_with_a_graph, end) == [True]
     nccl_ranks.close()  # the rank has left its group
+
+
+def test_ranks_leave_after_an_error_whose_traceback_holds_a_graph_of_exchanges(nccl_ranks: RankPools) -> None:
+    """Sharded decoding in bfloat16, whose steps are graphs."""
+    assert nccl_ranks.run(2, rank_tasks.fails_in_a_replayed_step) == [(True, True)] * 2
+    nccl_ranks.close()
