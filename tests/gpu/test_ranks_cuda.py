@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from runahead import DecodeOptions, PrefillOptions
+from runahead import DecodeOptions, PrefillOptions, Ranks
 from runahead.config import Carrier, DecodeName, PrefillName, Transfer
 from tests.conftest import RankPools
 from tests.gpu import rank_tasks
@@ -38,6 +39,19 @@ CASES = [
 @pytest.fixture(scope="module")
 def expected() -> list[list[list[int]]]:
     return rank_tasks.answers(alone())
+
+
+def test_arenas_are_kept_for_the_next_prompts_and_freed_when_no_rank_has_them_mapped(gpu_ranks: RankPools) -> None:
+    """Arenas are made for the first prompt, the second and the fifth."""
+    gpu_ranks.close()  # ranks whose arenas are of no other test
+    first, last = gpu_ranks.run(2, rank_tasks.arenas, [20, 40, 40, 30, 60, 60, 60])
+    assert first == [(0, 0)] * 7  # the first rank receives nothing
+    assert [made for made, _ in last] == [1, 2, 2, 2, 3, 3, 3]
+    assert max(held for _, held in last) <= 2
+
+
+def test_one_gpu_says_what_the_cpu_says(expected: object) -> None:
+    assert rank_tasks.answers(Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=60)) == expected
 
 
 @pytest.mark.parametrize(("size", "carrier", "transfer", "decode"), CASES)
@@ -89,12 +103,3 @@ def test_a_late_rank_changes_no_token(gpu_ranks: RankPools, expected: list[objec
     """By copies: the receiver waits for what arrives late, or the sender for slabs that are free late."""
     found = gpu_ranks.run(2, rank_tasks.answers, rank_tasks.COPY, None, rank_tasks.LENGTHS[1:3], 1, late)
     assert found == [expected[1:3]] * 2
-
-
-def test_arenas_are_kept_for_the_next_prompts_and_freed_when_no_rank_has_them_mapped(gpu_ranks: RankPools) -> None:
-    """Arenas are made for the first prompt, the second and the fifth."""
-    gpu_ranks.close()  # ranks whose arenas are of no other test
-    first, last = gpu_ranks.run(2, rank_tasks.arenas, [20, 40, 40, 30, 60, 60, 60])
-    assert first == [(0, 0)] * 7  # the first rank receives nothing
-    assert [made for made, _ in last] == [1, 2, 2, 2, 3, 3, 3]
-    assert max(held for _, held in last) <= 2

@@ -114,7 +114,8 @@ class Driver:
         if stream in self._queues:
             done = Happening()
             self.queue(stream, done.set)
-            done.wait(0, None)
+            while self._queues[stream].error is None and not done.wait(0, WAIT_S):
+                pass
 
     def _status(self, stream: int) -> int:
         return LAUNCH_FAILED if stream in self._queues and self._queues[stream].error is not None else 0
