@@ -1,31 +1,26 @@
-"""A prefill has few kernels per layer, and the host never waits for a value."""
+"""A prefill on several ranks has few kernels per layer, and the host never waits for a value.
+
+What one GPU is asked for, also while decoding, is in test_budgets.py.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 
 from policies import POLICIES
-from policies.base import Policy
-from policies.expected_attention import ExpectedAttention
-from policies.h2o import H2O
-from policies.r_kv import RKV
 from policies.row_values import row_values
-from policies.snapkv import SnapKV
-from policies.tova import TOVA
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.prefill import Prefill
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.zigzag import Zigzag
-from runahead.thinning.rank_policies import RankPolicies
-from tests.families import prompt
-from tests.policies.running import Run
-from tests.ranks.tasks import tiny_model
 from tests.virtual.deferred import Deferred
-from tests.virtual.device import Job, VirtualRanks, transfers_early
+from tests.virtual.device import transfers_early
 from tests.virtual.jobs import prefill
+from tests.virtual.test_sharded import answers
 
 BOUNDARIES = (0, 7, 11, 16)
 ZIGZAG = (0, 3, 6, 8, 11, 13, 16)
@@ -53,12 +48,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("strategy", "boundaries", "options", "more"),
     [
-        (KVRunahead(), (0, 16), PrefillOptions(), [0]),
         (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.relay), [0, 6, 6]),
         (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.direct), [0, 6, 6]),
         (Zigzag(), ZIGZAG, PrefillOptions(exchange=Exchange.all_gather), [6, 14, 8]),
     ],
-    ids=["single", "relay", "direct", "zigzag"],
+    ids=["relay", "direct", "zigzag"],
 )
 def test_a_layer_has_few_kernels(
     strategy: Prefill,
@@ -73,48 +67,34 @@ def test_a_layer_has_few_kernels(
     assert [b - a for a, b in zip(shallow, deep, strict=True)] == [LAYER + each for each in more]
 
 
-@pytest.mark.parametrize("boundaries", [(0, 16), BOUNDARIES], ids=["one rank", "three ranks"])
 @pytest.mark.parametrize("name", [None, *OPTIONS])
 @pytest.mark.sampled(2)
-def test_the_host_waits_for_no_value_and_copies_none(
-    name: str | None, boundaries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_waits_for_no_value_and_copies_none(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a prefill of a prompt without padding."""
     monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)  # a check that only a CPU makes
     policies = [] if name is None else [POLICIES[name](**OPTIONS[name])]
-    outcome = prefill(KVRunahead(), boundaries, PrefillOptions(), policies=policies)
+    outcome = prefill(KVRunahead(), BOUNDARIES, PrefillOptions(), policies=policies)
     assert (outcome.synchronizations, outcome.uploads) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        SnapKV(budget=12, window=3, kernel=3, evict_every=6),
-        TOVA(budget=12, evict_every=6),
-        RKV(budget=12, window=3, kernel=3, evict_every=6),
-        H2O(budget=12, evict_every=6),
-        ExpectedAttention(budget=12, future_tokens=8, evict_every=6),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
-def test_rows_of_different_lengths_are_cut_back_without_a_wait(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a prompt, and while decoding each row at a step of its own."""
-    monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)  # a check that only a CPU makes
-    run = Run(tiny_model("llama"), [policy], [prompt(14), prompt(9, seed=1)])
-    RankPolicies.everywhere([policy]).check(run.model)  # as `Engine` does before the first prompt
-    waits, slots = [], []
+STEP = [(47.0, 1.0), (47.0, 2.0)]
+"""Of each rank: kernels per layer and step, and waits of the host per step. The last one chooses the tokens besides."""
 
-    def body(ranks: VirtualRanks) -> None:
-        with Deferred(ranks.accelerator) as device:
-            run.prefill()
-            for token in range(14):
-                run.decode(token)
-                slots.append(run.kept.slots_by_layer[0])
-        waits.append(device.num_synchronizations)
 
-    Job(1, choose=transfers_early).run(body)
-    assert max(slots) < 14 + 14
-    assert waits == [0]
+def test_a_step_of_several_ranks_asks_for_no_more_than_before() -> None:
+    """Each of two ranks stores a part, and all of them compute what follows from their merged attention."""
+    found = []
+    for num_layers in (2, 4):
+        seen: dict[int, list[tuple[int, int]]] = defaultdict(list)
+
+        def note(rank: int, device: Deferred, seen: dict[int, list[tuple[int, int]]] = seen) -> None:
+            seen[rank].append((device.gpu.num_kernels, device.num_synchronizations))
+
+        answers((0, 9, 16), transfers_early, num_layers=num_layers, on_step=note)
+        ranks_steps = [seen[rank] for rank in sorted(seen)]
+        found.append([[(b - a) / 3 for a, b in zip(steps[0], steps[3], strict=True)] for steps in ranks_steps])
+    few, more = found
+    assert [((b[0] - a[0]) / 2, b[1]) for a, b in zip(few, more, strict=True)] == STEP
 
 
 @pytest.mark.parametrize("values", [[3], [0, 0, 0], [2, 0, 5]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -45,9 +46,18 @@ def alone() -> list[int]:
 
 
 def answers(
-    boundaries: tuple[int, ...], choose: Choose, policies: RankPolicies = NO_POLICIES
+    boundaries: tuple[int, ...],
+    choose: Choose,
+    policies: RankPolicies = NO_POLICIES,
+    *,
+    num_layers: int = NUM_LAYERS,
+    on_step: Callable[[int, Deferred], None] = lambda rank, device: None,
 ) -> list[list[int] | None]:
-    """New tokens of each rank; None on a rank without a chunk."""
+    """New tokens of each rank; None on a rank without a chunk.
+
+    Args:
+        on_step: called with each rank after each of its tokens.
+    """
     partition, strategy, options = ContextPartition(boundaries=boundaries), KVRunahead(), PrefillOptions()
     chain, shard_of = partition.chain, shards(partition, NUM_NEW - 1, by_share=bool(policies))
 
@@ -56,9 +66,14 @@ def answers(
         ranks.nccl_between_stages()
         if ranks.rank not in chain:
             return None
-        gather, model = NcclGathering(ranks, chain), tiny_llama(ranks.rank, NUM_LAYERS)
+        gather, model = NcclGathering(ranks, chain), tiny_llama(ranks.rank, num_layers)
         row = Row(model, IDS, GREEDY, seed=0)
-        with Deferred(ranks.accelerator, row_bytes=model.kv_shapes[0].bytes_per_token()):
+        with Deferred(ranks.accelerator, row_bytes=model.kv_shapes[0].bytes_per_token()) as device:
+
+            def told(tokens: object) -> list[int]:
+                on_step(ranks.rank, device)
+                return []
+
             job = PrefillJob(
                 model=model,
                 ranks=ranks,
@@ -86,7 +101,7 @@ def answers(
                 prefilled.logits_BV,
                 forward,
                 num_tokens=NUM_TOKENS,
-                on_step=lambda tokens: [],
+                on_step=told,
                 choose=choose_together(gather),
             )
         return row.new_ids
