@@ -247,7 +247,7 @@ def _drafting_policies(run: RunOptions) -> RankPolicies:
 
     with named("draft.policy"):
         policies = rank_policies(run.draft.policy, file_option="draft.policy")
-        policies.check_before_loading(loading.load_config(run.model).get_text_config(decoder=True))
+        policies.check_before_loading(loading.load_decoder_config(run.model))
     return policies
 
 
@@ -276,7 +276,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
             "ranks.fault_report": [] if faults is None else [fault_path(faults, rank) for rank in range(mesh.size)],
         },
     )
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
     use_template(tokenizer, run.prompt.chat_template, "prompt.chat_template")

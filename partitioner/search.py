@@ -123,7 +123,7 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
         raise ValueError("link.gbps=<1e9 bits per second> is needed: a single stage has no link to measure")
     if run.search.method is Method.grid and max(counts) > 5:
         raise ValueError(f"search.method=grid is limited to 5 ranks, not {max(counts)}; use search.method=seeded")
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)
     limit = max_positions(config)
     if run.search.objective is Objective.measured and limit is not None and max(run.search.lengths) >= limit:
@@ -131,7 +131,7 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
             f"search.lengths goes up to {max(run.search.lengths)} tokens, but the model has {limit} positions, one of "
             "them for the first new token; leave the longest out or use search.objective=replayed"
         )
-    whole = loading.load_config(replace(run.model, layers=None)).get_text_config(decoder=True)
+    whole = loading.load_decoder_config(replace(run.model, layers=None))
     return int(whole.num_hidden_layers)
 
 

@@ -160,7 +160,7 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
     assert run.out is not None
     ensure_outputs(run, {"out": [run.out]})
     texts = [] if run.random_tokens else [read_text(path, f"samples={path}") for path in run.samples or own_texts()]
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    config = loading.load_decoder_config(run.model, progress=True)
     tokenizer, limit = loading.load_tokenizer(run.model), max_positions(config)
     request = 0 if tokenizer is None else len(tokenizer(KVzip.request, add_special_tokens=False).input_ids)
     if limit is not None and 2 * run.context + request > limit:

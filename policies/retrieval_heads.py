@@ -112,7 +112,7 @@ def _check(run: HeadsRun, ranks: Ranks) -> None:
     HEADS.require_one_rank(ranks.size, "heads are measured")
     assert run.out is not None
     ensure_outputs(run, {"out": [run.out]})
-    limit = max_positions(loading.load_config(run.model, progress=True).get_text_config(decoder=True))
+    limit = max_positions(loading.load_decoder_config(run.model, progress=True))
     if limit is not None and run.tokens * run.copies > limit:
         raise ValueError(
             f"tokens={run.tokens} and copies={run.copies} are {run.tokens * run.copies} tokens, more than the model's "

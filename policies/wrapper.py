@@ -15,6 +15,11 @@ from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 
 
+def no_scorer(given: str) -> ValueError:
+    """The error of what is given as scorer, and cannot be one."""
+    return ValueError(f"{given} does not score tokens; use snapkv or another that does")
+
+
 @dataclass(kw_only=True)
 class Wrapper(Policy):
     """Base of policies that choose by the scores of another one, and need what it needs.
@@ -30,9 +35,7 @@ class Wrapper(Policy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.scorer, Scorer):
-            raise ValueError(
-                f"policy.scorer={type(self.scorer).__name__} does not score tokens; use snapkv or another that does"
-            )
+            raise no_scorer(f"policy.scorer={type(self.scorer).__name__}")
 
     @property
     def queries_from(self) -> int | None:

@@ -81,7 +81,7 @@ class Plan:
         text = None
         if any(kind.needs_text for kind in kinds.values()):
             text = Text(*text_or_example(run.text.file, "text.file"))
-        config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+        config = loading.load_decoder_config(run.model, progress=True)
         for contender in chosen:
             contender.policies.check_before_loading(config)
         tokenizer = loading.load_tokenizer(run.model)

@@ -83,7 +83,7 @@ def _check(run: BenchRun, given: Partitioner, num_ranks: int) -> None:
     comparison.read(run.bench.results)
     if run.bench.compute is not None:
         read_compute(run.bench.compute)
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    config = loading.load_decoder_config(run.model, progress=True)
     for name in run.bench.variants:
         options = prefill_options(name, run.prefill.layers_in_flight)
         if options is not None and options.name is PrefillName.tensor:

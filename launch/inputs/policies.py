@@ -264,6 +264,7 @@ def policies_of(step: Any, option: str, file_option: str = "policy") -> list[Pol
         return [_made(kind.__name__, kind, file.options, option)]
     if name in WRAPPERS:
         from policies.scorer import Scorer
+        from policies.wrapper import no_scorer
 
         values = vars(_made(name, options_of(name), settings, option))
         scorer = values["scorer"]
@@ -271,7 +272,7 @@ def policies_of(step: Any, option: str, file_option: str = "policy") -> list[Pol
             scorer = {"name": options_of(name)().scorer} | scorer
         scorers = policies_of(scorer, f"{option}.scorer", file_option)
         if len(scorers) != 1 or not isinstance(scorers[0], Scorer):
-            raise ValueError(f"{option}.scorer={scorer} does not score tokens; use snapkv or another that does")
+            raise no_scorer(f"{option}.scorer={scorer}")
         return [WRAPPERS[name](**values | {"scorer": scorers[0]})]
     if name not in POLICIES:
         raise ValueError(f"{option}={name} {not_one_of(name, [*POLICIES, *WRAPPERS, 'sequence', 'file'])}")

@@ -117,7 +117,7 @@ def print_layout(run: RunOptions) -> None:
     if run.policy["name"] != "prompt_cache":
         raise ValueError("--layout is for policy=prompt_cache")
     policy = prompt_cache_options(run.policy)
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    config = loading.load_decoder_config(run.model, progress=True)
     tokenizer = loading.load_tokenizer(run.model)
     use_template(tokenizer, run.prompt.chat_template, "prompt.chat_template")
     cache = read_prompt_cache(policy, tokenizer, config)

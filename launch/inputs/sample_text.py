@@ -20,7 +20,7 @@ def sample_ids(model: ModelOptions, sample: str | None, tokens: int) -> list[int
     from runahead.model.loading.position_limit import max_positions
 
     name, text = text_or_example(sample, "sample")
-    limit = max_positions(loading.load_config(model, progress=True).get_text_config(decoder=True))
+    limit = max_positions(loading.load_decoder_config(model, progress=True))
     if limit is not None and tokens > limit:
         raise ValueError(f"tokens={tokens} is more than the model's {limit} positions; lower it")
     tokenizer = loading.load_tokenizer(model)

@@ -143,7 +143,7 @@ def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.
         raise ValueError("serve.decode_ranks=1 needs a second stage, which computes the prompts; start more ranks")
     keys = Keys() if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file)
     bound = bound_socket(run.serve.host, run.serve.port)
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)
     policies.check_before_loading(config)
     tokenizer = loading.load_tokenizer(run.model)

@@ -23,6 +23,7 @@ from partitioner.table.fingerprint import ModelShape, mlp_dim_of
 from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
+from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import hf
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.shares import check_shares
@@ -101,7 +102,7 @@ class ModelSize:
             ValueError, OSError: there is no such model, or it is one that cannot be planned for; one line.
         """
         config = loading.load_config(options, progress=True)
-        text = config.get_text_config(decoder=True)
+        text = decoder_config(config)
         label = f"model {options.path or options.config or options.name.name} ({text.model_type})"
         if any(getattr(text, name, None) for name in EXPERTS):
             raise ValueError(

@@ -78,7 +78,7 @@ def _read(run: EncodeOptions) -> PromptCache:
     from launch.inputs.prompt_cache import read_prompt_cache
     from runahead.model import loading
 
-    config = loading.load_config(run.model, progress=True).get_text_config(decoder=True)
+    config = loading.load_decoder_config(run.model, progress=True)
     policy = PromptCacheOptions(schema=run.schema, sinks=run.sinks)
     return read_prompt_cache(policy, loading.load_tokenizer(run.model), config)
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from runahead.model.adapters import ADAPTERS
+from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.attention_input import hidden_states
 from runahead.model.loading.sharing import local_part
 from runahead.model.seam import ATTENTION_NAME, set_attention
@@ -41,7 +42,7 @@ def transformers_logits(
     Args:
         in_step: runs a forward, in which the ranks that share the model wait for each other.
     """
-    model_type = module.config.get_text_config(decoder=True).model_type
+    model_type = decoder_config(module.config).model_type
     modules = module.modules() if model_type in ADAPTERS else []
     adapted = {child: vars(child).pop("forward") for child in modules if "forward" in vars(child)}
     # Eager attention supports all terms, but Falcon's adds its ALiBi twice (as of transformers 5.23).

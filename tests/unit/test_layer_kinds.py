@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, BartForCausalLM, BartForConditionalGeneration, PreTrainedModel
 
 from benchmarks.families.small import Sizes, small_config, small_model
+from partitioner.meshes.model_size import ModelSize
 from runahead import Model
 from runahead.attention.partial import AttentionTerms
 from runahead.config import ModelName, ModelOptions
 from runahead.model import seam
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
-from runahead.model.loading import load_config
+from runahead.model.loading import load_config, load_decoder_config
 
 SUPPORTED = "full_attention, sliding_attention and chunked_attention are"
 
@@ -62,6 +64,15 @@ def test_layers_of_a_decoder_are_counted_where_its_encoder_has_more() -> None:
     """As distil-whisper's has: 32 and 2."""
     config = small_config("whisper", Sizes(layers=4), decoder_layers=2)
     assert Model(small_model(config)).num_layers == 2
+
+
+@pytest.mark.parametrize("kind", [BartForConditionalGeneration, BartForCausalLM], ids=["with its encoder", "alone"])
+def test_a_decoder_is_planned_by_its_own_layers(kind: type[PreTrainedModel], tmp_path: Path) -> None:
+    """Also from a checkpoint of the decoder alone, whose config says that there is no encoder."""
+    kind(small_config("bart", Sizes(layers=4), decoder_layers=2)).save_pretrained(tmp_path)
+    options = ModelOptions(name=ModelName.hf, path=str(tmp_path))
+    assert load_decoder_config(options).num_hidden_layers == 2
+    assert ModelSize.of(options).shape.num_layers == 2
 
 
 TIED = [("gpt_oss", torch.bfloat16, 5), ("gpt_oss", torch.float16, 1), ("mixtral", torch.bfloat16, 9)]

@@ -172,6 +172,11 @@ def load_config(options: ModelOptions, *, progress: bool = False) -> Any:
     return _read_config(_small_files(FINDERS[options.name](options, weights=False, progress=progress)), options)
 
 
+def load_decoder_config(options: ModelOptions, *, progress: bool = False) -> Any:
+    """`load_config`, of the text decoder alone: its layers, heads and positions. Raises: ValueError, OSError."""
+    return decoder_config(load_config(options, progress=progress))
+
+
 def _read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
     """Read a config, of a model whose kinds of layers are supported. Raises: ValueError."""
     config = hf.read_config(checkpoint, options)

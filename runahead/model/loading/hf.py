@@ -28,6 +28,7 @@ from transformers import (
 
 from runahead.config import MAX_LAYERS, ModelOptions
 from runahead.failures import is_lack_of_memory
+from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import stored_forms
 from runahead.model.loading.checkpoint import Checkpoint
@@ -180,7 +181,7 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
                 config = overridden(config, options.overrides)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from error
-    text = config.get_text_config(decoder=True)
+    text = decoder_config(config)
     for name, most in (("num_hidden_layers", MAX_LAYERS), ("vocab_size", MAX_VOCABULARY)):
         size = getattr(text, name, None)
         if size is not None and (type(size) is not int or not 1 <= size <= most):

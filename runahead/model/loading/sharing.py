@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
 
+from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.quiet import one_line, quiet
 
 AXIS, COPIES = "tp", "_runahead_copies"
@@ -196,7 +197,7 @@ def _copy_kv_heads(module: PreTrainedModel, num_shares: int) -> dict[str, tuple[
     With K KV heads and t shares each head gets t / K copies in a row, so share j has KV head j K / t, which is the one
     that its query heads [j N / t, (j + 1) N / t) attend to.
     """
-    config = module.config.get_text_config(decoder=True)
+    config = decoder_config(module.config)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     copies = num_shares // kv_heads
     if copies < 2 or not _copies_heads(getattr(config, "base_model_tp_plan", None) or {}):

@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor, read_json
 from runahead.model.loading.gguf_header import GGUFHeader
 
@@ -121,7 +122,7 @@ def unpack_everywhere(config: Any) -> None:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    configs = (config, config.get_text_config(decoder=True))
+    configs = (config, decoder_config(config))
     found = (getattr(each, "quantization_config", None) for each in configs)
     return next((settings for settings in found if isinstance(settings, dict)), {})
 
@@ -227,7 +228,7 @@ def require_taken(model: PreTrainedModel, names: Mapping[str, str], checkpoint: 
 
 def _kind(model: PreTrainedModel, name: str, unexpected: Mapping[str, str]) -> str | None:
     """What a tensor is for that a text decoder can do without; None if it is none of that."""
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model.config)
     if getattr(config, "tie_word_embeddings", False) and name.endswith("lm_head.weight"):
         return "a head that is tied to the embeddings"
     # transformers' decoders say of themselves that they are no encoder and decoder.
