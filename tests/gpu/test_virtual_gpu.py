@@ -247,8 +247,10 @@ def test_a_window_counts_from_the_last_key(left: int | None, right: int | None, 
     scores = scores.masked_fill(hidden_CS, -math.inf)
     expected = torch.einsum("ncs,snh->cnh", scores.softmax(-1), v[0].cpu().double().repeat_interleave(2, 1))
     torch.testing.assert_close(out_TNH.cpu().double(), expected, atol=2e-2, rtol=0)
-    if slopes is None or before < math.inf or right != 0:  # else a number per query is left out
-        torch.testing.assert_close(lse_NT.cpu().double(), scores.logsumexp(-1), atol=1e-3, rtol=0)
+    expected_lse = scores.logsumexp(-1)
+    if slopes is not None and before == math.inf and right == 0:  # a causal kernel adds slope * key
+        expected_lse += slopes.cpu().double()[:, None] * (torch.arange(5) + 4)
+    torch.testing.assert_close(lse_NT.cpu().double(), expected_lse, atol=1e-3, rtol=0)
 
 
 def test_an_empty_sequence_has_no_output_to_use() -> None:

@@ -156,18 +156,18 @@ def dispatch(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise NotImplementedError(f"{name} changes the shape of a tensor in place, which is not emulated")
     if kwargs.get("device") == CPU:
         return HOST.own(result) if kwargs.get("pin_memory") or kwargs.get("non_blocking") else result
-    return mapped(lambda each: given.get(id(each), each) if id(each) in given else on_gpu(each), result)
+    return mapped(lambda each: given[id(each)] if id(each) in given else on_gpu(each), result)
 
 
 def require_one_device(func: OpOverload, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
     """Raises: RuntimeError, for a tensor of the host that a kernel of the GPU would read."""
-    name = func._schema.name
-    if name in COPIES:
+    name, of_host = func._schema.name, [each for each in tensors if not isinstance(each, GpuTensor)]
+    if not of_host or name in COPIES:
         return
     sees_scalars = torch.Tag.pointwise in func.tags or name in MAY_SEE_HOST_SCALARS
     indices = set(map(id, tensors_in(args[1:2], {}))) if name in INDEXED and isinstance(args[0], GpuTensor) else set()
-    for each in tensors:
-        if isinstance(each, GpuTensor) or (each.dim() == 0 and sees_scalars) or id(each) in indices:
+    for each in of_host:
+        if (each.dim() == 0 and sees_scalars) or id(each) in indices:
             continue
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
@@ -188,9 +188,8 @@ def note_waits_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         target, source, *rest = args
         if isinstance(target, GpuTensor) != isinstance(source, GpuTensor):
             host = source if isinstance(target, GpuTensor) else target
-            _note_copy(
-                "to the GPU" if host is source else "to the host", host, bool([*rest, kwargs.get("non_blocking")][0])
-            )
+            non_blocking = rest[0] if rest else kwargs.get("non_blocking", False)
+            _note_copy("to the GPU" if host is source else "to the host", host, non_blocking)
     elif name == "aten::_to_copy":
         if kwargs.get("device") == CPU and not kwargs.get("non_blocking"):  # else torch makes page-locked memory
             note_wait("copy to the host")
