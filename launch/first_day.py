@@ -13,8 +13,9 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from benchmarks.first_day.options import FirstDayRun, without_hydra
 from benchmarks.first_day.parts import listed
-from launch.program.ending import end_with, leave, open_closed_streams, refuse, say
+from launch.program.ending import MISTAKE, end_with, leave, open_closed_streams, refuse, say
 from launch.program.launcher import follow_launcher
+from runahead.failures import SharedError
 
 if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
@@ -65,6 +66,8 @@ def _run_bare(args: Sequence[str], missing: Sequence[str]) -> int:
     try:
         follow_launcher()
         run = without_hydra(args)
+    except SharedError:
+        return MISTAKE
     except ValueError as error:
         return refuse(error)
     try:
