@@ -25,6 +25,7 @@ from runahead.cache.sharded import ShardedCache
 from runahead.config import Attention, PrefillName
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.thinning.rank_policies import RankPolicies
+from tests.families import VOCAB_SIZE, build
 from tests.gpu.fused_kernels import KernelCall, NotingCalls, calls_in_source
 from tests.gpu.models import model
 from tests.policies.running import Duo
@@ -42,7 +43,7 @@ TURING = (7, 5)
 
 def ids_of(lengths: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """Random ids (B, S) of a left-padded batch with `NEW` that follow, and the padding of each row."""
-    ids_BS = torch.randint(211, (len(lengths), max(lengths) + NEW), generator=torch.Generator().manual_seed(4))
+    ids_BS = torch.randint(VOCAB_SIZE, (len(lengths), max(lengths) + NEW), generator=torch.Generator().manual_seed(4))
     return ids_BS.to(CUDA), [max(lengths) - length for length in lengths]
 
 
@@ -68,6 +69,7 @@ def by_steps(loaded: Model, lengths: tuple[int, ...], *, fixed: bool = False, sh
     forward = forward_over(loaded, cache, [], pads=pads, prompt_tokens=end)
     assert isinstance(forward, FixedForward) == is_fixed
     logits += [forward(ids_BS[:, step : step + 1], step).clone() for step in range(end, end + NEW)]
+    assert not isinstance(forward, FixedForward) or forward._replay is not None, "no step was replayed"
     return torch.stack(logits)
 
 
@@ -162,3 +164,20 @@ def test_every_fused_kernel_was_called() -> None:
     """A kernel, or a flag of one, that none of the ways above comes to needs a way of its own."""
     made = {call for name in WAYS for call in outcome(name, fused=True)[1]}
     assert made == calls_in_source()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon", "mistral", "gpt_oss"])
+def test_families_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned positions, one kernel for queries, keys and values, windows, and sinks.
+
+    Their weights are wide, so that a rounding grows from layer to layer: to 0.02 to 0.1 of the logits' spread.
+    """
+    logits = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(attention, "_kernel", lambda *_: None)
+        loaded = Model(build(family, dtype=torch.bfloat16).to(CUDA), name=family)
+        lengths = LENGTHS if loaded.uneven_limit is None else LENGTHS[:1]
+        logits.append(by_steps(loaded, lengths, fixed=loaded.repeats_steps).float().cpu())
+    ours, plain = logits
+    torch.testing.assert_close(ours, plain, atol=0.15 * plain.std().item(), rtol=0)
