@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
 from runahead.config import Carrier, DecodeName
+from runahead.decoding.forward import FixedForward
 from runahead.model.shares import shard_model
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.ranks.accelerator import RELAY_CTAS, Accelerator, Communicator
-from runahead.ranks.graphs import Graph
+from runahead.ranks.graphs import Graph, Graphs
 from runahead.ranks.groups import NEVER
 from runahead.ranks.mapped.device_memory import DeviceMemory
 from tests.gpu.models import ids, model
@@ -70,6 +72,29 @@ def being_late() -> Iterator[None]:
 
     with mock.patch.object(ChainAttention, "attend", attend_late):
         yield
+
+
+def sharded_answers(ranks: Ranks) -> tuple[list[int], list[int], int]:
+    """New tokens of sharded decoding with graphs, and without, in bfloat16; the number of this rank's graphs."""
+    ranks.arrange(1)
+    engine = Engine(
+        model(ranks.device, torch.bfloat16, initializer_range=0.2),
+        ranks,
+        decode=DecodeOptions(name=DecodeName.sharded),
+        partition=from_ratios(SHARES[ranks.size]),
+    )
+    found, captured = list[list[int]](), list[Graph[object]]()
+    capture = Graphs.capture
+
+    def noted(graphs: Graphs, step: Callable[[], object]) -> Graph[object]:
+        captured.append(capture(graphs, step))
+        return captured[-1]
+
+    for warm_up in (FixedForward.WARM_UP, OPTIONS.max_new_tokens * 3):
+        with mock.patch.object(FixedForward, "WARM_UP", warm_up), mock.patch.object(Graphs, "capture", noted):
+            batch = engine.generate([ids(300)], replace(OPTIONS, max_new_tokens=OPTIONS.max_new_tokens * 2))
+        found.append(batch.generations[0].new_token_ids)
+    return found[0], found[1], len(captured)
 
 
 @cache

@@ -83,6 +83,12 @@ def test_ranks_over_nccl_say_what_one_says(
     assert nccl_ranks.run(size, rank_tasks.answers, *options) == [expected] * size
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_sharded_steps_are_replayed_with_their_exchanges(nccl_ranks: RankPools, size: int) -> None:
+    for replayed, eager, num_graphs in nccl_ranks.run(size, rank_tasks.sharded_answers):
+        assert replayed == eager and num_graphs == 1
+
+
 SHARED: dict[str, Any] = {"prefill": PrefillOptions(name=PrefillName.tensor)}
 
 
