@@ -13,6 +13,9 @@ from tests.needs import missing
 from tests.virtual.cuda import gpu
 from tests.virtual.cuda.guard import load_guard
 
+HAS_GPU = torch.cuda.is_available()
+"""A real one."""
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker("gpu")
@@ -21,7 +24,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="package", autouse=True)
 def a_gpu(own_cache: object) -> Iterator[None]:
     """A GPU for the tests of this folder, which those of other folders do not see."""
-    if not torch.cuda.is_available():
+    if not HAS_GPU:
         try:
             load_guard()
         except ValueError as error:  # no compiler
@@ -37,7 +40,7 @@ class NcclPools(RankPools):
         super().__init__("cuda", "nccl")
 
     def run(self, size: int, task: Callable[..., Any], *args: Any) -> list[Any]:
-        if torch.version.cuda is not None and torch.cuda.device_count() < size:
+        if HAS_GPU and torch.cuda.device_count() < size:
             pytest.skip(f"NCCL wants a GPU per rank; {size} ranks, {torch.cuda.device_count()} GPUs")
         return super().run(size, task, *args)
 
