@@ -106,6 +106,7 @@ def test_ranks_that_share_a_model_say_what_one_says(
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_late_rank_changes_no_token(gpu_ranks: RankPools, expected: list[object], late: int) -> None:
-    """By copies: the receiver waits for what arrives late, or the sender for slabs that are free late."""
-    found = gpu_ranks.run(2, rank_tasks.answers, rank_tasks.COPY, None, rank_tasks.LENGTHS[1:3], 1, late)
+    """A receiver waits for what arrives late, a sender for slabs that are free late, as the prefix is not kept."""
+    sharded = DecodeOptions(name=DecodeName.sharded)
+    found = gpu_ranks.run(2, rank_tasks.answers, rank_tasks.COPY, sharded, rank_tasks.LENGTHS[1:3], 1, late)
     assert found == [expected[1:3]] * 2
