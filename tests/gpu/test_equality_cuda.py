@@ -35,10 +35,10 @@ LENGTHS, CHUNK = (90, 70), 48
 """Tokens of the prompts, and how many of them are computed at a time."""
 
 NEW = 18
-"""Generated tokens, more than the 16 after which most policies cut back; a GPU replays a graph from the third on."""
+"""Generated tokens, more than the 16 after which some policies cut back."""
 
 FEW_NEW = 6
-"""Generated tokens where nothing happens later that did not before."""
+"""Generated tokens where no policy cuts back."""
 
 TOLERANCE = 2e-3
 """Of log-probabilities: the kernels of two devices add in another order, and the weights here are wide."""
