@@ -12,12 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from policies.row_values import sent
+
+NUM_LENGTHS = 64
+"""Lengths whose frequencies are remembered: a decoding step asks for those of the step before."""
 
 
 class LengthRotary:
@@ -32,6 +36,7 @@ class LengthRotary:
         for name, value in list(vars(self._host).items()):  # such as frequencies that are no buffers
             if isinstance(value, Tensor):
                 setattr(self._host, name, value.cpu())
+        self._values = lru_cache(NUM_LENGTHS)(self._values_on_host)
 
     @contextmanager
     def at(self, length: int, x: Tensor, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -40,26 +45,26 @@ class LengthRotary:
         Args:
             x: of which tables have device and dtype; it is followed by whatever else the embedding is called with.
         """
-        module, values = self.module, self._values(length, x, *args, **kwargs)
+        module, values = self.module, self._values(length, *args, **kwargs)
         before = {name: getattr(module, name) for name in values}
         try:
             for name, value in values.items():
-                setattr(module, name, value)
+                setattr(module, name, sent(value, x.device) if isinstance(value, Tensor) else value)
             yield
         finally:
             for name, value in before.items():
                 setattr(module, name, value)
 
-    def _values(self, length: int, x: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _values_on_host(self, length: int, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Attributes of the embedding for a length: frequencies, scale, and that there is nothing to update."""
         host, kinds = self._host, self._host.rope_type
         _forget(host)
-        host(torch.empty(1, 1, 1, dtype=x.dtype), torch.tensor([[length - 1]]), *args, **kwargs)
+        host(torch.empty(1, 1, 1), torch.tensor([[length - 1]]), *args, **kwargs)
         scales = [name for name in vars(self.module) if name.endswith("attention_scaling")]
         return {
             "rope_type": dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default",
             **{name: getattr(host, name) for name in scales},
-            **{name: sent(value, x.device) for name, value in host.named_buffers() if _is_used(name)},
+            **{name: value for name, value in host.named_buffers() if _is_used(name)},
         }
 
 
@@ -110,10 +115,11 @@ def _lengths(rotary: LengthRotary, lengths_B: list[int]) -> Iterator[None]:
         shared = len(set(lengths_B)) == 1
         tables: list[tuple[Tensor, ...]] = []
         for row, length in [(rows, lengths_B[0])] if shared else zip(rows.split(1), lengths_B, strict=True):
+            last = torch.full_like(row[:, :1], length - 1)  # tells the length to code that looks at positions itself
             with rotary.at(length, x, *args, **kwargs):
-                made = forward(x, row, *args, **kwargs)
+                made = forward(x, torch.cat([row, last], dim=1), *args, **kwargs)
             is_pair = isinstance(made, tuple)  # cosines and sines, or both as complex numbers
-            tables.append(made if is_pair else (made,))
+            tables.append(tuple(table[:, :-1] for table in (made if is_pair else (made,))))
         joined = tuple(torch.cat(each) for each in zip(*tables, strict=True))
         return joined if is_pair else joined[0]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runahead.model.rope_length import LengthRotary, length_dependent_rotaries, rotary_length
-from tests.families import ROPE_THRESHOLD, build
+from tests.families import FAMILIES, ROPE_THRESHOLD, Family, build
 
 # Legend: C tokens of a forward, H head dim.
 
@@ -25,8 +25,15 @@ BY_LAYER_TYPE = {
 }
 """Gemma 3 has tables per layer type; here one kind of layer has dynamic ones."""
 
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+OF_POSITIONS = {
+    "max_position_embeddings": 8 * ROPE_THRESHOLD,
+    "rope_parameters": FAMILIES["phi3_longrope"].config["rope_parameters"] | {"short_mscale": 1.2, "long_mscale": 1.5},
+}
+"""Phi-3.5-MoE's embedding looks at the positions itself, and chooses a scale by the largest."""
+
+CASES: dict[str, tuple[str | Family, dict[str, Any], dict[str, Any]]] = {
     "longrope": ("phi3_longrope", {}, {}),
+    "longrope by positions": (Family(model_type="phimoe"), OF_POSITIONS, {}),
     "dynamic": ("llama_dynamic_ntk", {}, {}),
     "dynamic as complex numbers": (
         "llama4_text",
@@ -106,7 +113,7 @@ def test_rows_of_a_batch_get_the_tables_of_their_own_lengths(
             assert torch.equal(ours[row], theirs[0].expand_as(ours[row]))
 
 
-@pytest.mark.parametrize("case", ["longrope", "dynamic", "dynamic as complex numbers", "dynamic in full layers"])
+@pytest.mark.parametrize("case", [case for case in CASES if "sliding" not in case])
 def test_tables_change_behind_the_threshold(case: str) -> None:
     """Else the tests above would say nothing."""
     rotary, keywords = OLD[case]
