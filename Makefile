@@ -51,8 +51,9 @@ demo: $(STAMP)
 # Tests go side by side, a file in one process, those first that take longest (tests/runs.py). A process that ends
 # early fails its test and the run: in its place another would wait for ever for the rest of a file. Tests of whole jobs,
 # of servers and of the rates of links come after them, one by one: on a busy machine a rank is late, as if it were lost.
-JOBS := tests/doctor tests/faults tests/network tests/serving/test_endurance.py tests/serving/test_page.py \
-	tests/serving/test_server.py tests/slurm tests/test_wheel.py
+JOBS := tests/doctor tests/faults tests/gpu/test_nccl_cuda.py tests/gpu/test_ranks_cuda.py tests/gpu/test_serving_cuda.py \
+	tests/network tests/serving/test_endurance.py tests/serving/test_page.py tests/serving/test_server.py tests/slurm \
+	tests/test_wheel.py
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(JOBS:%=--ignore=%)
 
 # $(call run,arguments,profile): a run of tests. Those that fail run once more, alone: what fails again fails the run, and what

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.conftest import RankPools
-from tests.needs import missing
 from tests.virtual.cuda import gpu
-from tests.virtual.cuda.guard import load_guard
+from tests.virtual.cuda.guard import require_guard
 
 HAS_GPU = torch.cuda.is_available()
 """A real one."""
@@ -25,10 +24,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def a_gpu(own_cache: object) -> Iterator[None]:
     """A GPU for the tests of this folder, which those of other folders do not see."""
     if not HAS_GPU:
-        try:
-            load_guard()
-        except ValueError as error:  # no compiler
-            missing(str(error))
+        require_guard()
     with gpu():
         yield
 

@@ -279,9 +279,11 @@ class VirtualRanks(Ranks):
     @contextmanager
     def _stuck_in(self, what: str) -> Iterator[None]:
         before, self.accelerator.is_watched = self.accelerator.is_watched, True
-        with super()._stuck_in(what):
-            yield
-        self.accelerator.is_watched = before
+        try:
+            with super()._stuck_in(what):
+                yield
+        finally:
+            self.accelerator.is_watched = before
 
 
 Choose = Callable[[list[Operation]], Operation]

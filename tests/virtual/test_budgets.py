@@ -34,9 +34,8 @@ from runahead.decoding.sampling import next_tokens
 from runahead.decoding.speculative.verification import RowForwards
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import ROPE_THRESHOLD, VOCAB_SIZE, build
-from tests.needs import missing
 from tests.virtual.cuda import Counts, counting, virtual_gpu
-from tests.virtual.cuda.guard import load_guard
+from tests.virtual.cuda.guard import require_guard
 
 GPU = torch.device("cuda", 0)
 FEW_LAYERS, MORE_LAYERS = 2, 4
@@ -57,10 +56,7 @@ def a_virtual_gpu(own_cache: object) -> Iterator[None]:
     """A virtual GPU, which counts."""
     if torch.cuda.is_available():
         pytest.skip("the virtual GPU needs a CPU build of torch")
-    try:
-        load_guard()
-    except ValueError as error:  # no compiler
-        missing(str(error))
+    require_guard()
     with virtual_gpu():
         yield
         llama.cache_clear()

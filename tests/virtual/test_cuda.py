@@ -11,6 +11,8 @@ import torch
 from runahead.cache.host_memory import host_empty
 from runahead.ranks.accelerator import accelerator_for
 from tests.virtual.cuda import GpuTensor, guard, virtual_gpu
+from tests.virtual.cuda.generators import GENERATOR
+from tests.virtual.cuda.memory import HOST
 from tests.virtual.cuda.torch_cuda import CUDA
 
 GPU = torch.device("cuda", 0)
@@ -20,10 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU is
 
 @pytest.fixture
 def has_guard() -> None:
-    try:
-        guard.load_guard()
-    except ValueError as error:
-        pytest.skip(str(error))
+    guard.require_guard()
 
 
 def names() -> list[object]:
@@ -62,8 +61,18 @@ def test_a_gpu_is_there_in_all_threads_as_long_as_the_context() -> None:
 @pytest.mark.usefixtures("has_guard")
 def test_an_error_takes_the_gpu_away_too() -> None:
     with pytest.raises(ZeroDivisionError), virtual_gpu():
-        raise ZeroDivisionError
+        torch.cuda.manual_seed(5)
+        torch.cuda.set_sync_debug_mode("error")
+        HOST.cudaHostRegister(4096, 4096, 0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.CUDAGraph().capture_begin()
+            raise ZeroDivisionError
     assert no_gpu_is_left()
+    with virtual_gpu():
+        assert torch.cuda.get_sync_debug_mode() == 0 and torch.zeros(1, device=GPU).tolist() == [0]
+        assert GENERATOR.initial_seed() == torch._C.Generator().initial_seed()
+        torch.cuda.empty_cache()
+    assert not HOST._registered
 
 
 def test_without_a_compiler_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

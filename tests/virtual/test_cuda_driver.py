@@ -24,10 +24,13 @@ STREAM = 7
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     monkeypatch.setattr(cuda_driver, "_library", lambda: made)
+    monkeypatch.setattr(cuda_driver, "_registered", [])
+    monkeypatch.setattr(HOST, "_registered", {})
     cuda_driver._device_address.cache_clear()
     yield made
     for queue in made._queues.values():
         queue.close()
+    cuda_driver._device_address.cache_clear()
 
 
 @pytest.fixture
@@ -113,8 +116,7 @@ class TestMemoryOfARank:
     """What the driver refuses is said, and given back."""
 
     @pytest.fixture
-    def segments(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, Segment]:
-        monkeypatch.setattr(HOST, "_registered", {})
+    def segments(self) -> dict[int, Segment]:
         return {rank: Segment(mmap.mmap(-1, Segment.num_bytes(2)), 2) for rank in range(2)}
 
     def test_none_is_held_before_a_prompt_needs_it(self, driver: Driver, segments: dict[int, Segment]) -> None:

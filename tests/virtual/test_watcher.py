@@ -55,7 +55,7 @@ def transfer() -> Iterator[NcclTransfer]:
     ranks._watcher.close()
 
 
-def error_of(call: Callable[[], object], within_s: float = 60.0) -> BaseException | None:
+def error_of(call: Callable[[], object]) -> BaseException | None:
     """The exception of a call in a thread that the test does not wait for; fails if the call does not end."""
     errors: list[BaseException] = []
 
@@ -67,7 +67,7 @@ def error_of(call: Callable[[], object], within_s: float = 60.0) -> BaseExceptio
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(within_s)
+    thread.join(60.0)
     assert not thread.is_alive(), "still waiting"
     return errors[0] if errors else None
 
@@ -216,5 +216,5 @@ class TestACallThatNeverEnds:
         def body() -> None:
             ranks.wait_until(arrives, "the KV of layer 3", [1])
 
-        error = error_of(lambda: ranks.collectively("an all-reduce", body), within_s=10)
+        error = error_of(lambda: ranks.collectively("an all-reduce", body))
         assert re.search(r"^no rank made progress for .* though all are alive", str(error))

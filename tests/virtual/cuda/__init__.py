@@ -18,10 +18,10 @@ from runahead.cache import host_memory
 from runahead.ranks.accelerator import Accelerator, accelerator_for
 from runahead.ranks.mapped import cuda_driver
 from tests.virtual.cuda.captures import CAPTURING
-from tests.virtual.cuda.counts import Counts, counting, note_kernel
+from tests.virtual.cuda.counts import Counts, counting, get_sync_debug_mode, note_kernel, set_sync_debug_mode
 from tests.virtual.cuda.device import CPU, LAUNCHES_NOTHING, GpuTensor, dispatch
 from tests.virtual.cuda.driver import DRIVER
-from tests.virtual.cuda.generators import Generator
+from tests.virtual.cuda.generators import GENERATOR, Generator
 from tests.virtual.cuda.graphs import ALLOCATOR
 from tests.virtual.cuda.guard import load_guard
 from tests.virtual.cuda.memory import HOST, at_address
@@ -60,6 +60,7 @@ def virtual_gpu() -> Iterator[None]:
     """
     load_guard()
     kernels = torch.library.Library("aten", "IMPL")
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
     with (
         patch.multiple(torch.cuda, **CUDA),
         patch.object(cuda_driver, "_library", lambda: DRIVER),
@@ -68,13 +69,12 @@ def virtual_gpu() -> Iterator[None]:
         patch.multiple(Tensor, **_methods()),
         patch.multiple(torch._C, **_allocator()),
     ):
-        _forget()
-        swapped = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's `data` cannot become a subclass
-        for factory in FACTORIES:
-            kernels.impl(factory.name(), _on_gpu(factory), "CUDA")
-        kernels.impl("aten::copy_", _copy, "CUDA")  # inside torch.tensor, where tensor subclasses are not asked
         try:
+            _forget()
+            torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's `data` cannot become a subclass
+            for factory in FACTORIES:
+                kernels.impl(factory.name(), _on_gpu(factory), "CUDA")
+            kernels.impl("aten::copy_", _copy, "CUDA")  # inside torch.tensor, where tensor subclasses are not asked
             yield
         finally:
             kernels._destroy()
@@ -83,11 +83,19 @@ def virtual_gpu() -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Drop what the process keeps of a GPU."""
+    """Drop what the process keeps of a GPU, also what a test that failed has left."""
     gc.collect()
     accelerator_for.cache_clear()
     host_memory._arena = host_memory._Arena()
     gc.collect()
+    CAPTURING.capture = None
+    ALLOCATOR.recording.clear()
+    if get_sync_debug_mode():
+        set_sync_debug_mode("default")
+    GENERATOR.manual_seed(torch.Generator("cpu").initial_seed())  # the seed before any is set
+    HOST._registered.clear()
+    cuda_driver._registered.clear()
+    cuda_driver._device_address.cache_clear()
 
 
 def _on_gpu(factory: Any) -> Any:

@@ -28,7 +28,7 @@ from runahead.ranks.mapped import cuda_driver
 from runahead.ranks.mapped.memory import Cell, SharedBytes, Unmapped, map_other
 from runahead.ranks.mapped.queues import HostQueue
 from tests.virtual.cuda.captures import CAPTURING
-from tests.virtual.cuda.memory import HOST
+from tests.virtual.cuda.memory import HOST, NOT_REGISTERED
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_STATE, LAUNCH_FAILED = 1, 2, 201, 400, 401, 719
 NOT_SUPPORTED = 801
@@ -38,6 +38,7 @@ ERRORS = {
     INVALID_CONTEXT: b"invalid device context",
     INVALID_HANDLE: b"invalid resource handle",
     ILLEGAL_STATE: b"the operation cannot be performed in the present state",
+    NOT_REGISTERED: b"pointer does not correspond to a registered memory region",
     LAUNCH_FAILED: b"unspecified launch failure",
     NOT_SUPPORTED: b"operation not supported",
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from runahead.model.loading.cache_folder import cache_folder, obtain
+from tests.needs import missing
 
 FOLDER = "virtual-gpu"
 """The folder for it in the cache folder."""
@@ -35,6 +36,14 @@ def load_guard() -> None:
     key = hashlib.sha256(f"{torch.__version__} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     folder = obtain(cache_folder() / FOLDER / key, _compile, label="the virtual GPU's library")
     torch.ops.load_library(str(folder / "libguard.so"))
+
+
+def require_guard() -> None:
+    """Load the guard, for tests: they lack something where there is no compiler (tests/needs.py)."""
+    try:
+        load_guard()
+    except ValueError as error:
+        missing(str(error))
 
 
 def _compile(work: Path) -> Path:

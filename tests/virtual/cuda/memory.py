@@ -10,6 +10,8 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 TOTAL_BYTES = 80 << 30
+NOT_REGISTERED = 713
+"""cudaErrorHostMemoryNotRegistered, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED."""
 
 
 class DeviceMemory:
@@ -82,8 +84,7 @@ class PageLocked:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        del self._registered[address]
-        return 0
+        return 0 if self._registered.pop(address, None) is not None else NOT_REGISTERED
 
 
 DEVICE, HOST = DeviceMemory(), PageLocked()
