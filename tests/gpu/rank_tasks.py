@@ -23,6 +23,7 @@ from runahead.ranks.accelerator import RELAY_CTAS, Accelerator, Communicator
 from runahead.ranks.graphs import Graph, Graphs
 from runahead.ranks.groups import NEVER
 from runahead.ranks.mapped.device_memory import DeviceMemory
+from runahead.ranks.worker import Worker
 from tests.gpu.models import ids, model
 
 SHARES = {1: [1.0], 2: [0.6, 0.4], 3: [0.5, 0.3, 0.2]}
@@ -159,18 +160,38 @@ def replayed_exchanges(ranks: Ranks) -> list[bool]:
 
 
 def ends_with_a_graph(ranks: Ranks, end: str) -> bool:
-    """Whether this rank leaves its group, as `Ranks` does, while something still refers to a graph."""
+    """Whether this rank leaves its job, at its end or after an error, while something still refers to a graph."""
     gpu, communicator = _communicator(ranks)
     sent = torch.arange(1000.0, device=ranks.device)
     received = torch.zeros_like(sent)
     _doubled(communicator, sent, received)
     replay = gpu.capture(lambda: _doubled(communicator, sent, received))
     replay()
-    gpu.graphs.destroy()
     if end == "abort":
-        communicator.abort()
-    dist.destroy_process_group()
+        ranks._links = {((0, 0), RELAY_CTAS): communicator}
+        has_ended = _aborts(ranks)
+        dist.destroy_process_group()
+        return has_ended
+    # A rank that is alone has nothing to leave.
+    with mock.patch.multiple(ranks, create=True, size=2, barrier=lambda what: None, _worker=Worker("control")):
+        ranks.close()
     return replay is not None and not dist.is_initialized()
+
+
+def _aborts(ranks: Ranks) -> bool:
+    """Whether all communicators of a rank have ended when it leaves its job after an error."""
+    ended = list[None]()
+
+    def noted_abort(communicator: Communicator) -> None:
+        type(communicator).abort(communicator)
+        ended.append(None)
+
+    communicators = list(ranks._communicators)
+    for each in communicators:
+        each.abort = partial(noted_abort, each)  # type: ignore[method-assign]
+    with mock.patch("runahead.ranks.ranks.ABORT_S", 60):
+        ranks.abort()
+    return len(ended) == len(communicators) > 0
 
 
 def fails_in_a_replayed_step(ranks: Ranks) -> tuple[bool, bool]:
@@ -181,7 +202,7 @@ def fails_in_a_replayed_step(ranks: Ranks) -> tuple[bool, bool]:
         decode=DecodeOptions(name=DecodeName.sharded),
         partition=from_ratios(SHARES[ranks.size]),
     )
-    replays, ended = list[None](), list[None]()
+    replays = list[None]()
     replay = Graph.__call__
 
     def replay_or_fail(self: Graph[Tensor]) -> Tensor:
@@ -190,17 +211,10 @@ def fails_in_a_replayed_step(ranks: Ranks) -> tuple[bool, bool]:
             raise ArithmeticError("out of luck")
         return replay(self)
 
-    def noted_abort(communicator: Communicator) -> None:
-        type(communicator).abort(communicator)
-        ended.append(None)
-
     with mock.patch.object(Graph, "__call__", replay_or_fail):
         try:
             engine.generate([ids(60)], GenerationOptions(max_new_tokens=12, ignore_eos=True))
         except ArithmeticError as error:
             raised = error  # whose traceback holds the step
-    communicators = list(ranks._communicators)
-    for each in communicators:
-        each.abort = partial(noted_abort, each)  # type: ignore[method-assign]
-    ranks.abort()
-    return len(replays) == 3 and raised.__traceback__ is not None, len(ended) == len(communicators) > 0
+    has_ended = _aborts(ranks)
+    return len(replays) == 3 and raised.__traceback__ is not None, has_ended

@@ -19,7 +19,9 @@ from runahead.decoding.forward import Forward, forward_over
 from runahead.model.model import Model
 from runahead.ranks.accelerator import Accelerator, Communicator, accelerator_for
 from runahead.ranks.worker import Worker
+from tests.gpu.conftest import HAS_GPU
 from tests.gpu.models import model
+from tests.virtual.cuda.graphs import ALLOCATOR
 
 END, NEW = 40, 7
 IDS = torch.randint(211, (1, END + NEW), generator=torch.Generator().manual_seed(4))
@@ -129,8 +131,16 @@ def test_a_float32_forward_is_replayed_with_the_same_result(gpu: Accelerator) ->
         assert torch.equal(graph(), step())
 
 
+@pytest.mark.usefixtures("_ends_failed_captures")
 class TestAfterAFailedCapture:
     """Where a host waits unseen by torch's debug mode, so that a step is captured that cannot be."""
+
+    @pytest.fixture(params=[False, True], ids=["torch 2.11", "torch 2.13"])
+    def _ends_failed_captures(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A real GPU has the torch that it has."""
+        if HAS_GPU and request.param:
+            pytest.skip("a real GPU is here")
+        monkeypatch.setattr(ALLOCATOR, "ends_failed_captures", request.param)
 
     @pytest.fixture
     def waiting(self, gpu: Accelerator, half: Model, monkeypatch: pytest.MonkeyPatch) -> list[bool]:

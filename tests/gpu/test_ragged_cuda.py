@@ -45,6 +45,6 @@ def test_attention_is_that_of_float64_on_a_cpu(dtype: torch.dtype, num_new: int,
                 ragged.append(new[0].to(device, kind), new[1].to(device, kind), after)
             out_BNCV, lse_BNC = ragged.seen(q_BNCH.to(device, kind), after).attend(terms)
             found[-1] += out_BNCV.cpu().double(), lse_BNC.cpu().double()
-    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4  # as in test_cuda.py
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
     for ours, expected in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)

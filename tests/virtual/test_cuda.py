@@ -58,6 +58,7 @@ def test_a_gpu_is_there_in_all_threads_as_long_as_the_context() -> None:
     assert all(isinstance(each, GpuTensor) for each in found) and found[1].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("has_guard")
 def test_an_error_takes_the_gpu_away_too() -> None:
     with pytest.raises(ZeroDivisionError), virtual_gpu():

@@ -138,7 +138,19 @@ def test_heads_of_a_sharded_answer_are_cut_back_behind_no_message(monkeypatch: p
     policy = test_matrix.policy("razor_attention", budget=8)
     assert isinstance(policy, StreamingHeads)
     policy.evict_every = 1
-    test_sharded.answers((0, 7, 11, 16), transfers_late, RankPolicies.everywhere([policy]))
+
+    def waits(policies: RankPolicies) -> dict[int, int]:
+        """Of the host of each rank, after its last token."""
+        found = dict[int, int]()
+
+        def note(rank: int, device: Deferred) -> None:
+            found[rank] = device.num_synchronizations
+
+        test_sharded.answers((0, 7, 11, 16), transfers_late, policies, on_step=note)
+        return found
+
+    thinned, whole = waits(RankPolicies.everywhere([policy])), waits(RankPolicies())
+    assert all(thinned[rank] > whole[rank] for rank in range(3)), (thinned, whole)
 
 
 @pytest.mark.parametrize("transfer", list(Transfer))

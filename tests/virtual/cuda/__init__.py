@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from runahead.cache import host_memory
@@ -25,7 +26,7 @@ from tests.virtual.cuda.generators import GENERATOR, Generator
 from tests.virtual.cuda.graphs import ALLOCATOR
 from tests.virtual.cuda.guard import load_guard
 from tests.virtual.cuda.memory import HOST, at_address
-from tests.virtual.cuda.nccl import communicator
+from tests.virtual.cuda.nccl import communicator, destroy_process_group
 from tests.virtual.cuda.torch_cuda import CUDA, Stream
 
 __all__ = ["Counts", "GpuTensor", "counting", "gpu", "virtual_gpu"]
@@ -65,6 +66,7 @@ def virtual_gpu() -> Iterator[None]:
         patch.multiple(torch.cuda, **CUDA),
         patch.object(cuda_driver, "_library", lambda: DRIVER),
         patch.object(Accelerator, "communicator", communicator),
+        patch.object(dist, "destroy_process_group", destroy_process_group),
         patch.multiple(torch, **_functions()),
         patch.multiple(Tensor, **_methods()),
         patch.multiple(torch._C, **_allocator()),

@@ -6,6 +6,7 @@ the other on a stream of its own, and the host waits for none of them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -87,9 +88,21 @@ class VirtualCommunicator(Communicator):
             raise RuntimeError("a communicator is aborted while there is a graph")
 
 
+_destroy_process_group, _made = dist.destroy_process_group, weakref.WeakSet[VirtualCommunicator]()
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """As `dist.destroy_process_group`. Raises: RuntimeError, as `VirtualCommunicator.abort`."""
+    if _made and ALLOCATOR.has_graphs():
+        raise RuntimeError("a process group is destroyed while there is a graph")
+    _destroy_process_group(group)
+
+
 def communicator(
     gpu: Accelerator, ranks: Sequence[int] | None, timeout: timedelta, num_ctas: int | None = None
 ) -> Communicator:
     """In place of `Accelerator.communicator`."""
     members = None if ranks is None else list(ranks)
-    return VirtualCommunicator(dist.new_group(members, backend="gloo", timeout=timeout))
+    made = VirtualCommunicator(dist.new_group(members, backend="gloo", timeout=timeout))
+    _made.add(made)
+    return made
