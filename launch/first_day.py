@@ -27,10 +27,10 @@ usage: python -m launch.first_day [name=value ...]          (one host, with one 
 Runs what nobody has run on GPUs yet, in parts of at most four minutes, those of most worth first, and prints every
 figure beside its estimate. A part that hangs is ended alone. Without a GPU it is a rehearsal on small sizes.
 
-  first_day.minutes=15       time budget; parts that would not fit are left out, the last ones first
+  first_day.minutes=15       time budget; a part that would not fit any more is left out
   first_day.parts=[<name>]   only these; a name's beginning up to an underscore, such as copy, chooses several
   first_day.without=[<name>] all but these
-  first_day.out=first_day    folder: first_day.txt and .json, figures.jsonl, and the logs of every part
+  first_day.out=first_day    new folder: first_day.txt and .json, figures.jsonl, the logs of every part
   ranks.device=...           ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60
 
 Parts, in order:

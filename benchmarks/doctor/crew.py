@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,9 @@ MEETING = timedelta(seconds=300)
 POLL_S = 0.1
 SLACK_S = 30.0
 """Seconds after a job's limit in which the other processes report what became of it."""
+
+DEATH_S = 10.0
+"""Seconds in which a killed process has to end. One that waits for a driver may not."""
 
 KEPT_CHARACTERS = 4000
 """End of a rank's output that is kept."""
@@ -60,10 +64,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """End of one rank: its exit status, when it ended (seconds since the epoch), and the end of its output."""
+    """End of one rank: its exit status, when it ended (seconds since the epoch), and the end of its output.
+
+    The status is None if the rank was killed and is there still.
+    """
 
     rank: int
-    status: int
+    status: int | None
     at_s: float
     output: str
     errors: str
@@ -80,16 +87,33 @@ class Outcome:
 
     @property
     def has_failed(self) -> bool:
-        return self.was_killed or any(rank.status for rank in self.ranks)
+        return self.was_killed or any(rank.status != 0 for rank in self.ranks)
 
     def why(self) -> str:
         """One line on why it failed: what the ranks said, or that they said nothing."""
-        failed = [rank for rank in self.ranks if rank.status > 0] if self.was_killed else self.ranks
-        lines = [line for rank in failed if rank.status for line in rank.errors.splitlines() if line.strip()]
-        own = [line for line in lines if line.startswith("[rank ")] or lines[-1:]
-        if self.was_killed and not own:
+        stuck = [str(rank.rank) for rank in self.ranks if rank.status is None]
+        if stuck:
+            return (
+                f"rank {', '.join(stuck)} did not end within {self.job.limit_s:.0f} s, was killed and is still in the "
+                "driver; what follows on its GPU may fail"
+            )
+        killed = -signal.SIGKILL if self.was_killed else 0
+        failed = [(rank, rank.status) for rank in self.ranks if rank.status and rank.status != killed]
+        if self.was_killed and not failed:
             return f"it did not end within {self.job.limit_s:.0f} s and was killed"
-        return own[0] if own else "its ranks ended without a message"
+        told = [f"rank {rank.rank} was ended by {_signal(-status)}" for rank, status in failed if status < 0]
+        lines = [line for rank, _ in failed for line in rank.errors.splitlines() if line.strip()]
+        own = [line for line in lines if line.startswith("[rank ")]
+        told += own[:1] or ([] if told else lines[-1:])
+        return "; ".join(told) or "its ranks ended without a message"
+
+
+def _signal(number: int) -> str:
+    """A signal's name, or its number if it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @dataclass
@@ -215,7 +239,10 @@ class Crew:
                 was_killed = self._wait(job, list(started.values()), tick)
             finally:
                 for each in started.values():
-                    each.end()
+                    each.kill()
+                by_s = time.monotonic() + DEATH_S
+                for each in started.values():
+                    each.wait(by_s)
             return [each.ended() for each in started.values()], was_killed
 
     @contextmanager
@@ -288,20 +315,24 @@ class _Rank:
             self._at_s = time.time()
         return self._at_s is not None
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the process if it still runs."""
         if self.status is None:
             self._process.kill()
-            self._process.wait()
+
+    def wait(self, by_s: float) -> None:
+        """Wait for its end, until `by_s` of the monotonic clock."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, by_s - time.monotonic()))
         self.has_ended()
 
     def ended(self) -> Ended:
-        assert self.status is not None and self._at_s is not None
+        """How it ended, or without a status that it has not."""
         output, errors = (path.read_text(encoding="utf-8", errors="replace") for path in self._paths)
         return Ended(
             rank=self._rank,
             status=self.status,
-            at_s=self._at_s,
+            at_s=time.time() if self._at_s is None else self._at_s,
             output=output[-KEPT_CHARACTERS:],
             errors=errors[-KEPT_CHARACTERS:],
         )

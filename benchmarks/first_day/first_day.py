@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -29,9 +30,10 @@ from runahead.files import ensure_writable, write_whole
 PARTS_GROUP = "parts"
 """Group of the findings on the parts themselves."""
 
+FIGURES = "figures.jsonl"
+"""File of all findings, in the folder of the run."""
+
 RANKS_WITHOUT_GPUS = 2
-LEAST_S = 10.0
-"""Seconds that a part is given at least."""
 
 LAST_CHARACTERS = 200
 """End of the last line of a part that failed."""
@@ -51,12 +53,14 @@ def spend(run: FirstDayRun) -> int:
         the exit status: 0, or 1 if a part failed.
 
     Raises:
-        ValueError: the folder for the page cannot be written, or a process did not start.
+        ValueError: the folder has an earlier run or cannot be written, or a process did not start.
     """
     began_s, out = time.monotonic(), Path(run.first_day.out)
     num_gpus = 0 if run.ranks.device is Device.cpu else torch.cuda.device_count()
     crew = Crew.here(max(num_gpus, MOST_SHARING), logs=out.absolute())
     if crew.leads:
+        if (out / FIGURES).exists():
+            raise ValueError(f"first_day.out={out} has the figures and logs of an earlier run; name another folder")
         out.mkdir(parents=True, exist_ok=True)
         ensure_writable(out / "first_day.json", option="first_day.out")
     crew.meet()
@@ -69,7 +73,7 @@ def spend(run: FirstDayRun) -> int:
     finally:
         crew.dismiss()
     print(as_text(day.page(), SUMMARIES), end="", flush=True)
-    print(f"\nwritten to {out}: first_day.txt, first_day.json, figures.jsonl, and a folder per part", file=sys.stderr)
+    print(f"\nwritten to {out}: first_day.txt, first_day.json, {FIGURES}, and a folder per part", file=sys.stderr)
     return int(worst(day.findings) is Verdict.failed)
 
 
@@ -92,19 +96,23 @@ class FirstDay:
 
     def run_all(self) -> None:
         """Check the environment, then run the parts, unless something is wrong that would make them fail."""
-        (self.out / "figures.jsonl").write_text("", encoding="utf-8")
+        (self.out / FIGURES).write_text("", encoding="utf-8")
         local = [len(self.crew.local_ranks(rank)) for rank in range(self.crew.size)]
         facts, is_launched = self.crew.facts, self.crew.store is not None
         if not is_launched:  # one of the processes that share a GPU stands for all
             local, facts = [max(1, self.num_gpus)] * max(1, self.num_gpus), facts[: max(1, self.num_gpus)]
         examined = environment.Examined(facts=facts, local_ranks=local, uses_gpus=self.num_gpus > 0)
         self.findings += environment.check_environment(examined)
-        blocked = worst(self.findings) is Verdict.failed
+        blocked = {Where.hosts} if worst(self.findings) is Verdict.failed else set[Where]()
+        here = [rank for rank, each in enumerate(facts) if each.place == facts[0].place]
+        of_host = replace(examined, facts=[facts[rank] for rank in here], local_ranks=[local[rank] for rank in here])
+        if worst(environment.check_environment(of_host)) is Verdict.failed:
+            blocked |= set(Where)
         options = self.run.first_day
         wanted = chosen(options.parts) if options.parts else PARTS
         left_out = chosen(options.without)
         for part in (each for each in PARTS if each in wanted and each not in left_out):
-            reason = "the environment has to be mended first" if blocked else self.why_not(part)
+            reason = "the environment has to be mended first" if part.where in blocked else self.why_not(part)
             if reason is None:
                 self._run(part)
             else:
@@ -170,14 +178,18 @@ class FirstDay:
         task = Task(
             part=part.name,
             ranks=plain(options),
-            figures=str(self.out / "figures.jsonl"),
+            figures=str(self.out / FIGURES),
             folder=str(self.out / part.name),
-            limit_s=max(LEAST_S, min(part.limit_s, self.left_s)),
+            limit_s=min(part.limit_s, self.left_s),
         )
         outcome = self.crew.run(task.job(self.num_ranks(part)), lambda seconds: self._follow())
         self._follow()
         found = [finding for finding in self.findings if finding.group == part.name]
-        if outcome.has_failed:
+        is_ended_alone = all(rank.status in (0, -signal.SIGKILL) for rank in outcome.ranks)
+        if outcome.was_killed and is_ended_alone and task.limit_s < part.limit_s:
+            words = f"ended: first_day.minutes={self.run.first_day.minutes:g} was over{_last_words(outcome)}"
+            self._conclude(part, Verdict.skipped, outcome, words)
+        elif outcome.has_failed:
             self._conclude(part, Verdict.failed, outcome, f"{outcome.why()}{_last_words(outcome)}")
         elif worst(found) is Verdict.failed:
             first = next(finding for finding in found if finding.verdict is Verdict.failed)
@@ -187,7 +199,7 @@ class FirstDay:
 
     def _follow(self) -> None:
         """Take over and print what the part at work has found since the last look."""
-        with (self.out / "figures.jsonl").open("rb") as file:
+        with (self.out / FIGURES).open("rb") as file:
             file.seek(self._read)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]

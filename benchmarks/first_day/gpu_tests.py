@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 
 from benchmarks.first_day.visit import Visit
 from benchmarks.harness.machine import ROOT
@@ -23,6 +24,19 @@ LAUNCHERS = (
 """Variables of a launcher, which the tests must not take for theirs."""
 
 
+def command() -> list[str]:
+    """The command line of pytest. A test that hangs prints where it does, and ends alone if pytest-timeout is there."""
+    settings = {
+        "addopts": "",  # the project's own, of which some are those of plugins that may be missing
+        "faulthandler_timeout": "45",
+        "faulthandler_exit_on_timeout": "false",  # a slow test must not end the others
+    }
+    if find_spec("pytest_timeout") is not None:
+        settings["timeout"] = "60"
+    chosen = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+    return [sys.executable, "-m", "pytest", *chosen, "-m", "not slow", "-v", "--maxfail=20", str(FOLDER)]
+
+
 def run(visit: Visit) -> None:
     """Run the tests, with their output in the part's log.
 
@@ -30,9 +44,7 @@ def run(visit: Visit) -> None:
         RunFailure: one failed, or they took too long.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    # Without the project's own arguments, some of which are those of plugins that may be missing.
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--maxfail=20", str(FOLDER)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    process = subprocess.Popen(command(), cwd=ROOT, env=environment, start_new_session=True)
     try:
         status = process.wait(visit.limit_s - END_S)
     except subprocess.TimeoutExpired:

@@ -96,7 +96,8 @@ def _results(visit: Visit) -> None:
             is_ours=False,
         )
     q_BN1H = q_BNCH[:, :, :1]
-    out_SNH, lse_SN = _sequence(q_BN1H[:, :, 0], k_BKTH[0].transpose(0, 1), v_BKTH[0].transpose(0, 1))
+    starts = torch.tensor([0, prefix], device=visit.device, dtype=torch.int32)
+    out_SNH, lse_SN = _sequence(q_BN1H[:, :, 0], k_BKTH[0].transpose(0, 1), v_BKTH[0].transpose(0, 1), starts)
     plain = blockwise_attention(q_BN1H, k_BKTH, v_BKTH, terms, q_start=prefix, k_start=0)
     _compare(visit, "flash, sequences", (out_SNH[:, :, None], lse_SN[:, :, None]), plain)
 
@@ -145,23 +146,26 @@ def _chunk(visit: Visit, *, num_tokens: int) -> None:
         visit.figures.note(f"merging, {num_tokens:,}", ms, "merge", q_BNCH.numel())
 
 
-def _sequence(q_SNH: Tensor, k_TUH: Tensor, v_TUH: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence's query to all its keys, as a decoding step has it."""
-    num_tokens, device = len(k_TUH), q_SNH.device
-    starts = torch.tensor([0, num_tokens], device=device, dtype=torch.int32)
-    return attend_sequences(q_SNH, k_TUH, v_TUH, starts=starts, used_S=starts[1:], longest=num_tokens, scaling=SCALING)
+def _sequence(q_SNH: Tensor, k_TUH: Tensor, v_TUH: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence's query to all its keys, as a decoding step has it.
+
+    Args:
+        starts: 0 and the number of keys, on the GPU: copying them there waits, which is no part of a step.
+    """
+    return attend_sequences(q_SNH, k_TUH, v_TUH, starts=starts, used_S=starts[1:], longest=len(k_TUH), scaling=SCALING)
 
 
 def _decoding(visit: Visit, *, num_tokens: int) -> None:
     """With grouped queries, and without: as it is, and with every query twice, so that the kernel splits the keys."""
     q_SNH = torch.randn(1, N, H, device=visit.device, dtype=torch.bfloat16)
+    starts = torch.tensor([0, num_tokens], device=visit.device, dtype=torch.int32)
     for name, num_heads, queries in (
         ("grouped queries", K, q_SNH),
         ("a KV head per query head", N, q_SNH),
         ("a KV head per query head, queries twice", N, q_SNH.repeat_interleave(2, dim=1)),
     ):
         k_TUH, v_TUH = (x[0].transpose(0, 1) for x in _keys_and_values(visit, num_tokens, num_heads))
-        ms = visit.median_ms(partial(_sequence, queries, k_TUH, v_TUH), times=20)
+        ms = visit.median_ms(partial(_sequence, queries, k_TUH, v_TUH, starts), times=20)
         visit.figures.note(f"{name}, {num_tokens:,}", 2 * k_TUH.nbytes / ms / 1e6, "decoding attention")
 
 

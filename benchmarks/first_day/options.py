@@ -19,8 +19,8 @@ class FirstDayOptions:
     Attributes:
         parts: names of parts, or what names begin with up to an underscore; empty is all.
         without: likewise, parts that are left out.
-        minutes: time budget. Parts that would not fit are left out, the last ones first; None is no limit.
-        out: folder of the page and of all logs.
+        minutes: time budget. A part that would not fit any more is left out; None is no limit.
+        out: folder of the page and of all logs, without those of an earlier run.
     """
 
     parts: list[str] = field(default_factory=list)

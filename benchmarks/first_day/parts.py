@@ -36,6 +36,7 @@ class Part:
         num_ranks: ranks that share a GPU, with `Where.gpu`.
         num_shares: ranks that share a model.
         needs_gpu: whether it is left out on a CPU.
+        sees_all_gpus: whether its processes see all GPUs of the host; else, with `Where.gpu`, they see the first alone.
         modules: what it imports besides what Runahead needs.
         takes_s: seconds on an H100, roughly, with the start of the processes.
         limit_s: seconds after which it is ended.
@@ -47,6 +48,7 @@ class Part:
     num_ranks: int = 1
     num_shares: int = 1
     needs_gpu: bool = False
+    sees_all_gpus: bool = False
     modules: Sequence[str] = ()
     takes_s: float
     limit_s: float = LIMIT_S
@@ -163,6 +165,7 @@ PARTS = [
         name="tests",
         words="tests/gpu of a checkout",
         needs_gpu=True,
+        sees_all_gpus=True,
         modules=("pytest", "hypothesis"),
         takes_s=200,
     ),

@@ -87,10 +87,12 @@ def main() -> None:
     """Do a part's work on this rank."""
     follow_launcher()
     task = Task(**json.loads(sys.argv[1]))
-    faulthandler.dump_traceback_later(max(1.0, task.limit_s - LAST_WORDS_S))
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(task.limit_s - LAST_WORDS_S)
     part = next(each for each in PARTS if each.name == task.part)
     if part.where is Where.gpu:
-        _see_one_gpu()
+        if not part.sees_all_gpus:
+            _see_one_gpu()
         for sentence in prepare_environment():
             print(sentence, flush=True)
     as_rank(RanksOptions(**task.ranks), partial(_work, part, task), may_share_gpus=part.where is Where.gpu)

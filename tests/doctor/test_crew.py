@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 
 import pytest
 import torch.distributed as dist
 
+from benchmarks.doctor import crew as crews_of_jobs
 from benchmarks.doctor.crew import Crew, Job
 from benchmarks.doctor.facts import Facts
 
@@ -53,6 +57,22 @@ def test_a_job_that_hangs_is_killed_at_its_limit(crew: Crew) -> None:
     assert outcome.has_failed and outcome.was_killed
     assert {rank.status for rank in outcome.ranks} == {-9}
     assert outcome.why() == "it did not end within 1 s and was killed"
+
+
+def test_a_rank_that_a_signal_ends_is_told_with_its_name(crew: Crew) -> None:
+    code = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSEGV)"
+    assert crew.run(job(code)).why() == "rank 1 was ended by SIGSEGV"
+
+
+def test_a_rank_that_cannot_be_killed_does_not_stop_the_day(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that waits in a driver's call: it outlives its kill."""
+    left: list[int] = []
+    monkeypatch.setattr(crews_of_jobs, "DEATH_S", 0.1)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: left.append(process.pid))
+    outcome = crew.run(job("import time; time.sleep(50)", limit_s=1, num_ranks=1))
+    os.kill(left[0], signal.SIGKILL)
+    assert outcome.has_failed and [rank.status for rank in outcome.ranks] == [None]
+    assert outcome.why().startswith("rank 0 did not end within 1 s, was killed and is still in the driver")
 
 
 def test_processes_of_a_launcher_follow_the_first(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:

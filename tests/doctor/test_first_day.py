@@ -17,15 +17,17 @@ from benchmarks.doctor import crew
 from benchmarks.doctor.crew import Crew, Job
 from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Verdict
+from benchmarks.first_day import gpu_tests
 from benchmarks.first_day.estimates import ESTIMATES, RANGE, Machine
 from benchmarks.first_day.figures import Figures, finding_of
-from benchmarks.first_day.first_day import FirstDay
+from benchmarks.first_day.first_day import FirstDay, spend
 from benchmarks.first_day.options import FirstDayOptions, FirstDayRun, without_hydra
 from benchmarks.first_day.parts import LIMIT_S, PARTS, Part, Where, chosen
 from benchmarks.first_day.work import WORK, Task
 from launch import first_day
 from launch.program.compose import Program
 from partitioner.cost.known_gpus import known_gpu
+from runahead.config import Device, RanksOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,6 +161,50 @@ def test_a_part_that_hangs_is_ended_and_the_next_one_runs(
     written = (tmp_path / "first_day.txt").read_text()
     assert "did not end within 60 s" in written and "the driver refuses" in written
     assert json.loads((tmp_path / "first_day.json").read_text())["verdict"] == "failed"
+
+
+def test_a_part_that_the_minutes_end_has_not_failed(
+    tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(task: Task, num_ranks: int) -> Job:
+        args = ["-n", "1", "-r", "1", "import time; time.sleep(60)"]
+        return Job(name=task.part, module="timeit", args=args, num_ranks=1, limit_s=1, last_words_s=1)
+
+    monkeypatch.setattr(Task, "job", job)
+    short = day(tmp_path, [facts] * 3, minutes=2)
+    short.run.first_day.parts = ["chain_relay"]
+    short.run_all()
+    [ended] = [finding for finding in short.findings if finding.group == "parts"]
+    assert (ended.verdict, ended.words) == (Verdict.skipped, "ended: first_day.minutes=2 was over")
+
+
+def test_an_earlier_run_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "figures.jsonl").write_text("earlier\n")
+    options = FirstDayRun(ranks=RanksOptions(device=Device.cpu), first_day=FirstDayOptions(out=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"first_day\.out=.* earlier run; name another folder"):
+        spend(options)
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.jsonl"]
+    assert (tmp_path / "figures.jsonl").read_text() == "earlier\n"
+
+
+def test_what_is_wrong_between_hosts_leaves_the_parts_of_one_host(tmp_path: Path, facts: Facts) -> None:
+    there = replace(facts, place="another host", versions=facts.versions | {"torch": "1.0"})
+    two = day(tmp_path, [facts, there], launched=True)
+    two.run.first_day.parts = ["hosts_chain", "copy_relay_last_2"]
+    two.run_all()
+    words = {finding.name: finding.words for finding in two.findings if finding.group == "parts"}
+    assert words["hosts_chain"] == "not run: the environment has to be mended first"
+    assert words["copy_relay_last_2"].startswith("not run: it needs 2 processes")
+
+
+@pytest.mark.parametrize("has_timeout", [False, True])
+def test_a_hanging_test_ends_alone_where_pytest_timeout_is(has_timeout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tests, "find_spec", lambda module: has_timeout or None)
+    command = gpu_tests.command()
+    assert command[1:3] == ["-m", "pytest"] and command[command.index("not slow") - 1] == "-m"
+    assert {"faulthandler_timeout=45", "faulthandler_exit_on_timeout=false"} <= set(command)
+    assert ("timeout=60" in command) is has_timeout
+    assert [each.name for each in PARTS if each.sees_all_gpus] == ["tests"]
 
 
 def test_figures_are_told_beside_their_estimates(tmp_path: Path) -> None:

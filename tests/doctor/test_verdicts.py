@@ -361,7 +361,10 @@ def test_ranks_that_end_in_time_are_good() -> None:
     [
         (drilled(40), "would have waited for ever"),
         (drilled(6, killed=True), "would have waited for ever"),
-        (drilled(6, output=""), "did not come to its fault: [rank 0/2] rank 1 has been silent"),
+        (
+            drilled(6, output=""),
+            "did not come to its fault: rank 1 was ended by SIGKILL; [rank 0/2] rank 1 has been silent",
+        ),
         (replace(drilled(6), ranks=[replace(r, status=0) for r in drilled(6).ranks]), "without saying why"),
     ],
 )
