@@ -24,18 +24,19 @@ HELP = f"""\
 usage: python -m launch.first_day [name=value ...]          (one host, with one GPU or several; starts its own ranks)
        torchrun ... -m launch.first_day [name=value ...]    (several hosts; launch/slurm/first_day.sbatch under SLURM)
 
-Runs what nobody has run on GPUs yet, in parts of at most four minutes, those of most worth first, and prints every
-figure beside its estimate. A part that hangs is ended alone. Without a GPU it is a rehearsal on small sizes.
+Runs what nobody has run on GPUs yet, in parts of at most four minutes, those of most worth first, and prints
+figures beside their estimates. A part that hangs is ended alone. Without a GPU it is a rehearsal on small sizes.
 
   first_day.minutes=15       time budget; a part that would not fit any more is left out
   first_day.parts=[<name>]   only these; a name's beginning up to an underscore, such as copy, chooses several
   first_day.without=[<name>] all but these
   first_day.out=first_day    new folder: first_day.txt and .json, figures.jsonl, the logs of every part
-  ranks.device=...           ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60
+  ranks.device=...           ranks.threads=<n>   ranks.timeout_s=60
+  ranks.backend=...          of parts on several GPUs; ranks that share a GPU start over Gloo
 
 Parts, in order:
 {listed()}
-The exit status is 1 if a part failed. The folder tells all that we would ask; please send it with what you report.
+The exit status is 1 if a part failed. Please send the folder with what you report.
 """
 
 WHEELS = {"hydra": "hydra-core>=1.3,<1.4", "omegaconf": "omegaconf>=2.3,<2.4"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.doctor import tasks
 from benchmarks.doctor.checks import check_decoding, check_devices, check_exactness, check_links
 from benchmarks.doctor.facts import Facts
+from benchmarks.first_day.speed import ttft_sizes
 from benchmarks.first_day.visit import Visit
 from benchmarks.harness.text_samples import random_ids
 from partitioner.auto.partition import AutoPartition
@@ -24,8 +27,11 @@ from runahead.model.shares import load_model
 from runahead.report import GenerationBatch
 
 LENGTHS, SMALL_LENGTHS = (16384, 65536), (96, 192)
+NEW_TOKENS = (8, 40)
+"""Tokens of short and long answers, in turn: the difference of their times has no capture of a graph in it."""
+
 ROUNDS = 4
-"""Prompts of each length; the split learns from each, so the last one is the best."""
+"""Prompts of each length that count, after one that does not, from which the split learns most."""
 
 
 def probe(visit: Visit) -> None:
@@ -43,6 +49,10 @@ def probe(visit: Visit) -> None:
         *check_decoding(found),
     ):
         visit.figures.found(finding)
+    if found["links"] and len({each.place for each in facts}) == 1:
+        links = found["links"].values()
+        visit.figures.note("the slowest link", min(link["bandwidth_Bps"] for link in links) / 1e9, "a link")
+        visit.figures.note("the longest latency", max(link["latency_s"] for link in links) * 1e6, "latency")
 
 
 def race(
@@ -66,24 +76,44 @@ def race(
         if length > (model.max_positions or length):
             continue
         ids = random_ids(length - 64, model.vocab_size)
-        best: dict[str, GenerationBatch] = {}
-        for name, engine in {"single": alone, "kv_runahead": chain}.items():
-            visit.say(f"{length:,} tokens, {name}")
-            rounds = 2 if engine is alone else ROUNDS
-            batches = [
-                engine.generate([ids], GenerationOptions(max_new_tokens=16, ignore_eos=True)) for _ in range(rounds)
-            ]
-            best[name] = min(batches[1:], key=lambda batch: batch.ttft_s)
-        ours, one = best["kv_runahead"], best["single"]
-        figures.note(f"TTFT of {length:,} tokens, one stage", one.ttft_s * 1e3, "ms")
-        figures.note(f"TTFT of {length:,} tokens, {ranks.num_stages} stages", ours.ttft_s * 1e3, "ms")
-        figures.note(f"speed-up at {length:,}", one.ttft_s / ours.ttft_s, "speed-up", ranks.num_stages)
-        if ours.tpot_s is not None:
-            figures.note(f"a token after {length:,}", ours.tpot_s * 1e3, "ms")
-        runs: dict[str, Any] = {name: _spoken(batch) for name, batch in best.items()}
+        batches: dict[str, list[GenerationBatch]] = {"single": [], "kv_runahead": []}
+        for n in range(1 + ROUNDS):
+            options = GenerationOptions(max_new_tokens=NEW_TOKENS[n % 2], ignore_eos=True)
+            for name, engine in (("single", alone), ("kv_runahead", chain)):
+                visit.say(f"{length:,} tokens, {name}")
+                batches[name].append(engine.generate([ids], options))
+        one_s, ours_s = (statistics.median(batch.ttft_s for batch in each[1:]) for each in batches.values())
+        num = ranks.num_stages
+        names = (f"TTFT of {length:,} tokens, one stage", f"TTFT of {length:,} tokens, {num} stages")
+        if ranks.num_shares == 1:
+            sizes = ttft_sizes(model, length - 64)
+            figures.note(names[0], one_s * 1e3, "TTFT", *sizes)
+            figures.note(names[1], ours_s * 1e3, "TTFT of a chain", num, *sizes)
+        else:  # nothing is estimated of models that ranks share
+            figures.note(names[0], one_s * 1e3, "ms")
+            figures.note(names[1], ours_s * 1e3, "ms")
+        figures.note(f"speed-up at {length:,}", one_s / ours_s, "speed-up", num)
+        step_ms = 1e3 * _step_s(batches["kv_runahead"][1:])
+        if ranks.num_shares == 1 and decode is DecodeName.last:
+            step_bytes = tasks.decoded_bytes(model, length)
+            figures.note(f"a token after {length:,}", step_ms, "a replayed step", step_bytes, model.num_layers)
+        else:
+            figures.note(f"a token after {length:,}", step_ms, "ms")
+        runs: dict[str, Any] = {name: _spoken(each[-2]) for name, each in batches.items()}  # of the long answers
         about = {"runs": runs, "length": length, "dtype": dtype}
         for finding in check_exactness(about, ranks.size):
             figures.found(finding)
+
+
+def _step_s(batches: Sequence[GenerationBatch]) -> float:
+    """Seconds of a replayed step: how much longer long answers take than short ones, per token."""
+    times: dict[int, list[float]] = {}
+    for batch in batches:
+        [generation] = batch.generations
+        steps = len(generation.new_token_ids) - 1
+        times.setdefault(steps, []).append(steps * (batch.tpot_s or 0.0))
+    (short, short_s), (long, long_s) = sorted((steps, statistics.median(each)) for steps, each in times.items())
+    return (long_s - short_s) / (long - short)
 
 
 def _spoken(batch: GenerationBatch) -> dict[str, Any]:

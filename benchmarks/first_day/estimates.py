@@ -28,6 +28,9 @@ LAUNCH_S = 14e-6
 REPLAYED_S = 2e-6
 """Seconds from the end of a kernel to the next one's start in a graph."""
 
+CHAIN_SHARE = 0.88
+"""Share of a chain's TTFT that is compute."""
+
 STEP_KERNELS = 42
 """Kernels of a layer in a decoding step of one row."""
 
@@ -98,6 +101,12 @@ class Estimate:
     because: str
 
 
+def _ttft_ms(gpu: Machine, matmul: float, attention: float, num_bytes: float, layers: int) -> float:
+    """TTFT of one GPU, by operations of matrices and of attention, bytes of all else, and layers."""
+    compute_s = matmul / gpu.gemm_flops + attention / gpu.flash_flops + num_bytes / gpu.gpu.memory_Bps
+    return 1e3 * max(layers * 50 * LAUNCH_S, compute_s)
+
+
 ESTIMATES = {
     "matrix products": Estimate(
         unit="TFLOP/s", of=lambda gpu: gpu.gemm_flops / 1e12, because=f"{GEMM_SHARE:.0%} of the stated rate"
@@ -135,17 +144,21 @@ ESTIMATES = {
     ),
     "a communicator": Estimate(unit="s", of=lambda gpu: 1.0, because="one rank, connected at once"),
     "its end": Estimate(unit="s", of=lambda gpu: 0.5, because="nothing is outstanding"),
-    "TTFT": Estimate(  # operations of matrices and of attention, bytes of all else, layers
+    "TTFT": Estimate(  # the sizes of `_ttft_ms`
         unit="ms",
-        of=lambda gpu, matmul, attention, num_bytes, layers: (
-            1e3
-            * max(
-                layers * 50 * LAUNCH_S,
-                matmul / gpu.gemm_flops + attention / gpu.flash_flops + num_bytes / gpu.gpu.memory_Bps,
-            )
-        ),
+        of=_ttft_ms,
         because="matrices, attention and unfused elementwise work one after the other, or 50 launches a layer",
     ),
+    "TTFT of a chain": Estimate(  # ranks, and the sizes of `_ttft_ms`
+        unit="ms",
+        of=lambda gpu, ranks, matmul, attention, num_bytes, layers: max(
+            _ttft_ms(gpu, matmul, attention, num_bytes, layers) / (CHAIN_SHARE * ranks),
+            _ttft_ms(gpu, 0, 0, 0, layers),
+        ),
+        because="12% of the time is not compute, with messages at 250 GB/s and 20 us, or 50 launches a layer",
+    ),
+    "a link": Estimate(unit="GB/s", of=lambda gpu: 250.0, because="NVLink inside a host, with few multiprocessors"),
+    "latency": Estimate(unit="us", of=lambda gpu: 20.0, because="two GPUs of a host over NCCL"),
     "a replayed step": Estimate(  # bytes of weights and keys and values, layers
         unit="ms",
         of=lambda gpu, num_bytes, layers: (
@@ -159,7 +172,7 @@ ESTIMATES = {
         because="launch-bound: 41, 52 and 88 kernels a layer for 1, 4 and 16 rows",
     ),
     "speed-up": Estimate(  # ranks
-        unit="times one GPU", of=lambda gpu, ranks: 0.88 * ranks, because="12% of the time is not compute"
+        unit="times one GPU", of=lambda gpu, ranks: CHAIN_SHARE * ranks, because="12% of the time is not compute"
     ),
 }
 """By kind of figure."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.doctor.findings import Finding, Verdict
 from benchmarks.first_day.estimates import ESTIMATES, RANGE, Machine
 from runahead.failures import first_line
@@ -70,12 +72,13 @@ class Figures:
         """Call what takes down figures. If that fails the part goes on, with a finding.
 
         Args:
-            is_ours: the runtime needs it; else a failure is noted only.
+            is_ours: the runtime needs it; else a failure is noted only, as it is when the GPU has no memory for it.
         """
         try:
             call()
         except Exception as error:  # whatever a kernel raises on a machine that we have not seen
-            verdict = Verdict.failed if is_ours else Verdict.noted
+            is_too_large = isinstance(error.__cause__ or error, torch.OutOfMemoryError)
+            verdict = Verdict.failed if is_ours and not is_too_large else Verdict.noted
             words = f"{type(error).__name__}: {first_line(error)[:MOST_CHARACTERS]}"
             self.found(Finding(group=self.part, name=name, verdict=verdict, words=words))
 

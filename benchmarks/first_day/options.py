@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import get_args, get_type_hints
 
 import yaml
 
@@ -48,6 +49,8 @@ class FirstDayRun:
 
     def __post_init__(self) -> None:
         require(self.ranks.tensor == 1, "ranks.tensor", self.ranks.tensor, "has no use: parts set it; leave it out")
+        report = self.ranks.fault_report
+        require(report is None, "ranks.fault_report", report, "has no use: every part keeps its logs; leave it out")
 
 
 def without_hydra(args: Sequence[str]) -> FirstDayRun:
@@ -64,9 +67,31 @@ def without_hydra(args: Sequence[str]) -> FirstDayRun:
         if name not in known:
             raise ValueError(f"option {name} {not_one_of(name, known)}")
         section, _, option = name.partition(".")
-        try:
-            values[section][option] = yaml.safe_load(text)
-            sections[section](**values[section])
-        except (yaml.YAMLError, TypeError, AttributeError) as error:
-            raise ValueError(f"{arg} cannot be used; see --help") from error
+        values[section][option] = _value(arg, name, text, get_type_hints(sections[section])[option])
+        sections[section](**values[section])
     return FirstDayRun(ranks=RanksOptions(**values["ranks"]), first_day=FirstDayOptions(**values["first_day"]))  # type: ignore[arg-type]
+
+
+def _value(arg: str, name: str, text: str, kind: object) -> object:
+    """An option's value in YAML, if it is of this kind.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{arg} cannot be used; see --help") from error
+    kinds = get_args(kind) or (kind,)
+    if value is None and type(None) in kinds:
+        return None
+    if kind == list[str]:
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise ValueError(f"{name} must be a list of names; write '{name}=[{text.strip('[]')}]'")
+        return value
+    for number, words in ((float, "a number"), (int, "a whole number")):
+        if number in kinds:
+            if isinstance(value, bool) or not isinstance(value, (int, number)):
+                raise ValueError(f"{arg} must be {words}")
+            return value
+    return value if isinstance(value, str) else text  # a date, for instance, is a folder's name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ LENGTHS, SMALL_LENGTHS = (1024, 4096, 16384, 65536, 120000), (64, 256)
 ROWS, SMALL_ROWS = (1, 4, 16, 64), (1, 2)
 STEPS = 10
 NEW_TOKENS = 40
-"""Many more than come before a graph."""
+"""The first three launch their kernels one by one; a graph has the others."""
 
 ELEMENTWISE_BYTES = 40
 """Bytes that norms, rotations, activations and merges move per token, layer and dim of the model and its MLP."""
@@ -35,8 +36,8 @@ def by_length(visit: Visit) -> None:
     """TTFT and time per token by length, and the peak of memory."""
     model = load(visit)
     engine, layers = Engine(model, visit.ranks), model.num_layers
-    for length in lengths_of(visit, model):
-        visit.say(f"{length:,} tokens")
+
+    def measure(length: int) -> None:
         ids = random_ids(length, model.vocab_size)
         for _ in range(2):
             if visit.device.type == "cuda":
@@ -50,6 +51,8 @@ def by_length(visit: Visit) -> None:
             peak = torch.cuda.max_memory_allocated(visit.device) / 1e9
             visit.figures.note(f"peak at {length:,}", peak, "GB")
 
+    _each_length(visit, lengths_of(visit, model), measure)
+
 
 def beside_transformers(visit: Visit) -> None:
     """TTFT of the runtime and of transformers alone in turn, with weights of their own each."""
@@ -57,8 +60,8 @@ def beside_transformers(visit: Visit) -> None:
     model = load(visit)
     plain = PlainTransformers(options, device=visit.device, num_threads=torch.get_num_threads())
     engine = Engine(model, visit.ranks)
-    for length in lengths_of(visit, model)[:3]:
-        visit.say(f"{length:,} tokens")
+
+    def measure(length: int) -> None:
         ids = random_ids(length, model.vocab_size)
         ours, theirs = [], []
         for _ in range(3):
@@ -67,6 +70,8 @@ def beside_transformers(visit: Visit) -> None:
         sizes = ttft_sizes(model, length)
         visit.figures.note(f"TTFT of {length:,} tokens", min(ours[1:]) * 1e3, "TTFT", *sizes)
         visit.figures.note(f"transformers, {length:,} tokens", min(theirs[1:]) * 1e3, "TTFT", *sizes)
+
+    _each_length(visit, lengths_of(visit, model)[:3], measure)
 
 
 @torch.inference_mode()
@@ -111,6 +116,15 @@ def load(visit: Visit) -> Model:
     return visit.ranks.on_all_ranks(
         "the model", lambda: Model.load(options, visit.device, ranks_on_host=visit.ranks.local_size)
     )
+
+
+def _each_length(visit: Visit, lengths: Sequence[int], measure: Callable[[int], None]) -> None:
+    """Measure every length that the GPU has memory for."""
+    for length in lengths:
+        visit.say(f"{length:,} tokens")
+        visit.figures.attempt(f"{length:,} tokens", partial(measure, length))
+        if visit.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def lengths_of(visit: Visit, model: Model) -> list[int]:
