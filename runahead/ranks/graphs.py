@@ -44,6 +44,7 @@ class Graphs:
     def __init__(self) -> None:
         self._living: weakref.WeakSet[Graph[Any]] = weakref.WeakSet()
         self._free_pools: list[torch.cuda.MemPool] = []
+        self._keepers: list[Graph[None]] = []
         self._failed: tuple[str, torch.cuda.CUDAGraph, torch.cuda.MemPool] | None = None
 
     def capture(self, step: Callable[[], T]) -> Graph[T]:
@@ -58,7 +59,7 @@ class Graphs:
         """
         if self._failed is not None:
             raise RuntimeError(self._failed[0])
-        graph, pool = torch.cuda.CUDAGraph(), self._free_pools.pop() if self._free_pools else torch.cuda.MemPool()
+        graph, pool = torch.cuda.CUDAGraph(), self._free_pools.pop() if self._free_pools else self._new_pool()
         with self._recording(graph, pool):
             result = step()
         captured = Graph(graph, result, partial(self._destroy, graph, pool))
@@ -69,6 +70,24 @@ class Graphs:
         """Destroy all graphs, also those that something holds, such as the traceback of an error."""
         for graph in list(self._living):
             graph.destroy()
+        self._keepers.clear()
+        self._free_pools.clear()  # without their keepers
+
+    def _new_pool(self) -> torch.cuda.MemPool:
+        """A pool of memory with a tiny graph that stays in it.
+
+        torch's allocator of page-locked memory counts the graphs in a pool, but not its `MemPool`: it refuses a graph
+        in a pool whose last one was reset (ATen/core/CachingHostAllocator.h, `create_or_incref_pool_under_lock`).
+
+        Raises: as `_recording`.
+        """
+        graph, pool, cell_1 = torch.cuda.CUDAGraph(), torch.cuda.MemPool(), torch.empty(1, device="cuda")
+        with self._recording(graph, pool):
+            cell_1.zero_()  # torch warns of a graph with nothing in it
+        keeper = Graph(graph, None, graph.reset)
+        self._keepers.append(keeper)
+        self._living.add(keeper)
+        return pool
 
     def _destroy(self, graph: torch.cuda.CUDAGraph, pool: torch.cuda.MemPool) -> None:
         graph.reset()

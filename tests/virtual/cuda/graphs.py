@@ -37,12 +37,14 @@ class Allocator:
 
     Attributes:
         num_uses: of each pool that is used, by its `MemPool` and by graphs.
+        num_host_uses: of each pool that was used, by graphs alone, in the allocator of page-locked memory.
         recording: pools of captures that were not ended.
         ends_failed_captures: torch does that since pytorch/pytorch#180395.
     """
 
     def __init__(self) -> None:
         self.num_uses: dict[PoolId, int] = {}
+        self.num_host_uses: dict[PoolId, int] = {}
         self.recording: list[PoolId] = []
         self.ends_failed_captures = False
         self._graphs: dict[PoolId, list[weakref.ref[CUDAGraph]]] = {}
@@ -67,6 +69,9 @@ class Allocator:
         if pool in self.recording:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.recording.append(pool)
+        if self.num_host_uses.get(pool) == 0:  # ATen/core/CachingHostAllocator.h: a pool is not forgotten
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.num_host_uses[pool] = self.num_host_uses.get(pool, 0) + 1
 
     def end(self, pool: PoolId) -> None:
         if pool not in self.recording:
@@ -77,6 +82,11 @@ class Allocator:
         """Give cached memory back, after a wait for streams that use it."""
         if self.recording:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def reset(self, pool: PoolId) -> None:
+        """Forget a graph that was captured in a pool."""
+        self.release(pool)
+        self.num_host_uses[pool] -= 1
 
     def captured(self, graph: CUDAGraph, pool: PoolId) -> None:
         self._graphs[pool] = [*self._graphs_in(pool), weakref.ref(graph)]
@@ -226,7 +236,7 @@ class CUDAGraph:
     def reset(self) -> None:
         if self.is_captured:
             self.is_captured = False
-            ALLOCATOR.release(self._pool)
+            ALLOCATOR.reset(self._pool)
         self._forget()
 
     def __del__(self) -> None:
