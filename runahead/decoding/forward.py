@@ -237,14 +237,15 @@ class FixedForward:
             return self._replay()
         if self._gpu is None or self._num_steps < self.WARM_UP:
             return self._step()
+        failure = self._gpu.graphs.failure
         if self._num_steps == self.WARM_UP:
             with self._gpu.noting_waits() as waits:  # a capture that fails half-way may leave traces in torch
                 logits_BV = self._step()
-            reason = waits[0] if waits else None
+            reason = waits[0] if waits else failure
         else:
             reason = self._capture(self._gpu)
             logits_BV = self._step()  # a capture runs nothing
-        if reason is not None:
+        if reason is not None and failure is None:  # else it was told with an earlier prompt
             warnings.warn(f"decoding runs without a CUDA graph: {reason}", stacklevel=2)
         self._agreed_1 = agreed(self._cache, self._model, is_fine=reason is None)
         return logits_BV

@@ -47,6 +47,11 @@ class Graphs:
         self._keepers: list[Graph[None]] = []
         self._failed: tuple[str, torch.cuda.CUDAGraph, torch.cuda.MemPool] | None = None
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be captured any more, since a capture failed; None if none did."""
+        return None if self._failed is None else self._failed[0]
+
     def capture(self, step: Callable[[], T]) -> Graph[T]:
         """Capture the work that `step` queues on the current stream, without running it.
 
@@ -57,8 +62,8 @@ class Graphs:
             RuntimeError: `step` does what a graph cannot hold, or an earlier one did. Nothing is captured after that,
                 since torch makes no promise for its state then.
         """
-        if self._failed is not None:
-            raise RuntimeError(self._failed[0])
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
         graph, pool = torch.cuda.CUDAGraph(), self._free_pools.pop() if self._free_pools else self._new_pool()
         with self._recording(graph, pool):
             result = step()
