@@ -68,7 +68,7 @@ class AdaKV(Wrapper):
         return None if kept_BK == tokens_BK else first_slots(slots_BKn, kept_BK, tokens_BK)
 
     def _counts(self, budget: int, best_BKn: Tensor) -> list[list[list[int]]]:
-        """Numbers (B, K) of tokens for which the host waits, once: those that `_share_out` takes.
+        """Numbers (B, K) of tokens in this order: `best`, `certain`, `tokens` of `_share_out`. The host waits once.
 
         Args:
             best_BKn: scores in descending order; infinite ones are kept, those of padding are minus infinity.

@@ -135,6 +135,10 @@ class Index:
         return copy.copy(self)
 
 
+def no_wait() -> None:
+    """The `await_device` where other ranks are not waited for; returns at once."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slots:
     """The stored slots of a layer, from which a policy chooses.
@@ -147,6 +151,7 @@ class Slots:
         next_B: position of the token that is about to be computed, in each row; None if `positions_BKn` is None.
         mean_over_shares: mean of a tensor over the ranks that share the model, all of which call it alike; None if this
             rank has all KV heads.
+        await_device: to be called before the host asks the device for a value.
     """
 
     num_slots: int
@@ -154,6 +159,7 @@ class Slots:
     positions_BKn: Tensor | None
     next_B: Tensor | None
     mean_over_shares: Callable[[Tensor], Tensor] | None = None
+    await_device: Callable[[], None] = no_wait
 
     def mark(self, need_BKn: Tensor, *, sinks: int, recent: int) -> None:
         """Set the need of the first and the last tokens to infinity, and that of padding to minus infinity."""

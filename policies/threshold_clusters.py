@@ -95,6 +95,7 @@ class ThresholdClusters(Clusters):
         num_clusters, stays_BKP = self.coarse.of_BKP.shape[2], self._stays(self.coarse, q_BNH, slots)
         # As many clusters for each head as for the head with most; the others of a head have no probability.
         index_BKm = stays_BKP.byte().argsort(dim=2, descending=True, stable=True)
+        slots.await_device()
         index_BKm = index_BKm[..., : int(stays_BKP.sum(dim=2).max())]
         sizes_BKm = (sizes_BKY[..., :num_clusters] * stays_BKP).take_along_dim(index_BKm, dim=2)
         sizes_BKx = torch.cat([sizes_BKm, sizes_BKY[..., num_clusters:]], dim=2)

@@ -615,7 +615,7 @@ class Engine:
         else:
             cache = fastest_form(prefilled.cache, self.model, pads=batch.pads, num_tokens=batch.num_tokens)
         if gather is not None:
-            cache = ShardedCache(cache, gather, gather.settle)
+            cache = ShardedCache(cache, gather)
         prefilled.cache = cache
         forward = forward_over(
             self.model,

@@ -98,8 +98,9 @@ class MaskRule:
 
 
 def _of_text(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The mask function without overlays for the blocks of images, and with chunks that know no padding; None if
-    nothing is left.
+    """The mask function for a text alone.
+
+    It has no overlays for the blocks of images, and its chunks know no padding. None if nothing is left.
 
     The tensors of an overlay are not looked at: each forward makes others, and reading them would wait for a GPU.
     """

@@ -181,6 +181,9 @@ class KVStore:
     def await_device(self) -> None:
         """To be called before the host asks the device for a value, behind what ranks that store parts exchange."""
 
+    def await_device_by(self, settle: Callable[[], None]) -> None:
+        """Told what waits for the exchanges of ranks that store parts, if this is one part: see `await_device`."""
+
     def for_decoding(self) -> KVStore:
         """The same tokens in the form that single new tokens attend to fastest."""
         return self

@@ -138,6 +138,9 @@ class PartCache(KVStore):
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         self.own.look_ahead(layer, given)
 
+    def await_device_by(self, settle: Callable[[], None]) -> None:
+        self.own.await_device_by(settle)
+
     def close(self, layer: int, *, room: int) -> None:
         self.own.close(layer, room=room)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +18,15 @@ from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens
 from runahead.report import RankReport
 
-Gather = Callable[[Tensor], Tensor]
-"""This stage's tensor -> the tensors (P, ...) of all stages in their order, on every stage."""
+
+class Gather(Protocol):
+    """All-gather between the stages."""
+
+    def __call__(self, own: Tensor, /) -> Tensor:
+        """The tensors (P, ...) of all stages in their order, on every stage."""
+
+    def settle(self) -> None:
+        """Wait until all that was gathered is there."""
 
 
 @dataclass(kw_only=True)
@@ -82,11 +90,11 @@ class ShardedCache(KVStore):
     Args:
         own: this stage's part.
         gather: gathers one tensor of every stage.
-        settle: waits until all that was gathered is there.
     """
 
-    def __init__(self, own: KVStore, gather: Gather, settle: Callable[[], None] = nothing) -> None:
-        self._own, self._gather, self._settle = own, gather, settle
+    def __init__(self, own: KVStore, gather: Gather) -> None:
+        self._own, self._gather = own, gather
+        own.await_device_by(gather.settle)
 
     @property
     def layers(self) -> Sequence[LayerStore]:  # type: ignore[override]
@@ -131,7 +139,7 @@ class ShardedCache(KVStore):
         self._own.advance()
 
     def await_device(self) -> None:
-        self._settle()
+        self._gather.settle()
 
     def agreed(self, fine_1: Tensor) -> Tensor:
         return self._gather(fine_1).amin(dim=0)

@@ -222,7 +222,7 @@ class ShardedConversation(Conversation):
     def _sharded(self, num_new: int) -> ShardedCache:
         assert self._part is not None
         gather = self._gathering(num_new)
-        return ShardedCache(self._part, gather, gather.settle)
+        return ShardedCache(self._part, gather)
 
     def _gathering(self, num_new: int) -> Gathering:
         most = len(self.pads) * (PIECE_TOKENS if num_new > 1 else 1)

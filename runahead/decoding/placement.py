@@ -241,7 +241,7 @@ class Placement:
         cache = fastest_form(cache, self._model, pads=pads, num_tokens=num_tokens)
         is_told = False
         if gather is not None:
-            cache, is_told = ShardedCache(cache, gather, gather.settle), not gather.is_last
+            cache, is_told = ShardedCache(cache, gather), not gather.is_last
         forward = forward_over(self._model, cache, [], pads=pads, prompt_tokens=num_tokens, is_told=is_told)
         return lambda ids_B1: forward(ids_B1, next(index))
 

@@ -284,7 +284,7 @@ class Ranks(Groups):
         To be called before the host asks the GPU for a value, if messages of peers may be queued before it: nobody
         watches that call, so this rank would count as silent in it and would not end if a peer did.
 
-        Args: and errors as for `wait_until`.
+        Arguments and errors as for `wait_until`.
         """
         if self.accelerator is not None:
             self.await_event(self.accelerator.mark(), what, peers)

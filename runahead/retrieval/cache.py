@@ -93,6 +93,9 @@ class RetrievedCache(KeptCache):
             self.layers[layer] = self._to_few_bits(self.layers[layer].brought(), min(room, NEW_ROOM))
             self.close(layer, room=room)
 
+    def await_device_by(self, settle: Callable[[], None]) -> None:
+        self.retrieval.await_device = settle
+
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)
 

@@ -10,7 +10,7 @@ needs the chosen tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from policies.base import PromptPart
 from policies.retriever import FEW_TOKENS, Retriever, Slots, StoredPart
 from runahead.attention.base import LayerInput
+from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer
@@ -51,6 +52,7 @@ class Retrieval:
         in_pool: which layers retrieve. The others are read whole in every step, so they stay on the device.
         limit: limit of the pool; None if there is none.
         clamped: positions of queries and keys; None if they are at their own.
+        await_device: called before the host asks the device for a value.
 
     Raises:
         ValueError: the pool's limit has no room for the tokens that always stay, or the model's queries cannot be
@@ -72,6 +74,7 @@ class Retrieval:
         num_ahead = 0 if part is None else part.num_after
         self._indices = Indices(policy, model, pool, num_ahead, self._prediction, self.clamped)
         self._fetches = Fetches()
+        self.await_device: Callable[[], None] = nothing
         self.in_pool = [
             layer >= policy.first_layer and (rule is None or rule.sees_everything)
             for layer, rule in enumerate(model.rules)
@@ -142,6 +145,7 @@ class Retrieval:
             )
         if self.limit is not None:
             slots = self._slots(layer, self._indices.after(positions_BC))
+            self.await_device()
             self.limit.cut_back(self._indices[layer], self.pool[layer], q_BNCH, slots)
 
     def settle(self, layer: int, *, room: int) -> None:
@@ -253,6 +257,7 @@ class Retrieval:
         again_BK = alike_BN.unflatten(1, (kept.shape.num_kv_heads, -1)).mean(dim=2) < late
         if late == 1:  # no cosine is too large, whatever its rounding
             again_BK = torch.ones_like(again_BK)
+        self.await_device()
         again_x = again_BK.flatten().nonzero()[:, 0]  # for their number the host waits
         found.late_choices += again_BK.numel()
         found.chosen_again += len(again_x)
@@ -275,6 +280,7 @@ class Retrieval:
             positions_BKn=kept.positions_BKn() if self._by_position(layer) else None,
             next_B=next_B,
             mean_over_shares=self._mean_over_shares,
+            await_device=self.await_device,
         )
 
     def _by_position(self, layer: int) -> bool:
@@ -296,6 +302,7 @@ class Retrieval:
         k_BKnH, _ = kept.read()
         if self.clamped is not None:
             q_BNH, k_BKnH, k_BKCH = self.clamped.rotated(kept, q_BNH, k_BKnH, k_BKCH)
+        self.await_device()
         mass = fetched.hit_mass(q_BNH, k_BKnH, k_BKCH, kept.pads, scaling)
         if mass is not None:
             found.hit_mass.append(mass)

@@ -391,6 +391,8 @@ class Executor:
 
     def _settle(self) -> None:
         """Let the GPU come up with the host, before the host asks it for values behind the KV of a prefill."""
+        if self._ranks.accelerator is None:
+            return
         chains = [ContextPartition(boundaries=item.boundaries).chain for item in self._under_way]
         awaits_ranks = self._engine.model.shares is not None or any(len(chain) > 1 for chain in chains)
         self._ranks.settle("the KV that is on its way", range(self._ranks.size if awaits_ranks else 0))

@@ -30,8 +30,8 @@ def cut_back(
     does not depend on other rows. The host waits once for the numbers of tokens, or not at all with `tokens_B`.
 
     Args:
-        slots_BKm: as `Policy.keep` returns them; with `compensates` for each KV head, and never padding. More may be
-            -1 in all heads than have to be.
+        slots_BKm: as `Policy.keep` returns them; with `compensates` for each KV head, and never padding.
+            Leading places may be -1 in all heads; they are cut off.
         room: new tokens for which to make room.
         tokens_B: number of tokens that all heads of a row keep (`Policy.tokens_after`), so that -1 is padding of the
             row; None if heads may keep different numbers.

@@ -371,7 +371,7 @@ def rows_of(starts: Sequence[int], lengths: Sequence[int], device: torch.device)
 
 
 def last_places(num_slots: int, counts: Sequence[int]) -> list[int]:
-    """Place of the first of the last slots of each sequence, so many of them, where all have `num_slots` in line."""
+    """Flat index at which the last `count` of each sequence's `num_slots` slots begin."""
     return [num_slots * (number + 1) - count for number, count in enumerate(counts)]
 
 

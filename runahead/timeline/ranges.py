@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -26,7 +26,7 @@ class Ranges:
     """Ranges without a profile: nothing is named, and no layer or decoding step is called in another way."""
 
     def __call__(self, *words: object) -> AbstractContextManager[object]:
-        """Context manager whose block is a range with these words as its name. They are joined only in a profile."""
+        """Context manager whose block a profile shows as a range; these words, which only it joins, are the name."""
         return UNNAMED
 
     def around(self, name: str, call: Callable[P, T]) -> Callable[P, T]:
@@ -41,7 +41,7 @@ class Ranges:
         return UNNAMED
 
 
-class NamedRanges(Ranges):
+class NamedRanges(Ranges, ABC):
     """Ranges in a profile. Those of one thread are nested; an exception ends those that it leaves."""
 
     @abstractmethod

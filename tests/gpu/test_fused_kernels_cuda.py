@@ -24,6 +24,7 @@ from runahead.cache.shard import Shard, ShardCache
 from runahead.cache.sharded import ShardedCache
 from runahead.config import Attention, PrefillName
 from runahead.decoding.forward import FixedForward, forward_over
+from runahead.kv_transfer.gathering import LoneGathering
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import VOCAB_SIZE, build
 from tests.gpu.fused_kernels import KernelCall, NotingCalls, calls_in_source
@@ -73,7 +74,7 @@ def by_steps(loaded: Model, lengths: tuple[int, ...], *, fixed: bool = False, sh
     assert is_fixed == (fixed and attention._kernel is KERNEL)
     cache: KVStore = FixedCache(stored, pads=pads, num_tokens=end) if is_fixed else stored
     if shard:
-        cache = ShardedCache(cache, lambda own_x: own_x.unsqueeze(0))
+        cache = ShardedCache(cache, LoneGathering(Ranks(0, 1, device=loaded.device, backend="gloo", timeout_s=20), [0]))
     forward = forward_over(loaded, cache, [], pads=pads, prompt_tokens=end)
     assert isinstance(forward, FixedForward) == is_fixed
     logits += [forward(ids_BS[:, step : step + 1], step).clone() for step in range(end, end + NEW)]

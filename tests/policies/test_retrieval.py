@@ -17,6 +17,7 @@ from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
 from policies.snapkv import SnapKV
 from runahead.attention.base import LayerAttention
+from runahead.cache.sharded import ShardedCache
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model.model import Model
@@ -595,3 +596,38 @@ def test_quest_bounds_are_never_below_a_score_in_their_page() -> None:
     for page in range(8):
         inside = scores[..., page * 5 : page * 5 + 5].amax(-1)
         assert (bounds[..., page] >= inside - 1e-6).all()
+
+
+class SettleCounts:
+    """A gathering of one rank that counts the waits."""
+
+    num_settled = 0
+
+    def __call__(self, own: Tensor) -> Tensor:
+        return own.unsqueeze(0)
+
+    def settle(self) -> None:
+        self.num_settled += 1
+
+
+@pytest.mark.parametrize(
+    "name, options, waits",
+    [
+        ("exact_topk", {}, False),
+        ("exact_topk", {"late": 0.5}, True),
+        ("exact_topk", {"sample_every": 1}, True),
+        ("squeezed_attention", {"observed": 8, "coarse": 2, "fetch": None}, True),
+    ],
+    ids=["plain", "late", "sampled", "coarse clusters"],
+)
+def test_exchanges_are_awaited_before_the_host_asks_the_device(name: str, options: dict[str, Any], waits: bool) -> None:
+    """A host that waits for a GPU behind messages of other ranks would not see that one of them is gone."""
+    turns, gather = (
+        Turns(tiny_model("llama"), [policy(name, SOME[name] | {"sample_every": 0} | options)]),
+        SettleCounts(),
+    )
+    turns.prefill()
+    assert turns.conversation.cache is not None
+    ShardedCache(turns.conversation.cache, gather)
+    turns.decode(GENERATED)
+    assert (gather.num_settled > 0) == waits

@@ -19,6 +19,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.sharded import ShardedCache
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.model.model import Model
+from runahead.ranks.graphs import Graphs
 from runahead.report import RankReport
 from tests.families import FAMILIES, VOCAB_SIZE, build
 
@@ -99,6 +100,7 @@ class Gpu:
     def __init__(self, *, can_capture: bool = True, waits: bool = False) -> None:
         self.can_capture, self.waits = can_capture, waits
         self.num_captures = self.num_replays = 0
+        self.graphs = Graphs()
 
     @contextmanager
     def noting_waits(self) -> Iterator[list[str]]:
@@ -175,14 +177,20 @@ def test_no_rank_replays_a_graph_that_another_does_not_have(
 
 
 def test_ranks_that_share_a_text_agree_by_their_gathering() -> None:
-    def gather(own_1: Tensor) -> Tensor:
-        return torch.stack([own_1, torch.zeros_like(own_1)])
+    class WithOther:
+        def __init__(self, other: int) -> None:
+            self._other = other
+
+        def __call__(self, own_1: Tensor) -> Tensor:
+            return torch.stack([own_1, torch.full_like(own_1, self._other)])
+
+        def settle(self) -> None: ...
 
     cache, _ = prefilled(Model(build("llama")), [0])
     fine_1 = torch.ones(1, dtype=torch.long)
     assert cache.agreed(fine_1).tolist() == [1]
-    assert ShardedCache(cache, gather).agreed(fine_1).tolist() == [0]
-    assert ShardedCache(cache, lambda own_1: torch.stack([own_1, own_1])).agreed(fine_1).tolist() == [1]
+    assert ShardedCache(cache, WithOther(0)).agreed(fine_1).tolist() == [0]
+    assert ShardedCache(cache, WithOther(1)).agreed(fine_1).tolist() == [1]
 
 
 def test_a_rank_without_a_graph_says_so_to_the_others() -> None:

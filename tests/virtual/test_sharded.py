@@ -89,7 +89,7 @@ def answers(
             own = fastest_form(prefilled.cache, model, pads=[0], num_tokens=NUM_TOKENS)
             forward = forward_over(
                 model,
-                ShardedCache(own, gather, gather.settle),
+                ShardedCache(own, gather),
                 own_policies.while_decoding,
                 pads=[0],
                 prompt_tokens=NUM_TOKENS,
