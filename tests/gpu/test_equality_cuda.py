@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from runahead.decoding.speculative.speculator import Draft
 from runahead.thinning.rank_policies import RankPolicies
 from tests.differential.cases import right_families
 from tests.families import FAMILIES, MARKING, SHARING, build, prompt
+from tests.gpu.conftest import HAS_GPU
 from tests.policies import test_matrix, test_retrieval
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -44,6 +45,9 @@ TOLERANCE = 2e-3
 """Of log-probabilities: the kernels of two devices add in another order, and the weights here are wide."""
 
 NAMES, EXAMPLES = [*POLICIES, *WRAPPERS], [*FAMILIES, *SHARING, *MARKING]
+CLUSTERING = ("clusterkv", "squeezed_attention", "retroinfer", "k_centers")
+"""Policies that choose clusters or centres, in which close tokens may change places."""
+
 NOT_IN_FEW_BITS = {"dms": "a model that marks tokens", "minicache": "layers share what they store"}
 """Policies that go without cache.bits, and why."""
 
@@ -90,16 +94,28 @@ def prompts_for(model: Model) -> list[list[int]]:
 
 @dataclass(kw_only=True)
 class Said:
-    """Tokens of each row, what is kept of them by layer, and log-probabilities."""
+    """Tokens of each row, what is kept of them by layer and in how many bytes, and log-probabilities (B, ...)."""
 
     tokens: list[list[int]]
     kept: list[int]
+    kept_bytes: int
     logprobs: Tensor
 
 
-def require_equal(says: Callable[[torch.device], Said]) -> Said:
-    """Check that a GPU says what a CPU says, and return it."""
+def require_equal(says: Callable[[torch.device], Said], *, rounds: bool = False) -> Said:
+    """Check that a GPU says what a CPU says, and return it.
+
+    Args:
+        rounds: a difference in the last place may choose another code or cluster, so that on a real GPU half of the
+            rows may differ.
+    """
     cpu, gpu = says(CPU), says(CUDA)
+    if rounds and HAS_GPU:
+        differences_B = (gpu.logprobs - cpu.logprobs).abs().flatten(1).amax(dim=1)
+        rows = zip(gpu.tokens, cpu.tokens, differences_B.tolist(), strict=True)
+        equal = [ours == theirs and difference <= TOLERANCE for ours, theirs, difference in rows]
+        assert sum(equal) >= len(equal) / 2, (gpu, cpu)
+        return gpu
     assert (gpu.tokens, gpu.kept) == (cpu.tokens, cpu.kept)
     torch.testing.assert_close(gpu.logprobs, cpu.logprobs, atol=TOLERANCE, rtol=0)
     return gpu
@@ -107,9 +123,11 @@ def require_equal(says: Callable[[torch.device], Said]) -> Said:
 
 def said_by_engine(engine: Engine, prompts: list[list[int]], options: GenerationOptions) -> Said:
     batch = engine.generate(prompts, replace(options, ignore_eos=True, logprobs=0))
+    [report] = batch.ranks
     return Said(
         tokens=[each.new_token_ids for each in batch.generations],
-        kept=batch.ranks[0].kept_tokens or [],
+        kept=report.kept_tokens,
+        kept_bytes=report.kv_kept_bytes + report.kv_host_bytes,
         logprobs=torch.tensor([[told.logprob for told in each.logprobs or ()] for each in batch.generations]),
     )
 
@@ -133,12 +151,13 @@ def in_turns(device: torch.device, family: str, policies: RankPolicies, num_new:
         is_last = start + CHUNK >= longest
         conversation.feed(ids_BC[:, start : start + CHUNK], pads=None if start else pads, cut_back=is_last)
     conversation.generate(GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
-    kept = conversation.kept_tokens
+    kept, kept_bytes = conversation.kept_tokens, conversation.kv_bytes
     logits_BV = conversation.feed(torch.tensor([prompt(5, seed=9)]))
     conversation.generate(GenerationOptions(max_new_tokens=5, ignore_eos=True))
     return Said(
         tokens=conversation.rows,
         kept=kept + conversation.kept_tokens,
+        kept_bytes=kept_bytes,
         logprobs=logits_BV.log_softmax(dim=-1).cpu(),
     )
 
@@ -158,7 +177,8 @@ def cases(names: Sequence[str], *, quick: Sequence[str], quick_in_turns: Sequenc
 @pytest.mark.parametrize(("name", "way"), cases(NAMES, quick=NAMES, quick_in_turns=["snapkv", "fastgen", "quest"]))
 def test_every_policy(name: str, way: str) -> None:
     family = "llama_dms" if kind_of(name).follows_marks else "llama"
-    said = require_equal(lambda device: WAYS[way](device, family, RankPolicies.everywhere([chosen(name)])))
+    says = partial(WAYS[way], family=family, policies=RankPolicies.everywhere([chosen(name)]))
+    said = require_equal(says, rounds=name in CLUSTERING)
     keeps_all = name in ("full", "minicache") or issubclass(kind_of(name), Retriever)
     assert way == "turns" or keeps_all == (said.kept == [LENGTHS[0]] * len(said.kept)), "the policy does nothing here"
 
@@ -175,11 +195,13 @@ FEW_BITS = ["full", "snapkv", "fastgen", "quest"]
 def test_every_policy_in_few_bits(name: str, way: str, bits: int) -> None:
     """Whole groups of tokens are in few bits; a window of the newest ones is exact."""
     storage = CacheOptions(bits=bits, residual=8, residual_bits=None)
-    require_equal(
-        lambda device: WAYS[way](
-            device, "llama", RankPolicies.everywhere([chosen(name, in_few_bits=True)], storage=storage)
-        )
-    )
+
+    def says(device: torch.device, storage: CacheOptions | None = storage) -> Said:
+        policies = RankPolicies.everywhere([chosen(name, in_few_bits=True)], storage=storage)
+        return WAYS[way](device, "llama", policies)
+
+    said = require_equal(says, rounds=True)
+    assert way == "turns" or said.kept_bytes < says(CPU, None).kept_bytes, "nothing is in few bits"
 
 
 @pytest.mark.parametrize("name", NOT_IN_FEW_BITS)
