@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ LENGTHS = [[60], [300], [300, 170], [2], [50]]
 
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True)
 LATE_S = 0.5
-"""In which the other rank would be through with its layers if it did not wait."""
+"""From the other rank's first layer on. It would be through with all of them by then if it did not wait."""
 
 COPY = PrefillOptions(carrier=Carrier.copy)
 
@@ -55,7 +56,7 @@ def answers(
     shares = from_ratios(SHARES[ranks.size // num_shares], ranks_per_stage=num_shares)
     engine = Engine(_model(ranks, num_shares), ranks, prefill=prefill, decode=decode, partition=shares)
     found = []
-    with being_late() if late == ranks.rank else nullcontext():
+    with nullcontext() if late is None else being_late(late, is_late=late == ranks.rank):
         for of_batch in lengths:
             batch = engine.generate([ids(each, seed=each) for each in of_batch], OPTIONS, record_timeline=True)
             found.append([each.new_token_ids for each in batch.generations])
@@ -63,12 +64,18 @@ def answers(
 
 
 @contextmanager
-def being_late() -> Iterator[None]:
-    attend = ChainAttention.attend
+def being_late(late: int, *, is_late: bool) -> Iterator[None]:
+    """Context manager in which a rank is late at the first layer. The other one tells it when it is there."""
+    attend, store, prefills = ChainAttention.attend, dist.distributed_c10d._get_default_store(), count()
 
     def attend_late(self: ChainAttention, layer: int, *args: Any) -> Tensor:
         if layer == 0:
-            time.sleep(LATE_S)
+            begun = f"prefill {next(prefills)}, rank {late} is late"
+            if is_late:
+                store.wait([begun])
+                time.sleep(LATE_S)
+            else:
+                store.set(begun, "")
         return attend(self, layer, *args)
 
     with mock.patch.object(ChainAttention, "attend", attend_late):
