@@ -22,6 +22,7 @@ from tests.faults import drill, endurance
 from tests.fuzz import fuzz
 
 STUDIES = (
+    "commits.__main__",
     "endurance",
     "infinigen_relations.__main__",
     "interpolation",

@@ -32,6 +32,7 @@ from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
+from runahead.timeline.ranges import Ranges
 from runahead.timeline.trace import Span
 from tests.unit.tokenizers_for_tests import byte_level
 from tests.waiting import until
@@ -89,6 +90,8 @@ class FakeCache(KVStore):
 
 class FakeModel(SimpleNamespace):
     """A model without layers: what it decodes are `FakeRow`s."""
+
+    ranges = Ranges()
 
     def forward(self, ids_B1: torch.Tensor, attention: CausalAttention, **_: object) -> torch.Tensor:
         self.engine.before_step()
