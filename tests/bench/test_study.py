@@ -210,7 +210,7 @@ def test_a_study_draws_and_tells_its_committed_lines(
     if not Path(study.parser().get_default("lines")).exists():
         pytest.skip("no lines yet")
     study.main(["--draw-only", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count("\n") > 1
+    assert capsys.readouterr().out.count("\n") >= 1
     assert {path.name for path in tmp_path.iterdir()} == set(study.pictures)
 
 
