@@ -40,7 +40,7 @@ The exit status is 1 if a part failed. Please send the folder with what you repo
 """
 
 WHEELS = {"hydra": "hydra-core>=1.3,<1.4", "omegaconf": "omegaconf>=2.3,<2.4"}
-"""What the options of programs are read with, by module; the parts themselves need neither."""
+"""The packages that read the options of programs, by module; the parts themselves need neither."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -28,6 +28,9 @@ from benchmarks.doctor.facts import Facts
 from benchmarks.harness.machine import ROOT, free_port
 from runahead.failures import RunFailure
 
+RANKS_WITHOUT_GPUS = 2
+"""Ranks of a host that has no GPU."""
+
 MEETING = timedelta(seconds=300)
 """Time in which all processes have to start."""
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.doctor import environment
 from benchmarks.doctor.checks import check_decoding, check_devices, check_exactness, check_fault, check_links
-from benchmarks.doctor.crew import Crew, Job, Outcome, overrides
+from benchmarks.doctor.crew import RANKS_WITHOUT_GPUS, Crew, Job, Outcome, overrides
 from benchmarks.doctor.findings import Finding, Verdict, worst
 from benchmarks.doctor.options import AUTO, LARGE_MIB, SHAPES, DoctorRun
 from benchmarks.doctor.page import as_text
@@ -34,7 +34,6 @@ from runahead.ranks.devices import default_threads
 LENGTHS = {True: [4096, 16384, 65536], False: [512, 1024, 2048]}
 """Default prompt lengths in tokens, with GPUs and without."""
 
-RANKS_WITHOUT_GPUS = 2
 START_S = 20.0
 """Seconds that the ranks of a job take to start and to load a model, roughly."""
 

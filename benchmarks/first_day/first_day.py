@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.doctor import environment
-from benchmarks.doctor.crew import Crew, Outcome
+from benchmarks.doctor.crew import RANKS_WITHOUT_GPUS, Crew, Outcome
 from benchmarks.doctor.findings import Finding, Verdict, worst
 from benchmarks.doctor.page import as_text
 from benchmarks.doctor.tasks import plain
@@ -33,7 +33,6 @@ PARTS_GROUP = "parts"
 FIGURES = "figures.jsonl"
 """File of all findings, in the folder of the run."""
 
-RANKS_WITHOUT_GPUS = 2
 
 LAST_CHARACTERS = 200
 """End of the last line of a part that failed."""

@@ -1,4 +1,4 @@
-"""What a part's work is given on each of its ranks, and what several parts need: models, prompts and times."""
+"""The arguments of a part's work on each rank, and the models, prompts and timers that several parts share."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ WORK: dict[str, Work] = {
     "memory": speed.memory,
     **{case.name: partial(sharing.run_case, case=case) for case in CASES},
 }
-"""What the ranks of each part do."""
+"""The work of the ranks, by part."""
 
 LAST_WORDS_S = 5.0
 """Seconds before the end of a part at which a rank that hangs prints where each of its threads is."""

@@ -179,7 +179,7 @@ class KVStore:
         return fine_1
 
     def await_device(self) -> None:
-        """To be called before the host asks the device for a value, behind what ranks that store parts exchange."""
+        """Called before the host asks the device for a value after an exchange of the ranks that store parts."""
 
     def await_device_by(self, settle: Callable[[], None]) -> None:
         """Told what waits for the exchanges of ranks that store parts, if this is one part: see `await_device`."""

@@ -42,7 +42,7 @@ class Message:
 
     @property
     def sent(self) -> str:
-        """What is sent to whom, in words."""
+        """The tokens and the receiver, in words."""
         return f"tokens {self.start}-{self.end} to rank {self.peer}"
 
 

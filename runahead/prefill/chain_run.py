@@ -117,7 +117,7 @@ class ChainRun:
             self.await_device()
 
     def await_device(self) -> None:
-        """To be called before the host asks the device for a value, behind messages of other ranks."""
+        """Called before the host asks the device for a value after messages of other ranks."""
         peers = self.transfer.schedule.peers
         if len(peers) > 1:  # this rank is one of them
             self.job.ranks.settle("the KV in flight", peers)

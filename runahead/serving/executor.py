@@ -390,7 +390,7 @@ class Executor:
         self._aside_s = before_s + time.monotonic() - began_s
 
     def _settle(self) -> None:
-        """Let the GPU come up with the host, before the host asks it for values behind the KV of a prefill."""
+        """Wait, watched, until the GPU has caught up, before the host asks it for values after the KV of a prefill."""
         if self._ranks.accelerator is None:
             return
         chains = [ContextPartition(boundaries=item.boundaries).chain for item in self._under_way]

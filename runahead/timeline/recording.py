@@ -27,7 +27,7 @@ NUM_ANCHORS = 7
 
 @dataclass(kw_only=True)
 class Recording:
-    """What torch's profiler saw on one rank.
+    """Events of torch's profiler on one rank.
 
     Attributes:
         packed: the events in the Trace Event Format, as compressed JSON, since there may be some 100,000.

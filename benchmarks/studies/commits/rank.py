@@ -42,7 +42,7 @@ DECODED: dict[str, tuple[Callable[[], Policy], CacheOptions]] = {
     "4 bits": (Offload, CacheOptions(bits=4)),
     "infinigen": (InfiniGen, CacheOptions()),
 }
-"""What is decoded from, beside the full cache: a policy, and how what it keeps is stored."""
+"""The caches that are decoded from beside the full one: a policy, and the precision of what it keeps."""
 
 
 class Measured:

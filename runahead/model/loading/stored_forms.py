@@ -53,7 +53,7 @@ ENCODER = {
     "the encoder": re.compile(r"(^|\.)(encoder|shared)\.|\.encoder_attn\w*\."),
     "a bias that a decoder alone does not add": re.compile(r"^final_logits_bias$"),
 }
-"""What checkpoints of an encoder and a decoder hold besides the decoder, by the names of its tensors."""
+"""Tensors of encoder-decoder checkpoints that a decoder alone leaves out, by patterns of their names."""
 
 GGUF_SPARE = re.compile(r"^rope_|\.nextn\.")
 """Tensors of GGUF files that a model can do without: factors of RoPE that are read from the metadata, and layers for

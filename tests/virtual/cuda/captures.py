@@ -1,4 +1,4 @@
-"""Which capture of a CUDA graph a thread is in, and what is refused in one."""
+"""The capture of a CUDA graph that a thread is in, and the errors of operations that a capture refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Capturing(threading.local):
 
 
 CAPTURING = _Capturing()
-"""Of each thread."""
+"""The capture of each thread."""
 
 
 def refuse_in_capture(message: str = NOT_PERMITTED) -> None:

@@ -1,4 +1,4 @@
-"""What a piece of code asks of the virtual GPU: the kernels that it launches, and where its host waits."""
+"""Counters of the virtual GPU: kernels that a piece of code launches, and the places where its host waits."""
 
 from __future__ import annotations
 
