@@ -46,7 +46,7 @@ __all__ = ["PeerFailure", "Ranks", "SharedError"]
 T = TypeVar("T")
 
 ABORT_S = 5.0
-"""Seconds that a rank spends at most on ending its NCCL operations after an error."""
+"""Seconds that a rank spends at most on ending its graphs and NCCL operations after an error."""
 
 LEAST_LIMIT_S, LIMIT_FACTOR = 600.0, 20.0
 """A call that a GPU computes counts as working for so many seconds, or so many times the longest such call so far.
@@ -370,9 +370,10 @@ class Ranks(Groups):
         """Destroy graphs, which may hold operations of NCCL.
 
         NCCL waits for that before it destroys or aborts a communicator ("Process Hang" in NVIDIA's "CUDA Graph Best
-        Practice for PyTorch"), and after an error the traceback holds them. A graph that runs ends with the abort.
+        Practice for PyTorch"), and after an error the traceback holds them.
         """
         if self.accelerator is not None:
+            self.accelerator.enter_thread()
             self.accelerator.graphs.destroy()
 
     def __enter__(self) -> Ranks:
@@ -385,11 +386,16 @@ class Ranks(Groups):
             self.abort()
 
     def abort(self) -> None:
-        """End all NCCL operations after an error, so that this process can end: they may wait for a peer for ever."""
-        self._destroy_graphs()
+        """End all that this rank's GPU does after an error: it may wait for a peer for ever, and this process with it.
+
+        Graphs and communicators may wait for each other: destroying a graph that runs may need the abort of the
+        communicator on which it waits, so neither is waited for in this thread, nor for more than `ABORT_S` seconds.
+        """
         if self.copying is not None:
             self.copying.close()
-        jobs = [Worker("abort").submit(each.abort) for each in self._communicators]  # one may block another
-        deadline = time.monotonic() + ABORT_S
-        for job in jobs:
-            job.done.wait(max(0.0, deadline - time.monotonic()))
+        ends = time.monotonic() + ABORT_S
+        graphs = Worker("graphs").submit(self._destroy_graphs)
+        graphs.done.wait(ABORT_S / 2)
+        for job in [Worker("abort").submit(each.abort) for each in self._communicators]:  # one may block another
+            job.done.wait(max(0.0, ends - time.monotonic()))
+        graphs.done.wait(max(0.0, ends - time.monotonic()))

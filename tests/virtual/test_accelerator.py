@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from runahead.config import RanksOptions
 from runahead.ranks import accelerator as seam
 from runahead.ranks.accelerator import Accelerator, Communicator, accelerator_for, prepare_environment
+from runahead.ranks.graphs import Graph
 from runahead.ranks.ranks import Ranks
 from tests.test_imports import project_sources
 from tests.virtual.device import Job
@@ -126,27 +128,87 @@ def test_a_device_has_one_accelerator_per_process() -> None:
 
 
 class Group:
-    """A process group whose abort may never return."""
+    """A process group whose abort returns once `released` is set."""
 
-    def __init__(self, returns: bool) -> None:
-        self.aborted, self._returns = threading.Event(), returns
+    def __init__(self, released: threading.Event) -> None:
+        self.aborted, self._released = threading.Event(), released
 
     def abort(self) -> None:
         self.aborted.set()
-        if not self._returns:
-            threading.Event().wait()
+        self._released.wait()
 
 
-def test_an_error_aborts_all_communicators_within_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the process would wait at its end for operations whose peer is gone."""
+RETURNED, NEVER = threading.Event(), threading.Event()
+RETURNED.set()
+
+
+def rank_with(*groups: Group) -> Ranks:
+    """Rank 0 of two on one host, with links over these groups."""
+    ranks = Job(2, hosts=(0, 0)).ranks[0]
+    ranks._links = {((0, 1 + at), 4): Communicator(cast(Any, group)) for at, group in enumerate(groups)}
+    return ranks
+
+
+def add_graph(ranks: Ranks, destroy: Callable[[], object]) -> Graph[None]:
+    assert ranks.accelerator is not None
+    graph = Graph[None](cast(Any, None), None, lambda: cast(None, destroy()))
+    graph.destroy.atexit = False  # else this process would not end
+    ranks.accelerator.graphs._living.add(graph)
+    return graph
+
+
+@pytest.fixture
+def _short_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runahead.ranks.ranks.ABORT_S", 0.5)
-    groups: list[Any] = [Group(False), Group(True), Group(True)]
-    ranks = Job(2).ranks[0]
-    made = [Communicator(group) for group in groups]
-    ranks._links, ranks._sets = {((0, 1), 4): made[0], ((1, 0), 4): made[1]}, {(((0, 1),), None): made[2]}
-    with pytest.raises(RuntimeError, match="out of luck"), ranks:  # which would never be left
+
+
+@pytest.mark.usefixtures("_short_aborts")
+def test_an_error_aborts_all_communicators_within_a_deadline() -> None:
+    """Else the process would wait at its end for operations whose peer is gone."""
+    groups = [Group(NEVER), Group(RETURNED), Group(RETURNED)]
+    with pytest.raises(RuntimeError, match="out of luck"), rank_with(*groups):  # which would never be left
         raise RuntimeError("out of luck")
     until(lambda: all(group.aborted.is_set() for group in groups))
+
+
+@pytest.mark.usefixtures("_short_aborts")
+class TestGraphsThatRunWhenARankFails:
+    """A driver destroys a graph that runs once it has come to its end, and the graph may wait for a peer."""
+
+    def test_one_that_waits_for_a_copy_goes_on(self) -> None:
+        group = Group(RETURNED)
+        ranks, order = rank_with(group), list[bool]()
+        assert ranks.copying is not None
+        arrived = ranks.copying.memory.own.cell("arrived", 1)
+
+        def destroy() -> None:
+            until(lambda: arrived.reached(1))
+            order.append(group.aborted.is_set())
+
+        graph = add_graph(ranks, destroy)
+        ranks.abort()
+        assert order == [False] and group.aborted.is_set() and not graph.destroy.alive
+
+    def test_one_that_waits_for_a_message_ends_with_the_abort(self) -> None:
+        destroyed = threading.Event()
+        group = Group(destroyed)  # NCCL waits for the graph
+        ranks = rank_with(group)
+
+        def destroy() -> None:
+            group.aborted.wait()
+            destroyed.set()
+
+        graph = add_graph(ranks, destroy)
+        ranks.abort()
+        assert group.aborted.is_set() and destroyed.is_set() and not graph.destroy.alive
+
+    @pytest.mark.timeout(60)
+    def test_one_that_never_ends_is_left_to_the_end_of_the_process(self) -> None:
+        group = Group(RETURNED)
+        ranks = rank_with(group)
+        graph = add_graph(ranks, NEVER.wait)
+        ranks.abort()
+        assert group.aborted.is_set() and graph
 
 
 def test_a_rank_without_nccl_has_nothing_to_abort() -> None:
