@@ -26,8 +26,8 @@ class TransferLog:
     received_bytes: int = 0
     waits: list[tuple[int, object, object]] = field(default_factory=list)
     """(layer, begin, end) of each time that this rank stood still."""
-    sends: list[tuple[int, object, object, str]] = field(default_factory=list)
-    """(layer, begin, end, detail) of each message sent."""
+    sends: list[tuple[Message, object, object]] = field(default_factory=list)
+    """(message, begin, end) of each message sent."""
 
 
 class KVTransfer(ABC):
@@ -123,13 +123,13 @@ class KVTransfer(ABC):
     def await_prefix(self, layer: int) -> None:
         """Wait until all that is received of the layer may be read (on a GPU: by work queued from now on)."""
 
-    def has_prefix(self, layer: int, block_s: float) -> bool:
-        """Whether `await_prefix` would return at once. Blocks for `block_s` seconds at most until it would."""
-        return True
-
     @abstractmethod
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         """Wait until the content of these messages may be read (on a GPU: by work queued from now on)."""
+
+    def has_messages(self, messages: list[Message], block_s: float) -> bool:
+        """Whether waiting for these messages would return at once. Blocks for `block_s` seconds at most until then."""
+        return True
 
     @abstractmethod
     def close(self, layer: int) -> None:
@@ -141,7 +141,7 @@ class KVTransfer(ABC):
 
     def sending(self, message: Message) -> AbstractContextManager[object]:
         """Context manager in which a message is posted that is sent: a range of a profile."""
-        return self.clock.ranges("send layer", message.layer, message.sent)
+        return self.clock.ranges("send layer", message.layer, message)
 
     @contextmanager
     def standing_still(self, layer: int) -> Iterator[None]:

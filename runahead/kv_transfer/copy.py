@@ -82,15 +82,15 @@ class CopyTransfer(KVTransfer):
     def await_prefix(self, layer: int) -> None:
         self.await_messages(layer, self.schedule.receives(layer))
 
-    def has_prefix(self, layer: int, block_s: float) -> bool:
-        if self._copying.is_asynchronous:  # the device waits
-            return True
-        self._check()
-        return self._have_reached([self._arrives[message] for message in self.schedule.receives(layer)], block_s)
-
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         arrivals = [self._arrives[message] for message in messages]
         self._wait(arrivals, layer, f"the KV of layer {layer} from", "receive", layer, messages)
+
+    def has_messages(self, messages: list[Message], block_s: float) -> bool:
+        if self._copying.is_asynchronous:  # the device waits
+            return True
+        self._check()
+        return self._have_reached([self._arrives[message] for message in messages], block_s)
 
     def close(self, layer: int) -> None:
         self._copying.after_compute(self._memory.own.attended, self._attended + layer + 1)
@@ -213,7 +213,7 @@ class CopyTransfer(KVTransfer):
     def _logged(self, message: Message) -> Callable[[object, object], None] | None:
         if not self.record:
             return None
-        return lambda begin, end: self.log.sends.append((message.layer, begin, end, message.sent))
+        return lambda begin, end: self.log.sends.append((message, begin, end))
 
     def _note_receives(self, layer: int) -> None:
         for message in self.schedule.receives(layer):

@@ -86,14 +86,16 @@ class GlooTransfer(KVTransfer):
         if self._staging is not None:
             self._staging.await_upload(layer)
 
-    def has_prefix(self, layer: int, block_s: float) -> bool:
-        return self._arrived[layer].wait(block_s)
-
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         for message in messages:
             self._wait_for_arrival(self._chunk_arrived[layer, message.chunk], layer, [message])
         if self._staging is not None:
             self._staging.await_upload(layer)
+
+    def has_messages(self, messages: list[Message], block_s: float) -> bool:
+        ends_s = time.perf_counter() + block_s
+        arrived = (self._chunk_arrived[each.layer, each.chunk] for each in messages)
+        return all(event.wait(max(0.0, ends_s - time.perf_counter())) for event in arrived)
 
     def close(self, layer: int) -> None:
         if self._staging is not None:
@@ -205,7 +207,7 @@ class GlooTransfer(KVTransfer):
                 work.wait()
             record.done()
             self.log.sent_bytes += self._host_part(message).nbytes
-            self.log.sends.append((message.layer, begin_s, time.perf_counter(), message.sent))
+            self.log.sends.append((message, begin_s, time.perf_counter()))
             self._unsent[message.layer] -= 1
             if self._unsent[message.layer] == 0:
                 self._left[message.layer].set()

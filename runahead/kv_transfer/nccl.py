@@ -111,5 +111,5 @@ class NcclTransfer(KVTransfer):
         if self.record:
             with self._gpu.on(self._gpu.stream("timeline")):
                 work.wait()
-                self.log.sends.append((message.layer, begin, self.clock.mark(), message.sent))
+                self.log.sends.append((message, begin, self.clock.mark()))
         return work

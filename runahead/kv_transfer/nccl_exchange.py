@@ -48,7 +48,7 @@ class NcclExchange(KVTransfer):
         for received, sent in self.schedule.batches(layer):
             begin = self.clock.mark() if self.record else None
             parts = [[(self.part(each), each.peer) for each in messages] for messages in (received, sent)]
-            with self.clock.ranges("send layer", layer, *(each.sent for each in sent)):
+            with self.clock.ranges("send layer", layer, *sent):
                 works = [] if self._between_stages is None else self._between_stages.exchange(*parts)
             self._works[layer].append((received, works))
             for way, messages in (("receive", received), ("send", sent)):
@@ -61,7 +61,7 @@ class NcclExchange(KVTransfer):
                     for work in works:
                         work.wait()
                     end = self.clock.mark()
-                self.log.sends += [(layer, begin, end, each.sent) for each in sent]
+                self.log.sends += [(each, begin, end) for each in sent]
 
     def await_prefix(self, layer: int) -> None:
         self._await(layer, [work for _, works in self._works[layer] for work in works])

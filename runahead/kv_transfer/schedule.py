@@ -40,9 +40,8 @@ class Message:
     end: int
     tag: int
 
-    @property
-    def sent(self) -> str:
-        """The tokens and the receiver, in words."""
+    def __str__(self) -> str:
+        """The tokens and the receiver of a message that is sent. Only a profile or a timeline asks for it."""
         return f"tokens {self.start}-{self.end} to rank {self.peer}"
 
 

@@ -18,7 +18,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.kv_transfer import KVTransfer
-from runahead.kv_transfer.schedule import Schedule
+from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.model.model import PrefillEndsHere
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
@@ -103,13 +103,22 @@ class ChainRun:
             raise PrefillEndsHere
 
     def await_prefix(self, layer: int) -> None:
-        """Wait until the tokens of earlier ranks may be read."""
-        if self.job.meanwhile is not None:
-            what, peers = f"the KV of layer {layer}", self.transfer.schedule.peers
-            with self._aside(layer):
-                self.job.meanwhile.until(partial(self.transfer.has_prefix, layer), what, peers)
+        """Wait until all that this rank receives of a layer may be read."""
+        self._until(layer, self.transfer.schedule.receives(layer))
         self.transfer.await_prefix(layer)
         self._settle_for_reuse()
+
+    def await_messages(self, layer: int, messages: list[Message]) -> None:
+        """Wait until these messages of a layer may be read."""
+        self._until(layer, messages)
+        self.transfer.await_messages(layer, messages)
+
+    def _until(self, layer: int, messages: list[Message]) -> None:
+        """Do what the rank does besides, if anything, until these messages of a layer have arrived."""
+        if self.job.meanwhile is not None:
+            arrived, what = partial(self.transfer.has_messages, messages), f"the KV of layer {layer}"
+            with self._aside(layer):
+                self.job.meanwhile.until(arrived, what, self.transfer.schedule.peers)
 
     def _settle_for_reuse(self) -> None:
         """Attention to what is reused takes positions and queries from the host in each layer, and so asks the GPU."""
@@ -257,7 +266,7 @@ class ChainRun:
             ]
             spans += [Span(kind="wait", layer=at, start_s=b, end_s=e, detail="K,V") for b, e in waits]
         spans += [
-            Span(kind="send", layer=layer, start_s=seconds(begin), end_s=seconds(done), detail=detail)
-            for layer, begin, done, detail in log.sends
+            Span(kind="send", layer=sent.layer, start_s=seconds(begin), end_s=seconds(end), detail=str(sent))
+            for sent, begin, end in log.sends
         ]
         return spans

@@ -34,7 +34,7 @@ class TSPAttention(ExchangingAttention):
         slab = self.run.cache.layer(layer)
         slab.write(self.start, k_BKCH, v_BKCV)
         self.run.send(layer)
-        self.run.transfer.await_prefix(layer)
+        self.run.await_prefix(layer)
         out_BNCV = with_sinks(*self._attend(q_BNCH, slab, terms, start=self.start, pads=self.pads), terms)
         self.run.close(layer)
         return out_BNCV

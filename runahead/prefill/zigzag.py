@@ -53,7 +53,7 @@ class ZigzagAttention(ExchangingAttention):
             q, k, v = (x[rows, :, -num_queries:] for x in (q_BNCH, k_BKCH, v_BKCV))
             parts.append(RunsAttention(q, k, v, terms, rows=rows, pad=pad, runs=runs))
         for messages in self.schedule.steps(layer):
-            self.run.transfer.await_messages(layer, messages)
+            self.run.await_messages(layer, messages)
             # The tokens of these messages as the fewest contiguous ranges.
             arrived = sorted((range(each.start, each.end) for each in messages), key=lambda tokens: tokens.start)
             for tokens in _joined(arrived):

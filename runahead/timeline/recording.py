@@ -21,6 +21,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 ANCHOR = "the clock of this rank"
 """Name of ranges whose moment is known on both clocks, the profiler's and this process's."""
 
+LOG_LEVEL = "KINETO_LOG_LEVEL"
+
 NUM_ANCHORS = 7
 """Such ranges, of which the shortest counts, as in Cristian's algorithm (`ControlMessages.clock_offset_s`)."""
 
@@ -59,13 +61,12 @@ def recorded(device: torch.device) -> Iterator[Recording]:
         device: whose kernels are recorded, if it is a GPU.
     """
     wanted = {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if device.type == "cuda" else set())
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each start and end
     profiler = profile(
         activities=wanted & supported_activities(),
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
     )
     recording, anchors = Recording(), list[tuple[float, int, float]]()  # (length, number, middle in seconds)
-    with profiler:
+    with _quiet(), profiler:
         for number in range(NUM_ANCHORS):
             before_s = time.perf_counter()
             with record_function(ANCHOR):
@@ -82,10 +83,23 @@ def recorded(device: torch.device) -> Iterator[Recording]:
     if device.type == "cuda" and not any(each.get("cat") == "kernel" for each in events):
         warnings.warn(
             "torch's profiler has seen no kernel of the GPU: it may need permission, or another profiler is running; "
-            "KINETO_LOG_LEVEL=0 in the environment lets it tell why",
+            f"{LOG_LEVEL}=0 in the environment lets it tell why",
             stacklevel=3,
         )
     # What the profiler tells of itself belongs to no thread.
     kept = [each for each in events if isinstance(each["pid"], int) and each["ph"] in "Xsft" and each["name"] != ANCHOR]
     recording.packed = zlib.compress(json.dumps(kept).encode(), level=1)
     recording.shift_s = middle_s - anchored[number] / 1e6
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager in which the profiler does not tell of each start and end, unless the environment asks for it."""
+    if LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[LOG_LEVEL]

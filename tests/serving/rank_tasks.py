@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from runahead import Engine, GenerationOptions, Model, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions
 from runahead.context import ContextPartition
 from runahead.prefill.base import PrefillCancelled
+from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
 from runahead.reuse.prefix_tree import PrefixTree
@@ -37,9 +39,12 @@ from tests.families import throughout
 from tests.ranks.prefix_tasks import deep_model
 from tests.ranks.tasks import tiny_model
 from tests.ranks.tensor_tasks import arranged, shared_model
+from tests.waiting import until
 
 FAMILY = "llama"
 LAST = DecodeOptions(name=DecodeName.last)
+LONG = GenerationOptions(max_new_tokens=50, ignore_eos=True)
+NUM_LAYERS = 3
 
 
 def cancel_rows(
@@ -87,6 +92,39 @@ def stop(
     tokens = [each.tokens[1, 0] for each in reports if isinstance(each, Tokens) and (1, 0) in each.tokens]
     stopped = [each.is_cancelled for each in reports if isinstance(each, Part)]
     return tokens, stopped, executor.live.num_bytes
+
+
+def steps_in_a_wait(ranks: Ranks, prefill: PrefillOptions, prompts: list[list[int]], folder: str) -> int:
+    """Decoding steps of this rank inside the prefill of the second prompt, while the first one's row is live.
+
+    The first rank sends its keys and values of each layer when the last one has decoded another step, so the last one
+    has to do so while it waits for them.
+    """
+    model, num_steps = tiny_model(FAMILY), [0]
+    engine = Engine(model, ranks, prefill=prefill)
+    executor = Executor(engine, Inbox(), lambda report: None, QueueLimits(itl_s=1e3))
+    step, send = executor._step, ChainRun.send
+
+    def noted() -> None:
+        step()
+        Path(folder, str(num_steps[0])).touch()
+        num_steps[0] += 1
+
+    def sending(run: ChainRun, layer: int) -> None:
+        if ranks.rank == 0:
+            until(Path(folder, str(layer)).exists)
+        send(run, layer)
+
+    with throughout(model.dtype):
+        for number, ids in enumerate(prompts):
+            boundaries = chunks(engine, len(ids), 1.0, (0.0, 0.0)).boundaries
+            item = Prefill(number=number, prompts=[ids], options=[LONG], boundaries=boundaries)
+            if number == 0:
+                executor.carry_out(item)
+            else:
+                with mock.patch.object(executor, "_step", noted), mock.patch.object(ChainRun, "send", sending):
+                    executor.carry_out(item)
+    return num_steps[0]
 
 
 @dataclass(kw_only=True)

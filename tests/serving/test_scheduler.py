@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from policies.base import Policy
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
-from runahead.config import Carrier, DecodeName, PrefillName, Transfer
+from runahead.config import Carrier, DecodeName, Exchange, PrefillName, Transfer
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.items import Cancel, Check, End, Generate, Prefill
@@ -216,6 +217,23 @@ def test_no_rank_waits_for_one_that_was_told_to_stop(
     assert tokens == [expected]
     for rank, (_, stopped, left_bytes) in enumerate(by_rank):
         assert stopped == [rank in knows, False] and left_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "prefill",
+    [
+        PrefillOptions(),
+        PrefillOptions(carrier=Carrier.copy),
+        PrefillOptions(name=PrefillName.tsp),
+        *(PrefillOptions(name=PrefillName.zigzag, exchange=exchange) for exchange in Exchange),
+    ],
+    ids=lambda prefill: " ".join(each.name for each in (prefill.name, prefill.carrier, prefill.exchange)),
+)
+def test_rows_are_decoded_in_every_wait_for_another_rank(
+    rank_pools: RankPools, prefill: PrefillOptions, tmp_path: Path
+) -> None:
+    _, num_steps = rank_pools.run(2, rank_tasks.steps_in_a_wait, prefill, [PROMPTS[0], PROMPTS[2]], str(tmp_path))
+    assert num_steps >= rank_tasks.NUM_LAYERS
 
 
 def test_a_prefill_under_policies_stops_too(rank_pools: RankPools) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -19,14 +20,18 @@ from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Model, Ranks
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import FixedCache
-from runahead.config import Device, Profile, RanksOptions
+from runahead.config import Device, Exchange, Profile, RanksOptions, Transfer
 from runahead.decoding.forward import FixedForward, forward_over
+from runahead.kv_transfer.copy import CopyTransfer
+from runahead.kv_transfer.schedule import Message
 from runahead.model.model import PrefillEndsHere
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.ranges import Ranges, TorchRanges, ranges_for
-from runahead.timeline.recording import Recording, recorded
+from runahead.timeline.recording import LOG_LEVEL, Recording, recorded
 from runahead.timeline.trace import Span, trace_json
 from tests.families import build, prompt
+from tests.virtual.device import Job
+from tests.virtual.jobs import chain, exchange
 
 CPU = torch.device("cpu")
 OUTER = {"chunk of tokens 0-40": 1, "decoding step": 2}
@@ -86,6 +91,18 @@ def test_without_a_profile_layers_and_steps_are_called_as_they_are() -> None:
     assert type(forward_over(model, fixed, [], pads=[0], prompt_tokens=40)) is FixedForward
     ranges = Ranges()
     assert ranges("layer", 1) is ranges("policy", "SnapKV") and not isinstance(ranges.recording(CPU), Iterator)
+
+
+def test_messages_have_no_names_without_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(message: Message) -> str:
+        raise AssertionError("a name is made that nobody reads")
+
+    monkeypatch.setattr(Message, "__str__", named)
+    for transfer in Transfer:
+        Job(3).run(chain(3, transfer))
+        Job(3, hosts=(0, 0, 0)).run(chain(3, transfer, carrier=CopyTransfer))
+    for way in Exchange:
+        Job(3).run(exchange(3, way))
 
 
 def test_ranges_are_nested_as_the_work_is(nvtx: Nvtx) -> None:
@@ -184,6 +201,16 @@ def test_a_recording_is_on_the_clock_of_the_process_and_has_all_threads() -> Non
         # Within the shortest of the anchors, some microseconds; a clock that is off by more shows other orders.
         assert before_s - 1e-3 <= event["ts"] / 1e6 - 100.0
         assert (event["ts"] + event["dur"]) / 1e6 - 100.0 <= after_s + 1e-3
+
+
+@pytest.mark.parametrize("level", [None, "0"])
+def test_a_recording_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch, level: str | None) -> None:
+    monkeypatch.delenv(LOG_LEVEL, raising=False)
+    if level is not None:
+        monkeypatch.setenv(LOG_LEVEL, level)
+    with recorded(CPU):
+        assert os.environ[LOG_LEVEL] == level or level is None
+    assert os.environ.get(LOG_LEVEL) == level
 
 
 def packed(events: list[dict]) -> Recording:

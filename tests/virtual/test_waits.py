@@ -69,7 +69,7 @@ def sends_are_timed(ranks: VirtualRanks, transfer: Any) -> None:
     """The mark at the end of each send in the log comes after the transfer, on its stream."""
     program = ranks.accelerator.job.programs[ranks.rank]
     assert len(transfer.log.sends) > 0 or not any(transfer.schedule.sends(0))
-    for _, _, end, _ in transfer.log.sends:
+    for _, _, end in transfer.log.sends:
         at = next(n for n, each in enumerate(program) if each.kind == "record" and each.event == end.number)
         assert any(each.kind == "wait" and each.stream == program[at].stream for each in program[at - 1 : at]), (
             "untimed"
