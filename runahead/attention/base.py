@@ -77,6 +77,42 @@ class LayerAttention(ABC):
         raise NotImplementedError(f"{type(self).__name__} is for models whose layers all store keys and values")
 
 
+class WrappedAttention(LayerAttention):
+    """Attention around that of a forward, to which it hands on all calls.
+
+    Attributes:
+        wrapped: the attention of the forward.
+    """
+
+    def __init__(self, wrapped: LayerAttention) -> None:
+        super().__init__(start=wrapped.start, pads=wrapped.pads)
+        self.wrapped = wrapped
+
+    @property
+    def rotates(self) -> bool:
+        return self.wrapped.rotates
+
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        return self.wrapped.positions_BC(index_C)
+
+    def see_ids(self, ids_BC: Tensor) -> None:
+        self.wrapped.see_ids(ids_BC)
+
+    def see_input(self, layer: int, given: LayerInput) -> None:
+        self.wrapped.see_input(layer, given)
+
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        self.wrapped.see_attention_input(layer, x_BCD)
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        return self.wrapped.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+
+    def attend_shared(
+        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+    ) -> Tensor:
+        return self.wrapped.attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
+
+
 class Recording(LayerAttention):
     """Attention that records what the layers pass to it and returns zeros.
 

@@ -32,10 +32,10 @@ from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupp
 from runahead.model.layers.attention_input import attention_modules, show_attention_inputs
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, MarkingAttention, Marks
-from runahead.model.layers.narrowing import decoder_layers, narrowing
+from runahead.model.layers.narrowing import decoder_layers, narrow
 from runahead.model.layers.output_projection import find_output_projections
 from runahead.model.layers.query_prediction import QueryPrediction
-from runahead.model.layers.shared_kv import ReadingAttention, find_sources, last_token_only
+from runahead.model.layers.shared_kv import ReadingAttention, end_with_last, find_sources
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.loading.quiet import one_line
@@ -122,6 +122,7 @@ class Model:
         parameters = inspect.signature(module.forward).parameters
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
+        self._narrows = False
         self._marker: Marker | None = None
         try:
             self.marks = Marks.of(self.config)
@@ -556,7 +557,17 @@ class Model:
         attention.see_ids(ids_BC)
         if index_C is None:
             index_C = torch.arange(start, start + ids_BC.shape[1], device=ids_BC.device)
-        keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, start), "use_cache": True}
+        num_new = ids_BC.shape[1]
+        if tokens is not None:
+            self._let_layers_narrow()
+        forward = SeamCache(
+            attention,
+            start,
+            num_new=num_new,
+            tokens=tokens,
+            ends_with_last=bool(self.kv_sources) and not all_logits and num_new > 1,
+        )
+        keywords: dict[str, Any] = {"past_key_values": forward, "use_cache": True}
         if "position_ids" in self._optional:
             position_ids_BC = attention.positions_BC(index_C)
             if position_ids_BC is None:
@@ -564,21 +575,23 @@ class Model:
             keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             keywords["logits_to_keep"] = 0 if all_logits else 1
-        num_new = ids_BC.shape[1]
         if self._passes_keywords:
-            keywords["runahead"] = attention
             if self.kv_sources:
-                keywords["runahead"] = ReadingAttention(attention, self.kv_sources, num_new)
+                attention = ReadingAttention(attention, self.kv_sources, num_new)
             if self._marker is not None:
-                keywords["runahead"] = MarkingAttention(attention, self._marker)
+                attention = MarkingAttention(attention, self._marker)
+            keywords["runahead"] = attention
         length = start + num_new if length is None else length
-        narrowed = nullcontext() if tokens is None else narrowing(self._layers, tokens, num_new)
-        if self.kv_sources and not all_logits and num_new > 1:
-            narrowed = last_token_only(self._layers[self.num_layers :], num_new)
-        with rotary_length(self._rotaries, [length - pad for pad in pads]), narrowed:
+        with rotary_length(self._rotaries, [length - pad for pad in pads]):
             logits_BCV = self.in_step(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
         wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
+
+    def _let_layers_narrow(self) -> None:
+        """Have layers compute the tokens that are left in a forward, from now on."""
+        if not self._narrows:
+            self._narrows = True
+            narrow(self._layers)
 
     def hidden_states(self, ids_1C: Tensor, attention: LayerAttention) -> Tensor:
         """Last hidden states (1, C, D) of a text, before the output layer. Gradients go through them.
@@ -622,6 +635,8 @@ class Model:
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
         self.kv_sources = sources
+        if sources:
+            end_with_last(self._layers[self.num_layers :])
 
     def _transformers_logits(self) -> tuple[Tensor, list[LayerIO]]:
         """Logits (B, V) after the short text by transformers' own attention, and each layer's attention.

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from runahead.attention.base import LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.new_tokens import NewTokens
 
 ATTENTION_NAME = "runahead"
 
@@ -52,14 +53,34 @@ class SeamCache(Cache):
 
     The attention object stores keys and values, since it alone knows where those of this forward go.
 
+    Every decoder layer is given it, so hooks on the layers learn from it what this forward computes: a server runs a
+    forward between two layers of another one.
+
     Args:
         attention: the attention of this forward, for adapters of families that do not pass keywords on.
         start: index of the first new token.
+        num_new: number of new tokens.
+        tokens: those that are left, if layers may compute fewer of them from layer to layer.
+        ends_with_last: layers that store no keys and values compute the last token alone.
     """
 
-    def __init__(self, attention: LayerAttention, start: int) -> None:
+    def __init__(
+        self,
+        attention: LayerAttention,
+        start: int,
+        *,
+        num_new: int = 0,
+        tokens: NewTokens | None = None,
+        ends_with_last: bool = False,
+    ) -> None:
         super().__init__(layers=[])
-        self.attention, self.start = attention, start
+        self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
+        self.ends_with_last = ends_with_last
+
+    @staticmethod
+    def among(args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:
+        """The one that a layer is given; None while transformers' own attention computes."""
+        return next((given for given in (*args, *keywords.values()) if isinstance(given, SeamCache)), None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         key_states.runahead = self.attention  # type: ignore[attr-defined]

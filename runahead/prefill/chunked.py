@@ -69,7 +69,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                     start=start,
                     pads=batch.pads,
                     length=num_tokens,
-                    tokens=None if kept is None else tokens,
+                    tokens=tokens if policies.narrows else None,
                 )
         except PrefillCancelled:
             seconds = time.perf_counter() - began_s

@@ -148,7 +148,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
                 if policies.deciding is not None:
                     kept.settle(room=room)
 
-        prefilled = run.compute(thinned, [chunk], store=store, narrowed=thinned.tokens, finish=decide)
+        narrowed = thinned.tokens if policies.narrows else None
+        prefilled = run.compute(thinned, [chunk], store=store, narrowed=narrowed, finish=decide)
         if schedule.is_last and job.gives_new:
             prefilled.given = run.cache
         return prefilled

@@ -92,9 +92,7 @@ class Executor:
         if engine.prefixes is not None and self._stores:
             engine.prefixes.tree.listen(report)
             inbox.on_stop = lambda number: report(Stopping(number))
-        # Policies that narrow a forward do so by hooks on the layers, which a forward inside it would meet.
-        narrows = any(policy.narrows for policy in [*engine.policies.last, *engine.policies.others])
-        self._interrupts = decodes and not narrows
+        self._interrupts = decodes
         self._stops = engine.model.shares is None  # a layer's collectives need all ranks of a stage
         self._under_way: list[Prefill] = []  # the prefills on the stack
         self._encodes = False  # the last of them is encoding a segment

@@ -97,10 +97,14 @@ class RankPolicies:
         """Whether all keys and values of a prompt are computed and kept as they are: policies, if any, retrieve."""
         return all(isinstance(each, Retriever) for each in (*self.last, *self.others)) and self.clamped_to is None
 
+    @property
+    def narrows(self) -> bool:
+        """Whether layers compute fewer tokens from layer to layer, on some rank."""
+        return any(policy.narrows for policy in (*self.last, *self.others))
+
     def by_chunk(self, decode: DecodeOptions) -> bool:
         """Whether what is kept depends on how a prompt is split: ranks narrow or keep their own chunks."""
-        narrows = any(policy.narrows for policy in (*self.last, *self.others))
-        return narrows or (self.chooses and decode.name is DecodeName.sharded)
+        return self.narrows or (self.chooses and decode.name is DecodeName.sharded)
 
     @property
     def reuses_segments(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from policies.pyramidinfer import PyramidInfer
 from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import Device, RanksOptions
 from runahead.decoding.sampling import NOT_NUMBERS
@@ -20,8 +21,10 @@ from runahead.reuse import reuse
 from runahead.serving.executor import Executor
 from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Progress, Stop, Tokens
 from runahead.serving.limits import QueueLimits
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.prompt_cache.serving import random_prompt, random_segments
+from tests.prompt_cache.test_blend import blended_prompt
 from tests.ranks.tasks import tiny_model
 
 GREEDY = GenerationOptions(max_new_tokens=50, ignore_eos=True)
@@ -31,9 +34,16 @@ NUM_LAYERS = 3
 class Rank:
     """A rank alone with its executor; `reports` is what it tells."""
 
-    def __init__(self, itl_s: float, decode_ranks: int = 0, chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        itl_s: float,
+        decode_ranks: int = 0,
+        chunk_tokens: int | None = None,
+        policies: RankPolicies | None = None,
+    ) -> None:
         ranks = Ranks.start(RanksOptions(device=Device.cpu))
-        engine = Engine(tiny_model("llama"), ranks, prefill=PrefillOptions(chunk_tokens=chunk_tokens))
+        prefill = PrefillOptions(chunk_tokens=chunk_tokens)
+        engine = Engine(tiny_model("llama"), ranks, prefill=prefill, policies=policies)
         self.inbox, self.reports = Inbox(), list[Any]()
         limits = QueueLimits(itl_s=itl_s, decode_ranks=decode_ranks)
         self.executor = Executor(engine, self.inbox, self.reports.append, limits, asked_to_end=lambda: True)
@@ -72,6 +82,37 @@ def test_a_step_is_decoded_after_every_layer_if_it_is_due():
     part = reports[-1]
     assert isinstance(part, Part) and not part.is_alone
     assert part.prefill_s > 0
+
+
+NARROWING = RankPolicies.everywhere([PyramidInfer(mean_keep=0.5, min_tokens=4)])
+
+
+def blended(number: int) -> Prefill:
+    """A prompt some of whose segments' tokens are computed again, fewer in each layer."""
+    asked = blended_prompt(number, share=0.4)
+    return Prefill(number=number, prompts=[asked], options=[GREEDY], boundaries=(0, len(asked)))
+
+
+@pytest.mark.parametrize(
+    ("policies", "chunk_tokens", "later"),
+    [(NARROWING, None, item(1, 40)), (NARROWING, 16, item(1, 40)), (None, None, blended(1))],
+    ids=["narrowed", "narrowed in pieces", "blended"],
+)
+def test_rows_and_a_prefill_whose_layers_compute_fewer_tokens_do_not_meet(policies, chunk_tokens, later):
+    def tokens(itl_s: float) -> tuple[list[int], dict[tuple[int, int], list[int]]]:
+        rank, of_rows = Rank(itl_s=itl_s, policies=policies, chunk_tokens=chunk_tokens), dict[Any, list[int]]()
+        first, second = rank.carry_out(item(0, 20)), rank.carry_out(later)
+        rank.reports.clear()
+        with throughout(torch.float64):
+            rank.executor.decode_all()
+        for each in [*first, *second, *rank.reports]:
+            for row, token in each.tokens.items() if isinstance(each, Tokens) else ():
+                of_rows.setdefault(row, []).append(token)
+        return rows(second), of_rows
+
+    (order, found), (_, expected) = tokens(1e-9), tokens(1e3)
+    assert order.count(0) >= NUM_LAYERS and order[-1] == 1
+    assert found == expected and {len(each) for each in found.values()} == {50}
 
 
 def test_no_step_is_decoded_before_it_is_due():

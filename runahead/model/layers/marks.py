@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runahead.attention.base import LayerAttention
+from runahead.attention.base import LayerAttention, WrappedAttention
 from runahead.attention.partial import AttentionTerms
 
 
@@ -86,15 +86,15 @@ class Marker:
         return q_BCNH.view(q.shape)
 
 
-class MarkingAttention(LayerAttention):
+class MarkingAttention(WrappedAttention):
     """The attention of one forward of a model that marks tokens.
 
     Keys have one more dim, in which that of a token that marks the one before it is 1; in queries it is 0.
     """
 
     def __init__(self, attention: LayerAttention, marker: Marker) -> None:
-        super().__init__(start=attention.start, pads=attention.pads)
-        self._attention, self._marker = attention, marker
+        super().__init__(attention)
+        self._marker = marker
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         logits_BKC = self._marker.logits.pop(layer)
@@ -103,4 +103,4 @@ class MarkingAttention(LayerAttention):
         q_BNCX[:, :: q_BNCH.shape[1] // k_BKCH.shape[1], :, -2] = 0
         k_BKCX = torch.cat([k_BKCH, (logits_BKC > 0).to(k_BKCH.dtype).unsqueeze(-1)], dim=-1)
         terms = replace(terms, marked_window=self._marker.marks.window)
-        return self._attention.attend(layer, q_BNCX, k_BKCX, v_BKCV, terms)
+        return self.wrapped.attend(layer, q_BNCX, k_BKCX, v_BKCV, terms)

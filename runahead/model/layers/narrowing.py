@@ -1,21 +1,21 @@
 """Removal of the tokens that a policy dropped from the hidden states, before each decoder layer.
 
 Forward pre-hooks on the model's decoder layers do this, so the model's code stays untouched. The tensors that a model
-makes once for the whole chunk (rotary tables, position ids) are cut to the same tokens.
+makes once for the whole chunk (rotary tables, position ids) are cut to the same tokens. The hooks stay, and each call
+tells them by its `SeamCache` which tokens of its own forward are left.
 """
 
 # Legend: B batch, C new tokens of the chunk, c those that are not dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runahead.cache.new_tokens import NewTokens
+from runahead.model.seam import SeamCache
 
 
 def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -33,46 +33,37 @@ def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
     )
 
 
-@contextmanager
-def narrowing(layers: list[nn.Module], tokens: NewTokens, num_new: int) -> Iterator[None]:
-    """Context manager in which layers compute only the tokens in `tokens` of a chunk of `num_new` tokens.
-
-    Args:
-        layers: all decoder layers, in order.
-        tokens: the tokens that are not dropped, which may become fewer from layer to layer.
-        num_new: C.
-    """
-
-    def narrowed(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
-        if tokens.left_Bc is None:
-            return None
-        hidden = args[0] if args else keywords["hidden_states"]
-        if tokens.pending_Bc is not None:
-            hidden = _taken(hidden, tokens.pending_Bc)
-            tokens.pending_Bc = None
-        rest = {
-            name: _cut(value, num_new, tokens.left_Bc) for name, value in keywords.items() if name != "hidden_states"
-        }
-        if args:
-            return (hidden, *(_cut(value, num_new, tokens.left_Bc) for value in args[1:])), rest
-        return args, {"hidden_states": hidden, **rest}
-
-    def widened(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if tokens.left_Bc is None:
-            return None
-        hidden = output[0] if isinstance(output, tuple) else output
-        whole = hidden.new_zeros(hidden.shape[0], num_new, hidden.shape[2])
-        whole.scatter_(1, tokens.left_Bc[:, :, None].expand_as(hidden), hidden)
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
-
-    hooks = [layer.register_forward_pre_hook(narrowed, with_kwargs=True) for layer in layers]
+def narrow(layers: Sequence[nn.Module]) -> None:
+    """Let all decoder layers, in order, compute only the tokens that are left in the forward that runs them."""
+    for layer in layers:
+        layer.register_forward_pre_hook(_narrowed, with_kwargs=True)
     # Modules after the layers may expect the whole chunk. Zeros do no harm: only the last token's output is used.
-    hooks.append(layers[-1].register_forward_hook(widened))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    layers[-1].register_forward_hook(_widened, with_kwargs=True)
+
+
+def _narrowed(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
+    forward = SeamCache.among(args, keywords)
+    if forward is None or forward.tokens is None or forward.tokens.left_Bc is None:
+        return None
+    tokens, left_Bc, num_new = forward.tokens, forward.tokens.left_Bc, forward.num_new
+    hidden = args[0] if args else keywords["hidden_states"]
+    if tokens.pending_Bc is not None:
+        hidden = _taken(hidden, tokens.pending_Bc)
+        tokens.pending_Bc = None
+    rest = {name: _cut(value, num_new, left_Bc) for name, value in keywords.items() if name != "hidden_states"}
+    if args:
+        return (hidden, *(_cut(value, num_new, left_Bc) for value in args[1:])), rest
+    return args, {"hidden_states": hidden, **rest}
+
+
+def _widened(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+    forward = SeamCache.among(args, keywords)
+    if forward is None or forward.tokens is None or forward.tokens.left_Bc is None:
+        return None
+    hidden = output[0] if isinstance(output, tuple) else output
+    whole = hidden.new_zeros(hidden.shape[0], forward.num_new, hidden.shape[2])
+    whole.scatter_(1, forward.tokens.left_Bc[:, :, None].expand_as(hidden), hidden)
+    return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
 
 def _cut(value: Any, num_new: int, left_Bc: Tensor) -> Any:

@@ -8,14 +8,14 @@ run, and where logits are computed, the reading layers need the last token alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from runahead.attention.base import LayerAttention
+from runahead.attention.base import LayerAttention, WrappedAttention
 from runahead.attention.partial import AttentionTerms
+from runahead.model.seam import SeamCache
 
 
 def find_sources(calls: Sequence[tuple[int, Tensor, Tensor, Tensor, AttentionTerms]]) -> dict[int, int]:
@@ -37,7 +37,7 @@ def find_sources(calls: Sequence[tuple[int, Tensor, Tensor, Tensor, AttentionTer
     return sources
 
 
-class ReadingAttention(LayerAttention):
+class ReadingAttention(WrappedAttention):
     """The attention of one forward of a model some of whose layers read the keys and values of others.
 
     Args:
@@ -47,38 +47,36 @@ class ReadingAttention(LayerAttention):
     """
 
     def __init__(self, attention: LayerAttention, sources: Mapping[int, int], num_new: int) -> None:
-        super().__init__(start=attention.start, pads=attention.pads)
-        self._attention, self._sources, self._num_new = attention, sources, num_new
+        super().__init__(attention)
+        self._sources, self._num_new = sources, num_new
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         source = self._sources.get(layer)
         if source is None:
-            return self._attention.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+            return self.wrapped.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
         skipped = self._num_new - q_BNCH.shape[2]
-        return self._attention.attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
+        return self.wrapped.attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
 
 
-@contextmanager
-def last_token_only(layers: Sequence[nn.Module], num_new: int) -> Iterator[None]:
-    """Context manager in which these layers, the last ones of a model, compute only the last of `num_new` tokens.
+def end_with_last(layers: Sequence[nn.Module]) -> None:
+    """Let these layers, the last ones of a model, compute only the last token of forwards that ask for it.
 
     Forward pre-hooks cut what the layers are given. Hidden states are (..., C, D), all else (B or 1, C, ...).
     """
+    for layer in layers:
+        layer.register_forward_pre_hook(_shortened, with_kwargs=True)
 
-    def shortened(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        hidden = args[0] if args else keywords["hidden_states"]
-        hidden = hidden[..., -1:, :]
-        keywords = {name: _last(value, num_new) for name, value in keywords.items()}
-        if args:
-            return (hidden, *(_last(value, num_new) for value in args[1:])), keywords
-        return args, keywords | {"hidden_states": hidden}
 
-    hooks = [layer.register_forward_pre_hook(shortened, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _shortened(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
+    forward = SeamCache.among(args, keywords)
+    if forward is None or not forward.ends_with_last:
+        return None
+    hidden = args[0] if args else keywords["hidden_states"]
+    hidden = hidden[..., -1:, :]
+    keywords = {name: _last(value, forward.num_new) for name, value in keywords.items()}
+    if args:
+        return (hidden, *(_last(value, forward.num_new) for value in args[1:])), keywords
+    return args, keywords | {"hidden_states": hidden}
 
 
 def _last(value: Any, num_new: int) -> Any:
