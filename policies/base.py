@@ -32,6 +32,10 @@ class Phase(Enum):
     prefill = "prefill"
     decode = "decode"
 
+    def spare(self, evict_every: int) -> int:
+        """Tokens by which a layer may exceed what is kept, if it is cut back every so many generated tokens."""
+        return evict_every - 1 if self is Phase.decode else 0
+
 
 class TokenKind(Enum):
     """Kind of a token: one that a tokenizer adds, punctuation marks alone, or any other."""

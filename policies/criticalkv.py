@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from policies.base import LayerView, Phase, require
-from policies.kept_slots import kept_by_row
 from policies.wrapper import Wrapper
 
 
@@ -57,7 +56,7 @@ class CriticalKV(Wrapper):
         return self.scorer.keep_by(self.score, view)
 
     def tokens_after(self, view: LayerView) -> list[int] | None:
-        return kept_by_row(view, self.scorer.slots(view), self.scorer.limit(view))
+        return self.scorer.kept_tokens(view)
 
     def score(self, view: LayerView) -> Tensor:
         """Score of each slot (B, K, n): infinite for those that the policy chooses alone."""

@@ -191,7 +191,7 @@ class PyramidInfer(Policy):
         fixed = self.fixed_lengths(num_layers)
         if fixed is None:
             return None
-        return max(fixed) + (self.evict_every - 1 if phase is Phase.decode else 0)
+        return max(fixed) + phase.spare(self.evict_every)
 
     def carry(self, view: LayerView) -> Tensor | None:
         """Votes so far (B, K, n): of the recent tokens during prefill, then of each new token; older votes decay."""
@@ -215,7 +215,7 @@ class PyramidInfer(Policy):
 
     def tokens_after(self, view: LayerView) -> list[int] | None:
         m, _ = self._kept(view)
-        return kept_by_row(view, m, m + (self.evict_every - 1 if view.phase is Phase.decode else 0))
+        return kept_by_row(view, m, m + view.phase.spare(self.evict_every))
 
     def _votes(self, view: LayerView, recent: int) -> Tensor:
         """Votes (B, N, n) of the last `recent` queries, or of fewer."""

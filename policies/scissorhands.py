@@ -59,7 +59,7 @@ class Scissorhands(Scorer):
         return self.rest_of(budget) if view.phase is Phase.decode else budget
 
     def limit(self, view: LayerView) -> int:
-        return super().slots(view) + (self.evict_every - 1 if view.phase is Phase.decode else 0)
+        return super().slots(view) + view.phase.spare(self.evict_every)
 
     def carry(self, view: LayerView) -> Tensor | None:
         def neglects_of(num_queries: int) -> Tensor:

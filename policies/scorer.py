@@ -73,7 +73,7 @@ class Scorer(Policy, ABC):
 
     def limit(self, view: LayerView) -> int:
         """Number of slots beyond which this layer is cut back."""
-        return self.slots(view) + (self.evict_every - 1 if view.phase is Phase.decode else 0)
+        return self.slots(view) + view.phase.spare(self.evict_every)
 
     def over_last(self, num_queries: int, view: LayerView, values: Callable[[int], Tensor]) -> Tensor | None:
         """Sum of what the last `num_queries` queries before a layer is cut back say of each slot, for `carry`.
@@ -112,7 +112,7 @@ class Scorer(Policy, ABC):
         if not isinstance(self.budget, int):
             return None
         most = max(self.slots_of(self.budget, layer, num_layers) for layer in range(num_layers))
-        return most + (self.evict_every - 1 if phase is Phase.decode else 0)
+        return most + phase.spare(self.evict_every)
 
     def keep(self, view: LayerView) -> Tensor | None:
         return self.keep_by(self.score, view)
@@ -120,12 +120,15 @@ class Scorer(Policy, ABC):
     def tokens_after(self, view: LayerView) -> list[int] | None:
         if type(self).keep is not Scorer.keep:  # a policy may keep other numbers
             return None
+        return self.kept_tokens(view)
+
+    def kept_tokens(self, view: LayerView) -> list[int] | None:
+        """Number of tokens of each row that `keep_by` keeps; None if they are all."""
         return kept_by_row(view, self.slots(view), self.limit(view))
 
     def keep_by(self, score: Callable[[LayerView], Tensor], view: LayerView) -> Tensor | None:
         """Do what `keep` does, by other scores."""
-        m = self.slots(view)
-        kept_B = kept_by_row(view, m, self.limit(view))
+        m, kept_B = self.slots(view), self.kept_tokens(view)
         if kept_B is None:
             return None
         sinks = [min(num, m) for num in view.sinks(self.sinks)]

@@ -84,7 +84,8 @@ class StreamingHeads(Policy, ABC):
         retrieving = self.retrieving(layer, len(tokens_BK[0]))
         sinks, recent = self.first_and_last(prompt_tokens)
         sinks_B = [sinks] * len(tokens_BK) if self._part is None else self._part.sinks(sinks)
-        return not self._exceeds(retrieving, tokens_BK, [num + recent + self.evict_every - 1 for num in sinks_B])
+        room = Phase.decode.spare(self.evict_every)
+        return not self._exceeds(retrieving, tokens_BK, [num + recent + room for num in sinks_B])
 
     @staticmethod
     def _exceeds(retrieving: Sequence[bool], tokens_BK: Sequence[Sequence[int]], limits_B: Sequence[int]) -> bool:
@@ -106,7 +107,7 @@ class StreamingHeads(Policy, ABC):
     def _kept(self, view: LayerView) -> tuple[list[int], int]:
         """Number of tokens that a streaming head keeps, by row, and of those more that it may have until it is cut."""
         sinks, recent = self.first_and_last(view.prompt_tokens)
-        return [num + recent for num in view.sinks(sinks)], self.evict_every - 1 if view.phase is Phase.decode else 0
+        return [num + recent for num in view.sinks(sinks)], view.phase.spare(self.evict_every)
 
     def keep(self, view: LayerView) -> Tensor | None:
         sinks, recent = self.first_and_last(view.prompt_tokens)

@@ -402,18 +402,19 @@ class Executor:
             chosen, cancelled = choose(), self._inbox.take_cancelled()
         if (shares := self._engine.model.shares) is not None:
             head, rows = torch.tensor([chosen, len(cancelled)]), torch.tensor(cancelled, dtype=torch.long)
-            device = self._ranks.device
 
-            def share() -> tuple[torch.Tensor, torch.Tensor]:
+            def of_first(numbers: torch.Tensor) -> torch.Tensor:
+                """The first rank's numbers, on each rank. The host waits for them where it is watched."""
                 self._settle()
-                told = head.to(device)
+                told = numbers.to(self._ranks.device)
                 dist.broadcast(told, group=shares.group, group_src=0)
                 self._settle()
-                who = rows.to(device) if self._leads else torch.empty(int(told[1]), 2, dtype=torch.long, device=device)
-                if len(who):
-                    dist.broadcast(who, group=shares.group, group_src=0)
-                    self._settle()
-                return told, who
+                return told
+
+            def share() -> tuple[torch.Tensor, torch.Tensor]:
+                told = of_first(head)
+                who = rows if self._leads else torch.empty(int(told[1]), 2, dtype=torch.long)
+                return told, of_first(who) if len(who) else who
 
             told, who = shares.run(share)
             chosen, cancelled = Choice(int(told[0])), [(number, row) for number, row in who.tolist()]
