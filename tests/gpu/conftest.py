@@ -29,6 +29,13 @@ def a_gpu(own_cache: object) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def is_virtual() -> None:
+    """For tests of the virtual GPU itself, which are skipped where there is a real one."""
+    if HAS_GPU:
+        pytest.skip("a real GPU is here")
+
+
 class NcclPools(RankPools):
     """Ranks over NCCL, which have a GPU each. A test is skipped where there are fewer."""
 

@@ -9,6 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runahead import Model, Ranks
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+"""The devices of most tests; the first GPU."""
+
 MOST_TOKEN = 210
 
 
@@ -37,6 +40,6 @@ def ids(num_tokens: int, seed: int = 3) -> list[int]:
     return torch.randint(MOST_TOKEN + 1, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def alone() -> Ranks:
-    """The only rank of a job, on the first GPU."""
-    return Ranks(0, 1, device=torch.device("cuda", 0), backend="gloo", timeout_s=60)
+def alone(device: torch.device = CUDA) -> Ranks:
+    """The only rank of a job."""
+    return Ranks(0, 1, device=device, backend="nccl" if device == CUDA else "gloo", timeout_s=60)

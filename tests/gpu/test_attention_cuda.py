@@ -9,7 +9,7 @@ from runahead.attention.partial import AttentionTerms, attend, blockwise_attenti
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import FixedCache
 from runahead.decoding.forward import forward_over
-from tests.gpu.models import model
+from tests.gpu.models import CUDA, model
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Against the plain fallback in the same dtype, for inputs of spread 1: a few units in the last place."""
@@ -35,7 +35,7 @@ def test_fused_kernels_equal_the_fallback(dtype: torch.dtype, num_queries: int, 
 @pytest.mark.parametrize("lengths", [(300,), (300, 300, 300), (300, 40, 131)], ids=["one row", "rows", "padded rows"])
 def test_replayed_steps_equal_eager_ones(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
     """Logits of tokens that are given, so that a near tie changes nothing; steps before and after the capture."""
-    device, end = torch.device("cuda", 0), max(lengths)
+    device, end = CUDA, max(lengths)
     loaded, pads = model(device, dtype), [end - length for length in lengths]
     assert loaded.repeats_steps
     ids_BS = torch.randint(211, (len(lengths), end + 8), generator=torch.Generator().manual_seed(4)).to(device)

@@ -22,16 +22,16 @@ from benchmarks.families.small import Sizes, small_config, small_model
 from policies import POLICIES, WRAPPERS
 from policies.base import Policy
 from policies.retriever import Retriever
-from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions
 from runahead.config import CacheOptions, Speculate
 from runahead.decoding.speculative.speculator import Draft
 from runahead.thinning.rank_policies import RankPolicies
 from tests.differential.cases import right_families
 from tests.families import FAMILIES, MARKING, SHARING, build, prompt
 from tests.gpu.conftest import HAS_GPU
+from tests.gpu.models import CPU, CUDA, alone
 from tests.policies import test_matrix, test_retrieval
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LENGTHS, CHUNK = (90, 70), 48
 """Tokens of the prompts, and how many of them are computed at a time."""
 
@@ -82,8 +82,7 @@ def model_on(device: torch.device, family: str = "llama", num_layers: int | None
 
 def engine_on(device: torch.device, model: Model, **options: Any) -> Engine:
     """An engine of one rank, which computes prompts in chunks."""
-    ranks = Ranks(0, 1, device=device, backend="nccl" if device == CUDA else "gloo", timeout_s=20)
-    return Engine(model, ranks, prefill=PrefillOptions(chunk_tokens=CHUNK), **options)
+    return Engine(model, alone(device), prefill=PrefillOptions(chunk_tokens=CHUNK), **options)
 
 
 def prompts_for(model: Model) -> list[list[int]]:

@@ -15,8 +15,7 @@ from benchmarks.first_day.figures import Figures
 from benchmarks.first_day.visit import Visit
 from benchmarks.first_day.work import WORK
 from partitioner.cost.known_gpus import known_gpu
-from runahead.ranks.ranks import Ranks
-from tests.gpu.models import model
+from tests.gpu.models import CUDA, alone, model
 
 SMALL: dict[str, tuple[Any, dict[str, object]]] = {
     "kernels": (kernels, {"PRODUCT": (8, 16, 8), "CHUNKS": (64,), "PREFIX": 96, "LENGTHS": (128,), "BLOCKWISE": 64}),
@@ -32,13 +31,12 @@ def test_parts_for_one_gpu_run(part: str, tmp_path: Path, monkeypatch: pytest.Mo
     module, sizes = SMALL[part]
     for name, size in sizes.items():
         monkeypatch.setattr(module, name, size)
-    device, h100 = torch.device("cuda", 0), known_gpu("H100")
+    h100 = known_gpu("H100")
     assert h100 is not None
-    monkeypatch.setattr(speed, "load", lambda visit: model(device, torch.bfloat16))
-    ranks = Ranks(0, 1, device=device, backend="gloo", timeout_s=60)
+    monkeypatch.setattr(speed, "load", lambda visit: model(CUDA, torch.bfloat16))
     path = tmp_path / "figures.jsonl"
     figures = Figures(part, path, Machine(gpu=h100, is_hopper=True))
-    WORK[part](Visit(ranks=ranks, figures=figures, folder=tmp_path, limit_s=240))
+    WORK[part](Visit(ranks=alone(), figures=figures, folder=tmp_path, limit_s=240))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert not [line for line in lines if line["verdict"] == "failed"]
     assert any(line.get("expected") is not None for line in lines)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions
 from runahead.attention import partial as attention
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
@@ -28,10 +28,9 @@ from runahead.kv_transfer.gathering import LoneGathering
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import VOCAB_SIZE, build
 from tests.gpu.fused_kernels import KernelCall, NotingCalls, calls_in_source
-from tests.gpu.models import model
+from tests.gpu.models import CUDA, alone, model
 from tests.policies.running import Duo
 
-CUDA = torch.device("cuda", 0)
 LENGTHS, CHUNK, NEW = (200, 131), 128, 6
 """Tokens of the prompts, how many of them are computed at a time, and tokens that follow: most by a replayed graph."""
 
@@ -74,7 +73,7 @@ def by_steps(loaded: Model, lengths: tuple[int, ...], *, fixed: bool = False, sh
     assert is_fixed == (fixed and attention._kernel is KERNEL)
     cache: KVStore = FixedCache(stored, pads=pads, num_tokens=end) if is_fixed else stored
     if shard:
-        cache = ShardedCache(cache, LoneGathering(Ranks(0, 1, device=loaded.device, backend="gloo", timeout_s=20), [0]))
+        cache = ShardedCache(cache, LoneGathering(alone(), [0]))
     forward = forward_over(loaded, cache, [], pads=pads, prompt_tokens=end)
     assert isinstance(forward, FixedForward) == is_fixed
     logits += [forward(ids_BS[:, step : step + 1], step).clone() for step in range(end, end + NEW)]
@@ -94,8 +93,7 @@ def densely(loaded: Model, lengths: tuple[int, ...]) -> Tensor:
     """Logits (1, B, V) behind a prompt of which all scores are computed."""
     ids_BS, pads = ids_of(lengths)
     prompts = [ids[pad:-NEW] for pad, ids in zip(pads, ids_BS.tolist(), strict=True)]
-    ranks = Ranks(0, 1, device=CUDA, backend="nccl", timeout_s=20)
-    engine = Engine(loaded, ranks, prefill=PrefillOptions(name=PrefillName.tsp, attention=Attention.dense))
+    engine = Engine(loaded, alone(), prefill=PrefillOptions(name=PrefillName.tsp, attention=Attention.dense))
     found, forward = list[Tensor](), loaded.forward
 
     def noted(*args: Any, **options: Any) -> Tensor:

@@ -21,7 +21,7 @@ from runahead.model.model import Model
 from runahead.ranks.accelerator import Accelerator, Communicator, accelerator_for
 from runahead.ranks.worker import Worker
 from tests.gpu.conftest import HAS_GPU
-from tests.gpu.models import model
+from tests.gpu.models import CUDA, alone, model
 from tests.virtual.cuda.graphs import ALLOCATOR
 
 END, NEW = 40, 7
@@ -32,7 +32,7 @@ IDS = torch.randint(211, (1, END + NEW), generator=torch.Generator().manual_seed
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     """The GPU with no graph yet, and as if none had failed."""
     accelerator_for.cache_clear()
-    found = accelerator_for(torch.device("cuda", 0))
+    found = accelerator_for(CUDA)
     assert found is not None
     yield found
     accelerator_for.cache_clear()
@@ -40,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 @pytest.fixture(scope="module")
 def half() -> Model:
-    return model(torch.device("cuda", 0), torch.bfloat16)
+    return model(CUDA, torch.bfloat16)
 
 
 def decoding(half: Model, *, fixed: bool) -> tuple[Forward, list[Tensor]]:
@@ -214,7 +214,7 @@ def decode_and_fail(half: Model, held: list[Forward]) -> None:
 
 
 def ranks_with(gpu: Accelerator, group: Any) -> Ranks:
-    ranks = Ranks(0, 1, device=gpu.device, backend="nccl", timeout_s=20)
+    ranks = alone()
     ranks._links = {((0, 0), 4): Communicator(group)}
     return ranks
 
@@ -247,7 +247,7 @@ def test_graphs_end_before_groups_are_destroyed(
 
 def test_a_graph_ends_with_the_process() -> None:
     """Else NCCL's own destructors would wait for it."""
-    gpu = accelerator_for(torch.device("cuda", 0))
+    gpu = accelerator_for(CUDA)
     assert gpu is not None
     x = torch.ones(1, device=gpu.device)
     assert gpu.capture(lambda: x + 1).destroy.atexit

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
-from runahead import Engine, GenerationOptions, Ranks
+from runahead import Engine, GenerationOptions
 from runahead.config import Profile
 from runahead.report import GenerationBatch
 from runahead.timeline.ranges import ranges_for
 from runahead.timeline.trace import trace_json
-from tests.gpu.models import model
+from tests.gpu.models import CUDA, alone, model
 
 SEES_KERNELS = ProfilerActivity.CUDA in supported_activities()
 """Whether torch's profiler can record a GPU, which it cannot where PyTorch has no CUDA and the GPU is a virtual one."""
@@ -23,13 +23,11 @@ NUM_NEW = 8
 
 
 def profiled(profile: Profile) -> GenerationBatch:
-    device = torch.device("cuda", 0)
-    loaded = model(device, torch.bfloat16)
+    loaded = model(CUDA, torch.bfloat16)
     loaded.name_ranges(ranges_for(profile))
     ids = torch.randint(211, (300,), generator=torch.Generator().manual_seed(2)).tolist()
-    ranks = Ranks(0, 1, device=device, backend="nccl", timeout_s=20)
     options = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
-    return Engine(loaded, ranks).generate([ids], options, record_timeline=True)
+    return Engine(loaded, alone()).generate([ids], options, record_timeline=True)
 
 
 def test_nvtx_ranges_are_balanced_where_steps_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

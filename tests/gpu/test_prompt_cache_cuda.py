@@ -13,11 +13,11 @@ from torch import Tensor
 
 from policies.clusterkv import ClusterKV
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
-from runahead import Engine, GenerationOptions, Ranks
+from runahead import Engine, GenerationOptions
 from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.thinning.rank_policies import RankPolicies
-from tests.gpu.models import model
+from tests.gpu.models import CPU, alone, model
 
 
 def asked() -> list[ReusingPrompt]:
@@ -70,9 +70,8 @@ def require_found(store: SegmentStore, stored: list[tuple[Segment, str, list[Ten
 def test_every_tier_answers_as_the_cpu_does(tmp_path: Path, tier: str, policies: list[ClusterKV]) -> None:
     """Each gives back the clusters that were put into it; answers do not show them, since all tokens are fetched."""
     options, prompts = GenerationOptions(max_new_tokens=8), asked()
-    cpu = Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=20)
+    cpu, gpu = alone(CPU), alone()
     expected = Engine(model(cpu.device), cpu).generate(prompts, options)
-    gpu = Ranks(0, 1, device=torch.device("cuda", 0), backend="nccl", timeout_s=20)
     limits = StoreLimits(
         device_bytes=2**30 if tier == "device" else 0, host_bytes=2**30 if tier == "host" else 0, disk_bytes=2**30
     )

@@ -15,6 +15,7 @@ from runahead.cache.quantised.pool import PooledLayer
 from runahead.cache.slabs import KVShape
 from runahead.thinning.quantised_ragged import QuantisedRagged
 from runahead.thinning.ragged import RaggedLayer
+from tests.gpu.models import CPU, CUDA
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,7 +116,7 @@ def test_a_gpu_fetches_from_the_host_what_a_cpu_has_without_a_wait(dtype: torch.
     slots_mBK = torch.randint(70, prompt + num_new, (300, batch, heads), generator=generator)
     rows_x = (slots_mBK * batch * heads + torch.arange(batch * heads).view(batch, heads)).flatten()
     found = []
-    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+    for device in (CPU, CUDA):
         shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=dtype)
         exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
         exact.append(kv[0].to(device), kv[1].to(device), NewTokens(0, pads))

@@ -9,6 +9,7 @@ import torch
 
 from runahead.cache.quantised.records import KVRecords
 from runahead.reuse.prefix_tree import PrefixTree
+from tests.gpu.models import CUDA
 from tests.unit.test_quantised_tiers import IDS, KEY, SHAPES, found, numbers, push_down, same, stored
 
 
@@ -24,7 +25,7 @@ def test_records_are_those_of_the_cpu(bits: int) -> None:
 
 def test_a_prefix_comes_back_to_the_gpu_with_the_same_bits_each_time() -> None:
     tree = PrefixTree(inf, host_bytes=inf, bits=4)
-    tree.open(KEY, SHAPES, torch.device("cuda", 0))
+    tree.open(KEY, SHAPES, CUDA)
     tree.insert(IDS, [layer.cuda() for layer in numbers()], KEY).release()
     push_down(tree)
     first = [layer.cpu() for layer in found(tree)]

@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from runahead import DecodeOptions, PrefillOptions, Ranks
+from runahead import DecodeOptions, PrefillOptions
 from runahead.config import Carrier, DecodeName, PrefillName, Transfer
 from tests.conftest import RankPools
 from tests.gpu import rank_tasks
-from tests.gpu.models import alone
+from tests.gpu.models import CPU, alone
 
 ALWAYS = {
     (2, Carrier.copy, Transfer.direct, DecodeName.last),
@@ -51,7 +50,7 @@ def test_arenas_are_kept_for_the_next_prompts_and_freed_when_no_rank_has_them_ma
 
 
 def test_one_gpu_says_what_the_cpu_says(expected: object) -> None:
-    assert rank_tasks.answers(Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=60)) == expected
+    assert rank_tasks.answers(alone(CPU)) == expected
 
 
 @pytest.mark.parametrize(("size", "carrier", "transfer", "decode"), CASES)

@@ -26,9 +26,8 @@ from runahead.conversation import Conversation
 from runahead.retrieval.cache import RetrievedCache
 from runahead.retrieval.retrieval import Retrieval
 from runahead.thinning.rank_policies import RankPolicies
-from tests.gpu.models import model
+from tests.gpu.models import CPU, CUDA, model
 
-CUDA = torch.device("cuda", 0)
 POLICIES: dict[str, Policy] = {
     "infinigen": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=64, first_layer=1),
     "infinigen, alpha": InfiniGen(min_tokens=0, ahead=True, first_ahead=1, alpha=2.0, max_fetch=0.5, first_layer=1),
@@ -62,7 +61,7 @@ def test_a_gpu_says_what_the_cpu_says(name: str, lengths: tuple[int, ...]) -> No
     ids_BC = torch.randint(211, (len(lengths), longest), generator=draw)
     pads = [longest - length for length in lengths]
     said = []
-    for device in (torch.device("cpu"), CUDA):
+    for device in (CPU, CUDA):
         conversation = Conversation(model(device), RankPolicies.everywhere([POLICIES[name]]))
         conversation.feed(ids_BC, pads=pads)
         decoded = conversation.generate(GenerationOptions(max_new_tokens=40, ignore_eos=True))

@@ -10,6 +10,7 @@ from runahead import GenerationOptions
 from runahead.decoding.sampling import Sampler, next_tokens
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.ranks.accelerator import accelerator_for
+from tests.gpu.models import CPU, CUDA
 
 VOCAB_SIZE = 1000
 
@@ -35,7 +36,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_choosing_waits_for_nothing(options: GenerationOptions) -> None:
-    device = torch.device("cuda", 0)
+    device = CUDA
     gpu = accelerator_for(device)
     assert gpu is not None
     sampler = Sampler(options, 0, device, prompt=[1, 2, 3], constraint=Even())
@@ -50,7 +51,7 @@ def test_choosing_waits_for_nothing(options: GenerationOptions) -> None:
 def test_greedy_tokens_and_their_log_probabilities_equal_the_cpus() -> None:
     logits_TV = 3 * torch.randn(20, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     found = []
-    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+    for device in (CPU, CUDA):
         greedy = [each for each in OPTIONS if not each.do_sample]
         samplers = [Sampler(each, 0, device, prompt=[1, 2, 3]) for each in greedy]
         rows_TBV = logits_TV.to(device)[:, None].expand(-1, len(greedy), -1)

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 
 from runahead import Engine, GenerationOptions
 from runahead.ranks.accelerator import accelerator_for
@@ -17,7 +16,7 @@ from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.executor import Executor
 from runahead.serving.items import Inbox, Prefill, Tokens
 from runahead.serving.limits import QueueLimits
-from tests.gpu.models import alone, ids, model
+from tests.gpu.models import CUDA, alone, ids, model
 from tests.serving.fakes import Served, chat_tokenizer, serving
 from tests.waiting import until
 
@@ -107,7 +106,7 @@ def metric(client: httpx2.Client, name: str) -> float:
 
 def test_a_step_of_joined_rows_waits_for_its_tokens_alone(engine: Engine) -> None:
     """Three rows of different lengths, of which one joined later."""
-    gpu = accelerator_for(torch.device("cuda", 0))
+    gpu = accelerator_for(CUDA)
     assert gpu is not None
     tokens: dict[tuple[int, int], list[int]] = {}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from policies.quest import Quest
-from runahead import Engine, GenerationOptions, Ranks
+from runahead import Engine, GenerationOptions
 from runahead.config import Speculate
 from runahead.decoding.speculative.speculator import Draft
 from runahead.thinning.rank_policies import RankPolicies
-from tests.gpu.models import model
+from tests.gpu.models import CUDA, alone, model
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -21,8 +21,7 @@ from tests.gpu.models import model
 def test_tokens_on_a_gpu_are_those_without_speculation(num_rows: int, do_sample: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(211, (30 + 7 * row,), generator=generator).tolist() * 2 for row in range(num_rows)]
-    ranks = Ranks(0, 1, device=torch.device("cuda", 0), backend="nccl", timeout_s=20)
-    engine = Engine(model(torch.device("cuda", 0)), ranks)
+    engine = Engine(model(CUDA), alone())
     plain = GenerationOptions(max_new_tokens=60, ignore_eos=True, do_sample=do_sample, temperature=0.5)
     expected = [each.new_token_ids for each in engine.generate(prompts, plain).generations]
     for always in (False, True):
@@ -38,9 +37,8 @@ def test_drafts_over_what_is_retrieved_change_no_token(first: Literal["lookup"] 
     """The index and the chosen tokens are on the GPU, beside the keys and values that verify."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(211, (300 + 70 * row,), generator=generator).tolist() * 2 for row in range(2)]
-    ranks = Ranks(0, 1, device=torch.device("cuda", 0), backend="nccl", timeout_s=20)
     draft = Draft(by=RankPolicies.everywhere([Quest(fetch=0.2)]), first=first)
-    engine = Engine(model(torch.device("cuda", 0)), ranks, draft=draft)
+    engine = Engine(model(CUDA), alone(), draft=draft)
     plain = GenerationOptions(max_new_tokens=60, ignore_eos=True)
     expected = [each.new_token_ids for each in engine.generate(prompts, plain).generations]
     batch = engine.generate(prompts, replace(plain, speculate=Speculate.policy, speculate_always=True))

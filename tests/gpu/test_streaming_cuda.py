@@ -6,21 +6,19 @@ import pytest
 import torch
 
 from policies.streaming_llm import StreamingLLM
-from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
+from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import Positions
 from runahead.thinning.rank_policies import RankPolicies
-from tests.gpu.models import model
+from tests.gpu.models import CPU, CUDA, alone, model
 
 
 def test_a_stream_on_a_gpu_says_what_the_cpu_says() -> None:
     ids = torch.randint(211, (1500,), generator=torch.Generator().manual_seed(2)).tolist()
     policies = RankPolicies.everywhere([StreamingLLM(budget=100)], Positions.reencoded)
     outcomes = []
-    for device, backend in ((torch.device("cpu"), "gloo"), (torch.device("cuda", 0), "nccl")):
-        ranks = Ranks(0, 1, device=device, backend=backend, timeout_s=20)
-        engine = Engine(
-            model(device, num_positions=256), ranks, prefill=PrefillOptions(chunk_tokens=64), policies=policies
-        )
+    for device in (CPU, CUDA):
+        loaded, prefill = model(device, num_positions=256), PrefillOptions(chunk_tokens=64)
+        engine = Engine(loaded, alone(device), prefill=prefill, policies=policies)
         batch = engine.generate([ids, ids[200:]], GenerationOptions(max_new_tokens=300, ignore_eos=True))
         outcomes.append([generation.first_token_logits_top5 for generation in batch.generations])
         assert batch.ranks[0].kept_tokens == [100] * 6

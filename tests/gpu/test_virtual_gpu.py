@@ -18,12 +18,7 @@ from tests.virtual.cuda.memory import DEVICE
 
 aten = torch.ops.aten
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def is_virtual() -> None:
-    if not isinstance(torch.empty(0, device=GPU), GpuTensor):
-        pytest.skip("a real GPU is here")
+pytestmark = pytest.mark.usefixtures("is_virtual")
 
 
 def half(*shape: int) -> Tensor:
