@@ -152,6 +152,21 @@ class Crew:
         """Whether this process decides what is run."""
         return 0 in self.own
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context manager in which the leading process runs jobs. The others come to it when those are over.
+
+        Raises:
+            ValueError: as `meet`.
+        """
+        self.meet()
+        if not self.leads:
+            self.follow()
+        try:
+            yield
+        finally:
+            self.dismiss()
+
     def meet(self) -> None:
         """Exchange facts. Every process calls this.
 

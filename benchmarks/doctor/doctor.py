@@ -61,18 +61,11 @@ def examine(run: DoctorRun) -> int:
         out = Path(run.doctor.out)
         out.mkdir(parents=True, exist_ok=True)
         ensure_writable(out / "doctor.json", option="doctor.out")
-    crew.meet()
-    if not crew.leads:
-        crew.follow()
-        return 0
-    try:
-        with tempfile.TemporaryDirectory() as folder, Bar("examining", shown=True) as bar:
-            examination = Examination(
-                run, crew, uses_gpus, Path(folder), bar, deadline_s=began_s + run.doctor.minutes * 60
-            )
-            examination.run_all()
-    finally:
-        crew.dismiss()
+    with crew.together(), tempfile.TemporaryDirectory() as folder, Bar("examining", shown=crew.leads) as bar:
+        if not crew.leads:
+            return 0
+        examination = Examination(run, crew, uses_gpus, Path(folder), bar, deadline_s=began_s + run.doctor.minutes * 60)
+        examination.run_all()
     page = examination.page(time.monotonic() - began_s)
     text = as_text(page)
     write_whole(out / "doctor.json", json.dumps(page, indent=1) + "\n")

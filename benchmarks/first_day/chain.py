@@ -73,7 +73,7 @@ def race(
     chain = Engine(model, ranks, prefill=prefill, partition=split, decode=DecodeOptions(name=decode))
     dtype = str(model.dtype).removeprefix("torch.")
     for length in SMALL_LENGTHS if visit.is_small else LENGTHS:
-        if length > (model.max_positions or length):
+        if length > (model.max_positions or length) or not visit.has_room(model, length):
             continue
         ids = random_ids(length - 64, model.vocab_size)
         batches: dict[str, list[GenerationBatch]] = {"single": [], "kv_runahead": []}

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,15 +63,11 @@ def spend(run: FirstDayRun) -> int:
             raise ValueError(f"first_day.out={out} has the figures and logs of an earlier run; name another folder")
         out.mkdir(parents=True, exist_ok=True)
         ensure_writable(out / "first_day.json", option="first_day.out")
-    crew.meet()
-    if not crew.leads:
-        crew.follow()
-        return 0
-    try:
+    with crew.together():
+        if not crew.leads:
+            return 0
         day = FirstDay(run, crew, num_gpus, out.absolute(), began_s)
         day.run_all()
-    finally:
-        crew.dismiss()
     print(as_text(day.page(), SUMMARIES), end="", flush=True)
     print(f"\nwritten to {out}: first_day.txt, first_day.json, {FIGURES}, and a folder per part", file=sys.stderr)
     return int(worst(day.findings) is Verdict.failed)
@@ -126,9 +123,11 @@ class FirstDay:
 
     def num_ranks(self, part: Part) -> int:
         """Ranks that a part would have here; 0 if there are too few for it."""
-        hosts, here = len({facts.place for facts in self.crew.facts}), len(self.crew.local_ranks(0))
-        if part.where is Where.hosts:
-            return self.crew.size if hosts > 1 else 0
+        places = Counter(facts.place for facts in self.crew.facts)
+        here = len(self.crew.local_ranks(0))
+        if part.where is Where.hosts:  # on each of which ranks that share a model stand side by side
+            fits = len(places) > 1 and all(num % part.num_shares == 0 for num in places.values())
+            return self.crew.size if fits else 0
         if part.where is Where.gpu:
             return part.num_ranks if part.num_ranks <= here else 0
         if self.crew.store is None:
@@ -142,7 +141,9 @@ class FirstDay:
             return "it needs a GPU"
         if self.num_ranks(part) == 0:
             return {
-                Where.hosts: "it needs several hosts; start it there by torchrun or srun",
+                Where.hosts: "it needs several hosts"
+                + (f" with a multiple of {part.num_shares} GPUs each" if part.num_shares > 1 else "")
+                + "; start it there by torchrun or srun",
                 Where.host: f"it needs {2 * part.num_shares} GPUs on this host",
                 Where.gpu: f"it needs {part.num_ranks} processes on this host; start it there without a launcher",
             }[part.where]

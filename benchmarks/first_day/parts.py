@@ -88,13 +88,23 @@ FIRST_CASES = [Case("copy", "relay", "last", 2), Case("copy", "direct", "sharded
 """The two that have least in common."""
 
 
-def _chain(name: str, words: str, *, num_shares: int = 1, takes_s: float = 80) -> Part:
+def _hosts(name: str, words: str, *, num_shares: int = 1) -> Part:
+    return Part(
+        name=f"hosts_{name}",
+        words=f"TTFT of a model of Llama-3-8B's shape on the GPUs of several hosts against one: {words}",
+        where=Where.hosts,
+        num_shares=num_shares,
+        takes_s=100,
+    )
+
+
+def _chain(name: str, words: str, *, num_shares: int = 1) -> Part:
     return Part(
         name=f"chain_{name}",
         words=f"TTFT of a model of Llama-3-8B's shape on all GPUs of a host against one: {words}",
         where=Where.host,
         num_shares=num_shares,
-        takes_s=takes_s,
+        takes_s=80,
     )
 
 
@@ -105,12 +115,10 @@ PARTS = [
         where=Where.hosts,
         takes_s=80,
     ),
-    Part(
-        name="hosts_chain",
-        words="TTFT of a model of Llama-3-8B's shape on the GPUs of several hosts against one GPU, over NCCL",
-        where=Where.hosts,
-        takes_s=100,
-    ),
+    _hosts("chain", "transfer=relay over NCCL"),
+    _hosts("copy", "transfer=relay by copies within a host, over NCCL between two"),
+    _hosts("sharded", "decode=sharded over NCCL"),
+    _hosts("tensor", "every two GPUs of a host share the model (ranks.tensor=2)", num_shares=2),
     Part(
         name="links",
         words="Links between the GPUs of a host, exactness and decoding over all of them, as the doctor judges them",

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.doctor.findings import Finding, Verdict
 from benchmarks.doctor.options import LARGE_MIB, SHAPES
 from benchmarks.first_day.figures import Figures
 from benchmarks.harness.machine import ROOT
 from runahead.config import DType, ModelName, ModelOptions
+from runahead.model.loading.memory import free_bytes
+from runahead.model.memory import activation_bytes
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 
@@ -52,6 +56,19 @@ class Visit:
         mib = torch.cuda.get_device_properties(self.device).total_memory >> 20
         is_large = min(self.ranks.gather(mib, "the GPUs' memory")) >= LARGE_MIB
         return ModelOptions(name=ModelName.random, config=_shape(SHAPES[is_large]), dtype=DType.bfloat16)
+
+    def has_room(self, model: Model, num_tokens: int) -> bool:
+        """Whether each rank has memory for a prompt of so many tokens. Every rank calls this; a lack is taken down."""
+        kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+        needed = num_tokens * (kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards))
+        free = min(self.ranks.gather(free_bytes(self.device, self.ranks.local_size), "the free memory"))
+        if needed > free:
+            words = f"left out: it needs about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
+            name = f"{num_tokens:,} tokens"
+            self.figures.found(
+                Finding(group=self.figures.part, name=name, verdict=Verdict.skipped, measured="", words=words)
+            )
+        return needed <= free
 
     def median_ms(self, call: Callable[[], object], *, times: int = 5) -> float:
         """Median of the milliseconds that a GPU takes for a call, after two that are not counted."""

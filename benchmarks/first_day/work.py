@@ -29,6 +29,9 @@ Work = Callable[[Visit], None]
 WORK: dict[str, Work] = {
     "hosts_links": chain.probe,
     "hosts_chain": chain.race,
+    "hosts_copy": partial(chain.race, carrier=Carrier.copy),
+    "hosts_sharded": partial(chain.race, decode=DecodeName.sharded),
+    "hosts_tensor": chain.race,
     "links": chain.probe,
     "chain_relay": chain.race,
     "chain_copy": partial(chain.race, carrier=Carrier.copy),

@@ -28,7 +28,7 @@ from runahead.config import GenerationOptions, PrefillName
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.model import loading
-from runahead.model.loading.memory import available_bytes, free_device_bytes
+from runahead.model.loading.memory import available_bytes, free_bytes
 from runahead.model.memory import activation_bytes
 from runahead.model.model import Model
 from runahead.model.shares import check_shares, load_model
@@ -202,7 +202,7 @@ def _store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
     if run.policy["name"] != "prompt_cache":
         return None
     host = min(ranks.gather(available_bytes() / ranks.local_size, "the free memory of hosts"))
-    device = min(ranks.gather(_free_bytes(ranks), "the free memory"))
+    device = min(ranks.gather(free_bytes(ranks.device, ranks.local_size), "the free memory"))
     most = {"host_bytes": int(STORE_SHARE * host), "device_bytes": int(STORE_SHARE * device)}
     default = StoreLimits()
     sizes = {name: min(getattr(default, name), size) for name, size in most.items()}
@@ -227,11 +227,6 @@ def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
     )
 
 
-def _free_bytes(ranks: Ranks) -> float:
-    """Free memory of the device that computes, for one rank."""
-    return free_device_bytes(ranks.device) if ranks.device.type == "cuda" else available_bytes() / ranks.local_size
-
-
 def _tokens_that_fit(model: Model, ranks: Ranks, store: SegmentStore | None, kept_bytes: int) -> int:
     """Tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
@@ -241,7 +236,7 @@ def _tokens_that_fit(model: Model, ranks: Ranks, store: SegmentStore | None, kep
     Raises:
         ValueError: there is no room beside the store or the prefixes.
     """
-    free, kept = _free_bytes(ranks), 0
+    free, kept = free_bytes(ranks.device, ranks.local_size), 0
     if store is not None:
         kept = store.limits.device_bytes if ranks.device.type == "cuda" else store.limits.host_bytes
     if ranks.stage == ranks.num_stages - 1:

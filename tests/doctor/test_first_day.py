@@ -18,17 +18,21 @@ from benchmarks.doctor import crew
 from benchmarks.doctor.crew import Crew, Job
 from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Verdict
-from benchmarks.first_day import gpu_tests
+from benchmarks.first_day import chain, gpu_tests
 from benchmarks.first_day.estimates import ESTIMATES, RANGE, Machine
 from benchmarks.first_day.figures import Figures, finding_of
 from benchmarks.first_day.first_day import FirstDay, spend
 from benchmarks.first_day.options import FirstDayOptions, FirstDayRun, without_hydra
 from benchmarks.first_day.parts import LIMIT_S, PARTS, Part, Where, chosen
+from benchmarks.first_day.visit import Visit
 from benchmarks.first_day.work import WORK, Task
 from launch import first_day
 from launch.program.compose import Program
 from partitioner.cost.known_gpus import known_gpu
 from runahead.config import Device, RanksOptions
+from runahead.model.memory import activation_bytes
+from runahead.model.shares import load_model
+from runahead.ranks.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,6 +112,34 @@ def test_a_launcher_of_two_hosts_runs_the_parts_of_hosts_on_all_ranks(tmp_path: 
     assert two.why_not(part("copy_direct_sharded_3")) == (
         "it needs 3 processes on this host; start it there without a launcher"
     )
+
+
+@pytest.mark.parametrize(("beside", "ranks"), [((2, 2), 4), ((4, 2), 6), ((2, 1), 0), ((4,), 0)])
+def test_ranks_that_share_a_model_are_on_one_host(
+    tmp_path: Path, facts: Facts, beside: tuple[int, ...], ranks: int
+) -> None:
+    of_all = [replace(facts, place=f"host {n}") for n, number in enumerate(beside) for _ in range(number)]
+    hosts = day(tmp_path, of_all, gpus=2, launched=True)
+    assert hosts.num_ranks(part("hosts_tensor")) == ranks
+    reason = "it needs several hosts with a multiple of 2 GPUs each; start it there by torchrun or srun"
+    assert hosts.why_not(part("hosts_tensor")) == (None if ranks else reason)
+
+
+def test_a_length_that_does_not_fit_is_left_out_of_a_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is out of memory would fail the part with all its ranks."""
+    most = min(chain.SMALL_LENGTHS)
+    ranks = Ranks(0, 1, device=torch.device("cpu"), backend="gloo", timeout_s=20)
+    visit = Visit(ranks=ranks, figures=Figures("chain_relay", tmp_path / "lines", None), folder=tmp_path, limit_s=9)
+    model = load_model(visit.model_to_measure(), ranks)
+    per_token = sum(each.bytes_per_token() for each in model.kv_shapes) + activation_bytes(model.config, model.dtype)
+    monkeypatch.setattr("benchmarks.first_day.visit.free_bytes", lambda *_: most * per_token)
+    monkeypatch.setattr(chain, "load_model", lambda *_: model)
+    monkeypatch.setattr(chain, "ROUNDS", 2)
+    chain.race(visit)
+    found = [finding_of(json.loads(line)) for line in (tmp_path / "lines").read_text().splitlines()]
+    [left_out] = [each for each in found if each.verdict is Verdict.skipped]
+    assert left_out.name == f"{max(chain.SMALL_LENGTHS):,} tokens" and "GB are free" in left_out.words
+    assert any(f"TTFT of {most:,}" in each.name for each in found)
 
 
 def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path: Path, facts: Facts) -> None:

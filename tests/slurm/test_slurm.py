@@ -352,6 +352,23 @@ def test_the_doctor_examines_two_nodes(cluster: Cluster, model: list[str], tmp_p
     assert job.processes() == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_first_day_runs_a_part_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    where = ("--nodes=2", "--gpus-per-node=1", "--exclusive=user")  # beside the job that waits
+    parts = ("first_day.parts=[hosts_chain,copy_relay_last_2]", "ranks.device=cpu")
+    job = cluster.submit(*SMALL, *where, SCRIPTS / "first_day.sbatch", *parts, folder=tmp_path)
+    wait_until(lambda: job.ended, "a part of a busy machine", 300)
+    assert job.wait() == ("COMPLETED", 0), job.log
+    out = tmp_path / f"runahead-first-day-{job.number}" / "page"
+    page = json.loads((out / "first_day.json").read_text())
+    verdicts = {each["name"]: each["verdict"] for each in page["findings"] if each["group"] == "parts"}
+    assert page["ranks"] == 2
+    assert verdicts == {"hosts_chain": "skipped", "copy_relay_last_2": "good"}, "both nodes are this machine"
+    assert (out / "copy_relay_last_2").is_dir() and (out / "first_day.txt").read_text() in job.log
+    assert job.processes() == []
+
+
 def test_near_the_time_limit_a_run_ends_without_answers(limited: Job) -> None:
     assert limited.wait()[0] == "FAILED"
     assert limited.log.splitlines()[-1] == (

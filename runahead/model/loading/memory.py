@@ -109,6 +109,11 @@ def free_device_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
+def free_bytes(device: torch.device, ranks_on_host: int) -> float:
+    """Free memory of the device that computes, for one rank."""
+    return free_device_bytes(device) if device.type == "cuda" else available_bytes() / ranks_on_host
+
+
 def available_bytes() -> int:
     """Bytes of memory that this process can still take, on the host or within a batch system's or container's limit."""
     limits = [*cgroup_limits(), *process_limits()]
