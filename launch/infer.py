@@ -230,14 +230,26 @@ def _draft(run: RunOptions, ranks: Ranks) -> Draft | None:
         policies = ranks.on_rank_0("the drafting policy", lambda: _drafting_policies(run))
     model = None
     if draft.needs_model(kind):
-        model = load_model(
-            ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype), ranks, profile=run.profile
-        )
+        options = ranks.on_rank_0("the drafting model", lambda: _drafting_model(run))
+        model = load_model(options, ranks, profile=run.profile)
     first: Model | Literal["lookup"] | None = "lookup" if draft.speculate is Speculate.lookup else None
     if policies is not None:
         return Draft(by=policies, first=first if model is None else model)
     assert model is not None
     return Draft(by=model, first=first)
+
+
+def _drafting_model(run: RunOptions) -> ModelOptions:
+    """The options of draft.model, whose config can be read. Rank 0 calls it. Raises: ValueError."""
+    from runahead.model import loading
+
+    draft = run.draft
+    options = ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype, overrides=draft.overrides)
+    try:
+        loading.load_decoder_config(options)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.overrides", "draft.overrides")) from error
+    return options
 
 
 def _drafting_policies(run: RunOptions) -> RankPolicies:

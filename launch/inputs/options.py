@@ -124,12 +124,14 @@ class DraftOptions:
 
     Attributes:
         model: folder, hub id or .gguf file of a smaller model with the same tokenizer.
+        overrides: entries of that model's config in place of its own, as `ModelOptions.overrides`.
         policy: name and options of the cache policy that chooses what the model drafts from.
         speculate: who drafts for that policy or model, whose forward then verifies several tokens: none, lookup, or
             model for a policy.
     """
 
     model: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     speculate: Speculate = Speculate.none
 
@@ -284,7 +286,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             not looks_up,
             "without speculate=lookup",
         ),
-        ("draft", ["model"], not run.draft.needs_model(speculate), "without generation.speculate=model"),
+        ("draft", ["model", "overrides"], not run.draft.needs_model(speculate), "without generation.speculate=model"),
         ("draft", ["speculate"], not drafts, "without generation.speculate=policy or model"),
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         ("prefill", ["attention"], prefill is not PrefillName.tsp, f"with prefill={prefill.name}"),

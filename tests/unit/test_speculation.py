@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.inputs.options import DraftOptions, RunOptions
+from launch import infer
+from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
 from launch.outputs.summary import summary
 from launch.server.options import ServeRun
 from policies.exact_topk import ExactTopK
@@ -51,7 +53,7 @@ from runahead.decoding.speculative.verification import RowForwards
 from runahead.report import GenerationBatch, SpeculationReport
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import VOCAB_SIZE, WINDOW, build, prompt
+from tests.families import VOCAB_SIZE, WINDOW, build, prompt, save_tiny_llama
 from tests.ranks.tasks import tiny_model
 from tests.unit.test_fixed_cache import Gpu
 from tests.unit.tokenizers_for_tests import byte_level
@@ -628,6 +630,24 @@ def test_what_cannot_draft_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             RunOptions(generation=replace(PLAIN, speculate=kind), policy={"name": "full"}, draft=DraftOptions(**given))
+
+
+def test_the_config_of_a_drafting_model_has_overrides(tmp_path: Path) -> None:
+    def drafting(overrides: dict[str, Any]) -> Any:
+        options = replace(PLAIN, speculate=Speculate.model)
+        draft = DraftOptions(model=save_tiny_llama(tmp_path, byte_level()), overrides=overrides)
+        draft_of = infer._draft(
+            RunOptions(generation=options, policy={"name": "full"}, draft=draft),
+            Ranks.start(RanksOptions(device=Device.cpu)),
+        )
+        assert draft_of is not None and isinstance(draft_of.by, Model)
+        return draft_of.by.config
+
+    assert drafting({"rms_norm_eps": 0.5}).rms_norm_eps == 0.5 != drafting({}).rms_norm_eps
+    with pytest.raises(ValueError, match=r"draft\.overrides\.rms_eps is no key .*did you mean rms_norm_eps"):
+        drafting({"rms_eps": 0.5})
+    unused = RunOptions(policy={"name": "full"}, draft=DraftOptions(overrides={"rms_norm_eps": 0.5}))
+    assert "draft.overrides has no effect without generation.speculate=model" in ineffective_settings(unused)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
