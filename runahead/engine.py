@@ -26,10 +26,12 @@ from runahead.config import (
     check_speculation,
 )
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
-from runahead.decoding.decode import Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import fastest_form, forward_over
 from runahead.decoding.gathered_result import gathered_result
+from runahead.decoding.lanes import Lanes
 from runahead.decoding.placement import Placement
+from runahead.decoding.row import Row, batch_ids
+from runahead.decoding.rows import Decoded, Rows, choose_alone
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.decoding.together import choose_together
@@ -608,12 +610,11 @@ class Engine:
         if prefilled.cache is None:
             return None
         rows = [Row(self.model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
-        if _speculates(options):
-            return self._speculator.decode(rows, prefilled, batch, stream.send)
+        pads, num_tokens, report, may_draft = batch.pads, batch.num_tokens, prefilled.report, _speculates(options)
         if policies.while_decoding:
             cache = prefilled.cache.for_decoding()
         else:
-            cache = fastest_form(prefilled.cache, self.model, pads=batch.pads, num_tokens=batch.num_tokens)
+            cache = fastest_form(prefilled.cache, self.model, pads=pads, num_tokens=num_tokens, apart=may_draft)
         if gather is not None:
             cache = ShardedCache(cache, gather)
         prefilled.cache = cache
@@ -621,20 +622,22 @@ class Engine:
             self.model,
             cache,
             policies.while_decoding,
-            pads=batch.pads,
-            prompt_tokens=batch.num_tokens,
+            pads=pads,
+            prompt_tokens=num_tokens,
             is_told=gather is not None and not gather.is_last,
             part=policies.part,
         )
-        decoded = decode(
-            rows,
-            prefilled.logits_BV,
-            forward,
-            num_tokens=batch.num_tokens,
-            on_step=stream.send,
-            choose=choose_alone if gather is None else choose_together(gather),
-        )
-        cache.describe_decoding(prefilled.report)
+        drafts, ids = None, batch_ids(len(rows))
+        lanes = Lanes.holding(self.model, ids, cache, forward, pads=pads, num_tokens=num_tokens)
+        if may_draft:
+            token_s = report.prefill_s / max(1, report.chunk_tokens * len(rows))
+            drafts = self._speculator.drafts(rows, lanes, token_s=token_s)
+        choose = choose_alone if gather is None else choose_together(gather)
+        decoded = Rows(lanes, choose=choose, drafts=drafts).decode(rows, prefilled.logits_BV, stream.send)
+        cache.describe_decoding(report)
+        if drafts is not None:
+            report.speculation = drafts.report
+            report.kv_peak_bytes += drafts.drafter.num_bytes
         return decoded
 
 

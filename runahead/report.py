@@ -6,7 +6,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -115,13 +115,12 @@ class SpeculationReport:
         self.plain_steps += 1
         self.plain_s += seconds
 
-    def add_verification(self, accepted: Mapping[int, int], drafted: Mapping[int, int], seconds: float) -> None:
-        """Take a verification: of each row, how many tokens were accepted and how many drafted."""
+    def add_verification(self, lengths: Iterable[tuple[int, int]], seconds: float) -> None:
+        """Take a verification: of each row, how many tokens were drafted and how many accepted."""
         self.verifications += 1
         self.verify_s += seconds
-        for row, num_drafted in drafted.items():
+        for num_drafted, num in lengths:
             if num_drafted:
-                num = accepted[row]
                 self.drafted += num_drafted
                 self.accepted += num
                 self.accepted_lengths += [0] * (num + 1 - len(self.accepted_lengths))

@@ -14,11 +14,11 @@ from benchmarks.ttft.flops import prompt_flops
 from benchmarks.ttft.references import PlainTransformers
 from runahead.cache.attention import CausalAttention
 from runahead.config import GenerationOptions
-from runahead.decoding.decode import Row
-from runahead.decoding.live_rows import LiveRows
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row
+from runahead.decoding.rows import Rows
 from runahead.engine import Engine
 from runahead.model.model import Model
-from runahead.thinning.rank_policies import RankPolicies
 
 LENGTHS, SMALL_LENGTHS = (1024, 4096, 16384, 65536, 120000), (64, 256)
 """Prompt lengths in tokens, on a GPU and in a rehearsal on a CPU."""
@@ -81,7 +81,7 @@ def rows(visit: Visit) -> None:
     length = 64 if visit.is_small else 1000
     for number in SMALL_ROWS if visit.is_small else ROWS:
         visit.say(f"{number} rows")
-        live = LiveRows(model, RankPolicies())
+        live = Rows(Lanes(model))
         for n in range(number):
             ids = random_ids(length + n, model.vocab_size)
             cache = model.empty_cache(len(ids) + NEW_TOKENS)

@@ -20,11 +20,12 @@ from runahead.attention.causal import nothing
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import DecodeOptions, GenerationOptions, PrefillOptions, Speculate, check_speculation
-from runahead.decoding.decode import Choose, Decoded, Row, choose_alone, decode
 from runahead.decoding.forward import Forward, forward_in_turn, forward_over
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row, batch_ids
+from runahead.decoding.rows import Choose, Decoded, Rows, choose_alone
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Speculator
-from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
 from runahead.report import SpeculationReport
 from runahead.thinning.attention import KeptAttention
@@ -182,30 +183,20 @@ class Conversation:
         for end in (self.num_tokens, self.num_tokens + options.max_new_tokens - 1):
             self._check_length(end, end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
-        if options.speculate is not Speculate.none:
-            decoded = self._speculated(rows, options)
-        else:
-            decoded = decode(
-                rows,
-                self.logits_BV,
-                self._one_token_forward(),
-                num_tokens=self.num_tokens,
-                on_step=lambda tokens: (),
-                choose=self._choose(),
-            )
+        speculates = options.speculate is not Speculate.none
+        if speculates:
+            self._check_speculation(options)
+            self._speculator.check([options], [len(row.prompt) for row in rows], reuses=False)
+        ids, forward = batch_ids(len(rows)), self._one_token_forward()
+        lanes = Lanes.holding(self.model, ids, self.cache, forward, pads=self.pads, num_tokens=self.num_tokens)
+        drafts = self._speculator.drafts(rows, lanes) if speculates else None
+        decoded = Rows(lanes, choose=self._choose(), drafts=drafts).decode(rows, self.logits_BV)
+        if drafts is not None:
+            self.speculation = drafts.report
         self.num_tokens += decoded.num_steps - 1
-        self.rows = [row.prompt + row.new_ids for row in rows]
+        self.rows = [row.ids for row in rows]
         self.logits_BV = None
         self._unfed_B1 = row_values([row.new_ids[-1] for row in rows], self.model.device)[:, None]
-        return decoded
-
-    def _speculated(self, rows: list[Row], options: GenerationOptions) -> Decoded:
-        """Generate an answer from drafts."""
-        assert self.cache is not None and self.logits_BV is not None
-        self._check_speculation(options)
-        self._speculator.check([options], [len(row.prompt) for row in rows], reuses=False)
-        forwards = RowForwards(self.model, self.cache, pads=self.pads, num_tokens=self.num_tokens)
-        decoded, self.speculation, _ = self._speculator.decode_over(forwards, rows, self.logits_BV)
         return decoded
 
     def _check_speculation(self, options: GenerationOptions) -> None:

@@ -20,8 +20,8 @@ from runahead.cache.sharded import ShardedCache
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, check_speculation
 from runahead.context import Partitioner, even
 from runahead.conversation.conversation import Conversation
-from runahead.decoding.decode import Choose, Decoded
 from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.rows import Choose, Decoded
 from runahead.decoding.together import choose_together, gathering_between
 from runahead.kv_transfer.gathering import Gathering, Gatherings
 from runahead.model.model import Model

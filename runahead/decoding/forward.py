@@ -34,16 +34,18 @@ Forward = Callable[[Tensor, int], Tensor]
 """Token ids (B, 1) and their index in the padded batch -> logits (B, V), or (B, 0) on a rank that is told tokens."""
 
 
-def fastest_form(cache: KVStore, model: Model, *, pads: list[int], num_tokens: int) -> KVStore:
+def fastest_form(cache: KVStore, model: Model, *, pads: list[int], num_tokens: int, apart: bool = False) -> KVStore:
     """A prompt's cache in the form that single new tokens attend to fastest.
 
     Args:
         pads: left padding per row.
         num_tokens: number of tokens of the padded prompt.
+        apart: rows may advance by different numbers of tokens. Then a fixed shape serves GPUs alone, which replay it.
     """
-    if model.repeats_steps and FixedCache.takes(cache):
+    may_be_fixed = model.repeats_steps and not (apart and accelerator_for(model.device) is None)
+    if may_be_fixed and FixedCache.takes(cache):
         assert isinstance(cache, (KVCache, ShardCache))
-        return FixedCache(cache, pads=pads, num_tokens=num_tokens)
+        return FixedCache(cache, pads=pads, num_tokens=num_tokens, apart=apart)
     return cache.for_decoding()
 
 

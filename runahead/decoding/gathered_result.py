@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runahead.decoding.decode import Decoded
+from runahead.decoding.rows import Decoded
 from runahead.prefill.base import Prefilled
 from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch

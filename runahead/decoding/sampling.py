@@ -167,18 +167,15 @@ class Sampler:
 
 
 @torch.inference_mode()  # in which samplers keep what they remember, wherever they are called from
-def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor, *, raises: bool = True) -> list[int | None]:
+def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor) -> list[int | None]:
     """Choose the next token of every row, and tell its sampler. The host waits for the device once.
 
     Args:
         samplers: of each row, which may be others in every call; None for a row that has ended.
-        raises: whether a logit that is NaN or plus infinity is an error; otherwise its row has no token, but None.
 
     Returns:
-        a token per row, None for those that have ended; a `ScoredToken` for rows that asked for log-probabilities.
-
-    Raises:
-        ValueError: a logit of a row that goes on is NaN or plus infinity, and `raises`.
+        a token per row, None for those that have ended or of which a logit is NaN or plus infinity; a `ScoredToken` for
+        rows that asked for log-probabilities.
     """
     finite_B = logits_BV.amax(dim=-1) < math.inf  # false for NaN
     if all(sampler is None or sampler.takes_largest for sampler in samplers):
@@ -202,10 +199,7 @@ def next_tokens(samplers: Sequence[Sampler | None], logits_BV: Tensor, *, raises
     for row, (sampler, token) in enumerate(zip(samplers, chosen, strict=True)):
         if sampler is None:
             chosen[row] = None
-        elif token is None:
-            if raises:
-                raise ValueError(NOT_NUMBERS)
-        else:
+        elif token is not None:
             sampler.add(token)
     return chosen
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from runahead.decoding.decode import Choose
+from runahead.decoding.rows import Choose
 from runahead.decoding.sampling import Sampler, next_tokens
 from runahead.decoding.scored_tokens import TOKEN_BYTES, pack, unpack
 from runahead.kv_transfer.gathering import Gathering, Gatherings

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 
 from policies.base import ReusingPrompt, ids_of
+from runahead.config import Speculate
 from runahead.context import ContextPartition
-from runahead.decoding.decode import Row
-from runahead.decoding.live_rows import LiveRow, NewToken
-from runahead.decoding.speculative.live_drafts import DraftedRows
+from runahead.decoding.lanes import Lane, Lanes
+from runahead.decoding.row import NewToken, Row
+from runahead.decoding.rows import Rows
+from runahead.decoding.speculative.drafts import LookupDrafter
+from runahead.decoding.speculative.payoff import Payoff
+from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
 from runahead.prefill.base import PrefillCancelled
 from runahead.reuse.forks import each_once
@@ -85,7 +89,9 @@ class Executor:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
         self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
         self._reuses, self._prefixes = reuses, dict[RowId, RowPrefix]()
-        self.live = DraftedRows(engine.model, engine.policies, self._keep)
+        lanes = Lanes(engine.model, engine.policies)
+        self.drafts = PayingDrafts(LookupDrafter(), Payoff(warm_up=lanes.warm_up), name=Speculate.lookup.name)
+        self.live = Rows(lanes, drafts=self.drafts, on_leave=self._keep)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
         self._stores = reuses and self._leads and engine.prefixes is not None
@@ -261,14 +267,13 @@ class Executor:
             found[id] = prefixes[number] if is_first else prefixes[number].fork(ids_of(item.prompts[row]))
         return found
 
-    def _keep(self, left: LiveRow) -> None:
+    def _keep(self, id: RowId, row: Row, lane: Lane) -> None:
         """Store the text of a row that leaves."""
-        if (prefix := self._prefixes.pop(left.id, None)) is not None:
-            text = left.row.prompt + left.row.new_ids
-            num_stored = prefix.num_tokens + left.num_shared + left.num_tokens
-            if num_stored < len(text):  # else the last forward gave no token, as its logits are no numbers
-                own = left.cache.row_kv(0, 0, left.num_tokens)
-                prefix.store(text[:num_stored], own, num_shared=left.num_shared)
+        if (prefix := self._prefixes.pop(id, None)) is not None:
+            num_stored = prefix.num_tokens + lane.num_shared + lane.num_tokens
+            if num_stored < len(row.ids):  # else the last forward gave no token, as its logits are no numbers
+                own = lane.cache.row_kv(0, 0, lane.num_tokens)
+                prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared)
             prefix.release()
 
     def _generate(self, item: Generate) -> None:
@@ -287,11 +292,10 @@ class Executor:
         if not self.live:  # all rows were cancelled
             return
         began_s = time.monotonic()
-        new = self.live.step()
+        places = self.live.step()
         self._stepped_s = time.monotonic()
         self._step_s = self._stepped_s - began_s
         self._ranks.progress()
-        places = _by_place(new)
         for tokens in places:
             self._tell(tokens, self._step_s / len(places))
 
@@ -420,22 +424,10 @@ class Executor:
             chosen, cancelled = Choice(int(told[0])), [(number, row) for number, row in who.tolist()]
         if cancelled:
             self._settle()
-        dropped = self.live.drop(cancelled)
+        dropped = self.live.cancel(cancelled)
         if self._leads and dropped:
             self._report(Tokens(tokens={}, ended=dict.fromkeys(dropped, "cancelled")))
         return chosen
-
-
-def _by_place(new: Sequence[NewToken]) -> list[list[NewToken]]:
-    """New tokens of a step, of which a row may have several: the first one of each row, then the second ones."""
-    places, num_seen = list[list[NewToken]](), dict[RowId, int]()
-    for each in new:
-        place = num_seen.get(each.row, 0)
-        num_seen[each.row] = place + 1
-        if place == len(places):
-            places.append([])
-        places[place].append(each)
-    return places
 
 
 def _schemas(item: Prefill) -> list[str]:

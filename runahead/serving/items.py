@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from policies.base import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions
-from runahead.decoding.live_rows import RowId
+from runahead.decoding.row import RowId
 from runahead.report import RankReport
 from runahead.reuse.prefix_tree import Change
 from runahead.timeline.trace import Span

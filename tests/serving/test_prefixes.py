@@ -141,7 +141,7 @@ def test_rows_that_reuse_prefixes_are_decoded_among_others(family: str) -> None:
         serving.prefill(DOCUMENT + answer + prompt(3, seed=4))
         assert serving.cached[4] == [len(DOCUMENT) + 6]
         serving.require_answers()
-    assert serving.executor.live.report.verifications == 0
+    assert serving.executor.drafts.report.verifications == 0
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_rows_that_reuse_prefixes_get_several_tokens_in_a_step() -> None:
         serving.prefill(DOCUMENT + answer + prompt(3, seed=4), num_new=30)
         assert serving.cached[3][0] >= len(DOCUMENT) + 19
         serving.require_answers()
-    report = serving.executor.live.report
+    report = serving.executor.drafts.report
     assert 0 < report.accepted < report.drafted
 
 
@@ -192,10 +192,10 @@ def test_rows_that_share_parts_attend_as_each_would_alone_and_read_them_once(fam
         serving.prefill(DOCUMENT)
         serving.prefill(DOCUMENT + prompt(5, seed=1), DOCUMENT[:30] + prompt(3, seed=2), prompt(9, seed=3))
         serving.prefill(DOCUMENT + prompt(2, seed=4))
-        live = list(serving.executor.live._live.values())
+        live = list(serving.executor.live._lanes._lanes.values())
         start = max(each.num_tokens for each in live)
         pads, rows = [start - each.num_tokens for each in live], [each.cache for each in live]
-        ids_B1 = torch.tensor([[each.row.new_ids[-1]] for each in live])
+        ids_B1 = torch.tensor([[row.ids[-1]] for row in serving.executor.live._rows.values()])
         sharing = rows_cache(rows, pads)
         assert isinstance(sharing, SharingRows)
         logits = []
@@ -237,7 +237,7 @@ def test_a_row_that_is_cancelled_stores_what_it_has() -> None:
     with throughout(serving.model.dtype):
         serving.prefill(DOCUMENT, num_new=20)
         serving.step(3)
-        assert serving.executor.live.drop([(1, 0)]) == [(1, 0)]
+        assert serving.executor.live.cancel([(1, 0)]) == [(1, 0)]
         assert len(serving.tokens[1, 0]) == 4
         serving.prefill(DOCUMENT + serving.tokens[1, 0] + [5])
         assert serving.cached[2] == [len(DOCUMENT) + 3]

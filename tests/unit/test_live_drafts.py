@@ -11,14 +11,14 @@ import torch
 
 from runahead import ContextPartition, Engine, GenerationOptions
 from runahead.config import Device, RanksOptions, Speculate
-from runahead.decoding.decode import Row
-from runahead.decoding.live_rows import NewToken
-from runahead.decoding.speculative.drafts import Lookup
-from runahead.decoding.speculative.live_drafts import DraftedRows
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import NewToken, Row
+from runahead.decoding.rows import Rows
+from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
+from runahead.decoding.speculative.payoff import Payoff
+from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
-from runahead.serving.executor import _by_place
-from runahead.thinning.rank_policies import RankPolicies
 from tests.families import WINDOW, prompt, throughout
 from tests.ranks.tasks import tiny_model
 from tests.unit.test_speculation import VOCAB_SIZE, knowing
@@ -39,11 +39,13 @@ class Decoding:
     def __init__(self, family: str) -> None:
         self.engine = Engine(tiny_model(family), Ranks.start(RanksOptions(device=Device.cpu)))
         self.left: dict[int, int] = {}
-        self.live = DraftedRows(self.engine.model, RankPolicies(), self._leave)
+        lanes = Lanes(self.engine.model)
+        self.drafts = PayingDrafts(LookupDrafter(), Payoff(warm_up=lanes.warm_up), name="lookup")
+        self.live = Rows(lanes, drafts=self.drafts, on_leave=self._leave)
         self.tokens: dict[int, list[int | None]] = {}
 
-    def _leave(self, row) -> None:
-        self.left[row.id] = row.num_tokens
+    def _leave(self, id, row, lane) -> None:
+        self.left[id] = lane.num_tokens
 
     def join(self, *rows: int) -> None:
         prompts = [PROMPTS[row] for row in rows]
@@ -56,7 +58,8 @@ class Decoding:
 
     def step(self, times: int) -> None:
         for _ in range(times):
-            self._take(self.live.step())
+            for place in self.live.step():
+                self._take(place)
 
     def _take(self, new: Sequence[NewToken]) -> None:
         for each in new:
@@ -89,7 +92,7 @@ def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(famil
             decoding.step(20)
     assert [decoding.tokens[row] for row in range(4)] == expected
     assert decoding.left == {row: len(texts[row]) - 1 for row in range(4)}
-    report = decoding.live.report
+    report = decoding.drafts.report
     assert 0 < report.accepted < report.drafted or not always
 
 
@@ -108,7 +111,7 @@ def test_plain_steps_follow_what_rows_have_accepted():
             decoding.join(0, 1)
             decoding.step(20)
     assert [decoding.tokens[row] for row in range(2)] == expected[:2]
-    assert decoding.live.report.accepted == decoding.live.report.drafted == 2
+    assert decoding.drafts.report.accepted == decoding.drafts.report.drafted == 2
 
 
 def test_right_drafts_are_accepted_and_a_row_ends_inside_one(monkeypatch):
@@ -123,7 +126,7 @@ def test_right_drafts_are_accepted_and_a_row_ends_inside_one(monkeypatch):
         with knowing([ids + new for ids, new in zip(PROMPTS, expected, strict=True)], right=1.0):
             decoding.join(1, 2)
             decoding.step(20)
-            assert decoding.live.report.accepted == decoding.live.report.drafted > 4
+            assert decoding.drafts.report.accepted == decoding.drafts.report.drafted > 4
             decoding.join(0)
             decoding.step(20)
     assert [decoding.tokens[row] for row in range(3)] == [expected[0][: end + 1], *expected[1:3]]
@@ -137,11 +140,11 @@ def test_nothing_remains_of_rows_that_left():
         with knowing(texts, right=0.9):
             decoding.join(0, 1)
             decoding.step(2)
-            assert len(decoding.live._payoff.rates) == 2
-            decoding.live.drop([0])
+            assert len(decoding.drafts.payoff.rates) == 2
+            decoding.live.cancel([0])
             decoding.step(20)
-    live = decoding.live
-    assert len(live) == 0 and not live._texts and not live._drafter._rows and not live._payoff.rates
+    drafts = decoding.drafts
+    assert len(decoding.live) == 0 and not drafts._rests and not drafts.drafter._rows and not drafts.payoff.rates
 
 
 def test_a_row_that_gives_no_numbers_leaves_and_others_go_on(monkeypatch):
@@ -164,6 +167,26 @@ def test_a_row_that_gives_no_numbers_leaves_and_others_go_on(monkeypatch):
     assert decoding.tokens[0] == [*expected[0][:1], None] and decoding.tokens[1] == expected[1]
 
 
-def test_tokens_of_a_step_are_told_place_by_place():
-    new = [NewToken((1, row), token, None) for row, token in ((0, 5), (1, 6), (0, 7), (0, 8), (1, 9))]
-    assert [[each.token for each in place] for place in _by_place(new)] == [[5, 6], [7, 9], [8]]
+@pytest.mark.parametrize("cancelled", [[], [0]])
+def test_tokens_of_a_step_are_told_place_by_place(cancelled):
+    """Of two rows that accept drafts of two tokens and of one. A row that is cancelled at a place has no later one."""
+    decoding, told = Decoding("llama"), list[list[NewToken]]()
+    with throughout(decoding.engine.model.dtype):
+        expected = decoding.alone()
+        texts = [ids + new for ids, new in zip(PROMPTS, expected, strict=True)]
+
+        def draft(lookup: Lookup, ids: list[int], most: int) -> list[int]:
+            [row] = [row for row in (0, 1) if ids == texts[row][: len(ids)]]
+            return texts[row][len(ids) :][: 2 - row]
+
+        def tell(new: list[NewToken]) -> None:
+            told.append(new)
+            decoding.live.cancel(cancelled)
+
+        with patch.object(Lookup, "draft", draft):
+            decoding.join(0, 1)
+            assert decoding.live.step(tell) == told
+    places = [{each.row: each.token for each in place} for place in told]
+    after = [{row: expected[row][at] for row in rows} for at, rows in ((1, (0, 1)), (2, (0, 1)), (3, (0,)))]
+    assert places == ([after[0], {1: expected[1][2]}] if cancelled else after)
+    assert decoding.left == ({0: len(PROMPTS[0]) + 1} if cancelled else {})

@@ -13,8 +13,9 @@ from policies.h2o import H2O
 from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, Engine, GenerationOptions
 from runahead.config import CacheOptions, Device, RanksOptions
-from runahead.decoding.decode import Row
-from runahead.decoding.live_rows import LiveRows
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row
+from runahead.decoding.rows import Rows
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.prefill import Prefilled
 from runahead.ranks.ranks import Ranks
@@ -40,7 +41,7 @@ class Decoding:
     """Rows of an engine that are decoded together; `tokens` are those of each row so far, `ended` how rows ended."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.live = engine, LiveRows(engine.model, engine.policies)
+        self.engine, self.live = engine, Rows(Lanes(engine.model, engine.policies))
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
 
@@ -56,7 +57,8 @@ class Decoding:
 
     def step(self, times: int) -> None:
         for _ in range(times):
-            self._take(self.live.step())
+            for place in self.live.step():
+                self._take(place)
 
     def _take(self, new) -> None:
         for each in new:
@@ -162,7 +164,7 @@ def test_memory_returns_when_rows_leave():
         held = decoding.live.num_bytes
         decoding.step(1)
         assert decoding.live.num_bytes == held > 0
-        assert decoding.live.drop([2, 2, 77]) == [2]
+        assert decoding.live.cancel([2, 2, 77]) == [2]
         assert 0 < decoding.live.num_bytes < held
         decoding.step(12)
     assert decoding.live.num_bytes == 0 and len(decoding.live) == 0

@@ -41,15 +41,16 @@ from runahead.config import (
     Speculate,
 )
 from runahead.conversation import Conversation
-from runahead.decoding.decode import Row
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row
+from runahead.decoding.rows import Choose, Rows, choose_alone
 from runahead.decoding.sampling import Sampler
-from runahead.decoding.speculative import retrieving_drafts, speculation, verification
+from runahead.decoding.speculative import retrieving_drafts, speculator
 from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
 from runahead.decoding.speculative.payoff import FREE_STEPS, INVESTED, LOSS, Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.decoding.speculative.retrieving_drafts import RetrievedRow
 from runahead.decoding.speculative.speculator import Draft
-from runahead.decoding.speculative.verification import RowForwards
 from runahead.report import GenerationBatch, SpeculationReport
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
@@ -190,11 +191,11 @@ def test_plain_steps_follow_what_is_taken_back() -> None:
     cache = model.empty_cache(longest + 3, batch=2)
     ids_BS = torch.tensor([PROMPTS[0], [0] * pads[1] + PROMPTS[1]])
     model.forward(ids_BS, CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
-    forwards = RowForwards(model, cache, pads=pads, num_tokens=longest)
-    forwards.leave_step()
-    first = forwards.plain({0: 5, 1: 6})
-    forwards.take_back(0, 1)
-    second = forwards.plain({0: 5, 1: 7})
+    lanes = Lanes.holding(model, [0, 1], cache, pads=pads, num_tokens=longest)
+    lanes.part()
+    _, first = lanes.plain({0: 5, 1: 6})
+    lanes.take_back(0, 1)
+    _, second = lanes.plain({0: 5, 1: 7})
     text = [*PROMPTS[1], 6, 7]
     attention = CausalAttention(model.empty_cache(len(text)), start=0, pads=[0])
     expected_1V = model.forward(torch.tensor([text]), attention, start=0, pads=[0])
@@ -232,10 +233,7 @@ def test_what_is_stored_for_later_prompts_is_what_was_accepted() -> None:
 def test_a_gpu_replays_plain_steps_between_verifications(ids: list[list[int]]) -> None:
     gpu = Gpu()
     engine = engine_of(tiny_model("llama"))
-    with (
-        patch.object(verification, "accelerator_for", lambda device: gpu),
-        patch("runahead.decoding.forward.accelerator_for", lambda device: gpu),
-    ):
+    with patch("runahead.decoding.forward.accelerator_for", lambda device: gpu):
         options = [replace(PLAIN, max_new_tokens=26 - 5 * row) for row in range(len(ids))]
         report = compare(engine, ids, options, 0.6)
     assert gpu.num_replays > 1 and report.verifications > 3
@@ -247,12 +245,12 @@ LOGITS = 1.5 * torch.randn(NUM_IDS, NUM_IDS, generator=torch.Generator().manual_
 
 
 class Language:
-    """Forwards of that language."""
+    """The lanes of texts in that language."""
 
     warm_up = 0
 
-    def plain(self, last_ids: Mapping[int, int]) -> dict[int, Tensor]:
-        return {row: LOGITS[last] for row, last in last_ids.items()}
+    def plain(self, last_ids: Mapping[int, int]) -> tuple[list[int], Tensor]:
+        return list(last_ids), LOGITS[list(last_ids.values())]
 
     def verify(self, ids: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         return {row: LOGITS[list(of_row)] for row, of_row in ids.items()}
@@ -260,44 +258,56 @@ class Language:
     def take_back(self, row: int, num: int) -> None:
         pass
 
+    def leave(self, row: int, last_id: int) -> None:
+        pass
 
-class Published(speculation.Speculation):
+
+SPEECH = SimpleNamespace(device=torch.device("cpu"), tokenizer=None, eos_token_ids=set())
+
+
+def by_the_rule(drafted: dict[Sampler, list[int]]) -> Choose:
+    return choose_alone
+
+
+def as_published(drafted: dict[Sampler, list[int]]) -> Choose:
     """As the middle level of TriForce does: what takes the place of a rejected token is drawn from the whole law."""
 
-    drafts: Mapping[int, Sequence[int]] | None = None
-
-    def _verify(self, drafts: Mapping[int, Sequence[int]], *more: Any) -> None:
-        self.drafts, self.place = drafts, 0
-        super()._verify(drafts, *more)
-        self.drafts = None
-
-    def _chosen(self, logits: Mapping[int, Tensor]) -> dict[int, int]:
-        chosen = super()._chosen(logits)
-        if self.drafts is not None:
-            for row, token in list(chosen.items()):
-                if self.drafts[row][self.place : self.place + 1] not in ([], [token]):
-                    chosen |= super()._chosen({row: logits[row]})
-            self.place += 1
+    def choose(samplers: Sequence[Sampler | None], logits_BV: Tensor | None) -> list[int | None]:
+        chosen = choose_alone(samplers, logits_BV)
+        for at, sampler in enumerate(samplers):
+            guess = drafted[sampler].pop(0) if drafted.get(sampler) else chosen[at]
+            if chosen[at] != guess:
+                [chosen[at]] = choose_alone([sampler], logits_BV[at : at + 1])
         return chosen
 
+    return choose
 
-def chi_square(kind: type[speculation.Speculation]) -> float:
+
+def chi_square(rule: Callable[[dict[Sampler, list[int]]], Choose]) -> float:
     """Of the texts that are drawn against their law, over its standard deviations above its mean if they follow it."""
     options = replace(
         DRAFTED, max_new_tokens=NUM_DRAWN, do_sample=True, temperature=0.8, top_k=3, speculate_tokens=NUM_DRAWN
     )
-    model = SimpleNamespace(device=torch.device("cpu"), tokenizer=None, eos_token_ids=set())
-    rows, draw = [Row(model, [0], options, seed=row) for row in range(NUM_ROWS)], random.Random(0)
+    rows, draw = [Row(SPEECH, [0], options, seed=row) for row in range(NUM_ROWS)], random.Random(0)
+    drafted: dict[Sampler, list[int]] = {}
+
+    class Guesses(LookupDrafter):
+        def draft(
+            self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
+        ) -> dict[int, list[int]]:
+            found = super().draft(texts, most, samplers)
+            drafted.update({samplers[row]: list(draft) for row, draft in found.items()})
+            return found
 
     def draft(lookup: Lookup, text: list[int], most: int) -> list[int]:
         likely = int(LOGITS[text[-1]].argmax())
         return draw.choices([likely, *range(NUM_IDS)], [NUM_IDS, *[1] * NUM_IDS], k=most)
 
+    drafts = PayingDrafts(Guesses(), Payoff(warm_up=0), name="lookup")
     with patch.object(Lookup, "draft", draft):
-        run = kind(rows, Language(), LookupDrafter(dict.fromkeys(range(NUM_ROWS), 1)), lambda tokens: ())
-        run.decode(LOGITS[:1].expand(NUM_ROWS, -1))
-    assert min(run.report.accepted_lengths[:2]) > NUM_ROWS / 4
-    law = torch.stack([Sampler(options, 0, model.device).scores(row).softmax(dim=0) for row in LOGITS])
+        Rows(Language(), choose=rule(drafted), drafts=drafts).decode(rows, LOGITS[:1].expand(NUM_ROWS, -1))
+    assert min(drafts.report.accepted_lengths[:2]) > NUM_ROWS / 4
+    law = torch.stack([Sampler(options, 0, SPEECH.device).scores(row).softmax(dim=0) for row in LOGITS])
     counts, probabilities = torch.zeros((NUM_IDS,) * NUM_DRAWN), torch.zeros((NUM_IDS,) * NUM_DRAWN)
     for row in rows:
         counts[tuple(row.new_ids)] += 1
@@ -312,8 +322,8 @@ def chi_square(kind: type[speculation.Speculation]) -> float:
 
 def test_sampled_texts_follow_their_law_and_those_of_the_published_rule_do_not() -> None:
     """Guesses of uniform law would hide the difference: on average over them both rules have the same law."""
-    assert abs(chi_square(speculation.Speculation)) < 4
-    assert chi_square(Published) > 8
+    assert abs(chi_square(by_the_rule)) < 4
+    assert chi_square(as_published) > 8
 
 
 def test_lookup_drafts_what_followed_the_longest_earlier_match() -> None:
@@ -328,7 +338,9 @@ def test_lookup_drafts_what_followed_the_longest_earlier_match() -> None:
 
 def test_each_row_looks_up_in_its_own_text() -> None:
     """With the table of one row for all it fails, as their last tokens are alike. Rows that left have no drafts."""
-    drafter, alike = LookupDrafter({0: 1, 1: 1, 2: 1}), [*[0] * (MAX_DRAFT_TOKENS + 9), 7]
+    drafter, alike = LookupDrafter(), [*[0] * (MAX_DRAFT_TOKENS + 9), 7]
+    for row in range(3):
+        drafter.join(row, Row(SPEECH, [0], replace(DRAFTED, speculate_match=1), seed=0))
     texts = {row: [7 if at == row else 10 + at for at in range(5)] + alike for row in range(4)}
     drafter.leave(2)
     assert drafter.draft(texts, dict.fromkeys(texts, 1), {}) == {0: [11], 1: [12], 2: [], 3: []}
@@ -420,7 +432,7 @@ def test_the_report_says_when_speculation_turned_itself_off() -> None:
 
     engine = engine_of(tiny_model("llama"))
     ids = prompt(6) * 3
-    with patch.object(speculation, "Payoff", Refusing):
+    with patch.object(speculator, "Payoff", Refusing):
         batch = engine.generate([ids], replace(DRAFTED, speculate_always=False, speculate_match=1))
     report = report_of(batch)
     assert report.verifications == report.drafted == 0 and report.mean_accepted is None
@@ -483,16 +495,17 @@ def test_a_drafter_that_begins_late_has_the_text_so_far() -> None:
     model, steps = tiny_model("llama"), list[int]()
 
     class Late(PayingDrafts):
-        def begin(self, num_rows: int, num_left: int) -> float:
+        def begin(self, num_rows: int, num_left: int) -> None:
             steps.append(num_left)
-            return super().begin(num_rows, num_left) if num_left < NUM_LEFT else 0.0
+            if num_left < NUM_LEFT:
+                super().begin(num_rows, num_left)
 
     for draft, kind in (
         (model, Speculate.model),
         (policies(1.0), Speculate.policy),
         (RankPolicies.everywhere([Quest(**MOST, page=2, fetch=200)]), Speculate.policy),
     ):
-        with patch.object(speculation, "PayingDrafts", Late):
+        with patch.object(speculator, "PayingDrafts", Late):
             report = require_same(engine_of(model, draft=draft), kind, PROMPTS[:2])
         assert report.accepted == report.drafted > 0 and report.plain_steps >= 2
     assert max(steps) == SAMPLING.max_new_tokens - 1
@@ -542,10 +555,7 @@ def test_drafts_over_all_tokens_are_right() -> None:
 def test_drafts_over_the_memory_of_a_graph(num_rows: int) -> None:
     """On a GPU plain steps are replayed over the memory in which drafts are retrieved and verified."""
     gpu, draft = Gpu(), Draft(by=RankPolicies.everywhere([RETRIEVERS["quest"]]), first="lookup")
-    with (
-        patch.object(verification, "accelerator_for", lambda device: gpu),
-        patch("runahead.decoding.forward.accelerator_for", lambda device: gpu),
-    ):
+    with patch("runahead.decoding.forward.accelerator_for", lambda device: gpu):
         report = require_same(engine_of(tiny_model("llama"), draft=draft), Speculate.policy, PROMPTS[:num_rows])
     assert 0 < report.accepted < report.drafted
 

@@ -16,8 +16,10 @@ from runahead.cache.shard import shards
 from runahead.cache.sharded import ShardedCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
-from runahead.decoding.decode import Row, decode
 from runahead.decoding.forward import fastest_form, forward_over
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row, batch_ids
+from runahead.decoding.rows import Rows
 from runahead.decoding.together import choose_together
 from runahead.kv_transfer.gathering import NcclGathering
 from runahead.prefill import PrefillJob, PromptBatch
@@ -40,8 +42,7 @@ def alone() -> list[int]:
     cache, row = model.empty_cache(NUM_TOKENS + NUM_NEW), Row(model, IDS, GREEDY, seed=0)
     ids = torch.tensor([IDS])
     logits = model.forward(ids, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
-    forward = forward_over(model, cache, [], pads=[0], prompt_tokens=NUM_TOKENS)
-    decode([row], logits, forward, num_tokens=NUM_TOKENS, on_step=lambda tokens: [])
+    Rows(Lanes.holding(model, batch_ids(1), cache, pads=[0], num_tokens=NUM_TOKENS)).decode([row], logits)
     return row.new_ids
 
 
@@ -87,23 +88,18 @@ def answers(
             prefilled, own_policies = strategy.run(job), job.own_policies
             assert prefilled.cache is not None
             own = fastest_form(prefilled.cache, model, pads=[0], num_tokens=NUM_TOKENS)
+            whole = ShardedCache(own, gather)
             forward = forward_over(
                 model,
-                ShardedCache(own, gather),
+                whole,
                 own_policies.while_decoding,
                 pads=[0],
                 prompt_tokens=NUM_TOKENS,
                 is_told=ranks.rank != chain[-1],
                 part=own_policies.part,
             )
-            decode(
-                [row],
-                prefilled.logits_BV,
-                forward,
-                num_tokens=NUM_TOKENS,
-                on_step=told,
-                choose=choose_together(gather),
-            )
+            lanes = Lanes.holding(model, batch_ids(1), whole, forward, pads=[0], num_tokens=NUM_TOKENS)
+            Rows(lanes, choose=choose_together(gather)).decode([row], prefilled.logits_BV, told)
         return row.new_ids
 
     return Job(partition.num_ranks, choose=choose).run(body)

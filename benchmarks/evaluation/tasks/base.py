@@ -21,7 +21,7 @@ from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.harness.lines import Line
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
-from runahead.decoding.decode import Decoded
+from runahead.decoding.rows import Decoded
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import RetrievalReport

@@ -14,9 +14,10 @@ from benchmarks.harness.text_table import Rows
 from launch.program.text_table import text_table
 from policies.retriever import Retriever
 from runahead import GenerationOptions, Model
-from runahead.decoding.decode import Row
+from runahead.decoding.forward import fastest_form
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row, batch_ids
 from runahead.decoding.speculative.retrieving_drafts import RetrievingDrafter
-from runahead.decoding.speculative.verification import RowForwards
 
 NUM_DRAFTED = (1, 2, 4, 8)
 """Tokens of the drafts that are verified."""
@@ -35,8 +36,11 @@ def costs(run: Run, model: Model, policy: Retriever, num_tokens: int) -> Line:
         cache.layer(layer).slab_TBKX.normal_()
     ids = [number % model.vocab_size for number in range(num_tokens)]
     row = Row(model, ids, GenerationOptions(max_new_tokens=most + 1), seed=0)
-    forwards = RowForwards(model, cache, pads=[0], num_tokens=num_tokens)
-    drafter = RetrievingDrafter(model, policy, [row], forwards)
+    [id], pads = batch_ids(1), [0]
+    form = fastest_form(cache, model, pads=pads, num_tokens=num_tokens, apart=True)
+    lanes = Lanes.holding(model, [id], form, pads=pads, num_tokens=num_tokens)
+    drafter = RetrievingDrafter(model, policy, lanes)
+    drafter.join(id, row)
     began_s = time.perf_counter()
     drafter.begin()
     index_s = time.perf_counter() - began_s
@@ -46,17 +50,17 @@ def costs(run: Run, model: Model, policy: Retriever, num_tokens: int) -> Line:
             began_s = time.perf_counter()
             of()
             seconds = time.perf_counter() - began_s
-            forwards.take_back(0, num_stored)
+            lanes.take_back(id, num_stored)
             return seconds
 
         return timed
 
     def verify(num: int) -> Callable[[], object]:
-        return lambda: forwards.verify({0: range(num + 1)})
+        return lambda: lanes.verify({id: range(num + 1)})
 
-    turns = {"plain": seconds(lambda: forwards.plain({0: 5}), 1)}
+    turns = {"plain": seconds(lambda: lanes.plain({id: 5}), 1)}
     turns |= {f"verify {num}": seconds(verify(num), num + 1) for num in NUM_DRAFTED}
-    turns["draft"] = seconds(lambda: drafter.draft({0: [*ids, 5]}, {0: most}, {0: row.sampler}), 0)
+    turns["draft"] = seconds(lambda: drafter.draft({id: [*ids, 5]}, {id: most}, {id: row.sampler}), 0)
     found = {name: median(times) for name, times in run.in_turn(turns, REPEATS, warmup=1).items()}
     return {
         "plain_s": found["plain"],

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from runahead.config import MAX_DRAFT_TOKENS
+from runahead.decoding.row import Row, RowId
 from runahead.decoding.sampling import Sampler
+from runahead.report import SpeculationReport
 
 
 class Drafter(ABC):
@@ -14,14 +16,23 @@ class Drafter(ABC):
 
     Attributes:
         is_free: drafting takes so little time that a draft is made before it is known whether it is verified.
+        within: statistics of the drafts for this drafter, if another one drafts for it.
     """
 
     is_free = True
+    within: SpeculationReport | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values that drafts are made from, besides those of the prompts' cache."""
         return 0
+
+    @abstractmethod
+    def join(self, id: RowId, row: Row) -> None:
+        """Take a row, before its first token."""
+
+    def leave(self, id: RowId) -> None:  # noqa: B027 (what drafts over the memory of a batch keeps it)
+        """Forget a row that has ended."""
 
     @property
     def tokens_to_begin(self) -> float:
@@ -33,12 +44,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(
-        self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
-    ) -> dict[int, list[int]]:
+        self, texts: Mapping[RowId, Sequence[int]], most: Mapping[RowId, int], samplers: Mapping[RowId, Sampler]
+    ) -> dict[RowId, list[int]]:
         """Tokens that may follow.
 
         Args:
-            texts: token ids of rows, by their number. Of an earlier call's text up to MAX_DRAFT_TOKENS last ones may
+            texts: token ids of rows. Of an earlier call's text up to MAX_DRAFT_TOKENS last ones may
                 be gone, which were drafts themselves.
             most: most tokens of the draft of each row.
             samplers: of each row, which will choose its next tokens; they are left as they are.
@@ -46,26 +57,21 @@ class Drafter(ABC):
 
 
 class LookupDrafter(Drafter):
-    """Prompt look-up: what followed the last tokens of a text when they stood earlier in it.
+    """Prompt look-up: what followed the last tokens of a text when they stood earlier in it."""
 
-    Args:
-        match: number of tokens that have to be the same, by row.
-    """
+    def __init__(self) -> None:
+        self._rows: dict[RowId, Lookup] = {}
 
-    def __init__(self, match: Mapping[int, int]) -> None:
-        self._rows = {row: Lookup(num) for row, num in match.items()}
+    def join(self, id: RowId, row: Row) -> None:
+        if row.asks_for_drafts:
+            self._rows[id] = Lookup(row.options.speculate_match)
 
-    def join(self, row: int, match: int) -> None:
-        """Take another row."""
-        self._rows[row] = Lookup(match)
-
-    def leave(self, row: int) -> None:
-        """Forget a row."""
-        self._rows.pop(row, None)
+    def leave(self, id: RowId) -> None:
+        self._rows.pop(id, None)
 
     def draft(
-        self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
-    ) -> dict[int, list[int]]:
+        self, texts: Mapping[RowId, Sequence[int]], most: Mapping[RowId, int], samplers: Mapping[RowId, Sampler]
+    ) -> dict[RowId, list[int]]:
         return {row: self._rows[row].draft(text, most[row]) if row in self._rows else [] for row, text in texts.items()}
 
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from policies.row_values import sent
 from runahead.attention.causal import nothing
 from runahead.cache.attention import CausalAttention
-from runahead.decoding.decode import Row
+from runahead.decoding.forward import fastest_form
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row, RowId
 from runahead.decoding.sampling import Sampler, next_tokens
-from runahead.decoding.speculative.acceptance import Outcome, accept
+from runahead.decoding.speculative.acceptance import Acceptance
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts, Proposal
-from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
-from runahead.report import SpeculationReport
 
 CHUNK_TOKENS = 512
 """Tokens of a prompt that a smaller model computes at a time."""
@@ -34,30 +34,34 @@ class GeneratedDrafter(Drafter):
     Another drafter may draft for this one: then one of its forwards verifies several tokens, and those stay that it
     would have generated itself.
 
-    Args:
-        rows: of the batch, before their first token.
-        first: drafts for this drafter; None lets it generate a token per forward.
+    All rows join before it begins.
 
-    Attributes:
-        within: statistics of those drafts; None without `first`.
+    Args:
+        first: drafts for this drafter; None lets it generate a token per forward.
     """
 
     is_free = False
 
-    def __init__(self, rows: Sequence[Row], first: Drafter | None = None) -> None:
-        self._rows, self._first = rows, first
-        self._forwards: RowForwards | None = None
-        self._fed: list[list[int]] = []  # whose keys and values are stored
+    def __init__(self, first: Drafter | None = None) -> None:
+        self._first = first
+        self._rows: dict[RowId, Row] = {}
+        self._lanes: Lanes | None = None
+        self._fed: dict[RowId, list[int]] = {}  # whose keys and values are stored
         self._paying: PayingDrafts | None = None
-        self.within: SpeculationReport | None = None
 
     @abstractmethod
-    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
-        """The forwards, with these tokens of each row stored."""
+    def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
+        """The memory for drafts, with these tokens of each row stored."""
+
+    def join(self, id: RowId, row: Row) -> None:
+        assert self._lanes is None, "rows join before the drafter begins"
+        self._rows[id] = row
+        if self._first is not None:
+            self._first.join(id, row)
 
     @property
     def num_bytes(self) -> int:
-        own = 0 if self._forwards is None else self._forwards.cache.num_bytes
+        own = 0 if self._lanes is None else self._lanes.num_bytes
         return own + (0 if self._first is None else self._first.num_bytes)
 
     @property
@@ -65,19 +69,20 @@ class GeneratedDrafter(Drafter):
         return 0.0 if self._first is None else self._first.tokens_to_begin
 
     def begin(self) -> None:
-        self._fed = [[*row.prompt, *row.new_ids[:-1]] for row in self._rows]
-        self._forwards = self._made(self._fed)
-        self._forwards.leave_step()
+        self._fed = {id: row.ids[:-1] for id, row in self._rows.items()}
+        self._lanes = self._made(self._fed)
+        self._lanes.part()
         if self._first is not None:
-            always = any(row.options.speculate_always for row in self._rows)
-            self._paying = PayingDrafts(self._first, Payoff(warm_up=self._forwards.warm_up, always=always))
+            always = any(row.options.speculate_always for row in self._rows.values())
+            payoff = Payoff(warm_up=self._lanes.warm_up, always=always)
+            self._paying = PayingDrafts(self._first, payoff, name="lookup" if self._first.is_free else "model")
             self._first.begin()
             self._paying.has_begun = True
-            self.within = SpeculationReport(drafts="lookup" if self._first.is_free else "model")
+            self.within = self._paying.report
 
     def draft(
-        self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int], samplers: Mapping[int, Sampler]
-    ) -> dict[int, list[int]]:
+        self, texts: Mapping[RowId, Sequence[int]], most: Mapping[RowId, int], samplers: Mapping[RowId, Sampler]
+    ) -> dict[RowId, list[int]]:
         drafts = {row: list[int]() for row in texts}
         asked = [row for row in texts if most[row] > 0]
         ahead = {row: samplers[row].ahead() for row in asked}
@@ -92,21 +97,21 @@ class GeneratedDrafter(Drafter):
             self._fed[row] = [*texts[row], *drafts[row][:-1]]
         return drafts
 
-    def _to_feed(self, row: int, text: Sequence[int]) -> Sequence[int]:
+    def _to_feed(self, row: RowId, text: Sequence[int]) -> Sequence[int]:
         """The last tokens of a row's text, those that are not stored; wrong drafts are taken back."""
-        assert self._forwards is not None, "begin() comes first"
+        assert self._lanes is not None, "begin() comes first"
         fed = self._fed[row]
         num_right = min(_num_common(fed, text), len(text) - 1)  # the last token is fed in any case
-        self._forwards.take_back(row, len(fed) - num_right)
+        self._lanes.take_back(row, len(fed) - num_right)
         return text[num_right:]
 
     def _round(
         self,
-        new: Mapping[int, Sequence[int]],
-        texts: Mapping[int, Sequence[int]],
-        most: Mapping[int, int],
-        samplers: Mapping[int, Sampler],
-    ) -> dict[int, list[int]]:
+        new: Mapping[RowId, Sequence[int]],
+        texts: Mapping[RowId, Sequence[int]],
+        most: Mapping[RowId, int],
+        samplers: Mapping[RowId, Sampler],
+    ) -> dict[RowId, list[int]]:
         """One forward: the next tokens of each row, at least one.
 
         Args:
@@ -115,46 +120,31 @@ class GeneratedDrafter(Drafter):
             most: most tokens that may come.
             samplers: copies, which choose the tokens.
         """
-        forwards, made = self._forwards, {row: list[int]() for row in new}
-        assert forwards is not None, "begin() comes first"
+        lanes, made = self._lanes, {row: list[int]() for row in new}
+        assert lanes is not None, "begin() comes first"
         proposal = Proposal(drafts={row: [] for row in new})
         if self._paying is not None:
             proposal = self._paying.propose(texts, {row: num - 1 for row, num in most.items()}, samplers)
-        guesses = proposal.drafts if proposal.num else {row: list[int]() for row in new}
+        guesses = proposal.to_verify
         is_single = all(len(ids) == 1 for ids in new.values())
         began_s = time.perf_counter()
         if is_single and proposal.num == 0:
-            logits = {row: of_row[None] for row, of_row in forwards.plain({row: new[row][0] for row in new}).items()}
+            rows, logits_BV = lanes.plain({row: new[row][0] for row in new})
+            logits = {row: logits_BV[at : at + 1] for at, row in enumerate(rows)}
         else:
-            logits = forwards.verify({row: [*new[row], *guesses[row]] for row in new})
+            logits = lanes.verify({row: [*new[row], *guesses[row]] for row in new})
             logits = {row: of_row[len(new[row]) - 1 :] for row, of_row in logits.items()}
-
-        def choose(at_place: dict[int, Tensor]) -> dict[int, int]:
-            chosen = _guesses(samplers, at_place)
+        acceptance = Acceptance(guesses)
+        while acceptance.going_on:
+            chosen = _guesses(samplers, {row: logits[row][acceptance.place] for row in acceptance.going_on})
             for row, token in chosen.items():
                 made[row].append(token)
-            return chosen
-
-        outcome = accept(guesses, logits, choose, lambda row: True)
-        for row, num_unseen in outcome.unseen.items():
-            forwards.take_back(row, num_unseen)
-        if is_single:  # the first forward of a draft may have more to do
-            self._note(proposal, outcome, made, time.perf_counter() - began_s)
+            acceptance.take(chosen)
+        for row, num_unseen in acceptance.unseen.items():
+            lanes.take_back(row, num_unseen)
+        if is_single and self._paying is not None:  # the first forward of a draft may have more to do
+            self._paying.note(proposal, acceptance, time.perf_counter() - began_s)
         return made
-
-    def _note(self, proposal: Proposal, outcome: Outcome, made: Mapping[int, list[int]], seconds: float) -> None:
-        """Take the time and the outcome of a forward of one new token per row and the drafts for them."""
-        paying, within, drafts = self._paying, self.within, proposal.drafts
-        if paying is None or within is None:
-            return
-        within.draft_s += proposal.draft_s
-        within.declined += proposal.is_declined
-        if proposal.num:
-            paying.add_verified(drafts, proposal.num, outcome, seconds, draft_s=proposal.draft_s)
-            within.add_verification(outcome.accepted, {row: len(draft) for row, draft in drafts.items()}, seconds)
-        else:
-            paying.add_plain(drafts, {row: tokens[0] for row, tokens in made.items()}, seconds)
-            within.add_plain(seconds)
 
 
 class ModelDrafter(GeneratedDrafter):
@@ -169,13 +159,12 @@ class ModelDrafter(GeneratedDrafter):
     def __init__(
         self,
         model: Model,
-        rows: Sequence[Row],
         first: Drafter | None = None,
         *,
         verifying: Model,
         on_layer: Callable[[], None] = nothing,
     ) -> None:
-        super().__init__(rows, first)
+        super().__init__(first)
         self._model, self._verifying, self._on_layer = model, verifying, on_layer
 
     @staticmethod
@@ -209,26 +198,27 @@ class ModelDrafter(GeneratedDrafter):
 
     @property
     def tokens_to_begin(self) -> float:
-        num_tokens = sum(len(row.prompt) + len(row.new_ids) for row in self._rows)
+        num_tokens = sum(len(row.ids) for row in self._rows.values())
         return num_tokens * _num_weights(self._model) / _num_weights(self._verifying) + super().tokens_to_begin
 
-    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
-        model, longest = self._model, max(map(len, texts))
-        pads = [longest - len(text) for text in texts]
-        num_left = max(row.max_new_tokens - len(row.new_ids) for row in self._rows) + 1
+    def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
+        model, longest = self._model, max(map(len, texts.values()))
+        pads = [longest - len(text) for text in texts.values()]
+        num_left = max(row.num_left for row in self._rows.values()) + 1
         cache = model.empty_cache(longest + num_left, batch=len(texts))
-        filled = [[*[0] * pad, *text] for pad, text in zip(pads, texts, strict=True)]
+        filled = [[*[0] * pad, *text] for pad, text in zip(pads, texts.values(), strict=True)]
         ids_BS = sent(torch.tensor(filled), model.device)
         for start in range(0, longest, CHUNK_TOKENS):
             attention = CausalAttention(cache, start=start, pads=pads, on_layer=self._on_layer)
             ids_BC = ids_BS[:, start : start + CHUNK_TOKENS]
             model.forward(ids_BC, attention, start=start, pads=pads, length=longest)
-        return RowForwards(model, cache, pads=pads, num_tokens=longest)
+        over = fastest_form(cache, model, pads=pads, num_tokens=longest, apart=True)
+        return Lanes.holding(model, list(texts), over, pads=pads, num_tokens=longest)
 
 
-def _guesses(samplers: Mapping[int, Sampler], logits: Mapping[int, Tensor]) -> dict[int, int]:
+def _guesses(samplers: Mapping[RowId, Sampler], logits: Mapping[RowId, Tensor]) -> dict[RowId, int]:
     """The tokens that samplers choose from these logits (V), by row; any where a logit is no number."""
-    chosen = next_tokens([samplers[row] for row in logits], torch.stack(list(logits.values())), raises=False)
+    chosen = next_tokens([samplers[row] for row in logits], torch.stack(list(logits.values())))
     return {row: 0 if token is None else int(token) for row, token in zip(logits, chosen, strict=True)}
 
 

@@ -6,6 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
+from runahead.decoding.row import RowId
+
 LOSS = 0.02
 """Share of the decoding time that verifications may have lost altogether, so that speculation stays near plain time."""
 
@@ -73,7 +75,7 @@ class Payoff:
     """
 
     def __init__(self, *, warm_up: int, always: bool = False) -> None:
-        self.rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
+        self.rates: defaultdict[RowId, AcceptanceRate] = defaultdict(AcceptanceRate)
         self.always = always
         self._warm_up = warm_up
         self._seconds: dict[tuple[int, int], deque[float]] = {}
@@ -96,11 +98,11 @@ class Payoff:
         if not self.always:
             self._may_lose_s += LOSS * seconds + INVESTED * num_left * self._known(num_rows, 0) - seconds
 
-    def num_to_verify(self, drafted: Sequence[tuple[int, int]], *, is_drafted: bool = True) -> int:
+    def num_to_verify(self, drafted: Sequence[tuple[RowId, int]], *, is_drafted: bool = True) -> int:
         """How many tokens of each draft to verify; 0 for a plain step.
 
         Args:
-            drafted: number of a row and of the tokens of its draft, or of most tokens of it, by row.
+            drafted: each row with the number of tokens of its draft, or with most tokens of it.
             is_drafted: drafting has taken its time already.
         """
         longest = max(num for _, num in drafted)

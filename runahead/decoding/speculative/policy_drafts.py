@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,11 +17,11 @@ from runahead.cache.kv_cache import SeenSlab, SlabRow
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
 from runahead.config import Positions
-from runahead.decoding.decode import Row
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import RowId
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
 from runahead.decoding.speculative.observed import as_kept, first_observed, observe
-from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.steps import PolicySteps
@@ -37,19 +37,12 @@ class PolicyDrafter(GeneratedDrafter):
     drafting forwards compute them, and none is dropped.
 
     Args:
-        forwards: of the model over whole caches, with the prompts stored.
+        whole: the memory of the verifying model, with the prompts stored.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        policies: Sequence[Policy],
-        rows: Sequence[Row],
-        forwards: RowForwards,
-        first: Drafter | None = None,
-    ) -> None:
-        super().__init__(rows, first)
-        self._model, self._policies, self._whole = model, list(policies), forwards
+    def __init__(self, model: Model, policies: Sequence[Policy], whole: Lanes, first: Drafter | None = None) -> None:
+        super().__init__(first)
+        self._model, self._policies, self._whole = model, list(policies), whole
 
     @staticmethod
     def check(policies: RankPolicies) -> None:
@@ -74,11 +67,11 @@ class PolicyDrafter(GeneratedDrafter):
     def tokens_to_begin(self) -> float:
         return OBSERVED_TOKENS * len(self._rows) + super().tokens_to_begin
 
-    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
-        kept = [self._kept(row, text) for row, text in zip(self._whole.rows, texts, strict=True)]
-        longest = max(map(len, texts))
-        pads = [longest - len(text) for text in texts]
-        return RowForwards(self._model, RowsCache(kept, pads), pads=pads, num_tokens=longest)
+    def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
+        kept = [self._kept(self._whole.lane(row).cache, text) for row, text in texts.items()]
+        longest = max(map(len, texts.values()))
+        pads = [longest - len(text) for text in texts.values()]
+        return Lanes.holding(self._model, list(texts), RowsCache(kept, pads), pads=pads, num_tokens=longest)
 
     def _kept(self, whole: KVStore, ids: Sequence[int]) -> KVStore:
         """Keys and values that the policies keep of a row with these tokens."""

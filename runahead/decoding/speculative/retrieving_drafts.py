@@ -8,7 +8,7 @@ tokens that verify them, which overwrite them, and all of them are attended to. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,11 @@ from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import SeenSlab, SlabLayer, SlabRow
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
-from runahead.decoding.decode import Row
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import RowId
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
 from runahead.decoding.speculative.observed import as_kept, first_observed, observe
-from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
 from runahead.retrieval.cache import SeenWithRest
 from runahead.retrieval.retrieval import Retrieval, num_observed
@@ -35,37 +35,37 @@ class RetrievingDrafter(GeneratedDrafter):
 
     Args:
         policy: the policy.
-        forwards: of the model over whole caches, with the prompts stored.
+        whole: the memory of the verifying model, with the prompts stored.
     """
 
-    def __init__(
-        self, model: Model, policy: Retriever, rows: Sequence[Row], forwards: RowForwards, first: Drafter | None = None
-    ) -> None:
-        super().__init__(rows, first)
-        self._model, self._policy, self._whole = model, policy, forwards
-        self._drafting: list[RetrievedRow] = []
+    def __init__(self, model: Model, policy: Retriever, whole: Lanes, first: Drafter | None = None) -> None:
+        super().__init__(first)
+        self._model, self._policy, self._whole = model, policy, whole
+        self._drafting: dict[RowId, RetrievedRow] = {}
 
     @property
     def num_bytes(self) -> int:
-        own = sum(row.retrieval.num_bytes for row in self._drafting)
+        own = sum(row.retrieval.num_bytes for row in self._drafting.values())
         return own + (0 if self._first is None else self._first.num_bytes)
 
     @property
     def tokens_to_begin(self) -> float:
         return num_observed(self._policy) * len(self._rows) + super().tokens_to_begin
 
-    def _made(self, texts: Sequence[Sequence[int]]) -> RowForwards:
-        for row, text in zip(self._whole.rows, texts, strict=True):
-            assert isinstance(row, SlabRow), type(row)
-            self._drafting.append(RetrievedRow(self._model, self._policy, row, text))
-        longest = max(map(len, texts))
-        pads = [longest - len(text) for text in texts]
-        return RowForwards(self._model, RowsCache(self._drafting, pads), pads=pads, num_tokens=longest)
+    def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
+        for row, text in texts.items():
+            whole = self._whole.lane(row).cache
+            assert isinstance(whole, SlabRow), type(whole)
+            self._drafting[row] = RetrievedRow(self._model, self._policy, whole, text)
+        longest = max(map(len, texts.values()))
+        pads = [longest - len(text) for text in texts.values()]
+        cache = RowsCache(list(self._drafting.values()), pads)
+        return Lanes.holding(self._model, list(texts), cache, pads=pads, num_tokens=longest)
 
-    def _to_feed(self, row: int, text: Sequence[int]) -> Sequence[int]:
-        num_verified = self._whole.stored[row]
-        assert self._forwards is not None and num_verified == len(text) - 1, (num_verified, len(text))
-        self._forwards.set_stored(row, num_verified)
+    def _to_feed(self, row: RowId, text: Sequence[int]) -> Sequence[int]:
+        num_verified = self._whole.lane(row).num_tokens
+        assert self._lanes is not None and num_verified == len(text) - 1, (num_verified, len(text))
+        self._lanes.set_stored(row, num_verified)
         self._drafting[row].retrieval.grow(num_verified)
         return text[-1:]
 

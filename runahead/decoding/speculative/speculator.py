@@ -1,26 +1,21 @@
 """`Speculator`: which drafter an engine's batches have, and whether their drafts can be made."""
 
-# Legend: B batch, V vocabulary.
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from runahead.config import GenerationOptions, Speculate
-from runahead.decoding.decode import Decoded, Row
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row
 from runahead.decoding.speculative.drafts import Drafter, LookupDrafter
-from runahead.decoding.speculative.generated_drafts import GeneratedDrafter, ModelDrafter
+from runahead.decoding.speculative.generated_drafts import ModelDrafter
+from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.policy_drafts import PolicyDrafter
+from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.decoding.speculative.retrieving_drafts import RetrievingDrafter
-from runahead.decoding.speculative.speculation import Speculation
-from runahead.decoding.speculative.verification import RowForwards
 from runahead.model.model import Model
-from runahead.prefill.base import Prefilled, PromptBatch
-from runahead.report import SpeculationReport
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -38,7 +33,7 @@ class Draft:
 
 
 class Speculator:
-    """Speculative decoding of batches.
+    """The drafts of an engine's batches, and what they need.
 
     Args:
         model: verifies.
@@ -99,61 +94,26 @@ class Speculator:
             self._draft.check(self._model)
             PolicyDrafter.check(self._draft)
 
-    def decode(
-        self,
-        rows: Sequence[Row],
-        prefilled: Prefilled,
-        batch: PromptBatch,
-        on_step: Callable[[list[int | None]], Iterable[int]],
-    ) -> Decoded:
-        """Generate all tokens, on the one rank that has a KV cache. `prefilled` gets the cache's new form and reports.
+    def drafts(self, rows: Sequence[Row], lanes: Lanes, *, token_s: float = 0.0) -> PayingDrafts:
+        """The drafts for a batch of rows.
 
         Args:
-            rows: one per prompt, without new tokens.
-            on_step: as of `Speculation`.
+            lanes: hold the batch.
+            token_s: as of `PayingDrafts`.
         """
-        assert prefilled.cache is not None and prefilled.logits_BV is not None
-        forwards = RowForwards(self._model, prefilled.cache, pads=batch.pads, num_tokens=batch.num_tokens)
-        prefilled.cache = forwards.cache
-        told = prefilled.report
-        token_s = told.prefill_s / max(1, told.chunk_tokens * len(rows))
-        decoded, report, drafter_bytes = self.decode_over(forwards, rows, prefilled.logits_BV, on_step, token_s=token_s)
-        prefilled.report.speculation = report
-        forwards.cache.describe_decoding(prefilled.report)
-        prefilled.report.kv_peak_bytes += drafter_bytes
-        return decoded
+        kind = next(row.options.speculate for row in rows if row.asks_for_drafts)
+        return PayingDrafts(self._drafter(kind, lanes), Payoff(warm_up=lanes.warm_up), name=kind.name, token_s=token_s)
 
-    def decode_over(
-        self,
-        forwards: RowForwards,
-        rows: Sequence[Row],
-        logits_BV: Tensor,
-        on_step: Callable[[list[int | None]], Iterable[int]] = lambda tokens: (),
-        *,
-        token_s: float = 0.0,
-    ) -> tuple[Decoded, SpeculationReport, int]:
-        """Generate all tokens; `token_s` as of `Speculation`. Returns also the statistics, and the drafter's bytes."""
-        drafter = self._drafter(rows, forwards)
-        speculation = Speculation(rows, forwards, drafter, on_step, token_s=token_s)
-        decoded = speculation.decode(logits_BV)
-        speculation.report.within = drafter.within if isinstance(drafter, GeneratedDrafter) else None
-        return decoded, speculation.report, drafter.num_bytes
-
-    def _drafter(self, rows: Sequence[Row], forwards: RowForwards) -> Drafter:
-        kinds, match = {row.options.speculate for row in rows}, dict[int, int]()
-        for number, row in enumerate(rows):
-            if row.options.speculate is not Speculate.none:
-                match[number] = row.options.speculate_match
-        first = self._first_drafter(rows, match)
-        if isinstance(self._draft, Model) and Speculate.model in kinds:
-            return ModelDrafter(self._draft, rows, first, verifying=self._model, on_layer=self._on_layer)
-        if isinstance(self._draft, RankPolicies) and Speculate.policy in kinds:
+    def _drafter(self, kind: Speculate, lanes: Lanes) -> Drafter:
+        if isinstance(self._draft, Model) and kind is Speculate.model:
+            return ModelDrafter(self._draft, self._first_drafter(), verifying=self._model, on_layer=self._on_layer)
+        if isinstance(self._draft, RankPolicies) and kind is Speculate.policy:
             if self._draft.retriever is not None:
-                return RetrievingDrafter(self._model, self._draft.retriever, rows, forwards, first)
-            return PolicyDrafter(self._model, self._draft.last, rows, forwards, first)
-        return LookupDrafter(match)
+                return RetrievingDrafter(self._model, self._draft.retriever, lanes, self._first_drafter())
+            return PolicyDrafter(self._model, self._draft.last, lanes, self._first_drafter())
+        return LookupDrafter()
 
-    def _first_drafter(self, rows: Sequence[Row], match: Mapping[int, int]) -> Drafter | None:
+    def _first_drafter(self) -> Drafter | None:
         if isinstance(self._first, Model):
-            return ModelDrafter(self._first, rows, verifying=self._model, on_layer=self._on_layer)
-        return None if self._first is None else LookupDrafter(match)
+            return ModelDrafter(self._first, verifying=self._model, on_layer=self._on_layer)
+        return None if self._first is None else LookupDrafter()

@@ -1,0 +1,281 @@
+"""`Lanes`: where the keys and values of rows are that are decoded together, and the forwards over them."""
+
+# Legend: B rows of a forward, C tokens of it, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from policies.row_values import row_values, sent
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
+from runahead.cache.fixed import FixedCache
+from runahead.cache.rows import RowsCache
+from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.row import Row, RowId
+from runahead.model.model import Model
+from runahead.reuse.forks import fork
+from runahead.reuse.rows import rows_cache
+from runahead.thinning.rank_policies import RankPolicies
+
+
+@dataclass(eq=False, kw_only=True)
+class Lane:
+    """Where the keys and values of a row are.
+
+    Attributes:
+        cache: of this row alone; before the rows of a batch are told apart, of the batch.
+        num_tokens: tokens that the cache stores, without padding.
+        num_shared: tokens before them that other rows of the same prompt share, after those that the prompt reused.
+        prompt_tokens: number of tokens of the prompt, of which policies keep a share.
+    """
+
+    cache: KVStore
+    num_tokens: int
+    prompt_tokens: int
+    num_shared: int = 0
+
+
+@dataclass(kw_only=True)
+class _Batch:
+    """Rows that began together, in one cache.
+
+    Attributes:
+        cache: of all rows.
+        forward: of one token of every row, also of those that left: with fewer rows it would round differently.
+        pads: left padding of each row.
+        last_ids: the last token of each row.
+        on_device: tokens of each row that are stored, in tensors of fixed shape.
+        left: rows that left.
+        is_split: every lane has the cache of its row, in the same memory.
+        is_in_step: the rows advance by one token at a time.
+    """
+
+    cache: KVStore
+    forward: Forward
+    pads: dict[RowId, int]
+    last_ids: dict[RowId, int]
+    on_device: list[int]
+    left: set[RowId] = field(default_factory=set)
+    is_split: bool = False
+    is_in_step: bool = True
+
+
+class Lanes:
+    """The keys and values of rows that are decoded together, though they may begin, advance and end differently.
+
+    One forward computes all rows, so the weights are read once. With cache policies, which look at one row's cache as a
+    whole, every row has a forward of its own. Of a model that counts positions from the start of the batch, rows of the
+    same length share one. The rows of one batch (`holding`) have that of their whole cache until one gets ahead of the
+    others, and beyond that where it is of fixed shape, so that a GPU replays a graph.
+
+    Args:
+        policies: of rows that join.
+    """
+
+    def __init__(self, model: Model, policies: RankPolicies | None = None) -> None:
+        self._model, self._policies = model, policies or RankPolicies()
+        self._lanes: dict[RowId, Lane] = {}
+        self._batch: _Batch | None = None
+        self._groups: list[tuple[list[RowId], Forward]] | None = None
+        self._grouped: list[RowId] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all caches, of what rows share once."""
+        if self._batch is not None:
+            return self._batch.cache.num_bytes
+        caches = [each.cache for each in self._lanes.values()]
+        shared = {id(cache.shared_TKX): cache.shared_TKX for cache in caches}
+        shared_bytes = sum(layer_TKX.nbytes for layers_TKX in shared.values() for layer_TKX in layers_TKX)
+        return sum(cache.num_bytes for cache in caches) + shared_bytes
+
+    @property
+    def warm_up(self) -> int:
+        """Plain steps after which one takes the time that later ones take."""
+        is_repeated = self._batch is not None and self._batch.cache.repeats_steps
+        return 4 if is_repeated else 2  # a graph is captured in the third
+
+    @classmethod
+    def holding(
+        cls,
+        model: Model,
+        ids: Sequence[RowId],
+        cache: KVStore,
+        forward: Forward | None = None,
+        *,
+        pads: list[int],
+        num_tokens: int,
+    ) -> Lanes:
+        """The lanes of one batch, which no other row joins.
+
+        Args:
+            cache: of the batch.
+            forward: over it, of one token per row; by default without policies.
+            pads: left padding per row.
+            num_tokens: number of tokens of the padded prompt.
+        """
+        lanes, stored = cls(model), [num_tokens - pad for pad in pads]
+        for id, num in zip(ids, stored, strict=True):
+            lanes._lanes[id] = Lane(cache=cache, num_tokens=num, prompt_tokens=num)
+        lanes._batch = _Batch(
+            cache=cache,
+            forward=forward or forward_over(model, cache, [], pads=pads, prompt_tokens=num_tokens),
+            pads=dict(zip(ids, pads, strict=True)),
+            last_ids=dict.fromkeys(ids, 0),
+            on_device=stored,
+        )
+        return lanes
+
+    def join(
+        self,
+        ids: Sequence[RowId],
+        rows: Sequence[Row],
+        cache: KVStore,
+        lengths: Sequence[int],
+        prompt_of: Sequence[int],
+    ) -> None:
+        """Take rows after their prompts; arguments as of `Rows.join`."""
+        assert self._batch is None, "rows of a batch do not go with others"
+        caches = cache.for_decoding().split([max(lengths) - length for length in lengths])
+        joining: dict[int, Lane] = {}
+        for number, (of_prompt, length) in enumerate(zip(caches, lengths, strict=True)):
+            places = [row for row, its_prompt in enumerate(prompt_of) if its_prompt == number]
+            own, num_shared = [of_prompt], 0
+            if len(places) > 1:
+                num_new = max(rows[row].num_left for row in places) - 1  # the last one is not stored
+                own, num_shared = fork(of_prompt, len(places), self._model, num_tokens=length, num_new=num_new)
+            for row, each in zip(places, own, strict=True):
+                prompt_tokens, num_tokens = len(rows[row].prompt), length - num_shared
+                joining[row] = Lane(
+                    cache=each, num_tokens=num_tokens, prompt_tokens=prompt_tokens, num_shared=num_shared
+                )
+        self._lanes |= {id: joining[row] for row, id in enumerate(ids)}
+        self._groups = None
+
+    def leave(self, row: RowId, last_id: int) -> Lane:
+        """Let a row leave whose last token is this one. In a batch its memory stays."""
+        if self._batch is not None:
+            self._batch.last_ids[row] = last_id
+            self._batch.left.add(row)
+            return self._lanes[row]
+        self._groups = None
+        return self._lanes.pop(row)
+
+    def lane(self, row: RowId) -> Lane:
+        """The memory of a row."""
+        batch = self._batch
+        if batch is not None and not batch.is_split:
+            batch.is_split = True
+            caches = batch.cache.split(list(batch.pads.values()))
+            for lane, cache in zip(self._lanes.values(), caches, strict=True):
+                lane.cache = cache
+        return self._lanes[row]
+
+    def plain(self, last_ids: Mapping[RowId, int]) -> tuple[list[RowId], Tensor]:
+        """Logits (B, V) after the last token of each row, which is stored, and the rows of them.
+
+        Rows that left their batch may be among these.
+        """
+        if self._batch is not None and self._batch.is_in_step:
+            return self._in_step(self._batch, last_ids)
+        found = list[tuple[list[RowId], Tensor]]()
+        for rows, forward in self._groups_of(list(last_ids)):
+            longest = max(self._lanes[row].num_tokens for row in rows)
+            found.append((rows, forward(self._ids(last_ids[row] for row in rows), longest)))
+        for row in last_ids:
+            self._lanes[row].num_tokens += 1
+        if len(found) == 1:
+            return found[0]
+        return [*chain.from_iterable(rows for rows, _ in found)], torch.cat([logits_BV for _, logits_BV in found])
+
+    def verify(self, ids: Mapping[RowId, Sequence[int]]) -> dict[RowId, Tensor]:
+        """Logits (C, V) of rows after each of these tokens, which are stored."""
+        self.part()
+        found: dict[RowId, Tensor] = {}
+        for rows in self._alike(ids):
+            lanes = [self.lane(row) for row in rows]
+            found |= dict(zip(rows, self._verified(lanes, [ids[row] for row in rows]), strict=True))
+        for row, of_row in ids.items():
+            self._lanes[row].num_tokens += len(of_row)
+        return found
+
+    def part(self) -> None:
+        """From now on rows may advance by different numbers of tokens."""
+        self._groups, batch = None, self._batch
+        if batch is not None:  # a single row has nothing to be in step with
+            batch.is_in_step = len(batch.pads) == 1 or isinstance(batch.cache, FixedCache)
+
+    def take_back(self, row: RowId, num: int) -> None:
+        """Forget the last tokens of a row that are stored, so that others are stored in their place."""
+        if num:
+            lane = self.lane(row)
+            self.set_stored(row, lane.num_tokens - num)
+            lane.cache.take_back(num)
+
+    def set_stored(self, row: RowId, num: int) -> None:
+        """Note how many tokens of a row are stored."""
+        if self._lanes[row].num_tokens != num:
+            self._lanes[row].num_tokens, self._groups = num, None
+
+    def _in_step(self, batch: _Batch, last_ids: Mapping[RowId, int]) -> tuple[list[RowId], Tensor]:
+        """A plain step of all rows of a batch, also of those that left."""
+        batch.last_ids |= last_ids
+        lanes = list(self._lanes.values())
+        if isinstance(batch.cache, FixedCache):
+            wanted = [min(lane.num_tokens, batch.cache.lengths.room - 1) for lane in lanes]
+            if wanted != batch.on_device:
+                batch.cache.set_lengths(wanted)
+            batch.on_device = [num + 1 for num in wanted]
+        start = max(lane.num_tokens + pad for lane, pad in zip(lanes, batch.pads.values(), strict=True))
+        logits_BV = batch.forward(self._ids(batch.last_ids.values()), start)
+        for row, lane in self._lanes.items():
+            lane.num_tokens += row in last_ids or row in batch.left
+        return list(self._lanes), logits_BV
+
+    def _verified(self, lanes: Sequence[Lane], ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Logits (C, V) of rows after each of some tokens, which are stored, by one forward."""
+        model, stored = self._model, [lane.num_tokens for lane in lanes]
+        start, longest = max(stored), max(map(len, ids))
+        pads = [start - num for num in stored]
+        cache = RowsCache([lane.cache for lane in lanes], pads, [len(of_row) for of_row in ids])
+        filled = [[*of_row, *[0] * (longest - len(of_row))] for of_row in ids]
+        ids_BC = sent(torch.tensor(filled), model.device)
+        attention = CausalAttention(cache, start=start, pads=pads)
+        with model.ranges("verification of", ids_BC.shape[1], "tokens"):
+            logits_BCV = model.forward(ids_BC, attention, start=start, pads=pads, all_logits=True)
+        return [logits_CV[: len(of_row)] for of_row, logits_CV in zip(ids, logits_BCV, strict=True)]
+
+    def _alike(self, rows: Iterable[RowId]) -> list[list[RowId]]:
+        """Rows that one forward computes."""
+        groups: dict[Hashable, list[RowId]] = {}
+        for row in rows:
+            key: Hashable = None
+            if self._policies.chooses:
+                key = row
+            elif self._model.uneven_limit is not None:
+                key = self._lanes[row].num_tokens
+            groups.setdefault(key, []).append(row)
+        return list(groups.values())
+
+    def _groups_of(self, rows: list[RowId]) -> list[tuple[list[RowId], Forward]]:
+        """Groups of rows and the forward of each, which are the same as long as all of them take plain steps."""
+        if self._groups is None or self._grouped != rows:
+            self._groups, self._grouped = [(alike, self._forward(alike)) for alike in self._alike(rows)], rows
+        return self._groups
+
+    def _forward(self, rows: Sequence[RowId]) -> Forward:
+        lanes = [self.lane(row) for row in rows]
+        longest = max(lane.num_tokens for lane in lanes)  # all grow by a token per step, so pads stay as they are
+        pads, policies = [longest - lane.num_tokens for lane in lanes], self._policies
+        cache = lanes[0].cache if policies.chooses else rows_cache([lane.cache for lane in lanes], pads)
+        prompt_tokens = lanes[0].prompt_tokens
+        return forward_over(self._model, cache, policies.while_decoding, pads=pads, prompt_tokens=prompt_tokens)
+
+    def _ids(self, ids: Iterable[int]) -> Tensor:
+        return row_values(list(ids), self._model.device)[:, None]

@@ -1,0 +1,83 @@
+"""`Row`: a prompt and the text after it, while it is generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runahead.config import GenerationOptions, Speculate
+from runahead.decoding.sampling import Sampler
+from runahead.decoding.scored_tokens import ScoredToken
+from runahead.decoding.stop_strings import StopStrings
+from runahead.model.model import Model
+from runahead.report import TokenLogprobs
+
+RowId = tuple[int, int]
+"""Number of a prompt batch, and of the row in it."""
+
+
+def batch_ids(num_rows: int) -> list[RowId]:
+    """Names of the rows of a batch that is decoded alone."""
+    return [(0, row) for row in range(num_rows)]
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A row's next token, None if the row ended with NOT_NUMBERS, and its `Row.finish_reason`."""
+
+    row: RowId
+    token: int | None
+    ended: str | None
+
+
+class Row:
+    """One row of the batch while it is generated.
+
+    Attributes:
+        prompt, new_ids: token ids.
+        ids: both together.
+        options: as given.
+        logprobs: log-probabilities of each new token; empty if they were not asked for.
+        finish_reason: "eos", "stop", "length", "cancelled", the error NOT_NUMBERS, or None while it goes on.
+    """
+
+    def __init__(self, model: Model, prompt: list[int], options: GenerationOptions, seed: int) -> None:
+        self.prompt, self.new_ids, self.ids = prompt, list[int](), list(prompt)
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.options = options
+        self._eos = set() if options.ignore_eos else model.eos_token_ids
+        schema = options.json_schema
+        constraint = None if schema is None else model.json_schemas.constraint(schema)
+        self.sampler = Sampler(options, seed, model.device, prompt=prompt, constraint=constraint)
+        self._text = StopStrings(model.tokenizer, options.stop)
+
+    def add(self, token: int) -> None:
+        """Append a new token, and set `finish_reason` if the row ends with it."""
+        self.new_ids.append(int(token))
+        self.ids.append(int(token))
+        if isinstance(token, ScoredToken):
+            self.logprobs.append(token.logprobs)
+        if token in self._eos:
+            self.finish_reason = "eos"
+        elif self._text.add(token):
+            self.finish_reason = "stop"
+        elif self.num_left == 0:
+            self.finish_reason = "length"
+
+    def end(self, reason: str) -> None:
+        """End the row, unless it has ended."""
+        self.finish_reason = self.finish_reason or reason
+
+    @property
+    def num_left(self) -> int:
+        """Most new tokens that may still come."""
+        return self.options.max_new_tokens - len(self.new_ids)
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        return self.options.speculate is not Speculate.none
+
+    @property
+    def text(self) -> str:
+        self._text.finish()
+        return self._text.text
