@@ -275,15 +275,20 @@ def test_the_encoder_of_a_checkpoint_is_told_and_left_out(tmp_path: Path) -> Non
     )
 
 
-def test_a_decoder_without_the_embeddings_that_its_encoder_shares_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stored_twice", [False, True])
+def test_a_decoder_has_the_embeddings_that_its_encoder_shares(tmp_path: Path, is_stored_twice: bool) -> None:
     """As BART's, which transformers stores once, by a name that the decoder alone does not know."""
     module = BartForConditionalGeneration(BartConfig(**SMALL_HALVES))
     module.save_pretrained(tmp_path)
-    assert "2 of the model's weights are not in the files" in refusal(lambda: load_hf(tmp_path))
     embeddings = module.model.shared.weight.data
-    edit_weights(tmp_path, lambda weights: weights.update({"model.decoder.embed_tokens.weight": embeddings.clone()}))
+    if is_stored_twice:
+        twice = {"model.decoder.embed_tokens.weight": embeddings.clone()}
+        edit_weights(tmp_path, lambda weights: weights.update(twice))
     (line,) = told(tmp_path)
     assert "1 of a bias that a decoder alone does not add, such as final_logits_bias" in line
+    weights = load_hf(tmp_path).module.state_dict()
+    assert torch.equal(weights["model.decoder.embed_tokens.weight"], embeddings)
+    assert torch.equal(weights["lm_head.weight"], embeddings)
 
 
 def test_a_second_copy_of_a_tied_head_is_no_reason_to_refuse(tmp_path: Path) -> None:

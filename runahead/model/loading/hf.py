@@ -81,6 +81,8 @@ def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTraine
     if checkpoint.gguf:
         # By default transformers looks on the hub for kernels that work on the packed blocks.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        arguments["key_mapping"] = stored_forms.names_in_decoder(checkpoints.stored_tensors(checkpoint))
     module = _from_pretrained(model_class or AutoModelForCausalLM, make, arguments, bars=bars)
     if checkpoint.gguf:
         give_back()

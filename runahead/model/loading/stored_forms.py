@@ -7,7 +7,7 @@ scales, and biases or layers that the config does not name are dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +62,16 @@ multi-token prediction."""
 QUANTISED_NAMES = re.compile(
     r"\.(q(weight|zeros)|scales|weight_(packed|scale\w*|zero_point|format)|(absmax|quant_)\w*)$"
 )
+
+
+def names_in_decoder(stored: Container[str]) -> dict[str, str] | None:
+    """Names that a decoder alone has for tensors which are stored once for it and its encoder: pattern -> replacement.
+
+    BART's files and those of six families like it have the embeddings of both as `model.shared`.
+    """
+    if "model.shared.weight" not in stored or "model.decoder.embed_tokens.weight" in stored:
+        return None
+    return {r"^model\.shared\.": "model.decoder.embed_tokens."}
 
 
 def require_read(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
