@@ -9,7 +9,7 @@ rounding chooses. So the attention of each layer is compared there, given the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,115 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from runahead.attention.base import LayerAttention
+from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.model.adapters import ADAPTERS
 from runahead.model.layer_kinds import decoder_config
-from runahead.model.layers.attention_input import hidden_states
-from runahead.model.loading.sharing import local_part
+from runahead.model.layers.attention_input import attention_modules, hidden_states
+from runahead.model.loading.sharing import Shares, local_part
 from runahead.model.seam import ATTENTION_NAME, set_attention
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsCheck:
+    """Comparison of one model's logits on the short text.
+
+    Attributes:
+        module: the model, whose attention is ours.
+        name: for messages.
+        shares: the ranks that hold the model together, if `module` is this rank's share.
+        forward, empty_cache: of `runahead.model.Model`.
+        run_one_token: runs a token through the model, with this attention.
+    """
+
+    module: PreTrainedModel
+    name: str
+    shares: Shares | None
+    forward: Callable[..., Tensor]
+    empty_cache: Callable[[int], KVCache]
+    run_one_token: Callable[[LayerAttention], None]
+
+    @property
+    def _config(self) -> Any:
+        return decoder_config(self.module.config)
+
+    @property
+    def _ids_1S(self) -> Tensor:  # noqa: N802
+        return check_text(int(self._config.vocab_size), self.module.device)
+
+    @property
+    def _is_precise(self) -> bool:
+        return self.module.dtype in (torch.float32, torch.float64)
+
+    def expected(self) -> tuple[Tensor, list[LayerIO]]:
+        """Logits (B, V) after the short text by transformers' own attention, and each layer's attention.
+
+        The second is empty unless rounding exchanges experts.
+        """
+        in_step = (lambda call: call()) if self.shares is None else self.shares.run
+        with recorded_layers(self._modules_to_compare(), self._config.hidden_size) as layers:
+            return transformers_logits(self.module, self._ids_1S, in_step), layers
+
+    def require(self, theirs_BV: Tensor, layers: Sequence[LayerIO], whose: str) -> None:
+        """Compute the short text in two chunks with our attention, and compare the logits with the expected ones.
+
+        Args:
+            theirs_BV: expected logits of the last token.
+            layers: expected attention of each layer, by which other logits are found to be rounding; may be empty.
+            whose: where they come from, for the message.
+
+        Raises:
+            ValueError: the logits differ by more than rounding.
+        """
+        require_numbers(theirs_BV, self.module, self.name)
+        dtype = self.module.dtype
+        off = differ(self._ours(), theirs_BV, dtype)
+        if self.shares is not None:  # all of them go on to the same forwards
+            off = next(filter(None, self.shares.gather(off)), "")
+        if not off:
+            return
+        what = "other logits"
+        modules = self._modules_to_compare() if layers else []
+        if len(modules) == len(layers) and modules:
+            found: dict[int, str] = {}
+            self._ours(lambda end: given_equal_inputs(modules, layers, end, dtype, found))
+            if not found:
+                return
+            layer, off = min(found.items())
+            what = "other embeddings" if layer < 0 else f"another output of the attention of layer {layer}"
+        raise ValueError(
+            f"model {self.name} ({self._config.model_type}) is not computed right: it gives {what} through our "
+            f"attention than through {whose} ({off}); use {'' if self._is_precise else 'model.dtype=float32, or '}"
+            "another model"
+        )
+
+    def _modules_to_compare(self) -> list[nn.Module]:
+        """The attention module of each layer; none where logits tell by themselves, or if one is not found."""
+        if self._is_precise or not routes_to_experts(self.module):
+            return []
+        modules = attention_modules(self.module, self.run_one_token, self._config.hidden_size)
+        found = [module for module in modules if module is not None]
+        return found if len(set(found)) == len(modules) else []
+
+    def _ours(self, within: Callable[[int], AbstractContextManager[None]] = lambda end: nullcontext()) -> Tensor:
+        """Logits (B, V) after the short text by our attention.
+
+        Args:
+            within: context of the forward of each chunk, by the number of tokens up to its end.
+        """
+        ids_1S, start = self._ids_1S, 0
+        cache = self.empty_cache(ids_1S.shape[1])
+        for num_tokens in CHECK_TOKENS:
+            end = start + num_tokens
+            attention = CausalAttention(cache, start=start, pads=[0])
+            with within(end):
+                logits_BV = self.forward(ids_1S[:, start:end], attention, start=start, pads=[0], length=ids_1S.shape[1])
+            start = end
+        return logits_BV
 
 
 def check_text(vocab_size: int, device: torch.device) -> Tensor:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from policies.row_values import row_values
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
-from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape
@@ -29,7 +28,7 @@ from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
 from runahead.model.json_schemas import JSONSchemas
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
-from runahead.model.layers.attention_input import attention_modules, show_attention_inputs
+from runahead.model.layers.attention_input import show_attention_inputs
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, MarkingAttention, Marks
 from runahead.model.layers.narrowing import decoder_layers, narrow
@@ -40,17 +39,7 @@ from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
-from runahead.model.logits_check import (
-    CHECK_TOKENS,
-    LayerIO,
-    check_text,
-    differ,
-    given_equal_inputs,
-    recorded_layers,
-    require_numbers,
-    routes_to_experts,
-    transformers_logits,
-)
+from runahead.model.logits_check import LogitsCheck
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
@@ -130,7 +119,8 @@ class Model:
                 self._marker = Marker(self.marks, module, self.config)
             self._look_at_layers()
             if self.marks is None:  # transformers has no attention that leaves out what is marked
-                self._require_logits(*self._transformers_logits(), "transformers' own")
+                check = self._logits_check()
+                check.require(*check.expected(), "transformers' own")
         except (torch.OutOfMemoryError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -199,13 +189,13 @@ class Model:
         Raises:
             ValueError: transformers cannot shard this model, or the shards give other logits than the whole model.
         """
-        whole_BV, whole_layers = self._transformers_logits()
+        expected = self._logits_check().expected()
         _ = self.fingerprint  # of the whole model, before this rank's share replaces it
         share_model(self.module, shares.group, self.device)
         self.shares = shares
         try:
             self._look_at_layers()
-            self._require_logits(whole_BV, whole_layers, "the whole model")
+            self._logits_check().require(*expected, "the whole model")
         except (torch.OutOfMemoryError, ValueError, PeerFailure):
             raise
         except Exception as error:  # shares may be of other shapes than the family's code expects
@@ -638,72 +628,15 @@ class Model:
         if sources:
             end_with_last(self._layers[self.num_layers :])
 
-    def _transformers_logits(self) -> tuple[Tensor, list[LayerIO]]:
-        """Logits (B, V) after the short text by transformers' own attention, and each layer's attention.
-
-        The second is empty unless rounding exchanges experts.
-        """
-        ids_1S = check_text(self.vocab_size, self.device)
-        with recorded_layers(self._modules_to_compare(), self.config.hidden_size) as layers:
-            return transformers_logits(self.module, ids_1S, self.in_step), layers
-
-    def _modules_to_compare(self) -> list[nn.Module]:
-        """The attention module of each layer; none where logits tell by themselves, or if one is not found."""
-        if self.dtype in (torch.float32, torch.float64) or not routes_to_experts(self.module):
-            return []
-        modules = attention_modules(self.module, self._run_one_token, self.config.hidden_size)
-        found = [module for module in modules if module is not None]
-        return found if len(set(found)) == len(modules) else []
-
-    def _require_logits(self, theirs_BV: Tensor, layers: Sequence[LayerIO], whose: str) -> None:
-        """Compute a short text in two chunks with our attention, and compare the logits with the expected ones.
-
-        Args:
-            theirs_BV: expected logits of the last token.
-            layers: expected attention of each layer, by which other logits are found to be rounding; may be empty.
-            whose: where they come from, for the message.
-
-        Raises:
-            ValueError: the logits differ by more than rounding.
-        """
-        require_numbers(theirs_BV, self.module, self.name)
-        off = differ(self._logits_in_two_chunks(), theirs_BV, self.dtype)
-        if self.shares is not None:  # all of them go on to the same forwards
-            off = next(filter(None, self.shares.gather(off)), "")
-        if not off:
-            return
-        what = "other logits"
-        modules = self._modules_to_compare() if layers else []
-        if len(modules) == len(layers) and modules:
-            found: dict[int, str] = {}
-            self._logits_in_two_chunks(lambda end: given_equal_inputs(modules, layers, end, self.dtype, found))
-            if not found:
-                return
-            layer, off = min(found.items())
-            what = "other embeddings" if layer < 0 else f"another output of the attention of layer {layer}"
-        precise = self.dtype in (torch.float32, torch.float64)
-        raise ValueError(
-            f"model {self.name} ({self.config.model_type}) is not computed right: it gives {what} through our "
-            f"attention than through {whose} ({off}); use {'' if precise else 'model.dtype=float32, or '}another model"
+    def _logits_check(self) -> LogitsCheck:
+        return LogitsCheck(
+            module=self.module,
+            name=self.name,
+            shares=self.shares,
+            forward=self.forward,
+            empty_cache=self.empty_cache,
+            run_one_token=self._run_one_token,
         )
-
-    def _logits_in_two_chunks(
-        self, within: Callable[[int], AbstractContextManager[None]] = lambda end: nullcontext()
-    ) -> Tensor:
-        """Logits (B, V) after the short text by our attention.
-
-        Args:
-            within: context of the forward of each chunk, by the number of tokens up to its end.
-        """
-        ids_1S, start = check_text(self.vocab_size, self.device), 0
-        cache = self.empty_cache(ids_1S.shape[1])
-        for num_tokens in CHECK_TOKENS:
-            end = start + num_tokens
-            attention = CausalAttention(cache, start=start, pads=[0])
-            with within(end):
-                logits_BV = self.forward(ids_1S[:, start:end], attention, start=start, pads=[0], length=ids_1S.shape[1])
-            start = end
-        return logits_BV
 
 
 def load_weights(

@@ -17,6 +17,7 @@ from runahead.config import ModelName, ModelOptions
 from runahead.model import seam
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
 from runahead.model.loading import load_config, load_decoder_config
+from runahead.model.logits_check import LogitsCheck
 
 SUPPORTED = "full_attention, sliding_attention and chunked_attention are"
 
@@ -121,11 +122,10 @@ def test_ranks_that_share_a_model_go_on_to_the_same_forwards(monkeypatch: pytest
             return [value, "off by 0.21, spread 1"]
 
     model = Model(small_model(small_config("mixtral", Sizes()), dtype=torch.bfloat16))
-    expected, forwards = model._transformers_logits(), []
-    once = model._logits_in_two_chunks
-    monkeypatch.setattr(model, "_logits_in_two_chunks", lambda *args: forwards.append(0) or once(*args))
-    model._require_logits(*expected, "transformers' own")
+    expected, forwards, once = model._logits_check().expected(), [], LogitsCheck._ours
+    monkeypatch.setattr(LogitsCheck, "_ours", lambda *args: forwards.append(0) or once(*args))
+    model._logits_check().require(*expected, "transformers' own")
     assert len(forwards) == 1
     monkeypatch.setattr(model, "shares", OfTwo())
-    model._require_logits(*expected, "the whole model")
+    model._logits_check().require(*expected, "the whole model")
     assert len(forwards) == 3
