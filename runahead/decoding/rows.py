@@ -178,7 +178,7 @@ class Rows:
         found = [id for id in dict.fromkeys(ids) if id in self._rows]
         for id in found:
             self._rows[id].end("cancelled")
-        if not self._is_in_step:  # else they leave with those that end in it
+        if found and not self._is_in_step:  # else they leave with those that end in it
             self._let_leave()
         return found
 

@@ -198,3 +198,19 @@ def test_a_row_whose_logits_are_no_numbers_ends_alone(at_once, monkeypatch):
     assert decoding.tokens[0] == expected[0] and decoding.tokens[2] == expected[2]
     assert decoding.tokens[1] == [*expected[1][: 0 if at_once else 2], None]
     assert decoding.ended[1] == NOT_NUMBERS and len(decoding.live) == 0 and decoding.live.num_bytes == 0
+
+
+def test_rows_of_a_batch_that_ended_stay_in_its_forward(monkeypatch):
+    """With fewer rows kernels would round differently. They go on with their last token."""
+    engine = engine_of("llama")
+    forward, given = engine.model.forward, list[list[int]]()
+
+    def counting(ids_BC, *args, **more):
+        given.append(ids_BC[:, -1].tolist())
+        return forward(ids_BC, *args, **more)
+
+    with throughout(engine.model.dtype):
+        monkeypatch.setattr(engine.model, "forward", counting)
+        options = [replace(GREEDY, max_new_tokens=number) for number in (2, 5, 1)]
+        rows = [each.new_token_ids for each in engine.generate(PROMPTS[:3], options).generations]
+    assert given[1:] == [[ids[min(step, len(ids) - 1)] for ids in rows] for step in range(4)]
