@@ -12,7 +12,7 @@ from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.kvpress.methods import METHODS
-from benchmarks.studies.quality.paired import Setting, is_by_order, kind_of, question_of, setting_of, unmeasured
+from benchmarks.studies.quality.paired import Setting, question_of, setting_of
 from benchmarks.studies.quality.tables import nats, points
 
 Answers = dict[str, Line]
@@ -92,7 +92,7 @@ def differences(pairs: Iterable[tuple[Line, Line]]) -> list[float]:
 def pairs(found: Sequence[Line]) -> dict[tuple[Setting, str], list[Pair]]:
     """Methods on both sides, by setting and budget, the full cache first; the newest line of a repeated answer."""
     answers: dict[Setting, dict[tuple[str, str | None, bool], Answers]] = {}
-    for line in (line for line in found if not is_by_order(line)):
+    for line in found:
         of_setting = answers.setdefault(setting_of(line), {})
         budget = None if line["method"] == FULL else budget_text(line["budget"])
         of_setting.setdefault((line["method"], budget, "kvpress" in line), {})[question_of(line)] = line
@@ -111,14 +111,12 @@ def pairs(found: Sequence[Line]) -> dict[tuple[Setting, str], list[Pair]]:
 def tables(found: list[Line]) -> str:
     """A table of each setting and budget."""
     parts = []
-    for ((model, protocol, length), budget), of_setting in pairs(found).items():
-        lines = [line for line in found if setting_of(line)[::2] == (model, length) and not is_by_order(line)]
+    for ((model, _, length), budget), of_setting in pairs(found).items():
+        lines = [line for line in found if setting_of(line)[::2] == (model, length)]
         versions = [line["kvpress"] for line in lines if "kvpress" in line][-1:]
         told = ", ".join(f"{name} {number}" for of_side in versions for name, number in of_side.items())
         questions = max(pair.questions for pair in of_setting)
         heading = f"**{model}, {length}, {budget} kept**: {questions} questions; {told}; {measured(lines)}"
-        if left_out := unmeasured(found, (model, protocol, length), set(map(kind_of, lines))):
-            heading += f"; without {', '.join(left_out)}, to be measured again in any order of the strings"
         parts.append(f"{heading}\n\n{markdown(table(of_setting))}")
     return "\n".join(parts)
 

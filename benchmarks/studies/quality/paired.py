@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.difference import Difference
-from benchmarks.evaluation.options import RULER_SETS
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
 from benchmarks.studies.quality.methods import FAMILIES, share_of
@@ -59,7 +58,7 @@ def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
     Lines of a policy that read another file of the model than in its newest line are left out, and lists of keys about
     which nothing but methods of `methods.py` were asked: `losses.py` compares those.
     """
-    asked = [line for line in found if line["task"] != "copy" and not is_by_order(line)]
+    asked = [line for line in found if line["task"] != "copy"]
     newest = {(*_row_of(line), question_of(line)): line for line in asked}
     files = {_row_of(line): _files_of(line) for line in asked}
     groups: dict[Setting, list[Line]] = {}
@@ -67,17 +66,6 @@ def settings(found: Sequence[Line]) -> dict[Setting, list[Line]]:
         if _files_of(line) == files[_row_of(line)]:
             groups.setdefault(setting_of(line), []).append(line)
     return {setting: group for setting, group in groups.items() if not _is_of_methods(group)}
-
-
-def is_by_order(line: Line) -> bool:
-    """Whether a line of an earlier version scores a set of strings by their order: these do not count."""
-    return kind_of(line) in RULER_SETS and "new_tokens" not in line["case"]
-
-
-def unmeasured(found: Sequence[Line], setting: Setting, kinds: Collection[str]) -> list[str]:
-    """Kinds of questions of a setting that no line scores as it should, and that are not among `kinds`."""
-    old = {kind_of(line) for line in found if is_by_order(line) and setting_of(line) == setting}
-    return [kind for kind in RULER_SETS if kind in old and kind not in kinds]
 
 
 def _row_of(line: Line) -> tuple[Setting, str, str]:

@@ -11,7 +11,7 @@ from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.quality import losses
-from benchmarks.studies.quality.paired import PolicyRow, Setting, over_scorers, rows, settings, unmeasured
+from benchmarks.studies.quality.paired import PolicyRow, Setting, over_scorers, rows, settings
 
 PROTOCOLS = {"separate": "question not seen", "with_context": "question seen"}
 ORDER = (*RULER_TASKS, *TASK_NAMES)
@@ -22,7 +22,7 @@ def tables(found: list[Line]) -> str:
     """All tables, each with the number of its questions and the commits that measured it."""
     parts = []
     for setting, group, of_setting in compared(found):
-        parts.append(with_heading(found, setting, group, of_setting))
+        parts.append(with_heading(setting, group, of_setting))
         if wrapped := over_scorers(group):
             parts.append(f"The same questions, over the scorer's own choice:\n\n{markdown(scorers_table(wrapped))}")
     return "\n".join([*parts, losses.tables(found)])
@@ -34,7 +34,7 @@ def main_tables(found: list[Line]) -> str:
     for setting, group, of_setting in compared(found):
         questions = num_questions(of_setting)
         if questions > largest.get(setting[0], (0, ""))[0]:
-            largest[setting[0]] = questions, with_heading(found, setting, group, of_setting)
+            largest[setting[0]] = questions, with_heading(setting, group, of_setting)
     return "\n".join(text for _, text in largest.values())
 
 
@@ -46,14 +46,10 @@ def compared(found: list[Line]) -> Iterator[tuple[Setting, list[Line], list[Poli
             yield setting, group, of_setting
 
 
-def with_heading(
-    found: Sequence[Line], setting: Setting, group: Sequence[Line], of_setting: Sequence[PolicyRow]
-) -> str:
+def with_heading(setting: Setting, group: Sequence[Line], of_setting: Sequence[PolicyRow]) -> str:
     """A table behind a line with its setting, number of questions, and the dates and commits that measured it."""
     model, protocol, length = setting
     heading = f"**{model}, {PROTOCOLS[protocol]}, {length}**: {num_questions(of_setting)} questions, {measured(group)}"
-    if left_out := unmeasured(found, setting, {kind for row in of_setting for kind in row.scores}):
-        heading += f"; without {', '.join(left_out)}, to be measured again in any order of the strings"
     return f"{heading}\n\n{markdown(table(of_setting))}"
 
 
