@@ -255,11 +255,14 @@ def _drafting_model(run: RunOptions) -> ModelOptions:
 def _drafting_policies(run: RunOptions) -> RankPolicies:
     """The policies of draft.policy, checked against the config of the model. Rank 0 calls it. Raises: ValueError."""
     from launch.inputs.policies import named, rank_policies
+    from runahead.features.facts import Setup
+    from runahead.features.refused import check
     from runahead.model import loading
 
     with named("draft.policy"):
         policies = rank_policies(run.draft.policy, file_option="draft.policy")
-        policies.check_before_loading(loading.load_decoder_config(run.model))
+        policies.require_files()
+        check(Setup(policies=policies, config=loading.load_decoder_config(run.model)))
     return policies
 
 
@@ -271,9 +274,10 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     from launch.inputs.prompts import read_prompts, use_template
     from launch.program.written_files import ensure_outputs
     from runahead.context import LearningPartitioner, even
+    from runahead.features.refused import check
     from runahead.model import loading
     from runahead.model.shares import check_shares
-    from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
+    from runahead.prefill.prompt_check import PromptLimits, check_prompts
     from runahead.ranks.fault_report import fault_path
     from runahead.timeline.trace import picture_path
 
@@ -293,7 +297,9 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     tokenizer = loading.load_tokenizer(run.model)
     use_template(tokenizer, run.prompt.chat_template, "prompt.chat_template")
     check_generation(run.generation, tokenizer, config)
-    policies.check_before_loading(config)
+    policies.require_files()
+    setup = replace(run.setup, policies=policies, config=config, num_stages=mesh.num_stages)
+    check(setup)
     limits = PromptLimits.of_config(config, policies, run.prefill, mesh.num_stages)
     if run.policy["name"] == "prompt_cache":
         schema = read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)
@@ -307,17 +313,17 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
         seed=run.model.seed,
     )
 
-    def check(prompts: Sequence[Sequence[int]]) -> None:
+    def check_texts(prompts: Sequence[Sequence[int]]) -> None:
         names = [f"prompt {number}" for number in range(1, len(prompts) + 1)] if len(prompts) > 1 else ["the prompt"]
         check_prompts(prompts, limits, num_new=run.generation.max_new_tokens, names=names)
 
     if run.prompt.skip_invalid:
-        prompts.skip(lambda ids: check([ids]))
+        prompts.skip(lambda ids: check_texts([ids]))
     else:
-        check(prompts.ids)
+        check_texts(prompts.ids)
     if run.prefill.takes_partition:
         split = even if isinstance(partition, LearningPartitioner) else partition  # which asks all ranks
-        check_chunk_tokens(run.prefill, len(split(len(prompts.ids[0]), mesh.num_stages).chain))
+        check(replace(setup, num_chunks=len(split(len(prompts.ids[0]), mesh.num_stages).chain)))
     return prompts
 
 

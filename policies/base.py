@@ -346,6 +346,9 @@ class LayerPairs:
 class Policy:
     """Base of all policies. A policy holds its options only; the state of a sequence is in the `LayerView`."""
 
+    retrieves: ClassVar[bool] = False
+    """Whether it is a `Retriever`, which keeps all tokens and reads some."""
+
     narrows: ClassVar[bool] = False
     """Whether `narrow` may drop tokens."""
 

@@ -270,6 +270,7 @@ class Retriever(Policy, ABC):
         ValueError: an option is out of range.
     """
 
+    retrieves: ClassVar[bool] = True
     compares_by_kv_head: ClassVar[bool] = True
     first_ahead: ClassVar[int] = 0
     """First layer with a predicted query."""

@@ -311,18 +311,6 @@ class CacheOptions:
         valid = self.residual_bits in (None, 16)
         require(valid, "cache.residual_bits", self.residual_bits, "must be 16, or null for the model's dtype")
 
-    def check(self, prefill: PrefillOptions, decode: DecodeOptions) -> None:
-        """Check that keys and values can be quantised where they are stored. Raises: ValueError."""
-        if self.bits is None:
-            return
-        if prefill.name in (PrefillName.tsp, PrefillName.zigzag):
-            raise ValueError(
-                f"cache.bits={self.bits} needs prefill=kv_runahead or prefill=single; prefill={prefill.name.name} "
-                "stores keys and values as they are"
-            )
-        if decode.name is DecodeName.sharded:
-            raise ValueError(f"cache.bits={self.bits} does not go with decode=sharded; use decode=last")
-
 
 @dataclass(kw_only=True)
 class DecodeOptions:
@@ -332,120 +320,6 @@ class DecodeOptions:
 
     def __post_init__(self) -> None:
         self.name = choice("decode", DecodeName, self.name)
-
-    def check(
-        self,
-        prefill: PrefillOptions,
-        *,
-        positions: Positions = Positions.original,
-        reuses: bool = False,
-        needs_whole: bool = False,
-        clamps: bool = False,
-    ) -> None:
-        """Check that a prefill leaves keys and values where this option wants them.
-
-        Args:
-            positions: positions of kept tokens under a cache policy.
-            reuses: whether prompts reuse segments.
-            needs_whole: whether a cache policy has to see all tokens of a prompt on one rank.
-            clamps: whether a cache policy clamps distances.
-
-        Raises:
-            ValueError: it does not.
-        """
-        if self.name is not DecodeName.sharded:
-            return
-        if prefill.name in (PrefillName.tsp, PrefillName.zigzag):
-            raise ValueError(
-                f"decode=sharded needs prefill=kv_runahead: prefill={prefill.name.name} collects all keys and values "
-                "on the last rank; use decode=last"
-            )
-        if positions is Positions.reencoded:
-            raise ValueError(
-                "decode=sharded keeps tokens of a text on several ranks, and policy.positions=reencoded counts all "
-                "that are kept; use policy.positions=original or decode=last"
-            )
-        if needs_whole:
-            raise ValueError(
-                "decode=sharded leaves each rank the tokens of its own chunk, and this policy has to see those of all "
-                "chunks at once; use decode=last"
-            )
-        if clamps:
-            raise ValueError(
-                "decode=sharded keeps tokens of a text on several ranks, and policy.clamped=true counts the slots of "
-                "one; use policy.clamped=false or decode=last"
-            )
-        if reuses:
-            raise ValueError(
-                "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no "
-                "rank computes; use decode=last"
-            )
-
-
-def check_prefix_reuse(
-    prefill: PrefillOptions,
-    decode: DecodeOptions,
-    *,
-    drops_tokens: bool = False,
-    num_shares: int = 1,
-    what: str = "reuse of prefixes",
-) -> None:
-    """Check that a run can reuse prefixes of earlier prompts: what is computed of a prompt lies whole on one rank.
-
-    Args:
-        drops_tokens: cache policies may drop tokens of a prompt.
-        what: asks for it, in the message.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    against = None
-    if drops_tokens:
-        against = "cache policies that drop tokens; use policy=full or one that retrieves alone, such as infinigen"
-    elif prefill.name not in (PrefillName.kv_runahead, PrefillName.single):
-        against = f"prefill={prefill.name.name}; use prefill=kv_runahead or prefill=single"
-    elif prefill.chunk_tokens is not None:
-        against = f"prefill.chunk_tokens={prefill.chunk_tokens}; leave it out"
-    elif num_shares > 1:
-        against = f"ranks.tensor={num_shares}; use ranks.tensor=1"
-    elif decode.name is not DecodeName.last:
-        against = f"decode={decode.name.name}; use decode=last"
-    if against is not None:
-        raise ValueError(f"{what} does not go with {against}")
-
-
-def check_speculation(
-    generation: GenerationOptions,
-    prefill: PrefillOptions,
-    decode: DecodeOptions,
-    *,
-    has_policies: bool = False,
-    bits: int | None = None,
-    num_shares: int = 1,
-) -> None:
-    """Check that drafts can be verified: one rank decodes, and its KV cache takes back what is rejected.
-
-    Args:
-        bits: of `CacheOptions`.
-
-    Raises:
-        ValueError: they cannot.
-    """
-    against = None
-    if generation.speculate is Speculate.none:
-        return
-    if has_policies:
-        against = "cache policies, from whose cache no token can be taken back; use policy=full"
-    elif bits is not None:
-        against = f"cache.bits={bits}, from whose codes no token can be taken back; use cache.bits=null"
-    elif num_shares > 1:
-        against = f"ranks.tensor={num_shares}, since each rank would decide by its own clock; use ranks.tensor=1"
-    elif prefill.name is PrefillName.tensor:
-        against = "prefill=tensor, since each rank would decide by its own clock; use prefill=single"
-    elif decode.name is DecodeName.sharded:
-        against = "decode=sharded, where a rank stores a part of each draft; use decode=last"
-    if against is not None:
-        raise ValueError(f"generation.speculate={generation.speculate.name} does not go with {against}")
 
 
 @dataclass(kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,8 @@ from runahead.config import (
     DecodeName,
     DecodeOptions,
     GenerationOptions,
-    Positions,
-    PrefillName,
     PrefillOptions,
     Speculate,
-    check_prefix_reuse,
-    check_speculation,
 )
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.forward import fastest_form, forward_over
@@ -36,20 +33,22 @@ from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
+from runahead.features.facts import SEGMENTS, Setup
+from runahead.features.refused import check
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
 from runahead.model.shares import check_arrangement
 from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PromptBatch
 from runahead.prefill.base import ToItsEnd
-from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens, check_prompts
+from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.forks import attends_together
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv, store_prompts
-from runahead.reuse.reuse import Reuse, check_gaps, check_reuse
+from runahead.reuse.reuse import Reuse
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.store import SegmentStore
 from runahead.reuse.stored_prefix import StoredPrefix
@@ -98,40 +97,25 @@ class Engine:
         self.partition = partition
         self._strategy = PREFILLS[self.prefill.name]
         check_arrangement(model, ranks)
-        self._strategy.check(model, ranks.num_stages)
         self.decode = decode or DecodeOptions()
-        self.policies.storage.check(self.prefill, self.decode)
-        if self.policies:
-            if not self._strategy.takes_policies:
-                raise ValueError(
-                    f"prefill={self.prefill.name.name} computes and keeps all keys and values; cache policies need "
-                    "prefill=kv_runahead or prefill=single"
-                )
-            self.policies.check(model)
-            if self.prefill.name is PrefillName.kv_runahead and self.decode.name is not DecodeName.sharded:
-                self.policies.check_stages(ranks.num_stages)
-        self.decode.check(
-            self.prefill,
-            positions=self.policies.positions if self.policies else Positions.original,
-            needs_whole=self.policies.needs_whole,
-            clamps=self.policies.clamped_to is not None,
-        )
-        if self.decode.name is DecodeName.sharded:
-            model.require_own_kv("decode=sharded", "use decode=last")
-            model.require_unmarked("decode=sharded", "use decode=last")
         can_shard = self._strategy.can_shard and not model.kv_sources and model.marks is None
         self._placement = Placement(model, ranks, self.decode, can_shard=can_shard, under_policies=bool(self.policies))
+        self._setup = Setup(
+            prefill=self.prefill,
+            decode=self.decode,
+            cache=self.policies.storage,
+            policies=self.policies,
+            model=model,
+            num_stages=ranks.num_stages,
+            num_shares=ranks.num_shares,
+            prefixes="" if tree is None else "reuse of prefixes",
+        )
+        check(self._setup)
+        self.policies.read_files(model)
         self.store = store
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
         self.prefixes: Prefixes | None = None
         if tree is not None:
-            model.require_unmarked("reuse of prefixes", "use no prefix tree")
-            check_prefix_reuse(
-                self.prefill,
-                self.decode if self.may_shard else DecodeOptions(name=DecodeName.last),
-                drops_tokens=not self.policies.keeps_all,
-                num_shares=ranks.num_shares,
-            )
             self.prefixes = Prefixes(model, tree, least_new=max(1, self.policies.num_observed))
         self._num_calls = 0
         self._weights: str | None = None
@@ -215,7 +199,7 @@ class Engine:
         else:
             partition, num_reused = self._split_after_prefixes(ids, prefixes)
             new_ids = [each[num:] for each, num in zip(ids, num_reused, strict=True)]
-        check_chunk_tokens(self.prefill, len(partition.chain))
+        check(replace(self._setup, num_chunks=len(partition.chain)))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         stored = StoredPrefix.of(ids, num_reused) if any(num_reused) and len(partition.chain) > 1 else None
         gather, recording = None, None
@@ -381,7 +365,7 @@ class Engine:
             stored: first tokens of each prompt that all stages of a chain reuse. The last one computes what it lacks of
                 them. One stage that computes the prompts alone reuses all that it has, whatever this says.
         """
-        check_chunk_tokens(self.prefill, len(partition.chain))
+        check(replace(self._setup, num_chunks=len(partition.chain)))
         reuse = self._reuse(prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
         ids, num_reused = [ids_of(each) for each in prompts], list(stored) or [0] * len(prompts)
         prefixes, computed_anew_s, is_alone = list[RowPrefix](), 0.0, partition.chain == [self.ranks.stage]
@@ -456,17 +440,9 @@ class Engine:
 
     def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
         """Check that drafts can be made and verified as the options of these prompts ask. Raises: ValueError."""
-        for each in options:
-            check_speculation(
-                each,
-                self.prefill,
-                self.decode,
-                has_policies=self.policies.chooses,
-                bits=self.policies.storage.bits,
-                num_shares=self.ranks.num_shares,
-            )
-        reuses = self.prefixes is not None or any(isinstance(each, ReusingPrompt) for each in prompts)
-        self._speculator.check(options, [len(ids_of(each)) for each in prompts], reuses=reuses)
+        reuses = any(isinstance(each, ReusingPrompt) for each in prompts)
+        setup = replace(self._setup, segments=SEGMENTS if reuses else "")
+        self._speculator.check(options, [len(ids_of(each)) for each in prompts], setup)
 
     def check_reuse(self, *, blends: bool = False) -> None:
         """Check that prompts may reuse segments, and with `blends` that some of their tokens may be computed again.
@@ -474,27 +450,7 @@ class Engine:
         Raises:
             ValueError: prefill, policies or model refuse it.
         """
-        drops_tokens = self.policies.chooses and not self.policies.reuses_segments
-        if not self._strategy.takes_policies or drops_tokens or self.prefill.chunk_tokens is not None:
-            raise ValueError(
-                "prompts that reuse segments need prefill=kv_runahead or prefill=single without prefill.chunk_tokens, "
-                "and no cache policy but one that retrieves clusters, such as squeezed_attention"
-            )
-        self.decode.check(self.prefill, reuses=True)
-        self.model.require_unmarked("reuse of segments", "give prompts without schemas")
-        check_reuse(self.model)
-        if self.policies.storage.bits is not None:
-            check_gaps(self.model, f"cache.bits={self.policies.storage.bits}", "use cache.bits=null")
-        if self.policies.retriever is not None:
-            check_gaps(self.model, f"policy {type(self.policies.retriever).__name__}", "use no cache policy")
-        if blends:
-            if self.policies:
-                raise ValueError(
-                    "policy.recompute does not go with cache policies or cache.bits, which store prompts in memory of "
-                    "their own; leave it out, and use policy.link_tokens"
-                )
-            self.model.require_own_kv("policy.recompute", "use policy.link_tokens")
-            self.model.require_narrowing("policy.recompute", "use policy.link_tokens")
+        check(replace(self._setup, segments=SEGMENTS, blends=blends))
 
     def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
         given: dict[str, Any] = {

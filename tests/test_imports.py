@@ -42,7 +42,7 @@ MAY_IMPORT = {
 }
 ROOMS = {
     "runahead": (
-        ("failures", "config", "context", "rotary", "files", "picture_style"),
+        ("failures", "config", "features", "context", "rotary", "files", "picture_style"),
         ("place",),
         ("ranks", "timeline", "attention"),
         ("report",),

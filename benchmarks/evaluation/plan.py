@@ -24,6 +24,8 @@ from launch.program.launcher import require_one_rank
 from launch.program.written_files import ensure_outputs
 from partitioner.table.fingerprint import now
 from runahead.config import ModelOptions
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.loading import LoadedWeights
 from runahead.model.loading.position_limit import max_positions
@@ -83,7 +85,8 @@ class Plan:
             text = Text(*text_or_example(run.text.file, "text.file"))
         config = loading.load_decoder_config(run.model, progress=True)
         for contender in chosen:
-            contender.policies.check_before_loading(config)
+            contender.policies.require_files()
+            check(Setup(policies=contender.policies, config=config))
         tokenizer = loading.load_tokenizer(run.model)
         speechless = [name for name, kind in kinds.items() if kind.needs_tokenizer]
         if tokenizer is None and speechless:

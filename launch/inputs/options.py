@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from launch.inputs.policies import WHOLE, checked, chooses, clamps, ineffective_options, named, names_of
+from launch.inputs.policies import checked, chooses, ineffective_options, named, names_of, rank_policies
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -21,10 +23,11 @@ from runahead.config import (
     Profile,
     RanksOptions,
     Speculate,
-    check_speculation,
     choice,
     require,
 )
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 
 MAX_RANDOM_TOKENS = 2**27
 """Limit of random tokens, beyond the context of any model."""
@@ -160,17 +163,11 @@ class DraftOptions:
                 "generation.speculate=policy needs draft.policy={name:<policy>}, such as "
                 "draft.policy='{name:snapkv,budget:0.1}'"
             )
-        if self.speculate is Speculate.model and kind is not Speculate.none:
-            if kind is not Speculate.policy:
-                raise ValueError(
-                    f"draft.speculate=model needs generation.speculate=policy, and not {kind.name}; use "
-                    "draft.speculate=lookup or none"
-                )
-            if self.model is None:
-                raise ValueError(
-                    "draft.speculate=model needs draft.model=<folder, hub id or .gguf>, a smaller model with the same "
-                    "tokens"
-                )
+        if self.speculate is Speculate.model and kind is Speculate.policy and self.model is None:
+            raise ValueError(
+                "draft.speculate=model needs draft.model=<folder, hub id or .gguf>, a smaller model with the same "
+                "tokens"
+            )
 
 
 @dataclass(kw_only=True)
@@ -210,19 +207,22 @@ class RunOptions:
                 "profile=torch goes into the timeline, and there is none; add timeline=<json>, or use profile=nvtx"
             )
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
-        check_prefill(self.prefill, self.policy, self.ranks, self.decode)
-        self.cache.check(self.prefill, self.decode)
-        check_speculation(
-            self.generation,
-            self.prefill,
-            self.decode,
-            has_policies=chooses(self.policy),
-            bits=self.cache.bits,
-            num_shares=self.ranks.tensor,
-        )
         self.draft.check(self.generation)
-        if self.prompt.skip_invalid and self.policy["name"] == "prompt_cache":
-            raise ValueError("prompt.skip_invalid does not go with policy=prompt_cache; leave invalid prompts out")
+        check(self.setup)
+
+    @property
+    def setup(self) -> Setup:
+        """What the options say of the run."""
+        prompt, draft = self.prompt, self.draft
+        options = {
+            "prompt.skip_invalid": prompt.skip_invalid,
+            "prompt.question": prompt.question,
+            "prompt.ids_file": prompt.ids_file,
+            "prompt.random_tokens": prompt.random_tokens,
+            "prompt.chat": None if prompt.chat is Chat.auto else prompt.chat.name,
+            "draft.speculate": "model" if draft.speculate is Speculate.model else None,
+        }
+        return setup_of(self, options)
 
 
 def only_outer(profile: Profile) -> Profile:
@@ -236,26 +236,31 @@ def only_outer(profile: Profile) -> Profile:
     return chosen
 
 
-def check_prefill(prefill: PrefillOptions, policy: dict[str, Any], ranks: RanksOptions, decode: DecodeOptions) -> None:
-    """Check that a prefill goes with the policy, the stages of ranks and the way of decoding. Raises: ValueError."""
-    if prefill.name is PrefillName.tensor and ranks.tensor > 1:
-        raise ValueError(
-            f"prefill=tensor makes all ranks one stage, whatever ranks.tensor={ranks.tensor} says; leave "
-            "ranks.tensor out, or use prefill=single"
-        )
-    if prefill.name in (PrefillName.tsp, PrefillName.zigzag) and policy["name"] != "full":
-        raise ValueError(
-            f"policy={policy['name']} needs prefill=kv_runahead or prefill=single; "
-            f"prefill={prefill.name.name} keeps all keys and values"
-        )
-    positions = Positions.original if policy["name"] == "full" else Positions[policy.get("positions", "original")]
-    names = set(names_of(policy))
-    decode.check(
-        prefill,
-        positions=positions,
-        reuses="prompt_cache" in names,
-        needs_whole=not names.isdisjoint(WHOLE),
-        clamps=clamps(policy),
+def setup_of(run: Any, options: Mapping[str, Any]) -> Setup:
+    """What options say of the run of a program that generates.
+
+    Args:
+        options: those of the program alone, as of `Setup`.
+    """
+    name, has_policies, policies = run.policy["name"], chooses(run.policy), None
+    if has_policies and "file" not in names_of(run.policy):  # a file is loaded by all ranks together
+        with suppress(ValueError):  # which is raised when the run makes its policies
+            policies = rank_policies(run.policy, run.cache)
+    return Setup(
+        prefill=run.prefill,
+        decode=run.decode,
+        cache=run.cache,
+        generation=run.generation,
+        num_shares=run.ranks.tensor,
+        policy=f"policy={name}" if has_policies else "",
+        policies=policies,
+        segments="policy=prompt_cache" if name == "prompt_cache" else "",
+        options={
+            "ranks.tensor": None if run.ranks.tensor == 1 else run.ranks.tensor,
+            "policy.positions": None if run.policy["positions"] == "original" else run.policy["positions"],
+            "policy.retrieve": run.policy.get("retrieve"),
+            **options,
+        },
     )
 
 

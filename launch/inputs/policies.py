@@ -83,9 +83,6 @@ COMBINED: dict[str, type] = {
 
 NAMES = (*POLICIES, *WRAPPERS, *COMBINED)
 
-WHOLE = frozenset({"dms", "kvzip", "zigzagkv"})
-"""Policies that have to see all tokens of a prompt on one rank."""
-
 CLAMPING = frozenset({"infllm"})
 """Policies that clamp distances, unless they are told not to (`clamped`)."""
 
@@ -186,13 +183,7 @@ def rank_policies(
     step = {option: value for option, value in policy.items() if option != "positions"}
     if step["name"] == "prompt_cache":  # reuses keys and values rather than thinning them out
         retrieve = prompt_cache_options(policy).retrieve or "full"
-        found = RankPolicies.everywhere(policies_of(retrieve, "policy.retrieve"), storage=storage)
-        if not found.reuses_segments:
-            raise ValueError(
-                f"policy.retrieve={retrieve} stores nothing with modules; use clusterkv, squeezed_attention or "
-                "retroinfer"
-            )
-        return found
+        return RankPolicies.everywhere(policies_of(retrieve, "policy.retrieve"), storage=storage)
     if step["name"] != "per_rank":
         return RankPolicies.everywhere(policies_of(step, "policy", file_option), positions, storage)
     places = step.get("ranks", {})
@@ -212,21 +203,8 @@ def chooses(policy: Mapping[str, Any]) -> bool:
     return not set(names_of(dict(policy))) <= {"full", "prompt_cache"}
 
 
-def keeps_all(policy: Mapping[str, Any]) -> bool:
-    """Whether all keys and values of a prompt stay as they are: policies, if there are any, are known to retrieve."""
-    names = [name for name in names_of(dict(policy)) if name not in ("full", "sequence", "per_rank")]
-    if not names:
-        return True
-    from policies.retriever import Retriever
-
-    are_kept = all(name in POLICIES and issubclass(POLICIES[name], Retriever) for name in names)
-    return are_kept and not clamps(policy)
-
-
 def prompt_cache_options(policy: Mapping[str, Any]) -> PromptCacheOptions:
     """Options of policy=prompt_cache. Raises: ValueError."""
-    if policy["positions"] != Positions.original.name:
-        raise ValueError("policy.positions=reencoded does not go with policy=prompt_cache, whose positions are fixed")
     settings = {option: value for option, value in policy.items() if option not in ("name", "positions")}
     return _made("prompt_cache", PromptCacheOptions, settings, "policy")
 

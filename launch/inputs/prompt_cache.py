@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.options import Chat, PromptOptions, RunOptions
+from launch.inputs.options import PromptOptions, RunOptions
 from launch.inputs.policies import prompt_cache_options
 from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts, use_template
 from launch.inputs.text_files import read_text
@@ -85,13 +85,6 @@ def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
     Raises:
         ValueError: in one line.
     """
-    for name in ("question", "ids_file", "random_tokens"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"prompt.{name} does not go with policy=prompt_cache; give a prompt in PML as prompt.file")
-    if options.chat is not Chat.auto:
-        raise ValueError(
-            "prompt.chat does not go with policy=prompt_cache; <system>, <user> and <assistant> are messages"
-        )
     if (options.text is None) == (options.file is None):
         raise ValueError("policy=prompt_cache needs a prompt in PML as prompt.file=<xml or jsonl> or prompt.text=")
     if options.text is not None:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launch.inputs.options import PartitionOptions, check_prefill, only_outer
-from launch.inputs.policies import checked, chooses, ineffective_options, keeps_all, prompt_cache_options
-from policies.prompt_cache.prompt_cache import PromptCacheOptions
+from launch.inputs.options import PartitionOptions, only_outer, setup_of
+from launch.inputs.policies import checked, ineffective_options, prompt_cache_options
 from runahead.config import (
     CacheOptions,
     DecodeName,
     DecodeOptions,
     GenerationOptions,
     ModelOptions,
-    PrefillName,
     PrefillOptions,
     Profile,
     RanksOptions,
-    Speculate,
-    check_prefix_reuse,
-    check_speculation,
     require,
 )
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.serving.limits import QueueLimits
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -126,54 +123,24 @@ class ServeRun:
     def __post_init__(self) -> None:
         self.profile = only_outer(self.profile)
         self.policy = checked(self.policy)
-        if self.policy["name"] == "prompt_cache":
-            self._check_prompt_cache(prompt_cache_options(self.policy))
-        check_prefill(self.prefill, self.policy, self.ranks, self.decode)
-        self.cache.check(self.prefill, self.decode)
-        if self.generation.speculate not in (Speculate.none, Speculate.lookup):
-            raise ValueError(
-                f"generation.speculate={self.generation.speculate.name} is for launch/infer.py, as a server's drafter "
-                "would need keys and values of every row; use generation.speculate=lookup"
-            )
-        check_speculation(
-            self.generation,
-            self.prefill,
-            self.decode,
-            has_policies=chooses(self.policy),
-            bits=self.cache.bits,
-            num_shares=self.ranks.tensor,
-        )
-        if self.serve.prefix_cache_bytes:
-            check_prefix_reuse(
-                self.prefill,
-                self.decode,
-                drops_tokens=not keeps_all(self.policy),
-                num_shares=self.ranks.tensor,
-                what=f"serve.prefix_cache_bytes={self.serve.prefix_cache_bytes}",
-            )
+        check(self.setup)
         has_tiers = self.serve.prefix_host_bytes or self.serve.prefix_folder is not None
         if self.cache.tier_bits is not None and not has_tiers and self.policy["name"] != "prompt_cache":
             raise ValueError(
                 f"cache.tier_bits={self.cache.tier_bits} has no effect without serve.prefix_host_bytes, "
                 "serve.prefix_folder or policy=prompt_cache; leave it out"
             )
-        if self.serve.decode_ranks:
-            name, decode = self.prefill.name, self.decode.name
-            beside = "serve.decode_ranks=1, where one stage decodes and the others compute prompts"
-            if name is not PrefillName.kv_runahead:
-                raise ValueError(f"prefill={name.name} does not go with {beside}; use prefill=kv_runahead")
-            if decode is not DecodeName.last:
-                raise ValueError(f"decode={decode.name} does not go with {beside}; use decode=last")
 
-    def _check_prompt_cache(self, policy: PromptCacheOptions) -> None:
-        """Check what does not go with prompts that reuse modules in a server. Raises: ValueError."""
-        if policy.store is not None or policy.disk_bytes is not None:
-            raise ValueError("policy.store is for launch/infer.py; a server keeps modules in memory, so leave it out")
-        if self.decode.name is not DecodeName.last:
-            raise ValueError(f"policy=prompt_cache needs decode=last in a server, not decode={self.decode.name.name}")
-        if self.prefill.chunk_tokens is not None:
-            chunk_tokens = self.prefill.chunk_tokens
-            raise ValueError(f"prefill.chunk_tokens={chunk_tokens} does not go with policy=prompt_cache; leave it out")
+    @property
+    def setup(self) -> Setup:
+        """What the options say of the run."""
+        options: dict[str, Any] = {"a server": True, "serve.decode_ranks": self.serve.decode_ranks}
+        if self.policy["name"] == "prompt_cache":
+            policy = prompt_cache_options(self.policy)
+            options["policy.store"] = policy.store is not None or policy.disk_bytes is not None
+        num_bytes = self.serve.prefix_cache_bytes
+        prefixes = f"serve.prefix_cache_bytes={num_bytes}" if num_bytes else ""
+        return replace(setup_of(self, options), prefixes=prefixes)
 
 
 def warnings(run: ServeRun) -> list[str]:

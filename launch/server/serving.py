@@ -27,6 +27,7 @@ from policies.prompt_cache.schemas import Schemas
 from runahead.config import GenerationOptions, PrefillName
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
+from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.loading.memory import available_bytes, free_bytes
 from runahead.model.memory import activation_bytes
@@ -145,7 +146,8 @@ def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.
     bound = bound_socket(run.serve.host, run.serve.port)
     config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)
-    policies.check_before_loading(config)
+    policies.require_files()
+    check(replace(run.setup, policies=policies, config=config, num_stages=mesh.num_stages))
     tokenizer = loading.load_tokenizer(run.model)
     use_template(tokenizer, run.serve.chat_template, "serve.chat_template")
     check_generation(run.generation, tokenizer, config)

@@ -88,15 +88,17 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
 
     Raises: ValueError and OSError for a user's mistakes.
     """
+    from runahead.features.facts import SEGMENTS, Setup
+    from runahead.features.refused import check
     from runahead.model.shares import load_model
-    from runahead.reuse.reuse import check_reuse, encode_missing
+    from runahead.reuse.reuse import encode_missing
     from runahead.reuse.store import SegmentStore, StoreLimits
 
     if not run.out:
         raise ValueError("out=<folder> is missing; name the folder that is to hold what is encoded")
     segments = ranks.on_rank_0("the schema", lambda: _read(run).segments)
     model = load_model(run.model, ranks)
-    check_reuse(model)
+    check(Setup(model=model, segments=SEGMENTS))
     disk = {} if run.disk_bytes is None else {"disk_bytes": run.disk_bytes}
     # No prompt uses the segments in this run, so they need not stay in memory.
     limits = StoreLimits(device_bytes=0, host_bytes=0, **disk)

@@ -10,6 +10,7 @@ chosen without it. On several ranks, without policies: `ShardedConversation`.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,13 +20,15 @@ from runahead.attention.answers import Answers
 from runahead.attention.causal import nothing
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.config import DecodeOptions, GenerationOptions, PrefillOptions, Speculate, check_speculation
+from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.forward import Forward, forward_in_turn, forward_over
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, batch_ids
 from runahead.decoding.rows import Choose, Decoded, Rows, choose_alone
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Speculator
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.model.model import Model
 from runahead.report import SpeculationReport
 from runahead.thinning.attention import KeptAttention
@@ -67,7 +70,9 @@ class Conversation:
         draft: Model | None = None,
     ) -> None:
         policies = policies or RankPolicies()
-        policies.check(model)
+        self._setup = Setup(policies=policies, cache=policies.storage, model=model, rows=0)
+        check(self._setup)
+        policies.read_files(model)
         self.model, self.policies = model, policies.of(is_last=True)
         self._between_turns, self.rank_policies = policies.between_turns, policies
         self._speculator = Speculator(model, draft, on_layer=nothing)
@@ -185,8 +190,7 @@ class Conversation:
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
         speculates = options.speculate is not Speculate.none
         if speculates:
-            self._check_speculation(options)
-            self._speculator.check([options], [len(row.prompt) for row in rows], reuses=False)
+            self._speculator.check([options], [len(row.prompt) for row in rows], replace(self._setup, rows=len(rows)))
         ids, forward = batch_ids(len(rows)), self._one_token_forward()
         lanes = Lanes.holding(self.model, ids, self.cache, forward, pads=self.pads, num_tokens=self.num_tokens)
         drafts = self._speculator.drafts(rows, lanes) if speculates else None
@@ -198,18 +202,6 @@ class Conversation:
         self.logits_BV = None
         self._unfed_B1 = row_values([row.new_ids[-1] for row in rows], self.model.device)[:, None]
         return decoded
-
-    def _check_speculation(self, options: GenerationOptions) -> None:
-        """Check that an answer can be drafted. Raises: ValueError."""
-        has_policies, bits = self.rank_policies.chooses, self.rank_policies.storage.bits
-        check_speculation(options, PrefillOptions(), DecodeOptions(), has_policies=has_policies, bits=bits)
-        against = None
-        if options.speculate is Speculate.policy:
-            against = "a conversation, whose text is not one prompt; use lookup or model"
-        elif len(self.rows) > 1:
-            against = f"a conversation of {len(self.rows)} rows, which stay in step; use one row"
-        if against is not None:
-            raise ValueError(f"generation.speculate={options.speculate.name} does not go with {against}")
 
     def fork(self) -> Conversation:
         """An independent copy of the conversation. Both share memory until new tokens are appended."""

@@ -9,6 +9,7 @@ as those of an answer: each attends to the tokens that it stores, and what all f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.part import PartCache, kept_of
 from runahead.cache.shard import ShardCache, emptiest, shards
 from runahead.cache.sharded import ShardedCache
-from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, check_speculation
+from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
 from runahead.conversation.conversation import Conversation
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.rows import Choose, Decoded
 from runahead.decoding.together import choose_together, gathering_between
+from runahead.features.refused import check
 from runahead.kv_transfer.gathering import Gathering, Gatherings
 from runahead.model.model import Model
 from runahead.model.shares import check_arrangement
@@ -97,7 +99,9 @@ class ShardedConversation(Conversation):
         check_arrangement(model, ranks)
         super().__init__(model, length=length)
         self.ranks, self._partition, self._options = ranks, partition, prefill or PrefillOptions()
-        DecodeOptions(name=DecodeName.sharded).check(self._options)
+        decode = DecodeOptions(name=DecodeName.sharded)
+        self._setup = replace(self._setup, prefill=self._options, decode=decode, num_stages=ranks.num_stages)
+        check(self._setup)
         self._owners = Owners(dict.fromkeys(range(ranks.num_stages), 0), ranks.stage)
         self._gatherings = Gatherings(ranks)
         self._part: PartCache | None = None
@@ -120,9 +124,6 @@ class ShardedConversation(Conversation):
         self._require_same("the options", options, "every rank must ask for the same answer")
         with self.ranks.announcing_failure():
             return super().generate(options)
-
-    def _check_speculation(self, options: GenerationOptions) -> None:
-        check_speculation(options, PrefillOptions(), DecodeOptions(name=DecodeName.sharded))
 
     def _require_same(self, name: str, value: object, remedy: str) -> None:
         if self.ranks.size > 1:

@@ -176,7 +176,11 @@ class Model:
             ValueError: the model has no list of layers.
         """
         if isinstance(ranges, NamedRanges):
-            self.require_narrowing("the names of layers in a profile", "use profile=none")
+            if not self.has_layers:
+                raise ValueError(
+                    f"the names of layers in a profile: model {self.name} ({self.config.model_type}) has no list of "
+                    "layers; use profile=none"
+                )
             ranges.name_layers(self._layers)
         self.ranges = ranges
 
@@ -262,51 +266,12 @@ class Model:
         """Number of layers that store keys and values."""
         return len(self.kv_shapes)
 
-    def require_unmarked(self, what: str, remedy: str) -> None:
-        """Check that the model marks no tokens that it evicts.
-
-        Args:
-            what: needs it, for the message.
-
-        Raises:
-            ValueError: it marks some.
-        """
-        if self.marks is not None:
-            raise ValueError(
-                f"model {self.name} ({self.config.model_type}) marks tokens that it evicts (DMS), which {what} does "
-                f"not support; {remedy}"
-            )
-
-    def require_own_kv(self, what: str, remedy: str) -> None:
-        """Check that all layers store keys and values of their own.
-
-        Args:
-            what: needs it, for the message.
-
-        Raises:
-            ValueError: they do not.
-        """
-        if self.kv_sources:
-            raise ValueError(
-                f"{len(self.kv_sources)} layers of model {self.name} ({self.config.model_type}) read the keys and "
-                f"values of other layers, which {what} does not support; {remedy}"
-            )
-
-    def require_narrowing(self, what: str, remedy: str) -> None:
-        """Check that deeper layers may compute fewer tokens.
-
-        Args:
-            what: needs it, for the message.
-
-        Raises:
-            ValueError: the layers are not found.
-        """
-        try:
-            _ = self._layers
-        except ValueError as error:
-            raise ValueError(
-                f"{what}: model {self.name} ({self.config.model_type}) has no list of layers; {remedy}"
-            ) from error
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether the list of layers is found, so that deeper ones may compute fewer tokens."""
+        with suppress(ValueError):
+            return bool(self._layers)
+        return False
 
     @property
     def vocab_size(self) -> int:
@@ -363,22 +328,14 @@ class Model:
         """`rotations`, for policies that give tokens other positions.
 
         Raises:
-            ValueError: the rotations are not known, or cannot be replaced.
+            ValueError: the rotations are not known, or cannot be replaced. The message has no remedy.
         """
-        return self.rotaries_for("policy.positions=reencoded", "use policy.positions=original")
-
-    def rotaries_for(self, option: str, remedy: str) -> list[Rotary]:
-        """`rotaries`, for an option that needs them. Raises: ValueError, with the remedy."""
-        self.require_own_kv(option, remedy)
+        name = f"model {self.name} ({self.config.model_type})"
+        if self.kv_sources:
+            raise ValueError(f"{name} has layers that read the keys of others")
         if any(rule is not None and not rule.sees_everything for rule in self.rules):
-            name = f"{self.name} ({self.config.model_type})"
-            why = f"model {name} has layers with sliding windows over the original positions"
-        else:
-            try:
-                return self.rotations
-            except ValueError as error:
-                why = str(error)
-        raise ValueError(f"{why}, so its positions cannot be re-encoded; {remedy}")
+            raise ValueError(f"{name} has layers with sliding windows over the original positions")
+        return self.rotations
 
     @cached_property
     def output_projections(self) -> list[Tensor]:
@@ -448,16 +405,13 @@ class Model:
         """Prediction of a layer's queries from the attention input of the layer before it.
 
         Raises:
-            ValueError: this family does not allow it.
+            ValueError: this family does not allow it. The message has no remedy.
         """
         try:
             with torch.inference_mode():
                 return QueryPrediction(self._layers, self._recorded, self.known_rotaries)
         except ValueError as error:
-            raise ValueError(
-                f"model {self.name} ({self.config.model_type}) {error}, so queries cannot be predicted a layer ahead; "
-                "use policy.ahead=false"
-            ) from error
+            raise ValueError(f"model {self.name} ({self.config.model_type}) {error}") from error
 
     def _recorded(self, position: int) -> Recording:
         """Record what the layers pass to their attention for one token at a position."""

@@ -11,15 +11,14 @@ from functools import partial
 from typing import Any
 
 from runahead.config import ModelOptions, Profile
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.model.adapters import ADAPTERS
 from runahead.model.loading.sharing import Shares, fitting_shares, splits_heads
 from runahead.model.model import Model, load_weights
 from runahead.ranks.mesh import one_of
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.ranges import ranges_for
-
-NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
-"""By model_type: the option with which norms of queries and keys have weights by head, which plans leave whole."""
 
 
 def check_shares(config: Any, num_shares: int) -> None:
@@ -33,22 +32,7 @@ def check_shares(config: Any, num_shares: int) -> None:
     """
     if num_shares == 1:
         return
-    if getattr(config, "dms_window_size", None) is not None:
-        raise ValueError(
-            f"this {config.model_type} model marks tokens that it evicts (DMS), and ranks cannot share such a model; "
-            "leave ranks.tensor out, and use another prefill than tensor"
-        )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(
-            f"layers of this {config.model_type} model read keys and values of other layers, and ranks cannot share "
-            "such a model; leave ranks.tensor out, and use another prefill than tensor"
-        )
-    option = NORMS_BY_HEAD.get(config.model_type, "")
-    if getattr(config, option, False):
-        raise ValueError(
-            f"{option}=true of this {config.model_type} model gives each head a norm of its own, which transformers' "
-            "tensor-parallel plan does not share out; leave ranks.tensor out, and use another prefill than tensor"
-        )
+    check(Setup(config=config, num_shares=num_shares))
     plan = getattr(config, "base_model_tp_plan", None)
     if config.model_type in ADAPTERS or not plan:
         raise ValueError(

@@ -191,9 +191,6 @@ class Prefill(ABC):
     can_shard = False
     """Whether it can leave keys and values on each stage where they are, for sharded decoding."""
 
-    def check(self, model: Model, num_stages: int) -> None:  # noqa: B027 (most have nothing to check)
-        """Check that the strategy supports this model on this number of stages. Raises: ValueError."""
-
     @abstractmethod
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         """Split a prompt into chunks, by the user's `chosen` partitioner or by the strategy's own rule.

@@ -8,7 +8,6 @@ from runahead.attention.base import LayerAttention
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.kv_transfer import EXCHANGES, ExchangeSchedule
-from runahead.model.model import Model
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
@@ -34,11 +33,6 @@ class ExchangingPrefill(Prefill):
 
     attention: type[ExchangingAttention]
     """This rank's attention."""
-
-    def check(self, model: Model, num_stages: int) -> None:
-        name = type(self).__name__.lower()
-        model.require_own_kv(f"prefill={name}", "use prefill=kv_runahead or prefill=single")
-        model.require_unmarked(f"prefill={name}", "use prefill=kv_runahead or prefill=single")
 
     def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
         return num_stages - 1

@@ -20,7 +20,6 @@ from runahead.cache.shard import Shard, ShardCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
-from runahead.model.model import Model
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.blended_attention import BlendedAttention
 from runahead.prefill.chain_attention import ChainAttention, ThinnedAttention
@@ -65,13 +64,6 @@ class Single(KVRunahead):
 
 class OneStage(Single):
     """Prefill by all ranks as one stage: tensor parallelism without a chain."""
-
-    def check(self, model: Model, num_stages: int) -> None:
-        if num_stages > 1:
-            raise ValueError(
-                f"prefill=tensor is one stage of all ranks, and these are {num_stages} stages; arrange them as one, "
-                "with ranks.tensor=<number of ranks>, or use prefill=single"
-            )
 
 
 def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Prefilled:

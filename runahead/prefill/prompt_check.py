@@ -182,15 +182,6 @@ def check_prompts(
         )
 
 
-def check_chunk_tokens(prefill: PrefillOptions, num_ranks: int) -> None:
-    """Check that prefill.chunk_tokens is not set for a prompt that several ranks share. Raises: ValueError."""
-    if prefill.chunk_tokens is not None and prefill.takes_partition and num_ranks > 1:
-        raise ValueError(
-            f"prefill.chunk_tokens={prefill.chunk_tokens} is for a prompt that one rank computes alone; use "
-            "prefill=single, or leave it out: several ranks have a chunk each"
-        )
-
-
 def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits) -> None:
     """Check the length of one prompt and its generated tokens. Raises: PromptTooLong."""
     helps = limits.remedy(num_tokens, num_new)

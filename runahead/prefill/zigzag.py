@@ -21,7 +21,6 @@ from runahead.attention.partial import AttentionTerms, with_sinks
 from runahead.attention.ranges import RunsAttention
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule
-from runahead.model.model import Model
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.exchanging import ExchangingAttention, ExchangingPrefill
 
@@ -69,14 +68,6 @@ class Zigzag(ExchangingPrefill):
     """Prefill of 2p even chunks, two per rank, whatever the user's partition. `split` returns their boundaries."""
 
     attention = ZigzagAttention
-
-    def check(self, model: Model, num_stages: int) -> None:
-        super().check(model, num_stages)
-        if num_stages > 1 and model.uneven_limit is not None:
-            raise ValueError(
-                f"model {model.name} ({model.config.model_type}) counts positions itself, and prefill=zigzag "
-                "gives ranks tokens that are not contiguous; use prefill=kv_runahead or prefill=tsp"
-            )
 
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         return even(num_tokens, 2 * num_stages)

@@ -19,7 +19,6 @@ from torch import Tensor
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
 from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.reuse import check_reuse
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.store import model_key
 from runahead.reuse.tree.layer_rows import MendedRows
@@ -106,16 +105,12 @@ class Prefixes:
         tree: may have texts of other models, too.
         least_new: last tokens of a prompt that are always computed.
 
-    Raises:
-        ValueError: keys and values of this model cannot be reused.
-
     Attributes:
         key: of the model's texts.
         token_bytes: bytes of a token's keys and values in all layers.
     """
 
     def __init__(self, model: Model, tree: PrefixTree, *, least_new: int = 1) -> None:
-        check_reuse(model, remedy="leave the tree out (serve.prefix_cache_bytes=0)")
         self.tree, self._least_new = tree, least_new
         self.key = f"{model_key(model)} at original positions"
         self.token_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)

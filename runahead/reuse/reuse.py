@@ -22,6 +22,8 @@ from policies.retriever import Retriever
 from runahead.attention.causal import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
+from runahead.features.facts import SEGMENTS, Setup
+from runahead.features.refused import check
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
@@ -39,8 +41,6 @@ class Reuse:
         store: where segments are kept.
         after_layer: called after each layer of a segment that is encoded or clustered, on all ranks of a stage alike.
 
-    Raises:
-        ValueError: the keys and values of this model cannot be reused.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class Reuse:
         ranks: Ranks,
         after_layer: Callable[[], None] = nothing,
     ) -> None:
-        check_reuse(model)
         self.prompts, self.store = [as_reusing(prompt) for prompt in prompts], store
         self.model, self.ranks = model, ranks
         self.report = ReuseReport()
@@ -199,41 +198,6 @@ class Reuse:
         ]
 
 
-def check_reuse(model: Model, remedy: str = "use policy=full") -> None:
-    """Check that a model's keys and values depend only on the tokens and their positions. Raises: ValueError."""
-    why = None
-    if model.rotates_by_length:
-        why = "rotates by angles that depend on the length of the text"
-    elif model.uneven_limit is not None:
-        why = "counts positions on its own"
-    if why is not None:
-        raise ValueError(
-            f"model {model.name} ({model.config.model_type}) {why}, so keys and values cannot be reused in other "
-            f"prompts; {remedy}"
-        )
-
-
-def check_gaps(model: Model, option: str, remedy: str) -> None:
-    """Check that attention depends on the order of tokens alone, as where rows count tokens rather than positions.
-
-    Prompts that reuse segments may have gaps between their positions.
-
-    Args:
-        option: stores rows so.
-        remedy: what to do instead.
-
-    Raises:
-        ValueError: it does not.
-    """
-    has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
-    if has_windows or model.has_key_bias:
-        what = "has layers with windows" if has_windows else "adds a bias to its attention by distance (ALiBi)"
-        raise ValueError(
-            f"{option} does not go with segments of model {model.name} ({model.config.model_type}), which {what}: "
-            f"their prompts may have gaps between positions; {remedy}"
-        )
-
-
 class _EncodingAttention(CausalAttention):
     """Attention that ends the forward once the last layer's keys and values are stored."""
 
@@ -256,7 +220,7 @@ def encode_segment(
     Raises:
         ValueError: the model does not support reuse, the segment exceeds its positions, or memory is too small.
     """
-    check_reuse(model)
+    check(Setup(model=model, segments=SEGMENTS))
     ids = (*segment.context_ids, *segment.ids)
     positions = (*segment.context_positions, *segment.positions)
     if model.max_positions is not None and positions[-1] >= model.max_positions:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from policies.base import ModelFacts, Phase, Policy, PromptPart
 from policies.retriever import Retriever
@@ -16,6 +15,8 @@ from runahead.cache.quantised.cache import QuantisedCache
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Positions
 from runahead.context import ContextPartition
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
 from runahead.retrieval.retrieval import Retrieval, num_observed
@@ -39,9 +40,6 @@ class RankPolicies:
         positions: whether kept tokens keep their positions or are re-encoded to their slots.
         part: the tokens that this rank keeps, where each rank keeps its own; `last` then are the policies for them.
         storage: how the rank that decodes stores what they keep.
-
-    Raises:
-        ValueError: the storage does not go with them.
     """
 
     last: list[Policy] = field(default_factory=list)
@@ -49,29 +47,6 @@ class RankPolicies:
     positions: Positions = Positions.original
     part: PromptPart | None = None
     storage: CacheOptions = field(default_factory=CacheOptions)
-
-    def __post_init__(self) -> None:
-        if self.storage.bits is None:
-            return
-        if self.retriever is not None and self.retriever.pool.bytes is not None:
-            raise ValueError(
-                f"cache.bits={self.storage.bits} does not go with policy.pool.bytes={self.retriever.pool.bytes}, since "
-                "in a full pool single tokens are replaced; leave one of them out"
-            )
-        if self.clamped_to is not None:
-            raise ValueError(
-                f"cache.bits={self.storage.bits} stores keys as they are rotated in the text; use policy.clamped=false"
-            )
-        if self.merging is not None:
-            raise ValueError(
-                f"cache.bits={self.storage.bits} does not go with policy {type(self.merging).__name__}, whose layers "
-                "share what they store; use cache.bits=null or another policy, such as snapkv"
-            )
-        if self.positions is Positions.reencoded:
-            raise ValueError(
-                f"cache.bits={self.storage.bits} stores keys as they are rotated in the text; use "
-                "policy.positions=original"
-            )
 
     @classmethod
     def everywhere(
@@ -105,11 +80,6 @@ class RankPolicies:
     def by_chunk(self, decode: DecodeOptions) -> bool:
         """Whether what is kept depends on how a prompt is split: ranks narrow or keep their own chunks."""
         return self.narrows or (self.chooses and decode.name is DecodeName.sharded)
-
-    @property
-    def reuses_segments(self) -> bool:
-        """Whether prompts may reuse segments: policies, if any, retrieve, and store a part of indices with segments."""
-        return all(isinstance(each, Retriever) and each.clusters_key is not None for each in (*self.last, *self.others))
 
     @property
     def num_observed(self) -> int:
@@ -189,8 +159,7 @@ class RankPolicies:
             has_turns: whether other prompts follow, after which the policies choose again.
 
         Raises:
-            ValueError: the policies cannot run on this model or in this storage, or a retrieving policy's pool is too
-                small.
+            ValueError: a retrieving policy's pool is too small.
         """
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
         if self.storage.bits is not None and self.retriever is None:
@@ -199,14 +168,9 @@ class RankPolicies:
                 kept.layers, partial(self._quantised, keys_by_token=by_token), waits=self.deciding is not None
             )
         if self.merging is not None and self.merging.layer_pairs is not None:
-            return MergedCache(kept.layers, self._pairs(model), self.merging.layer_pairs)
+            return MergedCache(kept.layers, self.pairs(model), self.merging.layer_pairs)
         if self.retriever is None:
             return kept
-        if self.storage.bits is not None and has_turns and len(self.last) > 1:
-            raise ValueError(
-                f"cache.bits={self.storage.bits} with policy {type(self.retriever).__name__} keeps keys in groups of "
-                "tokens, of which policies before it in a sequence would drop some after a later turn; use one policy"
-            )
         retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
         return RetrievedCache(retrieval, None if self.storage.bits is None else self._quantised)
 
@@ -237,265 +201,28 @@ class RankPolicies:
         return min(NEW_ROOM, num_new)
 
     def rotaries(self, model: Model) -> list[Rotary] | None:
-        """The rotary embedding of each layer if positions are re-encoded or distances clamped, else None.
-
-        Raises:
-            ValueError: positions of this model cannot be re-encoded.
-        """
-        if self.clamped_to is not None:
-            return model.rotaries_for("policy.clamped=true", "use policy.clamped=false")
-        return model.rotaries if self and self.positions is Positions.reencoded else None
+        """The rotary embedding of each layer if positions are re-encoded or distances clamped, else None."""
+        is_reencoded = self and self.positions is Positions.reencoded
+        return model.rotaries if is_reencoded or self.clamped_to is not None else None
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         """Bound on the slots of any layer on the rank that decodes, however long the text; None if there is none."""
         bounds = [policy.most_slots(num_layers, phase) for policy in self.last]
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    def check_before_loading(self, config: Any) -> None:
-        """Check what needs no weights: files that the policies need, and marks that they follow. Raises: ValueError.
-
-        Args:
-            config: of the text decoder.
-        """
+    def require_files(self) -> None:
+        """Check that the policies were given the files that they need. Raises: ValueError."""
         for policy in (*self.last, *self.others):
             policy.require_file()
-        self._require_marks(config)
 
     def check(self, model: Model) -> None:
         """Check that the policies can run on this model. Raises: ValueError."""
-        policies = [*self.last, *self.others]
-        if policies and model.has_key_bias:
-            raise ValueError(
-                f"model {model.name} ({model.config.model_type}) adds a bias to its attention by distance (ALiBi), and "
-                "cache policies change which key is where; use policy=full"
-            )
-        self._check_marks(model)
-        self.rotaries(model)
-        for policy in policies:
-            if policy.narrows or isinstance(policy, Retriever) or policy.layer_pairs is not None:
-                remedy = "use a policy that only evicts, such as snapkv"
-                model.require_own_kv(f"policy {type(policy).__name__}", remedy)
-        comparing = next(self._comparing_by_kv_head(), None)
-        if comparing is not None and model.copies_kv_heads:
-            kv_heads = model.config.num_key_value_heads
-            raise ValueError(
-                f"policy {comparing} compares what all query heads of a KV head attend to, and with {model.num_shards} "
-                f"ranks that share the {kv_heads} KV heads of model {model.name} these are on different ranks; use at "
-                f"most ranks.tensor={kv_heads}, or another policy"
-            )
-        for policy in policies:
-            if policy.queries_from is not None:
-                try:
-                    _ = model.rotations
-                except ValueError as error:
-                    raise ValueError(
-                        f"{error}, but policy {type(policy).__name__} turns queries to later positions; use another "
-                        "policy, such as snapkv"
-                    ) from error
-            if policy.needs_output_projection:
-                try:
-                    _ = model.output_projections
-                except ValueError as error:
-                    raise ValueError(
-                        f"{error}, but policy {type(policy).__name__} weighs values after them; use another policy, "
-                        "such as snapkv"
-                    ) from error
-            if policy.needs_attention_input:
-                try:
-                    _ = model.attention_input_dims
-                except ValueError as error:
-                    raise ValueError(
-                        f"{error}, but policy {type(policy).__name__} scores tokens by these; use another policy, such "
-                        "as snapkv"
-                    ) from error
-        self._check_deciding()
-        self._check_merging(model)
-        self._check_ragged(model)
-        self._check_retrieval(model)
-        self._check_steps()
-        self._require_files(policies, model)
-        has_windows = any(rule is not None and not rule.sees_everything for rule in model.rules)
-        for policy in policies:
-            if policy.narrows and has_windows:
-                raise ValueError(
-                    f"policy {type(policy).__name__} drops tokens between layers, but layers of model {model.name} "
-                    "look at windows of the text as it is; use a policy that only evicts, such as snapkv"
-                )
+        check(Setup(policies=self, cache=self.storage, model=model))
+        self.read_files(model)
 
-    def check_stages(self, num_stages: int) -> None:
-        """Check that the last stage of a chain, which keeps all tokens, knows what the policies need of each.
-
-        Raises:
-            ValueError: it does not.
-        """
-        for policy in self.last:
-            if policy.needs_attention_input and policy.replay is None and num_stages > 1:
-                raise ValueError(
-                    f"policy {type(policy).__name__} scores tokens by hidden states, which {num_stages} stages do not "
-                    "send each other; use prefill=single or decode=sharded"
-                )
-
-    def _require_marks(self, config: Any) -> None:
-        """Check that a policy that follows a model's marks has some, by the model's config. Raises: ValueError."""
-        for policy in (*self.last, *self.others):
-            if policy.follows_marks and getattr(config, "dms_window_size", None) is None:
-                raise ValueError(
-                    f"policy {type(policy).__name__} evicts the tokens that a model marks, and this one "
-                    f"({config.model_type}) marks none; use another policy, such as snapkv"
-                )
-
-    def _check_marks(self, model: Model) -> None:
-        """Check that a policy that follows a model's marks has some, and that with marks no other one decides."""
-        self._require_marks(model.config)
-        for policy in (*self.last, *self.others):
-            if not policy.follows_marks:
-                model.require_unmarked(f"policy {type(policy).__name__}", "use policy=dms or policy=full")
-        if self.storage.bits is not None:
-            model.require_unmarked(f"cache.bits={self.storage.bits}", "use cache.bits=null")
-        if self.positions is Positions.reencoded:
-            model.require_unmarked("policy.positions=reencoded", "use policy.positions=original")
-
-    def _comparing_by_kv_head(self) -> Iterator[str]:
-        """Names of policies that decide by what all query heads of a KV head attend to.
-
-        Those that vote with all heads of the model do, once another has chosen by head (`LayerView.over_heads`).
-        """
-        for policies in (self.last, self.others):
-            evicting = [policy for policy in policies if not isinstance(policy, Retriever)]
-            alike = all(policy.chooses_alike for policy in evicting)
-            for policy in policies:
-                if policy.compares_by_kv_head or (policy.votes_over_heads and not alike):
-                    yield type(policy).__name__
-
-    def _check_steps(self) -> None:
-        """Check that no policy comes twice on a rank, since what one accumulates is stored by its class, and that one
-        that narrows finds all new tokens."""
-        for policies in (self.last, self.others):
-            names = [type(policy).__name__ for policy in policies]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise ValueError(f"policy {twice} is in a sequence twice; leave out one of the two")
-            for policy in policies[1:]:
-                if policy.narrows:
-                    raise ValueError(
-                        f"policy {type(policy).__name__} narrows what deeper layers compute, by votes on all new "
-                        f"tokens, not after {names[0]} has dropped some; make it the first step of the sequence"
-                    )
-
-    def _check_deciding(self) -> None:
-        """Check that a policy that decides after the prompt finds all of it."""
-        if self.deciding is not None and any(policy.narrows for policy in self.others):
-            raise ValueError(
-                f"policy {type(self.deciding).__name__} decides on the whole prompt, of which earlier ranks may drop "
-                "no tokens; use policy.ranks.others=full"
-            )
-
-    def _pairs(self, model: Model) -> list[tuple[int, int]]:
-        """The layers that are merged, lower and upper one of each pair."""
-        merging = self.merging
-        assert merging is not None and merging.layer_pairs is not None
-        sees_all = [rule is None or rule.sees_everything for rule in model.rules]
-        return paired_layers(model.kv_shapes, sees_all, merging.layer_pairs.first_share)
-
-    def _check_merging(self, model: Model) -> None:
-        """Check that a policy that merges layers has some, which store the same tokens."""
-        if self.merging is None:
-            return
-        name = type(self.merging).__name__
-        if len(self.last) > 1 or any(policy.narrows for policy in self.others):
-            raise ValueError(
-                f"policy {name} merges layers that store the same tokens, and must be the only one on all ranks"
-            )
-        if not self._pairs(model):
-            raise ValueError(
-                f"policy {name} merges neighbouring layers that see the whole text, and model {model.name} "
-                f"({model.config.model_type}) has none among its layers from policy.start_share on; use a smaller "
-                "policy.start_share, or another policy"
-            )
-
-    def _check_ragged(self, model: Model) -> None:
-        """Check that a policy whose heads keep different numbers of tokens goes with its positions and with others."""
-        for policies in (self.last, self.others):
-            for policy in policies:
-                if not policy.keeps_ragged:
-                    continue
-                name = type(policy).__name__
-                if len(policies) > 1:
-                    self._check_ragged_step(policy, policies, model)
-                if self.positions is Positions.reencoded:
-                    raise ValueError(
-                        f"policy {name} keeps other tokens in each head, at their positions; use "
-                        "policy.positions=original"
-                    )
-
-    def _check_ragged_step(self, policy: Policy, policies: Sequence[Policy], model: Model) -> None:
-        """Check a policy whose heads keep different numbers of tokens as a step of a sequence."""
-        name = type(policy).__name__
-        retriever = next((type(each).__name__ for each in policies if isinstance(each, Retriever)), None)
-        if retriever is not None:
-            raise ValueError(
-                f"policy {name} leaves heads of different lengths, and {retriever} retrieves from heads of equal "
-                "length; leave out one of the two"
-            )
-        if policy is self.deciding:
-            raise ValueError(
-                f"policy {name} decides on the whole prompt, of which others in a sequence drop tokens; it must be the "
-                "only one"
-            )
-        if policy.compensates:
-            raise ValueError(
-                f"policy {name} stands in for the tokens that it drops, and not for those that others in a sequence "
-                "drop; use policy.compensate=false"
-            )
-        if model.num_shards > 1:
-            raise ValueError(
-                f"policy {name} in a sequence leaves other numbers of tokens on each of the {model.num_shards} ranks "
-                "that share the heads, which have to decide alike; use it alone, or ranks.tensor=1"
-            )
-
-    def _check_retrieval(self, model: Model) -> None:
-        """Check that at most one policy retrieves, that it comes last, and that the model supports it."""
-        for policies in (self.last, self.others):
-            if any(isinstance(policy, Retriever) for policy in policies):
-                self._check_retriever(policies, model)
-
-    def _check_retriever(self, policies: Sequence[Policy], model: Model) -> None:
-        retriever = next(policy for policy in policies if isinstance(policy, Retriever))
-        if any(isinstance(policy, Retriever) for policy in policies[:-1]):
-            raise ValueError(
-                f"policy {type(retriever).__name__} decides what attention sees of all that is kept, so it must be the "
-                "only one that does, and the last step of a sequence"
-            )
-        if retriever.turn_tokens and len(policies) > 1:
-            raise ValueError(
-                f"policy.turn_tokens={retriever.turn_tokens} is for a policy that retrieves alone; those before it in "
-                "a sequence cut a turn back by its attention to all tokens; leave policy.turn_tokens out"
-            )
-        if self.positions is Positions.reencoded:
-            raise ValueError(
-                f"policy {type(retriever).__name__} keeps all tokens at their positions; use policy.positions=original"
-            )
-        if retriever.clamps:
-            self._check_clamped(retriever, policies, model)
-        if retriever.looks_ahead_on(model.device):
-            _ = model.query_prediction
-
-    def _check_clamped(self, retriever: Retriever, policies: Sequence[Policy], model: Model) -> None:
-        """Check that a model has positions for clamped distances, and that nothing drops tokens before."""
-        if len(policies) > 1:
-            raise ValueError(
-                f"policy {type(retriever).__name__} with clamped distances must be the only one, since those before it "
-                "in a sequence drop tokens at their positions; use policy.clamped=false"
-            )
-        if model.max_positions is not None and retriever.recent >= model.max_positions:
-            raise ValueError(
-                f"policy.recent={retriever.recent} is the distance of all tokens before, and model {model.name} has "
-                f"{model.max_positions} positions; use at most {model.max_positions - 1}"
-            )
-
-    def _require_files(self, policies: Sequence[Policy], model: Model) -> None:
-        """Let policies that have a file for one model check and read it."""
-        policies = [policy for policy in policies if type(policy).require is not Policy.require]
+    def read_files(self, model: Model) -> None:
+        """Let policies that have a file for one model check and read it. Raises: ValueError."""
+        policies = [each for each in (*self.last, *self.others) if type(each).require is not Policy.require]
         if not policies:
             return
         facts = ModelFacts(
@@ -509,6 +236,13 @@ class RankPolicies:
         )
         for policy in policies:
             policy.require(facts)
+
+    def pairs(self, model: Model) -> list[tuple[int, int]]:
+        """The layers that are merged, lower and upper one of each pair."""
+        merging = self.merging
+        assert merging is not None and merging.layer_pairs is not None
+        sees_all = [rule is None or rule.sees_everything for rule in model.rules]
+        return paired_layers(model.kv_shapes, sees_all, merging.layer_pairs.first_share)
 
     def by_layer(
         self, partition: ContextPartition, num_layers: int, *, keep_parts: bool = False

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.inputs.policies import CLAMPING, clamps, keeps_all
+from launch.inputs.policies import CLAMPING, clamps
 from policies import POLICIES
 from policies.full import Full
 from policies.infllm import Blocks, InfLLM
@@ -17,6 +17,8 @@ from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Choice, Retriever
 from runahead import Conversation, Engine, GenerationOptions, Model, Ranks, RanksOptions
 from runahead.config import DecodeName, DecodeOptions, Device, PrefillName, PrefillOptions
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
@@ -282,10 +284,9 @@ def test_a_turn_longer_than_the_window_is_given_in_parts(model: Model) -> None:
 def test_the_command_line_knows_which_policies_clamp() -> None:
     retrieving = {name: kind for name, kind in POLICIES.items() if issubclass(kind, Retriever)}
     assert {name for name, kind in retrieving.items() if kind().clamps} == CLAMPING
-    assert clamps({"name": "per_rank", "ranks": {"last": "infllm"}}) and keeps_all({"name": "quest"})
+    assert clamps({"name": "per_rank", "ranks": {"last": "infllm"}})
     for options, is_clamped in (({}, True), ({"clamped": False}, False)):
         assert clamps({"name": "infllm"} | options) is is_clamped
-        assert keeps_all({"name": "infllm"} | options) is not is_clamped
         assert RankPolicies.everywhere([InfLLM(**options)]).keeps_all is not is_clamped
 
 
@@ -299,6 +300,6 @@ def test_what_it_does_not_go_with_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             RankPolicies.everywhere(policies).check(model)
     with pytest.raises(ValueError, match="decode=last"):
-        DecodeOptions(name=DecodeName.sharded).check(PrefillOptions(), clamps=True)
+        check(Setup(decode=DecodeOptions(name=DecodeName.sharded), policies=RankPolicies(last=[InfLLM()])))
     with pytest.raises(ValueError, match="policy.late=0.8"):
         InfLLM(late=0.8)

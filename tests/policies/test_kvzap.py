@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOpti
 from runahead.attention.base import Recording
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kept import KeptLayer
-from runahead.config import Device
+from runahead.config import DecodeName, DecodeOptions, Device
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
@@ -250,11 +253,17 @@ def test_the_engine_and_conversations_take_the_file_of_their_model_alone(tmp_pat
         assert "\n" not in str(raised.value)
 
 
+def chain_of(policy: Policy, num_stages: int) -> Setup:
+    policies = RankPolicies.everywhere([policy])
+    return Setup(prefill=PrefillOptions(), decode=DecodeOptions(), policies=policies, num_stages=num_stages)
+
+
 def test_stages_that_do_not_send_hidden_states_are_refused() -> None:
     for policy in (ZAP, MadeUpKVzap()):
         with pytest.raises(ValueError, match="use prefill=single or decode=sharded$"):
-            RankPolicies.everywhere([policy]).check_stages(2)
-        RankPolicies.everywhere([policy]).check_stages(1)
+            check(chain_of(policy, 2))
+        check(chain_of(policy, 1))
+        check(replace(chain_of(policy, 2), decode=DecodeOptions(name=DecodeName.sharded)))
 
 
 @pytest.mark.parametrize("policy", [MadeUpKVzap(), AdaKV(scorer=MadeUpKVzap())], ids=lambda each: type(each).__name__)

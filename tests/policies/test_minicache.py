@@ -19,7 +19,8 @@ from runahead.cache.merged.directions import SharedDirections, angles, interpola
 from runahead.cache.merged.layer import BLOCK, MergedLayer
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, DecodeName, Positions
-from runahead.decoding.speculative.policy_drafts import PolicyDrafter
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -261,7 +262,7 @@ class TestRanks:
         (lambda: MiniCache(interpolation=-0.1), "policy.interpolation=-0.1 must be from 0 to 1"),
         (lambda: MiniCache(retain_share=math.nan), "policy.retain_share=nan must be from 0 to 1"),
         (
-            lambda: RankPolicies(last=[SOME], storage=CacheOptions(bits=4)),
+            lambda: RankPolicies(last=[SOME], storage=CacheOptions(bits=4)).check(tiny_model("llama")),
             "cache.bits=4 does not go with policy MiniCache",
         ),
         (lambda: RankPolicies(last=[SOME, SnapKV(budget=64)]).check(tiny_model("llama")), "must be the only one"),
@@ -274,7 +275,7 @@ class TestRanks:
             lambda: RankPolicies(last=[MiniCache(start_share=0.9)]).check(tiny_model("llama")),
             "has none among its layers",
         ),
-        (lambda: PolicyDrafter.check(RankPolicies(last=[SOME])), "a drafting policy MiniCache"),
+        (lambda: check(Setup(drafting=RankPolicies(last=[SOME]))), "a drafting policy MiniCache"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_in_one_line(make: Any, message: str) -> None:

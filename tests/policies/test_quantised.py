@@ -289,7 +289,7 @@ def test_forks_do_not_know_of_each_other() -> None:
         (
             lambda: RankPolicies(
                 last=[StreamingLLM(budget=16)], positions=Positions.reencoded, storage=CacheOptions(bits=4)
-            ),
+            ).check(tiny_model("llama")),
             "use policy.positions=original",
         ),
         (

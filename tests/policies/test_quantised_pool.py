@@ -46,6 +46,10 @@ def policies_of(*policies: Policy, bits: int | None = 4) -> RankPolicies:
     return RankPolicies.everywhere(policies, storage=storage)
 
 
+def checked(policy: Policy) -> None:
+    policies_of(policy).check(tiny_model("llama"))
+
+
 class Talk:
     """A conversation of padded rows, in float64 throughout."""
 
@@ -330,8 +334,8 @@ def test_a_prefix_from_the_tree_gives_the_pool_of_the_whole_prompt() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: policies_of(ExactTopK(pool={"bytes": 1000})), "cache.bits=4 does not go with policy.pool.bytes=1000"),
-        (lambda: policies_of(InfLLM(clamped=True, recent=16)), "use policy.clamped=false"),
+        (lambda: checked(ExactTopK(pool={"bytes": 1000})), "cache.bits=4 does not go with policy.pool.bytes=1000"),
+        (lambda: checked(InfLLM(clamped=True, recent=16)), "use policy.clamped=false"),
         (lambda: Talk(policies_of(SnapKV(budget=40), ExactTopK())), "cache.bits=4 with policy ExactTopK keeps keys"),
     ],
 )

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from launch.inputs.options import RunOptions
 from launch.inputs.policies import checked, rank_policies
 from policies import clustering
 from policies.base import Policy
@@ -276,12 +277,12 @@ def test_parts_that_are_joined_are_of_no_segment() -> None:
 
 
 def test_policies_that_store_nothing_with_modules_are_refused() -> None:
-    with pytest.raises(ValueError, match="no cache policy but one that retrieves clusters, such as squeezed_attention"):
+    with pytest.raises(ValueError, match="policy Quest stores nothing with modules; use clusterkv, squeezed_attention"):
         engine_of(Quest()).generate([ONE], OPTIONS)
     with pytest.raises(ValueError, match="policy ClusterKV does not go with segments of model"):
         ranks = Ranks.start(RanksOptions(device=Device.cpu))
         Engine(tiny_model("gemma2"), ranks, policies=RankPolicies.everywhere([ClusterKV()])).check_reuse()
     with pytest.raises(ValueError, match="policy.retrieve=quest stores nothing with modules; use clusterkv"):
-        rank_policies(checked({"name": "prompt_cache", "retrieve": "quest"}))
+        RunOptions(policy={"name": "prompt_cache", "retrieve": "quest"})
     given = {"name": "prompt_cache", "retrieve": {"name": "squeezed_attention", "quantile": 0.8}}
     assert rank_policies(checked(given)).last == [SqueezedAttention(quantile=0.8)]

@@ -31,7 +31,9 @@ from policies.tova import TOVA
 from policies.window import Window
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Device, Positions, PrefillName
-from runahead.prefill.prompt_check import PromptLimits, check_chunk_tokens
+from runahead.features.facts import Setup
+from runahead.features.refused import check
+from runahead.prefill.prompt_check import PromptLimits
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.exit_status import exit_status
@@ -341,8 +343,8 @@ def test_settings_without_effect_are_told() -> None:
 
 def test_chunks_on_several_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("prefill.chunk_tokens=16 is for a prompt that one rank computes")):
-        check_chunk_tokens(PrefillOptions(chunk_tokens=16), 2)
-    check_chunk_tokens(PrefillOptions(chunk_tokens=16, name=PrefillName.single), 2)
+        check(Setup(prefill=PrefillOptions(chunk_tokens=16), num_chunks=2))
+    check(Setup(prefill=PrefillOptions(chunk_tokens=16, name=PrefillName.single), num_chunks=2))
     policies = RankPolicies.everywhere([StreamingLLM(budget=24)], Positions.reencoded)
     told = PromptLimits(max_positions=LIMIT, num_layers=3, policies=policies, num_ranks=2).remedy(100, 1)
     assert told is not None and "prefill=single" in told

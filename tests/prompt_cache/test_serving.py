@@ -326,6 +326,9 @@ def test_what_cannot_reuse_is_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="prompt 0 ends at position .* exceeds the model's 512 positions"):
         Engine(model, one_rank()).generate([asked], GenerationOptions(max_new_tokens=500))
-    for prefill in (PrefillOptions(name=PrefillName.zigzag), PrefillOptions(chunk_tokens=4)):
-        with pytest.raises(ValueError, match="need prefill=kv_runahead or prefill=single without prefill.chunk_tokens"):
+    for prefill, says in (
+        (PrefillOptions(name=PrefillName.zigzag), "reuse of segments needs prefill=kv_runahead or prefill=single"),
+        (PrefillOptions(chunk_tokens=4), "prefill.chunk_tokens=4 does not go with reuse of segments; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=says):
             Engine(model, one_rank(), prefill=prefill).generate([asked], GenerationOptions(max_new_tokens=1))

@@ -11,6 +11,8 @@ import torch
 
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, even
 from runahead.config import Profile
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.tsp import TSPAttention
 from runahead.prefill.zigzag import ZigzagAttention
@@ -34,7 +36,7 @@ def prefill_each(
     outcomes = []
     for options in variants:
         strategy = PREFILLS[options.name]
-        strategy.check(model, ranks.size)
+        check(Setup(prefill=options, model=model, num_stages=ranks.size))
         job = PrefillJob(
             model=model,
             ranks=ranks,

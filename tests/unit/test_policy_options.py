@@ -15,7 +15,7 @@ from benchmarks.evaluation import options as evaluation_options
 from benchmarks.evaluation.options import EvaluateRun
 from launch.infer import INFER
 from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
-from launch.inputs.policies import NAMES, WHOLE, ineffective_options, options_of, rank_policies
+from launch.inputs.policies import NAMES, ineffective_options, options_of, rank_policies
 from launch.program.compose import CONF
 from launch.server.options import ServeRun, warnings
 from policies import POLICIES
@@ -40,16 +40,6 @@ def policies(*overrides: str) -> RankPolicies:
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:
     assert {path.stem for path in (CONF / "policy").glob("*.yaml")} == set(NAMES) > set(POLICIES)
-
-
-@pytest.mark.slow
-def test_policies_that_see_a_whole_prompt_are_known_before_they_are_made() -> None:
-    made = {
-        name: policies(f"policy={name}")
-        for name in NAMES
-        if name not in ("sequence", "per_rank", "file", "prompt_cache", *WITH_FILES)
-    }
-    assert {name for name, found in made.items() if found.needs_whole} == WHOLE
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
-from runahead.config import DecodeName, DecodeOptions, Device, PrefillName, RanksOptions, check_prefix_reuse
+from runahead.config import DecodeName, DecodeOptions, Device, PrefillName, RanksOptions
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.report import GenerationBatch
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
@@ -196,18 +199,19 @@ def test_models_whose_keys_depend_on_more_than_tokens_and_positions_are_refused(
 
 def test_what_does_not_go_with_it_is_refused() -> None:
     last = DecodeOptions(name=DecodeName.last)
-    check_prefix_reuse(PrefillOptions(), last)
-    for prefill, decode, more, message in [
-        (PrefillOptions(name=PrefillName.zigzag), last, {}, "prefill=zigzag; use prefill=kv_runahead"),
-        (PrefillOptions(name=PrefillName.tensor), last, {}, "prefill=tensor"),
-        (PrefillOptions(chunk_tokens=8), last, {}, "prefill.chunk_tokens=8; leave it out"),
-        (PrefillOptions(), DecodeOptions(name=DecodeName.sharded), {}, "decode=sharded; use decode=last"),
-        (PrefillOptions(), last, {"num_shares": 2}, "ranks.tensor=2"),
-        (PrefillOptions(), last, {"drops_tokens": True}, "cache policies"),
+    plain = Setup(prefill=PrefillOptions(), decode=last, prefixes="reuse of prefixes")
+    check(plain)
+    policies = RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)])
+    for more, message in [
+        ({"prefill": PrefillOptions(name=PrefillName.zigzag)}, "prefill=zigzag; use prefill=kv_runahead"),
+        ({"prefill": PrefillOptions(name=PrefillName.tensor)}, "prefill=tensor"),
+        ({"prefill": PrefillOptions(chunk_tokens=8)}, "prefill.chunk_tokens=8; leave it out"),
+        ({"decode": DecodeOptions(name=DecodeName.sharded)}, "decode=sharded; use decode=last"),
+        ({"num_shares": 2}, "ranks.tensor=2"),
+        ({"policies": policies}, "cache policies"),
     ]:
         with pytest.raises(ValueError, match=message):
-            check_prefix_reuse(prefill, decode, **more)
+            check(replace(plain, **more))
     ranks = Ranks.start(RanksOptions(device=Device.cpu))
-    policies = RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)])
     with pytest.raises(ValueError, match="cache policies"):
         Engine(tiny_model("llama"), ranks, policies=policies, tree=PrefixTree(ROOMY))

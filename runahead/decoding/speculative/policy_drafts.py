@@ -16,14 +16,12 @@ from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.cache.kv_cache import SeenSlab, SlabRow
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
-from runahead.config import Positions
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
 from runahead.decoding.speculative.observed import as_kept, first_observed, observe
 from runahead.model.model import Model
-from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.steps import PolicySteps
 
 OBSERVED_TOKENS = 64
@@ -43,25 +41,6 @@ class PolicyDrafter(GeneratedDrafter):
     def __init__(self, model: Model, policies: Sequence[Policy], whole: Lanes, first: Drafter | None = None) -> None:
         super().__init__(first)
         self._model, self._policies, self._whole = model, list(policies), whole
-
-    @staticmethod
-    def check(policies: RankPolicies) -> None:
-        """Check that policies can choose what drafts are made of. Raises: ValueError."""
-        why, retriever = None, policies.retriever
-        if retriever is not None and len(policies.last) > 1:
-            why = "retrieves from what others keep; use it alone"
-        elif retriever is not None and (retriever.late is not None or retriever.pool.bytes is not None):
-            why = "chooses late or drops tokens; leave policy.late and policy.pool.bytes out"
-        elif retriever is not None and retriever.clamps:
-            why = "clamps distances, for which keys are stored unrotated; use another, such as quest"
-        elif any(policy.narrows for policy in policies.last):
-            why = "drops tokens between layers; use one that only drops from the cache, such as snapkv"
-        elif policies.deciding is not None or policies.merging is not None or policies.ragged:
-            why = "decides on several layers or heads together, once the prompt is there; use another, such as snapkv"
-        elif policies.positions is Positions.reencoded:
-            why = "re-encodes positions; use policy.positions=original"
-        if why is not None:
-            raise ValueError(f"a drafting policy {type(policies.last[-1]).__name__} {why}")
 
     @property
     def tokens_to_begin(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from runahead.config import GenerationOptions, Speculate
@@ -15,6 +15,8 @@ from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.policy_drafts import PolicyDrafter
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.decoding.speculative.retrieving_drafts import RetrievingDrafter
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -47,52 +49,35 @@ class Speculator:
         self._draft = None if draft is None else draft.by
         self._first = None if draft is None else draft.first
 
-    def check(self, options: Sequence[GenerationOptions], lengths: Sequence[int], *, reuses: bool) -> None:
+    def check(self, options: Sequence[GenerationOptions], lengths: Sequence[int], setup: Setup) -> None:
         """Check that drafts can be made as the options ask.
 
         Args:
             options: of every row.
             lengths: tokens of every prompt.
-            reuses: prompts reuse prefixes or segments.
+            setup: what else is known of the run.
 
         Raises:
             ValueError: they cannot; in one line.
         """
-        kinds = [each.speculate for each in options if each.speculate is not Speculate.none]
-        if not kinds:
+        drafted = [each for each in options if each.speculate is not Speculate.none]
+        if not drafted:
             return
-        kind = kinds[0]
-        if other := next((each for each in kinds if each is not kind), None):
-            raise ValueError(
-                f"generation.speculate={kind.name} and {other.name} are asked for in one batch; use one of them for "
-                "all of its prompts"
-            )
-        self._model.require_unmarked(f"generation.speculate={kind.name}", "use generation.speculate=none")
-        if self._model.rotates_by_length:
-            raise ValueError(
-                f"generation.speculate={kind.name} does not go with model {self._model.name}, whose rotary angles "
-                "depend on the length of the text, which is another one for each token of a draft; use "
-                "generation.speculate=none"
-            )
+        kind, draft = drafted[0].speculate, self._draft
+        by_policy = draft if kind is Speculate.policy else None
+        kinds = [each.speculate for each in drafted]
+        check(replace(setup, generation=drafted[0], drafts=kinds, drafting=by_policy))
+        num_new = max(each.max_new_tokens for each in options)
         if kind is Speculate.model:
-            if not isinstance(self._draft, Model):
+            if not isinstance(draft, Model):
                 raise ValueError("generation.speculate=model needs a smaller model that drafts: Engine(draft=...)")
-            num_new = max(each.max_new_tokens for each in options)
-            ModelDrafter.check(self._model, self._draft, lengths=lengths, num_new=num_new)
+            ModelDrafter.check(self._model, draft, lengths=lengths, num_new=num_new)
         if isinstance(self._first, Model) and kind is not Speculate.lookup:
-            num_new = max(each.max_new_tokens for each in options)
             ModelDrafter.check(self._model, self._first, lengths=lengths, num_new=num_new)
         if kind is Speculate.policy:
-            if not isinstance(self._draft, RankPolicies):
+            if not isinstance(draft, RankPolicies):
                 raise ValueError("generation.speculate=policy needs policies of what drafts see: Engine(draft=...)")
-            if reuses:
-                raise ValueError(
-                    "generation.speculate=policy does not go with reused prefixes and segments, since policies choose "
-                    "among the computed tokens; use generation.speculate=lookup"
-                )
-            self._model.require_own_kv("generation.speculate=policy", "use generation.speculate=lookup")
-            self._draft.check(self._model)
-            PolicyDrafter.check(self._draft)
+            draft.check(self._model)
 
     def drafts(self, rows: Sequence[Row], lanes: Lanes, *, token_s: float = 0.0) -> PayingDrafts:
         """The drafts for a batch of rows.

@@ -1,0 +1,1 @@
+"""What does not go together: facts about a run, and the table of combinations that are refused."""

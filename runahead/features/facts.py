@@ -1,0 +1,449 @@
+"""Facts about a run, by the words that users know: each holds, or does not, or is not known yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runahead.config import (
+    CacheOptions,
+    DecodeName,
+    DecodeOptions,
+    GenerationOptions,
+    Positions,
+    PrefillName,
+    PrefillOptions,
+    Speculate,
+)
+
+NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
+"""By model_type: the option with which norms of queries and keys have weights by head, which plans leave whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is known of a run. None is what is not known yet, or not asked for.
+
+    Models and policies are `Any`, since the modules that define them use this one.
+
+    Attributes:
+        options: given options that the runtime does not take, by their names, such as `prompt.skip_invalid`.
+        num_stages: of the chain.
+        num_shares: ranks that share one model, as of `ranks.tensor`.
+        num_chunks: chunks of a prompt that are not empty.
+        policy: the option that names a cache policy, such as "policy=snapkv"; "" if none is named.
+        policies: the `RankPolicies`.
+        place: "last" or "others": the place in `policies` of the steps that a fact is about. `check` sets it.
+        model: the `Model`.
+        config: transformers' config of the text model, where the model is not loaded.
+        prefixes: what asks for reuse of prefixes, in messages; "" if nothing does.
+        segments: what asks for reuse of segments, in messages; "" if nothing does.
+        blends: whether some tokens of reused segments are computed again.
+        drafts: kinds of drafts of the prompts of a batch.
+        drafting: the `RankPolicies` that choose what drafts are made of, or the model that makes them.
+        rows: rows of a conversation.
+    """
+
+    prefill: PrefillOptions | None = None
+    decode: DecodeOptions | None = None
+    cache: CacheOptions | None = None
+    generation: GenerationOptions | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_stages: int | None = None
+    num_shares: int | None = None
+    num_chunks: int | None = None
+    policy: str | None = None
+    policies: Any = None
+    place: str = "last"
+    model: Any = None
+    config: Any = None
+    prefixes: str | None = None
+    segments: str | None = None
+    blends: bool | None = None
+    drafts: Sequence[Speculate] = ()
+    drafting: Any = None
+    rows: int | None = None
+
+    @property
+    def steps(self) -> Sequence[Any]:
+        """The policies that run one after another at `place`; none if they are not known."""
+        return [] if self.policies is None else getattr(self.policies, self.place)
+
+    @property
+    def text_config(self) -> Any:
+        """transformers' config of the text model; None if it is not known."""
+        return self.config if self.model is None else self.model.config
+
+    @property
+    def model_name(self) -> str:
+        """The model, in messages."""
+        if self.model is None:
+            return f"this {self.config.model_type} model"
+        return f"model {self.model.name} ({self.model.config.model_type})"
+
+
+SEGMENTS = "reuse of segments"
+"""What asks for reuse of segments, where that is no option."""
+
+Words = str | None
+"""How a message calls a fact that holds; "" if it does not hold, and None if that is not known yet."""
+
+Fact = Callable[[Setup], Words]
+
+
+def _if(holds: object, words: str) -> str:
+    return words if holds else ""
+
+
+def _named(policy: Any) -> str:
+    return "" if policy is None else type(policy).__name__
+
+
+def _option(name: str, section: str | None = None) -> Fact:
+    """An option that is not off, by its name on the command line, of a section of `Setup` or of `Setup.options`."""
+
+    def fact(setup: Setup) -> Words:
+        options = setup.options if section is None else getattr(setup, section)
+        if options is None or (section is None and name not in options):
+            return None
+        value = options[name] if section is None else getattr(options, name.partition(".")[2])
+        return _if(value not in (None, False, 0, ""), f"{name}={'true' if value is True else value}")
+
+    return fact
+
+
+def _choice(section: str, *names: str) -> Fact:
+    """The choice of a section, such as prefill, if it is one of these."""
+
+    def fact(setup: Setup) -> Words:
+        options = getattr(setup, section)
+        return None if options is None else _if(options.name.name in names, f"{section}={options.name.name}")
+
+    return fact
+
+
+def _other(section: str, *names: str) -> Fact:
+    """The choice of a section, such as prefill, if it is none of these."""
+
+    def fact(setup: Setup) -> Words:
+        options = getattr(setup, section)
+        return None if options is None else _if(options.name.name not in names, f"{section}={options.name.name}")
+
+    return fact
+
+
+def _draft(*kinds: Speculate) -> Fact:
+    """The kind of draft, if it is one of these."""
+
+    def fact(setup: Setup) -> Words:
+        if setup.generation is None:
+            return None
+        kind = setup.generation.speculate
+        return _if(kind in kinds, f"generation.speculate={kind.name}")
+
+    return fact
+
+
+def _number(name: str, words: str = "{}") -> Fact:
+    """A number of `Setup` that is above 1."""
+
+    def fact(setup: Setup) -> Words:
+        number = getattr(setup, name)
+        return None if number is None else _if(number > 1, words.format(number))
+
+    return fact
+
+
+def _policies(words: Callable[[Any], str]) -> Fact:
+    """Something about the policies of all places."""
+    return lambda setup: None if setup.policies is None else words(setup.policies)
+
+
+def _retriever(words: Callable[[Any], str]) -> Fact:
+    """Something about the policy that retrieves on the rank that decodes."""
+    return _policies(lambda policies: "" if policies.retriever is None else words(policies.retriever))
+
+
+def _step(holds: Callable[[Any], Any]) -> Fact:
+    """The first policy at a place for which something holds."""
+
+    def fact(setup: Setup) -> Words:
+        return None if setup.policies is None else _named(next((step for step in setup.steps if holds(step)), None))
+
+    return fact
+
+
+def _drafting(holds: Callable[[Any], Any]) -> Fact:
+    """The last of the policies that choose what drafts are made of, if something holds for these."""
+
+    def fact(setup: Setup) -> Words:
+        policies = setup.drafting
+        return _named(policies.last[-1]) if hasattr(policies, "last") and holds(policies) else ""
+
+    return fact
+
+
+def _model(holds: Callable[[Any], Any]) -> Fact:
+    """The model, if something holds for it once it is loaded."""
+    return lambda setup: None if setup.model is None else _if(holds(setup.model), setup.model_name)
+
+
+def _lacks(part: str) -> Fact:
+    """Why a model lacks a part, as the ValueError says that asking for it raises."""
+
+    def fact(setup: Setup) -> Words:
+        if setup.model is None:
+            return None
+        try:
+            getattr(setup.model, part)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return fact
+
+
+def _name_of_a_policy(setup: Setup) -> Words:
+    if setup.policy is not None:
+        return setup.policy
+    return None if setup.policies is None else next((f"policy {_named(step)}" for step in setup.steps), "")
+
+
+def _any_policy(setup: Setup) -> Words:
+    if setup.policy is not None:
+        return _if(setup.policy, "cache policies")
+    return None if setup.policies is None else _if(setup.policies.chooses, "cache policies")
+
+
+def _needs_input(setup: Setup) -> Words:
+    """A policy of the rank that decodes that scores each token by the hidden states from which it is computed."""
+    steps = [] if setup.policies is None else setup.policies.last
+    return _named(next((step for step in steps if step.needs_attention_input and step.replay is None), None))
+
+
+def _compares_by_kv_head(setup: Setup) -> Words:
+    """A policy that decides by what all query heads of a KV head attend to.
+
+    Those that vote with all heads of the model do, once another has chosen by head (`LayerView.over_heads`).
+    """
+    alike = all(step.chooses_alike for step in setup.steps if not step.retrieves)
+    return _step(lambda step: step.compares_by_kv_head or (step.votes_over_heads and not alike))(setup)
+
+
+def _stores_nothing(setup: Setup) -> Words:
+    """A policy that has no clusters to store with modules, as the user named it."""
+    name = _step(lambda step: not step.retrieves or step.clusters_key is None)(setup)
+    retrieve = setup.options.get("policy.retrieve")
+    return name and (f"policy {name}" if retrieve is None else f"policy.retrieve={retrieve}")
+
+
+def _comes_twice(setup: Setup) -> Words:
+    names = [_named(step) for step in setup.steps]
+    return next((name for name in names if names.count(name) > 1), "")
+
+
+def _looks_ahead(setup: Setup) -> Words:
+    """A policy that retrieves and predicts queries a layer ahead on the model's device."""
+    if setup.model is None:
+        return None
+    return _step(lambda step: step.retrieves and step.looks_ahead_on(setup.model.device))(setup)
+
+
+def _no_pairs(setup: Setup) -> Words:
+    """The model, if it has no neighbouring layers that the merging policy can merge."""
+    if setup.model is None or setup.policies is None:
+        return None
+    return _if(not setup.policies.pairs(setup.model), setup.model_name)
+
+
+def _no_positions_left(setup: Setup) -> Words:
+    """The largest distance to which a policy may clamp, if that to which it does leaves no position of the model."""
+    if setup.model is None or setup.policies is None:
+        return None
+    window, positions = setup.policies.clamped_to, setup.model.max_positions
+    return _if(None not in (window, positions) and window >= positions, str((positions or 0) - 1))
+
+
+def _last_keeps_all(setup: Setup) -> Words:
+    """The number of stages of a chain whose last one keeps all tokens."""
+    if setup.prefill is None or setup.decode is None or setup.num_stages is None:
+        return None
+    is_chain = setup.prefill.name is PrefillName.kv_runahead and setup.decode.name is not DecodeName.sharded
+    return _if(is_chain and setup.num_stages > 1, str(setup.num_stages))
+
+
+def _may_shard(setup: Setup) -> Words:
+    """The way of decoding, if keys and values may stay on several stages."""
+    return "" if setup.num_stages == 1 else _other("decode", "last")(setup)
+
+
+def _is_split(setup: Setup) -> Words:
+    if setup.prefill is None or not setup.prefill.takes_partition:
+        return None if setup.prefill is None else ""
+    return _number("num_chunks")(setup)
+
+
+def _two_kinds_of_drafts(setup: Setup) -> Words:
+    kinds = [kind for kind in setup.drafts if kind is not Speculate.none]
+    other = next((kind for kind in kinds if kind is not kinds[0]), None)
+    return "" if other is None else f"generation.speculate={kinds[0].name} and {other.name}"
+
+
+def _marks(setup: Setup) -> Words:
+    """The model, if it marks tokens that it evicts."""
+    if setup.model is not None:
+        return _if(setup.model.marks is not None, setup.model_name)
+    return None if setup.config is None else _if(not _no_marks(setup), setup.model_name)
+
+
+def _no_marks(setup: Setup) -> Words:
+    """The model's type, if it marks no tokens."""
+    config = setup.text_config
+    return None if config is None else _if(getattr(config, "dms_window_size", None) is None, str(config.model_type))
+
+
+def _shared_kv(setup: Setup) -> Words:
+    """The layers that read keys and values of others."""
+    if setup.model is not None:
+        return _if(setup.model.kv_sources, f"{len(setup.model.kv_sources)} layers of {setup.model_name}")
+    shares = getattr(setup.config, "num_kv_shared_layers", 0)
+    return None if setup.config is None else _if(shares, f"layers of {setup.model_name}")
+
+
+def _norms_by_head(setup: Setup) -> Words:
+    config = setup.text_config
+    option = "" if config is None else NORMS_BY_HEAD.get(config.model_type, "")
+    return None if config is None else _if(getattr(config, option, False), f"{option}=true of {setup.model_name}")
+
+
+def _windows(model: Any) -> bool:
+    return any(rule is not None and not rule.sees_everything for rule in model.rules)
+
+
+FACTS: dict[str, Fact] = {
+    # of options
+    "prefill=tsp or zigzag": _choice("prefill", "tsp", "zigzag"),
+    "prefill=zigzag": _choice("prefill", "zigzag"),
+    "prefill=tensor": _choice("prefill", "tensor"),
+    "prefill other than kv_runahead": _other("prefill", "kv_runahead"),
+    "prefill other than kv_runahead or single": _other("prefill", "kv_runahead", "single"),
+    "prefill.chunk_tokens": _option("prefill.chunk_tokens", "prefill"),
+    "decode=sharded": _choice("decode", "sharded"),
+    "decode other than last": _other("decode", "last"),
+    "decode other than last on several stages": _may_shard,
+    "cache.bits": _option("cache.bits", "cache"),
+    "generation.speculate": _draft(Speculate.lookup, Speculate.policy, Speculate.model),
+    "generation.speculate=lookup or model": _draft(Speculate.lookup, Speculate.model),
+    "generation.speculate=policy": _draft(Speculate.policy),
+    "generation.speculate=policy or model": _draft(Speculate.policy, Speculate.model),
+    "two kinds of drafts in a batch": _two_kinds_of_drafts,
+    "draft.speculate=model": _option("draft.speculate"),
+    "option ranks.tensor": _option("ranks.tensor"),
+    "option policy.positions": _option("policy.positions"),
+    "ranks.tensor": _number("num_shares", "ranks.tensor={}"),
+    "several stages": _number("num_stages"),
+    "several stages with decode=last": _last_keeps_all,
+    "a prompt in several chunks": _is_split,
+    "prompt.skip_invalid": _option("prompt.skip_invalid"),
+    "prompt.question": _option("prompt.question"),
+    "prompt.ids_file": _option("prompt.ids_file"),
+    "prompt.random_tokens": _option("prompt.random_tokens"),
+    "prompt.chat": _option("prompt.chat"),
+    "a server": _option("a server"),
+    "serve.decode_ranks": _option("serve.decode_ranks"),
+    "policy.store": _option("policy.store"),
+    # of texts
+    "reuse of prefixes": lambda setup: setup.prefixes,
+    "policy=prompt_cache": lambda setup: setup.segments,
+    "policy.recompute": lambda setup: None if setup.blends is None else _if(setup.blends, "policy.recompute"),
+    "a conversation": lambda setup: None if setup.rows is None else "a conversation",
+    "a conversation of several rows": _number("rows"),
+    # of policies
+    "a policy": _name_of_a_policy,
+    "cache policies": _any_policy,
+    "cache policies or cache.bits": _policies(lambda policies: _if(policies, "cache policies or cache.bits")),
+    "policies that drop tokens": _policies(lambda policies: _if(not policies.keeps_all, "cache policies")),
+    "policy.positions=reencoded": _policies(
+        lambda policies: _if(policies and policies.positions is Positions.reencoded, "policy.positions=reencoded")
+    ),
+    "a policy that needs the whole prompt": _policies(lambda policies: _if(policies.needs_whole, "this policy")),
+    "a policy that decides on the whole prompt": _policies(lambda policies: _named(policies.deciding)),
+    "a policy that merges layers": _policies(lambda policies: _named(policies.merging)),
+    "a retrieving policy": _retriever(_named),
+    "policy.clamped=true": _policies(lambda policies: _if(policies.clamped_to is not None, "policy.clamped=true")),
+    "policy.recent of all positions": _no_positions_left,
+    "policy.pool.bytes": _retriever(
+        lambda policy: _if(policy.pool.bytes is not None, f"policy.pool.bytes={policy.pool.bytes}")
+    ),
+    "policy.turn_tokens": _retriever(
+        lambda policy: _if(policy.turn_tokens, f"policy.turn_tokens={policy.turn_tokens}")
+    ),
+    "other policies in a sequence": _policies(
+        lambda policies: _named(policies.last[0] if len(policies.last) > 1 else None)
+    ),
+    "a policy of earlier ranks that narrows": _policies(
+        lambda policies: _named(next((policy for policy in policies.others if policy.narrows), None))
+    ),
+    # of the policies at one place
+    "a policy that follows marks": _step(lambda step: step.follows_marks),
+    "a policy that follows no marks": _step(lambda step: not step.follows_marks),
+    "a policy that stores nothing with modules": _stores_nothing,
+    "a policy that narrows": _step(lambda step: step.narrows),
+    "a policy that narrows, retrieves or merges layers": _step(
+        lambda step: step.narrows or step.retrieves or step.layer_pairs is not None
+    ),
+    "a policy that narrows later": lambda setup: _named(next((step for step in setup.steps[1:] if step.narrows), None)),
+    "a policy that compares by KV head": _compares_by_kv_head,
+    "a policy that turns queries": _step(lambda step: step.queries_from is not None),
+    "a policy that needs output projections": _step(lambda step: step.needs_output_projection),
+    "a policy that needs attention inputs": _step(lambda step: step.needs_attention_input),
+    "a policy that needs attention inputs of each token": _needs_input,
+    "a policy that looks ahead": _looks_ahead,
+    "a sequence": lambda setup: _if(len(setup.steps) > 1, _named(setup.steps[0]) if setup.steps else ""),
+    "a policy twice": _comes_twice,
+    "unequal heads": _step(lambda step: step.keeps_ragged),
+    "unequal heads, decided on the whole prompt": _step(
+        lambda step: step.keeps_ragged and (step.decides_on_all or step.replay is not None)
+    ),
+    "unequal heads, compensated": _step(lambda step: step.keeps_ragged and step.compensates),
+    "retrieving steps": _step(lambda step: step.retrieves),
+    "a step after one that retrieves": lambda setup: _named(
+        next((step for before, step in zip(setup.steps, setup.steps[1:], strict=False) if before.retrieves), None)
+    ),
+    # of drafting policies
+    "drafts by a retrieving policy after others": _drafting(
+        lambda policies: policies.retriever is not None and len(policies.last) > 1
+    ),
+    "drafts by policy.late or policy.pool": _drafting(
+        lambda policies: (
+            policies.retriever is not None
+            and (policies.retriever.late is not None or policies.retriever.pool.bytes is not None)
+        )
+    ),
+    "drafts by policy.clamped=true": _drafting(lambda policies: policies.clamped_to is not None),
+    "drafts by a policy that narrows": _drafting(lambda policies: any(policy.narrows for policy in policies.last)),
+    "drafts by a policy that decides on layers or heads together": _drafting(
+        lambda policies: policies.deciding is not None or policies.merging is not None or policies.ragged
+    ),
+    "drafts by policy.positions=reencoded": _drafting(lambda policies: policies.positions is Positions.reencoded),
+    # of the model
+    "marks": _marks,
+    "no marks": _no_marks,
+    "layers that share keys and values": _shared_kv,
+    "norms by head": _norms_by_head,
+    "windows": _model(_windows),
+    "ALiBi": _model(lambda model: model.has_key_bias),
+    "angles by length": _model(lambda model: model.rotates_by_length),
+    "positions counted by the model": _model(lambda model: model.uneven_limit is not None),
+    "KV heads that ranks copy": _model(lambda model: model.copies_kv_heads),
+    "a share of a model": _model(lambda model: model.num_shards > 1),
+    "rotations unknown": _lacks("rotations"),
+    "positions that cannot be re-encoded": _lacks("rotaries"),
+    "output projections unknown": _lacks("output_projections"),
+    "attention inputs unknown": _lacks("attention_input_dims"),
+    "queries that cannot be predicted": _lacks("query_prediction"),
+    "no list of layers": _model(lambda model: not model.has_layers),
+    "no layers to merge": _no_pairs,
+}
+"""By the words that users know."""

@@ -1,0 +1,547 @@
+"""The table of combinations that are refused, and the one check of it.
+
+A row names facts that do not go together, says why, and what to do instead. Programs check their options before ranks
+start, and with the policies and the model's config before its weights are read; `Engine` and `Conversation` check with
+the model. The table of docs/combinations.md and the tests of all rows are made from this one. Missing inputs, ranges
+and files are checked where they are read, and options of one policy in policies/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from runahead.features.facts import FACTS, Setup
+
+PLACES = ("last", "others")
+"""Places in the chain that have policies of their own."""
+
+OTHERS_KV = "{1} read the keys and values of other layers, which {0} does not support"
+MARKED = "{1} marks tokens that it evicts (DMS), which {0} does not support"
+REENCODED = "{1}, so its positions cannot be re-encoded"
+GAPS = "{1} does not go with segments of {2}, which {what}: their prompts may have gaps between positions"
+CHAIN = "use prefill=kv_runahead or prefill=single"
+OTHER_POLICY = "use another policy, such as snapkv"
+NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Facts that do not go together.
+
+    Attributes:
+        facts: names in `FACTS`. Facts that take longer come after those that make them matter.
+        why: with {0} for what the first fact is called, and so on, {model} and {policies}.
+        remedy: in the same form.
+    """
+
+    facts: tuple[str, ...]
+    why: str
+    remedy: str
+
+    def message(self, setup: Setup, known: dict[str, str | None] | None = None) -> str | None:
+        """The message to the user if all facts hold, else None. `known` has, and gets, what was asked of `setup`."""
+        known = {} if known is None else known
+        for name in self.facts:
+            if name not in known:
+                known[name] = FACTS[name](setup)
+            if not known[name]:  # it does not hold, or is not known yet
+                return None
+        parts = [part for part in (self.why, self.remedy) if part]
+        words = [known[name] for name in self.facts]
+        return "; ".join(parts).format(*words, model=setup.model, policies=setup.policies)
+
+
+def check(setup: Setup) -> None:
+    """Check that what is known of a run goes together. Raises: ValueError, with the first row that refuses it."""
+    policies = setup.policies
+    is_alike = policies is None or policies.last == policies.others
+    places = [setup] if is_alike else [replace(setup, place=place) for place in PLACES]
+    known: list[dict[str, str | None]] = [{} for _ in places]
+    for row in REFUSED:
+        for each, asked in zip(places, known, strict=True):
+            if message := row.message(each, asked):
+                raise ValueError(message)
+
+
+REFUSED = (
+    # prefill
+    Refused(
+        ("option ranks.tensor", "prefill=tensor"),
+        "prefill=tensor makes all ranks one stage, whatever {0} says",
+        "leave ranks.tensor out, or use prefill=single",
+    ),
+    Refused(
+        ("prefill=tensor", "several stages"),
+        "prefill=tensor is one stage of all ranks, and these are {1} stages",
+        "arrange them as one, with ranks.tensor=<number of ranks>, or use prefill=single",
+    ),
+    Refused(
+        ("prefill=tsp or zigzag", "a policy"),
+        "{1} needs prefill=kv_runahead or prefill=single",
+        "{0} keeps all keys and values",
+    ),
+    Refused(
+        ("prefill=tsp or zigzag", "policy=prompt_cache"),
+        "{1} needs prefill=kv_runahead or prefill=single",
+        "{0} keeps all keys and values",
+    ),
+    Refused(("prefill=tsp or zigzag", "layers that share keys and values"), OTHERS_KV, CHAIN),
+    Refused(("prefill=tsp or zigzag", "marks"), MARKED, CHAIN),
+    Refused(
+        ("prefill=zigzag", "several stages", "positions counted by the model"),
+        "{2} counts positions itself, and prefill=zigzag gives ranks tokens that are not contiguous",
+        "use prefill=kv_runahead or prefill=tsp",
+    ),
+    Refused(
+        ("prefill.chunk_tokens", "a prompt in several chunks"),
+        "{0} is for a prompt that one rank computes alone",
+        "use prefill=single, or leave it out: several ranks have a chunk each",
+    ),
+    # policy=prompt_cache
+    Refused(
+        ("policy=prompt_cache", "prompt.skip_invalid"),
+        "prompt.skip_invalid does not go with policy=prompt_cache",
+        "leave invalid prompts out",
+    ),
+    *(
+        Refused(
+            (f"prompt.{name}", "policy=prompt_cache"),
+            f"prompt.{name} does not go with policy=prompt_cache",
+            "give a prompt in PML as prompt.file",
+        )
+        for name in ("question", "ids_file", "random_tokens")
+    ),
+    Refused(
+        ("prompt.chat", "policy=prompt_cache"),
+        "prompt.chat does not go with policy=prompt_cache",
+        "<system>, <user> and <assistant> are messages",
+    ),
+    Refused(
+        ("option policy.positions", "policy=prompt_cache"),
+        "{0} does not go with policy=prompt_cache, whose positions are fixed",
+        "",
+    ),
+    Refused(
+        ("a server", "policy=prompt_cache", "policy.store"),
+        "policy.store is for launch/infer.py",
+        "a server keeps modules in memory, so leave it out",
+    ),
+    Refused(
+        ("a server", "policy=prompt_cache", "decode other than last"),
+        "policy=prompt_cache needs decode=last in a server, not {2}",
+        "",
+    ),
+    Refused(("policy=prompt_cache", "prefill.chunk_tokens"), "{1} does not go with {0}", "leave it out"),
+    Refused(
+        ("policy=prompt_cache", "a policy that stores nothing with modules"),
+        "{1} stores nothing with modules",
+        "use clusterkv, squeezed_attention or retroinfer",
+    ),
+    Refused(("policy=prompt_cache", "marks"), MARKED, "give prompts without schemas"),
+    Refused(
+        ("policy=prompt_cache", "angles by length"),
+        "{1} rotates by angles that depend on the length of the text, so keys and values cannot be reused in other "
+        "prompts",
+        "use policy=full",
+    ),
+    Refused(
+        ("policy=prompt_cache", "positions counted by the model"),
+        "{1} counts positions on its own, so keys and values cannot be reused in other prompts",
+        "use policy=full",
+    ),
+    *(
+        Refused(("policy=prompt_cache", against, fact), GAPS.replace("{1}", named).replace("{what}", what), remedy)
+        for against, named, remedy in (
+            ("cache.bits", "{1}", "use cache.bits=null"),
+            ("a retrieving policy", "policy {1}", "use no cache policy"),
+        )
+        for fact, what in (
+            ("windows", "has layers with windows"),
+            ("ALiBi", "adds a bias to its attention by distance (ALiBi)"),
+        )
+    ),
+    Refused(
+        ("policy.recompute", "cache policies or cache.bits"),
+        "policy.recompute does not go with {1}, which store prompts in memory of their own",
+        "leave it out, and use policy.link_tokens",
+    ),
+    Refused(("policy.recompute", "layers that share keys and values"), OTHERS_KV, "use policy.link_tokens"),
+    Refused(
+        ("policy.recompute", "no list of layers"),
+        "policy.recompute: {1} has no list of layers",
+        "use policy.link_tokens",
+    ),
+    # decode=sharded
+    Refused(
+        ("decode=sharded", "prefill=tsp or zigzag"),
+        "decode=sharded needs prefill=kv_runahead: {1} collects all keys and values on the last rank",
+        "use decode=last",
+    ),
+    Refused(
+        ("decode=sharded", "policy.positions=reencoded"),
+        "decode=sharded keeps tokens of a text on several ranks, and policy.positions=reencoded counts all that are "
+        "kept",
+        "use policy.positions=original or decode=last",
+    ),
+    Refused(
+        ("decode=sharded", "a policy that needs the whole prompt"),
+        "decode=sharded leaves each rank the tokens of its own chunk, and this policy has to see those of all chunks "
+        "at once",
+        "use decode=last",
+    ),
+    Refused(
+        ("decode=sharded", "policy.clamped=true"),
+        "decode=sharded keeps tokens of a text on several ranks, and policy.clamped=true counts the slots of one",
+        "use policy.clamped=false or decode=last",
+    ),
+    Refused(
+        ("decode=sharded", "policy=prompt_cache"),
+        "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no rank "
+        "computes",
+        "use decode=last",
+    ),
+    Refused(("decode=sharded", "layers that share keys and values"), OTHERS_KV, "use decode=last"),
+    Refused(("decode=sharded", "marks"), MARKED, "use decode=last"),
+    # cache.bits
+    Refused(
+        ("cache.bits", "prefill=tsp or zigzag"),
+        "{0} needs prefill=kv_runahead or prefill=single",
+        "{1} stores keys and values as they are",
+    ),
+    Refused(("cache.bits", "decode=sharded"), "{0} does not go with decode=sharded", "use decode=last"),
+    Refused(
+        ("cache.bits", "policy.pool.bytes"),
+        "{0} does not go with {1}, since in a full pool single tokens are replaced",
+        "leave one of them out",
+    ),
+    Refused(
+        ("cache.bits", "policy.clamped=true"),
+        "{0} stores keys as they are rotated in the text",
+        "use policy.clamped=false",
+    ),
+    Refused(
+        ("cache.bits", "a policy that merges layers"),
+        "{0} does not go with policy {1}, whose layers share what they store",
+        "use cache.bits=null or another policy, such as snapkv",
+    ),
+    Refused(
+        ("cache.bits", "policy.positions=reencoded"),
+        "{0} stores keys as they are rotated in the text",
+        "use policy.positions=original",
+    ),
+    Refused(
+        ("cache.bits", "a conversation", "a retrieving policy", "other policies in a sequence"),
+        "{0} with policy {2} keeps keys in groups of tokens, of which policies before it in a sequence would drop "
+        "some after a later turn",
+        "use one policy",
+    ),
+    Refused(("cache.bits", "marks"), MARKED, "use cache.bits=null"),
+    # generation.speculate
+    Refused(
+        ("a server", "generation.speculate=policy or model"),
+        "{1} is for launch/infer.py, as a server's drafter would need keys and values of every row",
+        "use generation.speculate=lookup",
+    ),
+    Refused(
+        ("generation.speculate", "cache policies"),
+        "{0} does not go with cache policies, from whose cache no token can be taken back",
+        "use policy=full",
+    ),
+    Refused(
+        ("generation.speculate", "cache.bits"),
+        "{0} does not go with {1}, from whose codes no token can be taken back",
+        "use cache.bits=null",
+    ),
+    Refused(
+        ("generation.speculate", "ranks.tensor"),
+        "{0} does not go with {1}, since each rank would decide by its own clock",
+        "use ranks.tensor=1",
+    ),
+    Refused(
+        ("generation.speculate", "prefill=tensor"),
+        "{0} does not go with prefill=tensor, since each rank would decide by its own clock",
+        "use prefill=single",
+    ),
+    Refused(
+        ("generation.speculate", "decode=sharded"),
+        "{0} does not go with decode=sharded, where a rank stores a part of each draft",
+        "use decode=last",
+    ),
+    Refused(
+        ("generation.speculate=lookup or model", "draft.speculate=model"),
+        "{1} needs generation.speculate=policy, and not {0}",
+        "use draft.speculate=lookup or none",
+    ),
+    Refused(
+        ("a conversation", "generation.speculate=policy"),
+        "{1} does not go with a conversation, whose text is not one prompt",
+        "use lookup or model",
+    ),
+    Refused(
+        ("a conversation of several rows", "generation.speculate"),
+        "{1} does not go with a conversation of {0} rows, which stay in step",
+        "use one row",
+    ),
+    Refused(
+        ("two kinds of drafts in a batch",), "{0} are asked for in one batch", "use one of them for all of its prompts"
+    ),
+    Refused(("generation.speculate", "marks"), MARKED, "use generation.speculate=none"),
+    Refused(
+        ("generation.speculate", "angles by length"),
+        "{0} does not go with model {model.name}, whose rotary angles depend on the length of the text, which is "
+        "another one for each token of a draft",
+        "use generation.speculate=none",
+    ),
+    *(
+        Refused(
+            ("generation.speculate=policy", reuse),
+            "generation.speculate=policy does not go with reused prefixes and segments, since policies choose among "
+            "the computed tokens",
+            "use generation.speculate=lookup",
+        )
+        for reuse in ("reuse of prefixes", "policy=prompt_cache")
+    ),
+    Refused(
+        ("generation.speculate=policy", "layers that share keys and values"),
+        OTHERS_KV,
+        "use generation.speculate=lookup",
+    ),
+    Refused(
+        ("drafts by a retrieving policy after others",),
+        "a drafting policy {0} retrieves from what others keep",
+        "use it alone",
+    ),
+    Refused(
+        ("drafts by policy.late or policy.pool",),
+        "a drafting policy {0} chooses late or drops tokens",
+        "leave policy.late and policy.pool.bytes out",
+    ),
+    Refused(
+        ("drafts by policy.clamped=true",),
+        "a drafting policy {0} clamps distances, for which keys are stored unrotated",
+        "use another, such as quest",
+    ),
+    Refused(
+        ("drafts by a policy that narrows",),
+        "a drafting policy {0} drops tokens between layers",
+        "use one that only drops from the cache, such as snapkv",
+    ),
+    Refused(
+        ("drafts by a policy that decides on layers or heads together",),
+        "a drafting policy {0} decides on several layers or heads together, once the prompt is there",
+        "use another, such as snapkv",
+    ),
+    Refused(
+        ("drafts by policy.positions=reencoded",),
+        "a drafting policy {0} re-encodes positions",
+        "use policy.positions=original",
+    ),
+    # reuse of prefixes
+    Refused(("reuse of prefixes", "marks"), MARKED, "use no prefix tree"),
+    Refused(
+        ("reuse of prefixes", "policies that drop tokens"),
+        "{0} does not go with cache policies that drop tokens",
+        "use policy=full or one that retrieves alone, such as infinigen",
+    ),
+    Refused(
+        ("reuse of prefixes", "prefill other than kv_runahead or single"),
+        "{0} does not go with {1}",
+        CHAIN,
+    ),
+    Refused(("reuse of prefixes", "prefill.chunk_tokens"), "{0} does not go with {1}", "leave it out"),
+    Refused(("reuse of prefixes", "ranks.tensor"), "{0} does not go with {1}", "use ranks.tensor=1"),
+    Refused(
+        ("reuse of prefixes", "decode other than last on several stages"),
+        "{0} does not go with {1}",
+        "use decode=last",
+    ),
+    Refused(
+        ("reuse of prefixes", "angles by length"),
+        "{1} rotates by angles that depend on the length of the text, so keys and values cannot be reused in other "
+        "prompts",
+        "leave the tree out (serve.prefix_cache_bytes=0)",
+    ),
+    Refused(
+        ("reuse of prefixes", "positions counted by the model"),
+        "{1} counts positions on its own, so keys and values cannot be reused in other prompts",
+        "leave the tree out (serve.prefix_cache_bytes=0)",
+    ),
+    # serve.decode_ranks
+    Refused(
+        ("serve.decode_ranks", "prefill other than kv_runahead"),
+        "{1} does not go with serve.decode_ranks=1, where one stage decodes and the others compute prompts",
+        "use prefill=kv_runahead",
+    ),
+    Refused(
+        ("serve.decode_ranks", "decode other than last"),
+        "{1} does not go with serve.decode_ranks=1, where one stage decodes and the others compute prompts",
+        "use decode=last",
+    ),
+    # a policy and a model
+    Refused(
+        ("a policy", "ALiBi"),
+        "{1} adds a bias to its attention by distance (ALiBi), and cache policies change which key is where",
+        "use policy=full",
+    ),
+    Refused(
+        ("a policy that follows marks", "no marks"),
+        "policy {0} evicts the tokens that a model marks, and this one ({1}) marks none",
+        OTHER_POLICY,
+    ),
+    Refused(
+        ("a policy that follows no marks", "marks"),
+        MARKED.replace("{0}", "policy {0}"),
+        "use policy=dms or policy=full",
+    ),
+    Refused(("policy.positions=reencoded", "marks"), MARKED, "use policy.positions=original"),
+    *(
+        row
+        for option, remedy in (
+            ("policy.clamped=true", "use policy.clamped=false"),
+            ("policy.positions=reencoded", "use policy.positions=original"),
+        )
+        for row in (
+            Refused((option, "layers that share keys and values"), OTHERS_KV, remedy),
+            Refused((option, "positions that cannot be re-encoded"), REENCODED, remedy),
+        )
+    ),
+    Refused(
+        ("a policy that narrows, retrieves or merges layers", "layers that share keys and values"),
+        OTHERS_KV.replace("{0}", "policy {0}"),
+        "use a policy that only evicts, such as snapkv",
+    ),
+    Refused(
+        ("a policy that compares by KV head", "KV heads that ranks copy"),
+        "policy {0} compares what all query heads of a KV head attend to, and with {model.num_shards} ranks that "
+        "share the {model.config.num_key_value_heads} KV heads of model {model.name} these are on different ranks",
+        "use at most ranks.tensor={model.config.num_key_value_heads}, or another policy",
+    ),
+    Refused(
+        ("a policy that turns queries", "rotations unknown"),
+        "{1}, but policy {0} turns queries to later positions",
+        OTHER_POLICY,
+    ),
+    Refused(
+        ("a policy that needs output projections", "output projections unknown"),
+        "{1}, but policy {0} weighs values after them",
+        OTHER_POLICY,
+    ),
+    Refused(
+        ("a policy that needs attention inputs", "attention inputs unknown"),
+        "{1}, but policy {0} scores tokens by these",
+        OTHER_POLICY,
+    ),
+    Refused(
+        ("a policy that looks ahead", "queries that cannot be predicted"),
+        "{1}, so queries cannot be predicted a layer ahead",
+        "use policy.ahead=false",
+    ),
+    Refused(
+        ("a policy that narrows", "windows"),
+        "policy {0} drops tokens between layers, but layers of model {model.name} look at windows of the text as it is",
+        "use a policy that only evicts, such as snapkv",
+    ),
+    Refused(
+        ("a policy that merges layers", "no layers to merge"),
+        "policy {0} merges neighbouring layers that see the whole text, and {1} has none among its layers from "
+        "policy.start_share on",
+        "use a smaller policy.start_share, or another policy",
+    ),
+    # policies in a chain
+    Refused(
+        ("a policy that needs attention inputs of each token", "several stages with decode=last"),
+        "policy {0} scores tokens by hidden states, which {1} stages do not send each other",
+        "use prefill=single or decode=sharded",
+    ),
+    Refused(
+        ("a policy that decides on the whole prompt", "a policy of earlier ranks that narrows"),
+        "policy {0} decides on the whole prompt, of which earlier ranks may drop no tokens",
+        "use policy.ranks.others=full",
+    ),
+    *(
+        Refused(
+            ("a policy that merges layers", others),
+            "policy {0} merges layers that store the same tokens, and must be the only one on all ranks",
+            "",
+        )
+        for others in ("other policies in a sequence", "a policy of earlier ranks that narrows")
+    ),
+    # policies in a sequence
+    Refused(
+        ("unequal heads", "a sequence", "retrieving steps"),
+        "policy {0} leaves heads of different lengths, and {2} retrieves from heads of equal length",
+        "leave out one of the two",
+    ),
+    Refused(
+        ("unequal heads, decided on the whole prompt", "a sequence"),
+        "policy {0} decides on the whole prompt, of which others in a sequence drop tokens",
+        "it must be the only one",
+    ),
+    Refused(
+        ("unequal heads, compensated", "a sequence"),
+        "policy {0} stands in for the tokens that it drops, and not for those that others in a sequence drop",
+        "use policy.compensate=false",
+    ),
+    Refused(
+        ("unequal heads", "a sequence", "a share of a model"),
+        "policy {0} in a sequence leaves other numbers of tokens on each of the {model.num_shards} ranks that share "
+        "the heads, which have to decide alike",
+        "use it alone, or ranks.tensor=1",
+    ),
+    Refused(
+        ("unequal heads", "policy.positions=reencoded"),
+        "policy {0} keeps other tokens in each head, at their positions",
+        "use policy.positions=original",
+    ),
+    Refused(
+        ("retrieving steps", "a step after one that retrieves"),
+        "policy {0} decides what attention sees of all that is kept, so it must be the only one that does, and the "
+        "last step of a sequence",
+        "",
+    ),
+    Refused(
+        ("policy.turn_tokens", "other policies in a sequence"),
+        "{0} is for a policy that retrieves alone",
+        "those before it in a sequence cut a turn back by its attention to all tokens; leave policy.turn_tokens out",
+    ),
+    Refused(
+        ("retrieving steps", "policy.positions=reencoded"),
+        "policy {0} keeps all tokens at their positions",
+        "use policy.positions=original",
+    ),
+    Refused(
+        ("a retrieving policy", "policy.clamped=true", "other policies in a sequence"),
+        "policy {0} with clamped distances must be the only one, since those before it in a sequence drop tokens at "
+        "their positions",
+        "use policy.clamped=false",
+    ),
+    Refused(
+        ("policy.clamped=true", "policy.recent of all positions"),
+        "policy.recent={policies.clamped_to} is the distance of all tokens before, and model {model.name} has "
+        "{model.max_positions} positions",
+        "use at most {1}",
+    ),
+    Refused(("a policy twice",), "policy {0} is in a sequence twice", "leave out one of the two"),
+    Refused(
+        ("a sequence", "a policy that narrows later"),
+        "policy {1} narrows what deeper layers compute, by votes on all new tokens, not after {0} has dropped some",
+        "make it the first step of the sequence",
+    ),
+    # ranks.tensor and a model
+    Refused(
+        ("ranks.tensor", "marks"),
+        "{1} marks tokens that it evicts (DMS), and ranks cannot share such a model",
+        NO_SHARES,
+    ),
+    Refused(
+        ("ranks.tensor", "layers that share keys and values"),
+        "{1} read keys and values of other layers, and ranks cannot share such a model",
+        NO_SHARES,
+    ),
+    Refused(
+        ("ranks.tensor", "norms by head"),
+        "{1} gives each head a norm of its own, which transformers' tensor-parallel plan does not share out",
+        NO_SHARES,
+    ),
+)
+"""Rows whose facts do not go together. The first one that holds is what the user is told."""

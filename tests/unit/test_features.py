@@ -1,0 +1,237 @@
+"""Every row of the table of refused combinations is met by what its facts say, and by nothing less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy, deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from policies.adakv import AdaKV
+from policies.base import Policy
+from policies.clusterkv import ClusterKV
+from policies.criticalkv import CriticalKV
+from policies.dms import DMS
+from policies.exact_topk import ExactTopK
+from policies.expected_attention import ExpectedAttention
+from policies.h2o import H2O
+from policies.infinigen import InfiniGen
+from policies.infllm import InfLLM
+from policies.kvzip import KVzip
+from policies.minicache import MiniCache
+from policies.pool import Pool
+from policies.pyramidinfer import PyramidInfer
+from policies.quest import Quest
+from policies.razor_attention import RazorAttention
+from policies.snapkv import SnapKV
+from runahead.config import (
+    CacheOptions,
+    DecodeName,
+    DecodeOptions,
+    GenerationOptions,
+    Positions,
+    PrefillName,
+    PrefillOptions,
+    Speculate,
+)
+from runahead.features.facts import FACTS, Setup
+from runahead.features.refused import REFUSED, Refused, check
+from runahead.model.model import Model
+from runahead.thinning.rank_policies import RankPolicies
+from tests.combinations import PAGE, table
+from tests.policies.made_up_kvzap import MadeUpKVzap
+from tests.ranks.tasks import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+FOUND = dict.fromkeys(("rotations", "rotaries", "output_projections", "attention_input_dims", "query_prediction"), ())
+"""What is looked for in a model that needs it, and found in most."""
+
+
+def altered(**values: Any) -> Model:
+    """A small model with other facts, none of which is looked for. An error is raised by what it is in place of."""
+    model = copy(tiny_model("llama"))
+
+    def raising(error: Exception) -> property:
+        def get(self: Model) -> Any:
+            raise error
+
+        return property(get)
+
+    values = FOUND | values
+    assert set(values) <= set(dir(model))
+    members = {name: raising(each) if isinstance(each, Exception) else each for name, each in values.items()}
+    model.__class__ = type("Altered", (Model,), members)
+    for name in values:
+        vars(model).pop(name, None)
+    return model
+
+
+def with_config(**values: Any) -> Any:
+    config = deepcopy(tiny_model("llama").config)
+    for name, value in values.items():
+        setattr(config, name, value)
+    return config
+
+
+def speculating(kind: Speculate) -> dict[str, Any]:
+    return {"generation": GenerationOptions(speculate=kind)}
+
+
+def drafting(*policies: Policy, positions: Positions = Positions.original) -> dict[str, Any]:
+    by_policy = RankPolicies(last=list(policies), positions=positions)
+    return speculating(Speculate.policy) | {"drafting": by_policy}
+
+
+UNKNOWN = ValueError("model llama (llama) has none of a known kind")
+WINDOW = SimpleNamespace(sees_everything=False)
+
+EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
+    "prefill=tsp or zigzag": lambda: {"prefill": PrefillOptions(name=PrefillName.tsp)},
+    "prefill=zigzag": lambda: {"prefill": PrefillOptions(name=PrefillName.zigzag)},
+    "prefill=tensor": lambda: {"prefill": PrefillOptions(name=PrefillName.tensor)},
+    "prefill other than kv_runahead": lambda: {"prefill": PrefillOptions(name=PrefillName.single)},
+    "prefill other than kv_runahead or single": lambda: {"prefill": PrefillOptions(name=PrefillName.zigzag)},
+    "prefill.chunk_tokens": lambda: {"prefill": PrefillOptions(chunk_tokens=16)},
+    "decode=sharded": lambda: {"decode": DecodeOptions(name=DecodeName.sharded)},
+    "decode other than last": lambda: {"decode": DecodeOptions()},
+    "decode other than last on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},
+    "cache.bits": lambda: {"cache": CacheOptions(bits=4)},
+    "generation.speculate": lambda: speculating(Speculate.lookup),
+    "generation.speculate=lookup or model": lambda: speculating(Speculate.model),
+    "generation.speculate=policy": lambda: speculating(Speculate.policy),
+    "generation.speculate=policy or model": lambda: speculating(Speculate.model),
+    "two kinds of drafts in a batch": lambda: {"drafts": [Speculate.none, Speculate.lookup, Speculate.model]},
+    "draft.speculate=model": lambda: {"options": {"draft.speculate": "model"}},
+    "option ranks.tensor": lambda: {"options": {"ranks.tensor": 2}},
+    "option policy.positions": lambda: {"options": {"policy.positions": "reencoded"}},
+    "ranks.tensor": lambda: {"num_shares": 2},
+    "several stages": lambda: {"num_stages": 2},
+    "several stages with decode=last": lambda: {
+        "num_stages": 2,
+        "prefill": PrefillOptions(),
+        "decode": DecodeOptions(name=DecodeName.last),
+    },
+    "a prompt in several chunks": lambda: {"num_chunks": 2},
+    "a server": lambda: {"options": {"a server": True}},
+    "prompt.skip_invalid": lambda: {"options": {"prompt.skip_invalid": True}},
+    "prompt.question": lambda: {"options": {"prompt.question": "why?"}},
+    "prompt.ids_file": lambda: {"options": {"prompt.ids_file": "ids.json"}},
+    "prompt.random_tokens": lambda: {"options": {"prompt.random_tokens": 9}},
+    "prompt.chat": lambda: {"options": {"prompt.chat": "true"}},
+    "serve.decode_ranks": lambda: {"options": {"serve.decode_ranks": 1}},
+    "policy.store": lambda: {"options": {"policy.store": "folder"}},
+    "reuse of prefixes": lambda: {"prefixes": "reuse of prefixes"},
+    "policy=prompt_cache": lambda: {"segments": "policy=prompt_cache"},
+    "policy.recompute": lambda: {"blends": True},
+    "a conversation": lambda: {"rows": 1},
+    "a conversation of several rows": lambda: {"rows": 2},
+    "a policy": lambda: {"policy": "policy=snapkv"},
+    "cache policies": lambda: {"policy": "policy=snapkv"},
+    "cache policies or cache.bits": lambda: {"steps": [ClusterKV()]},
+    "policies that drop tokens": lambda: {"steps": [SnapKV()]},
+    "a policy that stores nothing with modules": lambda: {"steps": [Quest()]},
+    "policy.positions=reencoded": lambda: {"positions": Positions.reencoded, "storage": CacheOptions(bits=4)},
+    "a policy that needs the whole prompt": lambda: {"steps": [KVzip()]},
+    "a policy that decides on the whole prompt": lambda: {"steps": [KVzip()]},
+    "a policy that merges layers": lambda: {"steps": [MiniCache()]},
+    "a retrieving policy": lambda: {"steps": [ClusterKV()]},
+    "policy.clamped=true": lambda: {"steps": [InfLLM(recent=16)]},
+    "policy.recent of all positions": lambda: {"model": altered(), "steps": [InfLLM(recent=512)]},
+    "policy.pool.bytes": lambda: {"steps": [ExactTopK(pool=Pool(bytes=4096))]},
+    "policy.turn_tokens": lambda: {"steps": [ClusterKV(turn_tokens=8)]},
+    "other policies in a sequence": lambda: {"before": [H2O()]},
+    "a policy of earlier ranks that narrows": lambda: {"others": [PyramidInfer()]},
+    "a policy that follows marks": lambda: {"steps": [DMS()]},
+    "a policy that follows no marks": lambda: {"steps": [SnapKV()]},
+    "a policy that narrows": lambda: {"steps": [PyramidInfer()]},
+    "a policy that narrows, retrieves or merges layers": lambda: {"steps": [Quest()]},
+    "a policy that narrows later": lambda: {"steps": [PyramidInfer()]},
+    "a policy that compares by KV head": lambda: {"steps": [Quest()]},
+    "a policy that turns queries": lambda: {"steps": [ExpectedAttention()]},
+    "a policy that needs output projections": lambda: {"steps": [CriticalKV()]},
+    "a policy that needs attention inputs": lambda: {"steps": [MadeUpKVzap()]},
+    "a policy that needs attention inputs of each token": lambda: {"steps": [MadeUpKVzap()]},
+    "a policy that looks ahead": lambda: {"model": altered(), "steps": [InfiniGen(ahead=True)]},
+    "a sequence": lambda: {"before": [H2O()]},
+    "a policy twice": lambda: {"steps": [SnapKV()], "before": [SnapKV()]},
+    "unequal heads": lambda: {"before": [AdaKV()]},
+    "unequal heads, decided on the whole prompt": lambda: {"steps": [KVzip()]},
+    "unequal heads, compensated": lambda: {"steps": [RazorAttention()]},
+    "retrieving steps": lambda: {"steps": [Quest()]},
+    "a step after one that retrieves": lambda: {"steps": [Quest(), H2O()]},
+    "drafts by a retrieving policy after others": lambda: drafting(SnapKV(), Quest()),
+    "drafts by policy.late or policy.pool": lambda: drafting(ExactTopK(pool=Pool(bytes=4096))),
+    "drafts by policy.clamped=true": lambda: drafting(InfLLM(recent=16)),
+    "drafts by a policy that narrows": lambda: drafting(PyramidInfer()),
+    "drafts by a policy that decides on layers or heads together": lambda: drafting(KVzip()),
+    "drafts by policy.positions=reencoded": lambda: drafting(SnapKV(), positions=Positions.reencoded),
+    "marks": lambda: {"model": altered(marks=object())},
+    "no marks": lambda: {"config": with_config()},
+    "layers that share keys and values": lambda: {"model": altered(kv_sources={3: 2})},
+    "norms by head": lambda: {"config": with_config(model_type="cohere", use_qk_norm=True)},
+    "windows": lambda: {"model": altered(rules=[None, WINDOW])},
+    "ALiBi": lambda: {"model": altered(has_key_bias=True)},
+    "angles by length": lambda: {"model": altered(rotates_by_length=True)},
+    "positions counted by the model": lambda: {"model": altered(uneven_limit=512)},
+    "KV heads that ranks copy": lambda: {"model": altered(copies_kv_heads=True, num_shards=4)},
+    "a share of a model": lambda: {"model": altered(num_shards=2)},
+    "rotations unknown": lambda: {"model": altered(rotations=UNKNOWN)},
+    "positions that cannot be re-encoded": lambda: {"model": altered(rotaries=UNKNOWN)},
+    "output projections unknown": lambda: {"model": altered(output_projections=UNKNOWN)},
+    "attention inputs unknown": lambda: {"model": altered(attention_input_dims=UNKNOWN)},
+    "queries that cannot be predicted": lambda: {"model": altered(query_prediction=UNKNOWN)},
+    "no list of layers": lambda: {"model": altered(has_layers=False)},
+    "no layers to merge": lambda: {"model": altered(rules=[WINDOW] * 3)},
+}
+"""For each fact, parts of a setup in which it holds. `steps` are policies, `before` those that come before them."""
+
+
+def setup_with(*facts: str) -> Setup:
+    """A setup in which these facts hold, and as few others as can be."""
+    known: dict[str, Any] = {}
+    steps: list[Policy] = []
+    others: list[Policy] = []
+    positions, storage, made = Positions.original, CacheOptions(), Setup()
+    for fact in reversed(facts):  # later facts are more special
+        if FACTS[fact](made):
+            continue
+        parts = EXAMPLES[fact]()
+        steps = [*parts.pop("before", []), *steps, *parts.pop("steps", [])]
+        others, positions = parts.pop("others", others), parts.pop("positions", positions)
+        storage = parts.pop("storage", storage)
+        options = {**known.get("options", {}), **parts.pop("options", {})}
+        known = {**parts, **known, "options": options}
+        policies = RankPolicies(last=steps, others=others, positions=positions, storage=storage)
+        made = Setup(**known, policies=policies or None)
+    return made
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: " + ".join(row.facts))
+def test_each_combination_ends_in_its_sentence(row: Refused) -> None:
+    """Without any one of its facts the row refuses nothing, and neither does it while one is not known."""
+    setup = setup_with(*row.facts)
+    expected = next(filter(None, (row.message(replace(setup, place=place)) for place in ("last", "others"))), None)
+    assert expected is not None and "\n" not in expected and "{" not in expected.replace("{name:", "")
+    with pytest.raises(ValueError) as raised:
+        check(setup)
+    assert str(raised.value) == expected
+    for fact in row.facts:
+        rest = setup_with(*(each for each in row.facts if each != fact))
+        assert FACTS[fact](rest) or row.message(rest) is None, fact
+    assert row.message(Setup()) is None
+
+
+def test_every_fact_is_in_the_table() -> None:
+    """A fact that no row names is left over, and a fact that is only written in a row would fail for a user."""
+    assert {fact for row in REFUSED for fact in row.facts} == set(FACTS) == set(EXAMPLES)
+    assert len({row.facts for row in REFUSED}) == len(REFUSED)
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in (ROOT / PAGE).read_text(), f"python -m tests.combinations writes it into {PAGE}"
