@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -324,5 +324,5 @@ def ineffective_settings(run: RunOptions) -> list[str]:
 
 
 def _changed(options: Any, names: list[str]) -> list[str]:
-    defaults = {f.name: f.default for f in fields(options)}
-    return [name for name in names if getattr(options, name) != defaults[name]]
+    defaults = type(options)()
+    return [name for name in names if getattr(options, name) != getattr(defaults, name)]
