@@ -88,6 +88,8 @@ class Study:
         manual: page beside `--out`, of the manual, and what stands there between these marks: a part of the table.
         replaces: write all lines at the end, in place of those in the file and with nothing of the machine but the
             commit, for simulations.
+        verdict: of the lines and the parsed command line, the words with which the program fails after its table; None
+            if the lines are fine.
     """
 
     name: str
@@ -101,13 +103,14 @@ class Study:
     page: str = ""
     manual: tuple[str, Callable[[list[Line]], str]] | None = None
     replaces: bool = False
+    verdict: Callable[[list[Line], argparse.Namespace], str | None] = lambda found, options: None
 
     def main(self, args: Sequence[str] | None = None) -> None:
         """Measure, unless --draw-only is given, then draw the pictures and print the table.
 
         Raises:
-            SystemExit: with one line for a wrong command line, an unreadable file of lines, a full disk, or a checkout
-                with uncommitted changes for lines of the repository.
+            SystemExit: with one line for a wrong command line, an unreadable file of lines, a full disk, a checkout
+                with uncommitted changes for lines of the repository, or what `verdict` says.
         """
         options = self.parser().parse_args(args)
         with errors_in_one_line():
@@ -137,6 +140,8 @@ class Study:
             name, part = self.manual
             write_part(Path(options.out).parent / name, part(found).rstrip())
         print(table)
+        if (wrong := self.verdict(found, options)) is not None:
+            raise SystemExit(wrong)
 
     def parser(self) -> argparse.ArgumentParser:
         """Parser of the study's own options and those of all studies."""
