@@ -109,7 +109,8 @@ def _compare_cudnn(
 
 
 def _compare(visit: Visit, name: str, found: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor]) -> None:
-    apart = max((a.float() - b.float()).abs().max().item() for a, b in zip(found, plain, strict=True))
+    differences = [(a.float() - b.float()).abs().max() for a, b in zip(found, plain, strict=True)]
+    apart = torch.stack(differences).max().item()  # NaN if one is; Python's max() may drop it
     # A few units in the last place of bfloat16, for outputs and log-sum-exps of a size near 1.
     visit.figures.check(name, apart <= 4e-2, measured=f"{apart:.1e} apart", otherwise="plain operations say otherwise")
 

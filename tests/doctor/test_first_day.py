@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from benchmarks.doctor import crew
 from benchmarks.doctor.crew import Crew, Job
 from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Verdict
-from benchmarks.first_day import chain, gpu_tests
+from benchmarks.first_day import chain, gpu_tests, kernels
 from benchmarks.first_day.estimates import ESTIMATES, RANGE, Machine
 from benchmarks.first_day.figures import Figures, finding_of
 from benchmarks.first_day.first_day import FirstDay, spend
@@ -252,6 +254,16 @@ def test_figures_are_told_beside_their_estimates(tmp_path: Path) -> None:
     assert lines[1]["expected"] == pytest.approx(682, rel=0.01)
     assert lines[1]["words"] == "0.61 times the estimate, which assumes: 69% of the stated rate"
     assert finding_of(lines[3]).measured == "3 ms" and lines[3]["expected"] is None
+
+
+def test_a_kernel_whose_log_sum_exp_is_no_number_is_wrong(tmp_path: Path) -> None:
+    """max(0.0, nan) is 0.0 in Python. Seen to fail: such a kernel passed."""
+    path = tmp_path / "figures.jsonl"
+    visit: Any = SimpleNamespace(figures=Figures("kernels", path, None))
+    plain = torch.ones(2), torch.ones(2)
+    for lse in (plain[1], torch.tensor([1.0, math.nan])):
+        kernels._compare(visit, "flash", (plain[0], lse), plain)
+    assert [json.loads(line)["verdict"] for line in path.read_text().splitlines()] == ["good", "failed"]
 
 
 def test_a_measurement_that_fails_is_a_finding_of_its_own(tmp_path: Path) -> None:
