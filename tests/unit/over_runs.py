@@ -1,0 +1,164 @@
+"""Attention to the runs of a text, as the runtime computes it today: the one place that knows its functions.
+
+A run is a rectangle: some tokens of some KV heads, which some rows read, in one codec. Whatever stores keys and values
+consists of such rectangles, so whoever changes how they are stored or attended to changes this file, and the contract
+in test_attention_over_runs.py stays.
+"""
+
+# Legend: B batch, N query heads, K kv heads of a run, n its query heads, C new tokens, Q queries of some rows, T tokens
+# of a run, H key dim, V value dim, X = H + V.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+
+import torch
+from torch import Tensor
+
+from runahead.attention.merging import MergedParts
+from runahead.attention.partial import AttentionTerms, attend, attend_at, merge
+from runahead.cache.quantised.groups import GROUP, ChannelGroups, blocks
+from runahead.cache.quantised.layer import QuantisedRows
+
+Part = tuple[Tensor, Tensor]
+"""Output (B, N, C, V) and log-sum-exp (B, N, C)."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Keys and values in few bits; keys in groups of 32 tokens of a channel, or of 32 channels of a token."""
+
+    bits: int
+    by_token: bool
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are stored together."""
+        return 1 if self.by_token else GROUP
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Tokens of some KV heads.
+
+    Attributes:
+        rows: rows of the batch that read them.
+        heads: the KV heads.
+        kv_TKX: their keys and values, before they are stored.
+        key_dim: H.
+        positions_T: ascending.
+        codec: None stores the numbers as they are.
+        num_own: the last tokens, which are the new ones of the only row; all others come before the new ones.
+    """
+
+    rows: tuple[int, ...]
+    heads: range
+    kv_TKX: Tensor
+    key_dim: int
+    positions_T: Tensor
+    codec: Codec | None = None
+    num_own: int = 0
+
+    @cached_property
+    def _few_bits(self) -> QuantisedRows | None:
+        if self.codec is None:
+            return None
+        k, v = (x.permute(1, 0, 2)[None] for x in self.kv_TKX.split([self.key_dim, self._value_dim], dim=2))
+        none = k[:, :, :0], v[:, :, :0]
+        empty = QuantisedRows.empty(*none, self.codec.bits, rows=slice(0, 1), pad=0, by_token=self.codec.by_token)
+        return empty.grown(k, v) if len(self.kv_TKX) else empty
+
+    @property
+    def _value_dim(self) -> int:
+        return self.kv_TKX.shape[2] - self.key_dim
+
+    def read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys (1, K, T, H) and values (1, K, T, V) of some of the tokens, as they are stored."""
+        if self._few_bits is None:
+            kv_1KTX = self.kv_TKX[first:end].permute(1, 0, 2)[None]
+            return kv_1KTX[..., : self.key_dim], kv_1KTX[..., self.key_dim :]
+        dtype = self.kv_TKX.dtype
+        return self._few_bits.read_keys(first, end, dtype), self._few_bits.values.read(first, end, dtype)
+
+    def attended_by(self, q_1nQH: Tensor, terms: AttentionTerms, positions_Q: Tensor) -> Part:
+        """Attention of new tokens: first to themselves, if there are several, then to all that come before."""
+        total, num_own = len(self.positions_T), self.num_own if self.num_own > 1 else 0
+        first = 0 if terms.rule is None else terms.rule.first_key(int(positions_Q[0]))
+        first = int((self.positions_T < first).sum())  # the earlier ones may be no numbers
+        before = total - num_own
+        codes, in_order = self._few_bits, _in_order(terms) and not terms.needs_scores
+        if codes is not None and isinstance(codes.keys, ChannelGroups) and in_order and len(positions_Q) == 1 and total:
+            return codes.attend_one(q_1nQH, terms.scaling)
+        ranges = [(before, total, True)] if num_own else []
+        ranges += (
+            [(min(first, before), before, False)] if codes is None else [(*block, False) for block in blocks(before)]
+        )
+        parts = [
+            _part(q_1nQH, *self.read(start, end), terms, positions_Q, self.positions_T[start:end], is_own)
+            for start, end, is_own in ranges
+        ]
+        return reduce(lambda found, part: merge(*found, *part), parts)
+
+
+def attend_to_runs(
+    q_BNCH: Tensor,
+    runs: Sequence[Run],
+    terms: AttentionTerms,
+    positions: Sequence[Tensor],
+    *,
+    heads: int,
+    value_dim: int,
+) -> Part:
+    """Attention of the new tokens of a left-padded batch to all runs, with the family's sinks.
+
+    Args:
+        positions: of each row's new tokens, which are the last ones of C.
+        heads: number of KV heads.
+    """
+    num_new, group = q_BNCH.shape[2], q_BNCH.shape[1] // heads
+    merged = MergedParts(q_BNCH, value_dim)
+
+    def index_of(row: int) -> slice:
+        return slice((row + 1) * num_new - len(positions[row]), (row + 1) * num_new)
+
+    for run in runs:
+        rows = [row for row in run.rows if len(positions[row])]
+        of_run = slice(run.heads.start * group, run.heads.stop * group)
+        together: list[tuple[slice | Tensor, Tensor]] = [(index_of(row), positions[row]) for row in rows]
+        if len(rows) > 1 and _in_order(terms):  # all queries of all rows see all of it: in one call
+            places = torch.cat([torch.arange(q_BNCH.shape[0] * num_new)[index_of(row)] for row in rows])
+            together = [(places, torch.cat([positions[row] for row in rows]))]
+        for index, positions_Q in together:
+            q_1NQH = merged.queries(index)
+            out_1nQV, lse_1nQ = run.attended_by(q_1NQH[:, of_run], _of_heads(terms, of_run), positions_Q)
+            out = out_1nQV.new_zeros(*q_1NQH.shape[:3], value_dim)
+            lse = lse_1nQ.new_full(q_1NQH.shape[:3], -torch.inf)
+            out[:, of_run], lse[:, of_run] = out_1nQV, lse_1nQ
+            merged.add(index, out, lse)
+    return merged.result(terms.sinks_N)
+
+
+def _in_order(terms: AttentionTerms) -> bool:
+    """Whether only the order of tokens counts, not where they are."""
+    return terms.rule is None and terms.key_bias is None
+
+
+def _of_heads(terms: AttentionTerms, heads: slice) -> AttentionTerms:
+    bias = terms.key_bias
+    return terms if bias is None else replace(terms, key_bias=lambda keys_S: bias(keys_S)[heads])
+
+
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor, is_own: bool
+) -> Part:
+    if _in_order(terms):
+        return attend(q, k, v, terms, q_start=0 if is_own else k.shape[2], k_start=0)
+    if len(positions_T) and _in_line(positions_Q) and _in_line(positions_T):
+        return attend(q, k, v, terms, q_start=int(positions_Q[0]), k_start=int(positions_T[0]))
+    return attend_at(q, k, v, terms, positions_Q, positions_T)
+
+
+def _in_line(positions: Tensor) -> bool:
+    return len(positions) == int(positions[-1] - positions[0]) + 1
