@@ -9,6 +9,8 @@ chosen without it. On several ranks, without policies: `ShardedConversation`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 
@@ -85,6 +87,7 @@ class Conversation:
         self.length = length or 0
         self._unfed_B1: Tensor | None = None
         self._is_long: bool | None = None
+        self._is_whole = True
         self._is_decided = policies.deciding is None
 
     @property
@@ -120,18 +123,19 @@ class Conversation:
             logits (B, V), or (B, C, V), in at least float32.
 
         Raises:
-            ValueError: no or unknown tokens, another number of rows, padding later on, or more tokens than the model
-                has positions.
+            ValueError: no or unknown tokens, another number of rows, padding later on, more tokens than the model has
+                positions, or an earlier turn failed half-way.
         """
         pads = self._checked_pads(ids_BC, pads)
         if self.cache is None:
             self.pads, self.rows = pads, [[] for _ in pads]
             self.cache = self.rank_policies.cache(self.model, batch=len(pads), has_turns=True)
-        given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
-        every = None
-        if all_logits and ids_BC.shape[1] > 1 and any(policy.narrows for policy in self.policies):
-            every = self._unthinned()._forward(ids_BC, all_logits=True, cut_back=False)
-        logits = self._forward(ids_BC, all_logits=all_logits and every is None, cut_back=cut_back)
+        with self._advancing():
+            given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
+            every = None
+            if all_logits and ids_BC.shape[1] > 1 and any(policy.narrows for policy in self.policies):
+                every = self._unthinned()._forward(ids_BC, all_logits=True, cut_back=False)
+            logits = self._forward(ids_BC, all_logits=all_logits and every is None, cut_back=cut_back)
         self.logits_BV = logits[:, -1] if logits.ndim == 3 else logits
         if not all_logits:
             return self.logits_BV
@@ -168,8 +172,10 @@ class Conversation:
         """
         if self.cache is None:
             raise ValueError("there is nothing that tokens could follow; feed some first")
-        given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, self._checked_pads(ids_BC, None))
-        logits_BCV = self._forward_in_turn(ids_BC, at_once=at_once and self.follows_at_once)
+        pads = self._checked_pads(ids_BC, None)
+        with self._advancing():
+            given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
+            logits_BCV = self._forward_in_turn(ids_BC, at_once=at_once and self.follows_at_once)
         self.num_tokens += ids_BC.shape[1]
         self.logits_BV = logits_BCV[:, -1]
         return logits_BCV[:, -given:]
@@ -178,10 +184,11 @@ class Conversation:
         """Generate an answer, greedily by default. Rows that have ended wait for the others.
 
         Raises:
-            ValueError: there is nothing to answer, more tokens than the model has positions, or options that ask for
-                drafts that cannot be made or verified.
+            ValueError: there is nothing to answer, more tokens than the model has positions, an earlier turn failed
+                half-way, or options ask for drafts that cannot be made or verified.
         """
         options = options or GenerationOptions()
+        self._require_whole()
         if self.cache is None or self.logits_BV is None:
             raise ValueError("there is nothing to answer; feed tokens first")
         check_options([options], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
@@ -194,7 +201,8 @@ class Conversation:
         ids, forward = batch_ids(len(rows)), self._one_token_forward()
         lanes = Lanes.holding(self.model, ids, self.cache, forward, pads=self.pads, num_tokens=self.num_tokens)
         drafts = self._speculator.drafts(rows, lanes) if speculates else None
-        decoded = Rows(lanes, choose=self._choose(), drafts=drafts).decode(rows, self.logits_BV)
+        with self._advancing():
+            decoded = Rows(lanes, choose=self._choose(), drafts=drafts).decode(rows, self.logits_BV)
         if drafts is not None:
             self.speculation = drafts.report
         self.num_tokens += decoded.num_steps - 1
@@ -209,6 +217,21 @@ class Conversation:
         other.rows = [list(row) for row in self.rows]
         other.cache = None if self.cache is None else self.cache.fork()
         return other
+
+    @contextmanager
+    def _advancing(self) -> Iterator[None]:
+        """Context manager of a turn's forwards. If one raises, some layers store tokens that others do not."""
+        self._is_whole = False
+        yield
+        self._is_whole = True
+
+    def _require_whole(self) -> None:
+        """Check that no turn failed half-way. Raises: ValueError."""
+        if not self._is_whole:
+            raise ValueError(
+                "an earlier turn of this conversation failed half-way, so its layers store different tokens; go on "
+                "from a fork that was made before that turn, or start a new conversation"
+            )
 
     def _one_token_forward(self) -> Forward:
         assert self.cache is not None
@@ -290,6 +313,7 @@ class Conversation:
 
     def _checked_pads(self, ids_BC: Tensor, pads: list[int] | None) -> list[int]:
         """Check new tokens and return their number of padding tokens by row. Raises: ValueError."""
+        self._require_whole()
         batch, num_new = ids_BC.shape
         if num_new == 0:
             raise ValueError("no tokens were given; a turn has at least one")
