@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from policies.base import Policy
-from runahead.cache.kv_cache import KVCache
+from runahead.cache.base import LayerStore
+from runahead.cache.kv_cache import KVCache, SlabLayer
 from runahead.cache.slabs import KVShape
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.context import ContextPartition
@@ -114,11 +115,17 @@ def prefill(
         outcome.kernels[ranks.rank] = ranks.accelerator.num_kernels - before
         outcome.synchronizations += device.num_synchronizations
         outcome.uploads += device.num_uploads
-        if prefilled.logits_BV is not None and isinstance(prefilled.cache, KVCache):
-            outcome.values = [prefilled.logits_BV, *(layer.slab.slab_TBKX for layer in prefilled.cache.layers)]
+        if prefilled.logits_BV is not None and prefilled.cache is not None:
+            outcome.values = [prefilled.logits_BV, *map(_kv, prefilled.cache.layers)]
 
     Job(size, choose=choose, hosts=hosts).run(body)
     return outcome
+
+
+def _kv(layer: LayerStore) -> torch.Tensor:
+    """Keys and values that a layer stores."""
+    slab = layer.slab if isinstance(layer, SlabLayer) else layer.slots()[0]
+    return slab.slab_TBKX
 
 
 def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool = False) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 
+from policies.snapkv import SnapKV
 from runahead.config import Exchange, PrefillOptions, Transfer
+from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.prefill import Prefill
+from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag
@@ -40,6 +44,36 @@ def test_values_do_not_depend_on_when_messages_arrive(case: str) -> None:
         assert all(torch.equal(mine, first) for mine, first in zip(result, results[0], strict=True))
         # Float64: parts of attention are merged, so the last bits may differ from one call's.
         assert all(torch.allclose(mine, one, rtol=0, atol=1e-12) for mine, one in zip(result, alone(), strict=True))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_policies_have_read_a_slab_before_the_next_layer_takes_it(order: str) -> None:
+    """The last rank keeps a few tokens of each layer, and receives all layers in the same few slabs."""
+    strategy, boundaries, options = CASES["relay"]
+    kept = [SnapKV(budget=6, window=3, kernel=3)]
+    found = prefill(strategy, boundaries, options, policies=kept, num_layers=5, choose=ORDERS[order])
+    alone = prefill(KVRunahead(), (0, NUM_TOKENS), PrefillOptions(), policies=kept, num_layers=5)
+    for ours, theirs in zip(found.values, alone.values, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert len(found.values[1]) == 6
+
+
+def test_a_slab_that_is_released_before_policies_have_read_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    attended, close, closed = ChainAttention._attended, NcclTransfer.close, set[tuple[NcclTransfer, int]]()
+
+    def released_first(self: ChainAttention, layer: int, *of_layer: Any) -> None:
+        self.run.transfer.close(layer)
+        attended(self, layer, *of_layer)
+
+    def close_once(self: NcclTransfer, layer: int) -> None:
+        if (self, layer) not in closed:
+            closed.add((self, layer))
+            close(self, layer)
+
+    monkeypatch.setattr(ChainAttention, "_attended", released_first)
+    monkeypatch.setattr(NcclTransfer, "close", close_once)
+    with pytest.raises(Race):
+        prefill(*CASES["relay"], policies=[SnapKV(budget=6, window=3, kernel=3)], num_layers=5)
 
 
 def values(
