@@ -1,0 +1,94 @@
+"""No way of decoding makes more torch calls than it did. Pinned as found; a commit that changes a number says why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+from torch import Tensor
+
+from runahead.kv_transfer.gathering import LoneGathering
+from tests.virtual.calls import Calls, calls_of
+from tests.virtual.ways import (
+    CPU,
+    FEW_LAYERS,
+    FROM_TOKEN,
+    HAS_PINNED_VERSIONS,
+    TO_TOKEN,
+    UNDER_POLICIES,
+    WAYS,
+    Window,
+    llama,
+)
+
+CALLS: dict[str, Calls] = {
+    "static": Calls(26, 5, 0),
+    "served": Calls(21, 3, 0),
+    "served under a policy": Calls(27, 4, 5),
+    "sampled": Calls(26, 5, 0),
+    "drafted": Calls(41, 9, 0),
+    "4 bits": Calls(113, 38, 5),
+    "2 bits": Calls(129, 50, 5),
+    "unequal heads": Calls(50, 11, 5),
+    "unequal heads in 4 bits": Calls(179, 63, 33.25),
+    "static, padded": Calls(34, 7, 0),
+    "served, padded": Calls(65, 11, 0),
+    "served under a policy, padded": Calls(79, 12, 15),
+    "sampled, padded": Calls(34, 7, 0),
+    "drafted, padded": Calls(125, 29, 0),
+    "4 bits, padded": Calls(247, 83.75, 6),
+    "2 bits, padded": Calls(281, 109.75, 6),
+    "unequal heads, padded": Calls(66, 15, 6),
+    "unequal heads in 4 bits, padded": Calls(228.5, 79.75, 43),
+    "4 bits of 512 tokens": Calls(113, 38, 5),
+    "unequal heads in 4 bits of 512 tokens": Calls(164, 56.625, 65),
+    "4 bits of 4,096 tokens": Calls(554, 185, 5),
+    "unequal heads in 4 bits of 4,096 tokens": Calls(428, 138, 5),
+    "prefix hit": Calls(92, 33, 9),
+    "8 joined rows": Calls(165, 26, 0),
+    "4 padded rows": Calls(38, 8, 0),
+    "8 answers of one prompt": Calls(183, 53, 0),
+    "slabs": Calls(18, 3, 0),
+    "sharded": Calls(37, 9, 0),
+    "4 tokens in turn, 4 bits": Calls(475.75, 163.75, 20),
+    "64 tokens after 128": Calls(32, 9, 0),
+    "snapkv": Calls(27, 4, 5),
+    "h2o": Calls(103.75, 36.25, 5),
+    "quest": Calls(91, 37, -127),
+    "infinigen": Calls(40, 10, -10),
+    "offload": Calls(25, 4, 7),
+}
+"""Inside attention, on a CPU: per layer and step, those of them that are no views, and once a step."""
+
+NOT_PINNED = {
+    "eager": "on a CPU it is the way `static`",
+    "replayed": "a CPU has no graphs",
+}
+"""Ways by their names' first part, and why they are not counted; policies are in `test_budgets.py`, but for some."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.skipif(not HAS_PINNED_VERSIONS, reason="other versions of torch and transformers make other calls")
+def test_a_step_makes_no_more_calls_than_before(name: str) -> None:
+    found = calls_of(name)
+    assert found == CALLS[name], f"pinned: {CALLS[name]}, found: {found}"
+
+
+def test_every_way_is_counted() -> None:
+    pinned = {name for name in WAYS if name.split(",")[0] not in NOT_PINNED and name not in UNDER_POLICIES}
+    assert pinned <= CALLS.keys() <= WAYS.keys()
+
+
+def test_a_step_over_shards_has_one_exchange_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, gather = Counter[str](), LoneGathering.__call__
+
+    def counted(self: LoneGathering, own: Tensor, *what: str) -> Tensor:
+        counts["exchanges"] += 1
+        return gather(self, own, *what)
+
+    monkeypatch.setattr(LoneGathering, "__call__", counted)
+    decode, num_kv_heads = WAYS["sharded"]
+    window = Window(partial(Counter, counts))
+    decode(llama(FEW_LAYERS, num_kv_heads, CPU), window)
+    assert window.between(FROM_TOKEN, TO_TOKEN) == {"exchanges": FEW_LAYERS}
