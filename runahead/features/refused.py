@@ -85,10 +85,10 @@ REFUSED = (
         "{1} needs prefill=kv_runahead or prefill=single",
         "{0} keeps all keys and values",
     ),
-    Refused(("prefill=tsp or zigzag", "layers that share keys and values"), OTHERS_KV, CHAIN),
+    Refused(("prefill=tsp or zigzag", "shared KV layers"), OTHERS_KV, CHAIN),
     Refused(("prefill=tsp or zigzag", "marks"), MARKED, CHAIN),
     Refused(
-        ("prefill=zigzag", "several stages", "positions counted by the model"),
+        ("prefill=zigzag", "several stages", "own positions"),
         "{2} counts positions itself, and prefill=zigzag gives ranks tokens that are not contiguous",
         "use prefill=kv_runahead or prefill=tsp",
     ),
@@ -145,7 +145,7 @@ REFUSED = (
         "use policy=full",
     ),
     Refused(
-        ("policy=prompt_cache", "positions counted by the model"),
+        ("policy=prompt_cache", "own positions"),
         "{1} counts positions on its own, so keys and values cannot be reused in other prompts",
         "use policy=full",
     ),
@@ -165,7 +165,7 @@ REFUSED = (
         "policy.recompute does not go with {1}, which store prompts in memory of their own",
         "leave it out, and use policy.link_tokens",
     ),
-    Refused(("policy.recompute", "layers that share keys and values"), OTHERS_KV, "use policy.link_tokens"),
+    Refused(("policy.recompute", "shared KV layers"), OTHERS_KV, "use policy.link_tokens"),
     Refused(
         ("policy.recompute", "no list of layers"),
         "policy.recompute: {1} has no list of layers",
@@ -200,7 +200,7 @@ REFUSED = (
         "computes",
         "use decode=last",
     ),
-    Refused(("decode=sharded", "layers that share keys and values"), OTHERS_KV, "use decode=last"),
+    Refused(("decode=sharded", "shared KV layers"), OTHERS_KV, "use decode=last"),
     Refused(("decode=sharded", "marks"), MARKED, "use decode=last"),
     # cache.bits
     Refused(
@@ -302,7 +302,7 @@ REFUSED = (
         for reuse in ("reuse of prefixes", "policy=prompt_cache")
     ),
     Refused(
-        ("generation.speculate=policy", "layers that share keys and values"),
+        ("generation.speculate=policy", "shared KV layers"),
         OTHERS_KV,
         "use generation.speculate=lookup",
     ),
@@ -362,7 +362,7 @@ REFUSED = (
         "leave the tree out (serve.prefix_cache_bytes=0)",
     ),
     Refused(
-        ("reuse of prefixes", "positions counted by the model"),
+        ("reuse of prefixes", "own positions"),
         "{1} counts positions on its own, so keys and values cannot be reused in other prompts",
         "leave the tree out (serve.prefix_cache_bytes=0)",
     ),
@@ -401,12 +401,12 @@ REFUSED = (
             ("policy.positions=reencoded", "use policy.positions=original"),
         )
         for row in (
-            Refused((option, "layers that share keys and values"), OTHERS_KV, remedy),
+            Refused((option, "shared KV layers"), OTHERS_KV, remedy),
             Refused((option, "positions that cannot be re-encoded"), REENCODED, remedy),
         )
     ),
     Refused(
-        ("a policy that narrows, retrieves or merges layers", "layers that share keys and values"),
+        ("a policy that narrows, retrieves or merges layers", "shared KV layers"),
         OTHERS_KV.replace("{0}", "policy {0}"),
         "use a policy that only evicts, such as snapkv",
     ),
@@ -534,7 +534,7 @@ REFUSED = (
         NO_SHARES,
     ),
     Refused(
-        ("ranks.tensor", "layers that share keys and values"),
+        ("ranks.tensor", "shared KV layers"),
         "{1} read keys and values of other layers, and ranks cannot share such a model",
         NO_SHARES,
     ),
