@@ -140,8 +140,6 @@ def _to_the_end(ranks: Ranks, work: Callable[[threading.Event], object]) -> None
 
 def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
     """Make all that can fail before the weights are loaded: address, keys, tokenizer, schemas. Rank 0 calls it."""
-    if run.serve.decode_ranks and mesh.num_stages == 1:
-        raise ValueError("serve.decode_ranks=1 needs a second stage, which computes the prompts; start more ranks")
     keys = Keys() if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file)
     bound = bound_socket(run.serve.host, run.serve.port)
     config = loading.load_decoder_config(run.model, progress=True)

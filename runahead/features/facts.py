@@ -342,6 +342,7 @@ FACTS: dict[str, Fact] = {
     "option ranks.tensor": _option("ranks.tensor"),
     "option policy.positions": _option("policy.positions"),
     "ranks.tensor": _number("num_shares", "ranks.tensor={}"),
+    "one stage": lambda setup: None if setup.num_stages is None else _if(setup.num_stages == 1, "one stage"),
     "several stages": _number("num_stages"),
     "several stages with decode=last": _last_keeps_all,
     "a prompt in several chunks": _is_split,

@@ -377,6 +377,11 @@ REFUSED = (
         "{1} does not go with serve.decode_ranks=1, where one stage decodes and the others compute prompts",
         "use decode=last",
     ),
+    Refused(
+        ("serve.decode_ranks", "one stage"),
+        "serve.decode_ranks=1 needs a second stage, which computes the prompts",
+        "start more ranks",
+    ),
     # a policy and a model
     Refused(
         ("a policy", "ALiBi"),

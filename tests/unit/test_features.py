@@ -111,6 +111,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "option ranks.tensor": lambda: {"options": {"ranks.tensor": 2}},
     "option policy.positions": lambda: {"options": {"policy.positions": "reencoded"}},
     "ranks.tensor": lambda: {"num_shares": 2},
+    "one stage": lambda: {"num_stages": 1},
     "several stages": lambda: {"num_stages": 2},
     "several stages with decode=last": lambda: {
         "num_stages": 2,
