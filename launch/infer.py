@@ -73,6 +73,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.speculate_match=2   generation.speculate_always=false
   draft.model=<folder, hub id or .gguf>   draft.policy='{{name:snapkv,budget:0.1}}', of generation.speculate
   draft.speculate=none|lookup|model, which drafts for these
+  draft.overrides={{<key of the config of draft.model>:<value>}}
   experiment=<name>            report=<json>   timeline=<json>   profile=none|nvtx|torch   warmup=0
   answers=<jsonl>              of several prompts, in place of standard output; started again, a run goes on with it
 
