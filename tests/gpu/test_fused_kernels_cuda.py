@@ -26,7 +26,7 @@ from runahead.config import Attention, PrefillName
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.kv_transfer.gathering import LoneGathering
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import VOCAB_SIZE, build
+from tests.families import FAMILIES, MARKING, SHARING, VOCAB_SIZE, build
 from tests.gpu.fused_kernels import KernelCall, NotingCalls, calls_in_source
 from tests.gpu.models import CUDA, alone, model
 from tests.policies.running import Duo
@@ -194,11 +194,16 @@ def by_family(family: str, dtype: torch.dtype, width: float, *, fused: bool) -> 
         return by_steps(loaded, lengths, fixed=fused and loaded.repeats_steps).float().cpu()
 
 
-SOME_FAMILIES = ("gpt2", "falcon", "mistral", "gpt_oss")
+QUICK = ("gpt2", "falcon", "mistral", "gpt_oss")
 """Learned positions, one kernel for queries, keys and values, windows, and sinks."""
 
+FAMILY_NAMES = [
+    pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+    for family in (*FAMILIES, *SHARING, *MARKING)
+]
 
-@pytest.mark.parametrize("family", SOME_FAMILIES)
+
+@pytest.mark.parametrize("family", QUICK)
 def test_families_in_bfloat16(family: str) -> None:
     require_flash_attention()
     ours, plain = (by_family(family, torch.bfloat16, 1 / 3, fused=fused) for fused in (True, False))
@@ -206,14 +211,17 @@ def test_families_in_bfloat16(family: str) -> None:
     torch.testing.assert_close(ours * scale, plain * scale, atol=TOLERANCE[torch.bfloat16], rtol=0)
 
 
-@pytest.mark.parametrize("family", SOME_FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_wide_families_in_bfloat16_are_as_near_to_float32_as_the_fallback(family: str) -> None:
-    """Attention far from uniform shows each wrong key, and makes a rounding grow from layer to layer, to 0.04 to 0.8 of
-    the spread of the logits: so much either way, as experts are exchanged, too. So the errors are compared."""
+    """Each wrong key shows where attention is far from uniform, but a rounding grows there from layer to layer.
+
+    To 0.04 of the logits' spread at least, and beyond all of it where experts are exchanged, with the kernels and
+    without. So the two errors are compared: that of the kernels was 0.7 to 1.2 times the fallback's.
+    """
     require_flash_attention()
     ours, plain, exact = (
         by_family(family, dtype, 1, fused=fused)
         for dtype, fused in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
     )
     errors = [(found - exact).square().mean().sqrt().item() for found in (ours, plain)]
-    assert errors[0] <= 1.25 * errors[1], errors
+    assert errors[0] <= 1.5 * errors[1], errors
