@@ -12,7 +12,7 @@ from runahead import Model, Ranks
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 """The devices of most tests; the first GPU."""
 
-MOST_TOKEN = 210
+MOST_TOKEN, NUM_LAYERS = 210, 4
 
 
 def model(
@@ -25,7 +25,7 @@ def model(
             "vocab_size": MOST_TOKEN + 1,
             "hidden_size": 256,
             "intermediate_size": 256,
-            "num_hidden_layers": 6,
+            "num_hidden_layers": NUM_LAYERS,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": num_positions,

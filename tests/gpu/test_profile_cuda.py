@@ -14,7 +14,7 @@ from runahead.config import Profile
 from runahead.report import GenerationBatch
 from runahead.timeline.ranges import ranges_for
 from runahead.timeline.trace import trace_json
-from tests.gpu.models import CUDA, alone, model
+from tests.gpu.models import CUDA, NUM_LAYERS, alone, model
 
 SEES_KERNELS = ProfilerActivity.CUDA in supported_activities()
 """Whether torch's profiler can record a GPU, which it cannot where PyTorch has no CUDA and the GPU is a virtual one."""
@@ -40,7 +40,7 @@ def test_nvtx_ranges_are_balanced_where_steps_are_captured_and_replayed(monkeypa
     assert ended["decoding step"] == NUM_NEW - 1
     assert ended["chunk of tokens 0-300"] == 1
     # How many steps launch layers depends on when the graph is captured.
-    assert len({ended[f"layer {layer}"] for layer in range(6)}) == 1 < ended["layer 0"]
+    assert len({ended[f"layer {layer}"] for layer in range(NUM_LAYERS)}) == 1 < ended["layer 0"]
 
 
 @pytest.mark.skipif(not SEES_KERNELS, reason="torch's profiler sees no virtual GPU")
@@ -59,4 +59,4 @@ def test_the_timeline_has_kernels_beside_the_layers() -> None:
 def test_a_profile_without_kernels_says_so_and_has_the_ranges() -> None:
     with pytest.warns(UserWarning, match="torch's profiler has seen no kernel of the GPU"):
         [recording] = profiled(Profile.torch).recordings
-    assert {f"layer {layer}" for layer in range(6)} < {event["name"] for event in recording.events()}
+    assert {f"layer {layer}" for layer in range(NUM_LAYERS)} < {event["name"] for event in recording.events()}

@@ -20,9 +20,9 @@ from tests.gpu.models import CUDA, alone, model
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_tokens_on_a_gpu_are_those_without_speculation(num_rows: int, do_sample: bool) -> None:
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(211, (30 + 7 * row,), generator=generator).tolist() * 2 for row in range(num_rows)]
+    prompts = [torch.randint(211, (20 + 7 * row,), generator=generator).tolist() * 2 for row in range(num_rows)]
     engine = Engine(model(CUDA), alone())
-    plain = GenerationOptions(max_new_tokens=60, ignore_eos=True, do_sample=do_sample, temperature=0.5)
+    plain = GenerationOptions(max_new_tokens=24, ignore_eos=True, do_sample=do_sample, temperature=0.5)
     expected = [each.new_token_ids for each in engine.generate(prompts, plain).generations]
     for always in (False, True):
         drafted = replace(plain, speculate=Speculate.lookup, speculate_match=1, speculate_always=always)
@@ -36,10 +36,10 @@ def test_tokens_on_a_gpu_are_those_without_speculation(num_rows: int, do_sample:
 def test_drafts_over_what_is_retrieved_change_no_token(first: Literal["lookup"] | None) -> None:
     """The index and the chosen tokens are on the GPU, beside the keys and values that verify."""
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(211, (300 + 70 * row,), generator=generator).tolist() * 2 for row in range(2)]
-    draft = Draft(by=RankPolicies.everywhere([Quest(fetch=0.2)]), first=first)
+    prompts = [torch.randint(211, (60 + 14 * row,), generator=generator).tolist() * 2 for row in range(2)]
+    draft = Draft(by=RankPolicies.everywhere([Quest(fetch=0.2, min_tokens=0)]), first=first)
     engine = Engine(model(CUDA), alone(), draft=draft)
-    plain = GenerationOptions(max_new_tokens=60, ignore_eos=True)
+    plain = GenerationOptions(max_new_tokens=20, ignore_eos=True)
     expected = [each.new_token_ids for each in engine.generate(prompts, plain).generations]
     batch = engine.generate(prompts, replace(plain, speculate=Speculate.policy, speculate_always=True))
     assert [each.new_token_ids for each in batch.generations] == expected

@@ -8,7 +8,8 @@ operation is taken apart first, as torch takes it apart for CUDA.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -37,12 +38,17 @@ class GpuTensor(torch.Tensor):
     held: Tensor
     lease: Lease
 
+    # Operations come to `__torch_dispatch__` alone.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @staticmethod
     def __new__(cls, held: Tensor) -> GpuTensor:
-        with torch.inference_mode(False):  # a normal tensor, as `held` is, also for code under inference mode
-            made: GpuTensor = torch.Tensor._make_wrapper_subclass(
-                cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device=GPU
-            )
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # a normal tensor, as `held` is, also for code under inference mode
+                return cls.__new__(cls, held)
+        made: GpuTensor = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device=GPU
+        )
         made.held, made.lease = held, DEVICE.hold(held.untyped_storage())
         return made
 
@@ -124,6 +130,42 @@ LAUNCHES_NOTHING = _names(
 """Operations beside views that queue no work."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """What is known of an operation by its name and schema, which torch tells slowly.
+
+    Attributes:
+        is_composite: torch takes it apart for every device.
+        is_on_gpus: CUDA has a kernel for it.
+        launches: it queues work.
+        is_mutable: it writes to one of its arguments.
+        sees_scalars: it takes a tensor of no dimension from the host.
+        has_generator: it draws random numbers.
+    """
+
+    name: str
+    is_composite: bool
+    is_on_gpus: bool
+    launches: bool
+    is_mutable: bool
+    sees_scalars: bool
+    has_generator: bool
+
+
+@functools.cache
+def known(func: OpOverload) -> Operation:
+    name = func._schema.name
+    return Operation(
+        name=name,
+        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        is_on_gpus=not any(part in name for part in NOT_ON_GPUS),
+        launches=name not in LAUNCHES_NOTHING and not func.is_view,
+        is_mutable=func._schema.is_mutable,
+        sees_scalars=torch.Tag.pointwise in func.tags or name in MAY_SEE_HOST_SCALARS,
+        has_generator=any(each.name == "generator" for each in func._schema.arguments),
+    )
+
+
 def dispatch(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation of which some tensors are on the GPU.
 
@@ -131,43 +173,45 @@ def dispatch(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         RuntimeError: CUDA would refuse it.
         NotImplementedError: CUDA has no kernel for it, or it cannot be emulated.
     """
-    if is_composite(func):
+    operation = known(func)
+    if operation.is_composite:
         return func.decompose(*args, **kwargs)
-    name, tensors = func._schema.name, list(tensors_in(args, kwargs))
-    if any(part in name for part in NOT_ON_GPUS):
+    name, tensors = operation.name, tensors_in(args, kwargs)
+    if not operation.is_on_gpus:
         raise NotImplementedError(f"Could not run '{name}' with arguments from the 'CUDA' backend.")
-    require_one_device(func, args, tensors)
-    note_waits_of(func, args, kwargs)
-    if name not in LAUNCHES_NOTHING and not func.is_view:
+    of_host = [each for each in tensors if not isinstance(each, GpuTensor)]
+    if of_host:
+        require_one_device(func, args, of_host)
+    note_waits_of(name, args, kwargs)
+    if operation.launches:
         note_kernel(name)
     args_on_cpu = [mapped(held_by, each) for each in args]
     kwargs_on_cpu = {key: mapped(held_by, each) for key, each in kwargs.items() if key != "pin_memory"}
-    if has_generator(func) and kwargs_on_cpu.get("generator") is None:
+    if operation.has_generator and kwargs_on_cpu.get("generator") is None:
         kwargs_on_cpu["generator"] = GENERATOR
     with torch.inference_mode(False), torch.no_grad():
         run, capture = KERNELS.get(name) or REPLACED.get(name) or func, CAPTURING.capture
         if capture is None:
             result = run(*args_on_cpu, **kwargs_on_cpu)
         else:
-            host = [each for each in tensors if not isinstance(each, GpuTensor)]
-            result = capture.record(func, run, args_on_cpu, kwargs_on_cpu, host)
-    given = {id(held_by(each)): each for each in tensors}
-    if func._schema.is_mutable and any(held_by(each).shape != each.shape for each in tensors):
-        raise NotImplementedError(f"{name} changes the shape of a tensor in place, which is not emulated")
-    if kwargs.get("device") == CPU:
-        return HOST.own(result) if kwargs.get("pin_memory") or kwargs.get("non_blocking") else result
-    return mapped(lambda each: given[id(each)] if id(each) in given else on_gpu(each), result)
+            result = capture.record(func, run, args_on_cpu, kwargs_on_cpu, of_host)
+        given = {id(held_by(each)): each for each in tensors}
+        if operation.is_mutable and any(held_by(each).shape != each.shape for each in tensors):
+            raise NotImplementedError(f"{name} changes the shape of a tensor in place, which is not emulated")
+        if kwargs.get("device") == CPU:
+            return HOST.own(result) if kwargs.get("pin_memory") or kwargs.get("non_blocking") else result
+        return mapped(lambda each: given[id(each)] if id(each) in given else on_gpu(each), result)
 
 
-def require_one_device(func: OpOverload, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+def require_one_device(func: OpOverload, args: Sequence[Any], of_host: Sequence[Tensor]) -> None:
     """Raises: RuntimeError, for a tensor of the host that a kernel of the GPU would read."""
-    name, of_host = func._schema.name, [each for each in tensors if not isinstance(each, GpuTensor)]
-    if not of_host or name in COPIES:
+    operation = known(func)
+    if operation.name in COPIES:
         return
-    sees_scalars = torch.Tag.pointwise in func.tags or name in MAY_SEE_HOST_SCALARS
-    indices = set(map(id, tensors_in(args[1:2], {}))) if name in INDEXED and isinstance(args[0], GpuTensor) else set()
+    takes_indices = operation.name in INDEXED and isinstance(args[0], GpuTensor)
+    indices = set(map(id, tensors_in(args[1:2], {}))) if takes_indices else set()
     for each in of_host:
-        if (each.dim() == 0 and sees_scalars) or id(each) in indices:
+        if (each.dim() == 0 and operation.sees_scalars) or id(each) in indices:
             continue
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
@@ -175,9 +219,8 @@ def require_one_device(func: OpOverload, args: Sequence[Any], tensors: Sequence[
         )
 
 
-def note_waits_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def note_waits_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Count the waits of the host in an operation. Raises: RuntimeError, see `note_wait`."""
-    name = func._schema.name
     if name in INDEXED:
         for index in tensors_in(args[1:2], {}):
             if not isinstance(index, GpuTensor):
@@ -208,24 +251,15 @@ def _note_copy(what: str, host: Tensor, non_blocking: bool) -> None:
         note_pageable(f"copy {what}")
 
 
-@functools.cache
-def is_composite(func: OpOverload) -> bool:
-    """Whether torch takes the operation apart for every device."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-@functools.cache
-def has_generator(func: OpOverload) -> bool:
-    return any(each.name == "generator" for each in func._schema.arguments)
-
-
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors of an operation's arguments, also those in lists."""
+    found = list[Tensor]()
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor):
-            yield each
+            found.append(each)
         elif isinstance(each, (list, tuple)):
-            yield from (one for one in each if isinstance(one, Tensor))
+            found += [one for one in each if isinstance(one, Tensor)]
+    return found
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
