@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -42,15 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     config.save_pretrained(folder)
     byte_level().save_pretrained(folder)
     return ["model=random", f"model.config={folder}", "ranks.device=cpu", "ranks.threads=1"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def limited(cluster: Cluster, model: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job that waits for its prompt, beside all other tests, until SLURM signals that its time limit is near."""
-    folder = tmp_path_factory.mktemp("limited")
-    os.mkfifo(folder / "prompt")
-    limit = ("--time=2", "--signal=B:USR1@5")  # SLURM may signal half a minute before
-    yield cluster.submit(*SMALL, *limit, SCRIPTS / "infer.sbatch", *model, "prompt.file=prompt", folder=folder)
 
 
 def written(folder: Path) -> set[str]:
@@ -338,7 +328,7 @@ def test_a_sweep_runs_its_jobs_on_all_nodes_of_one_job(cluster: Cluster, model: 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_doctor_examines_two_nodes(cluster: Cluster, model: list[str], tmp_path: Path) -> None:
-    where = ("--nodes=2", "--gpus-per-node=1", "--exclusive=user")  # beside the job that waits
+    where = ("--nodes=2", "--gpus-per-node=1", "--exclusive=user")
     few = ("doctor.lengths=[64]", "doctor.rounds=1", "doctor.faults=false")
     job = cluster.submit(*SMALL, *where, SCRIPTS / "doctor.sbatch", *model, *few, folder=tmp_path)
     wait_until(lambda: job.ended, "two jobs of a busy machine", 300)
@@ -369,14 +359,26 @@ def test_a_first_day_runs_a_part_on_two_nodes(cluster: Cluster, tmp_path: Path) 
     assert job.processes() == []
 
 
-def test_near_the_time_limit_a_run_ends_without_answers(limited: Job) -> None:
-    assert limited.wait()[0] == "FAILED"
-    assert limited.log.splitlines()[-1] == (
+@pytest.mark.parametrize("signalled_by", ["scancel", pytest.param("its limit", marks=pytest.mark.slow)])
+def test_near_the_time_limit_a_run_ends_without_answers(
+    cluster: Cluster, model: list[str], tmp_path: Path, signalled_by: str
+) -> None:
+    """A run that waits for its prompt."""
+    os.mkfifo(tmp_path / "prompt")
+    # SLURM may signal half a minute before it should, and these are whole minutes.
+    limit = ("--time=2", "--signal=B:USR1@5") if signalled_by == "its limit" else ()
+    job = cluster.submit(*SMALL, *limit, SCRIPTS / "infer.sbatch", *model, "prompt.file=prompt", folder=tmp_path)
+    if signalled_by == "scancel":
+        of_rank = {"SLURM_JOB_ID": str(job.number), "LOCAL_RANK": "0"}
+        wait_until(lambda: job.ended or len(cluster.processes(**of_rank)) == 2, "the ranks of both nodes")
+        cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))
+    assert job.wait()[0] == "FAILED"
+    assert job.log.splitlines()[-1] == (
         "runahead: the time limit came near, so there are no answers; give the job more --time"
     )
-    assert limited.processes() == []
-    name = f"runahead-infer-{limited.number}"
-    assert written(limited.folder) == {
+    assert job.processes() == []
+    name = f"runahead-infer-{job.number}"
+    assert written(tmp_path) == {
         "prompt",
         f"{name}.log",
         *(f"{name}/start-0/rank-{rank}.err" for rank in range(2)),
