@@ -10,7 +10,7 @@
 #   VENV=path           where the environment is
 #   SYSTEM_TORCH=1      take the torch that PYTHON already has, such as a CUDA build
 #   WORKERS=2           how many tests run side by side
-#   SAMPLE=20           of make test-slow: about one in so many tests, the same ones every time
+#   SAMPLE=40           of make test-slow: about one in so many tests, the same ones every time
 #   PYTEST_ARGS=...     more arguments for pytest, such as "-k exactness"
 
 SHELL := /bin/bash
@@ -68,9 +68,8 @@ test: check
 
 MANY := --hypothesis-profile=many
 test-slow: $(STAMP)
-	$(call run,-m slow $(SIDE_BY_SIDE) --sample=$(SAMPLE))
+	$(call run,-m 'slow or hypothesis' $(MANY) $(SIDE_BY_SIDE) --sample=$(SAMPLE),$(MANY))
 	$(call run,-m slow $(JOBS) --sample=$(SAMPLE))
-	$(call run,-m 'hypothesis and not slow' $(MANY) $(SIDE_BY_SIDE) --sample=$(SAMPLE),$(MANY))
 
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     places = {item: next((n for n, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)) for item in items}
     items.sort(key=places.__getitem__)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking at what libraries and thousands of tests hold, each time anew."""
+    gc.collect()
+    gc.freeze()
 
 
 UNFINISHED = pytest.StashKey[bool]()

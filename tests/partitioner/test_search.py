@@ -50,6 +50,10 @@ def options(config: Path, table: Path, *more: str) -> list[str]:
     ]
 
 
+QUICK = ("link.gbps=10", "search.lengths=[128]", "search.ranks=[1,2]")
+"""Of tests that are not about what is found."""
+
+
 def ended(args: list[str]) -> int:
     return exit_status(main, args)
 
@@ -79,9 +83,9 @@ def test_layers_of_the_config_are_planned_for_though_fewer_are_run(config: Path,
 
 def test_second_search_measures_no_compute_again(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
-    assert main(options(config, path, "link.gbps=10")) == 0
+    assert main(options(config, path, *QUICK)) == 0
     monkeypatch.setattr("partitioner.measure.probe_compute", None)  # calling it would fail
-    assert main(options(config, path, "link.gbps=10")) == 0
+    assert main(options(config, path, *QUICK)) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,12 +119,12 @@ def test_table_of_another_model_is_not_added_to(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.json"
-    assert main(options(config, path, "link.gbps=10")) == 0
+    assert main(options(config, path, *QUICK)) == 0
     before = path.read_text()
     settings = json.loads((config / "config.json").read_text())
     (config / "config.json").write_text(json.dumps(settings | {"hidden_size": 64}))
     capsys.readouterr()
-    assert ended(options(config, path, "link.gbps=10")) == 2
+    assert ended(options(config, path, *QUICK)) == 2
     assert "model dim" in capsys.readouterr().err
     assert path.read_text() == before
 

@@ -304,6 +304,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(2)
 def test_a_family_waits_for_its_tokens_alone(family: str, padded: bool) -> None:
     """Also beyond the length at which rotary tables change."""
     model = Model(build(family).to(device=GPU, dtype=torch.float32).eval())
