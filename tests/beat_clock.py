@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import time
+
 from runahead.ranks import watcher
 from runahead.ranks.heartbeat import PERIOD_S, Heartbeat
 from runahead.ranks.ranks import Ranks
 
 
 class BeatClock:
-    """In the place of the module `time`: counts the beats of all ranks but the one that is to fall silent."""
+    """In the place of the module `time`: counts the beats of all ranks but the one that is to fall silent.
+
+    It goes on from the time at which it is made, since a watcher that runs takes the difference of the two.
+    """
 
     def __init__(self, heartbeat: Heartbeat, silent: int) -> None:
         self._heartbeat, self._silent = heartbeat, silent
+        self._began_s = time.monotonic() - self._beaten_s()
 
     def monotonic(self) -> float:
+        return self._began_s + self._beaten_s()
+
+    def _beaten_s(self) -> float:
         return PERIOD_S * min(beat for rank, beat in enumerate(self._heartbeat.seen) if rank != self._silent)
 
 
