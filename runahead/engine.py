@@ -13,7 +13,7 @@ import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from policies.retriever import Retriever
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.cache.sharded import ShardedCache
 from runahead.config import (
     DecodeName,

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from runahead.attention.causal import KVReader, padded_together, row_groups
 from runahead.attention.masks import MaskRule
+from runahead.attention.op import KVReader, Part, Span, joined
 from runahead.attention.partial import AttentionTerms, attend_at, cpu_flash, cuda_efficient, fused_kernel
 
 ALIGNMENT = 16
@@ -33,26 +33,23 @@ class DenseAttention:
         self.num_tokens = num_tokens
         self._masks: dict[tuple[MaskRule | None, int], Tensor] = {}
 
-    def attend(
-        self, q_BNCH: Tensor, kv: KVReader, terms: AttentionTerms, *, start: int, pads: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """`attend_causally` without skipped scores. `kv` holds the whole prompt."""
-        groups = row_groups(q_BNCH, terms, start=start, pads=pads)
+    def attend(self, q_BNCH: Tensor, keys: KVReader, spans: Sequence[Span], terms: AttentionTerms) -> Part:
+        """`op.attend` without skipped scores. `keys` holds the whole prompt."""
         parts = []
-        for group in groups:
-            q = q_BNCH[group.rows, :, -group.num_queries :]
-            k, v = (x[group.rows] for x in kv.read(group.pad, self.num_tokens))
+        for span in spans:
+            q = q_BNCH[span.rows, :, -span.num_queries :]
+            k, v = (x[span.rows] for x in keys.read(span.pad, self.num_tokens))
             if fused_kernel(q, k, v) is None or terms.needs_scores:
                 positions_S = torch.arange(k.shape[2], device=q.device)
-                parts.append(attend_at(q, k, v, terms, positions_S[group.q_start : group.q_end], positions_S))
+                parts.append(attend_at(q, k, v, terms, positions_S[span.query :][: span.num_queries], positions_S))
                 continue
-            mask = self._mask(terms.rule, group.pad, group.q_start, q)
+            mask = self._mask(terms.rule, span.pad, span.query, q)
             if q.device.type == "cpu":
                 parts.append(cpu_flash(q, k, v, False, terms.scaling, mask[None, None]))
             else:
                 mask = mask.expand(*q.shape[:2], *mask.shape)
                 parts.append(cuda_efficient(q, k, v, False, terms.scaling, mask))
-        return padded_together(q_BNCH, kv.value_dim, [group.rows for group in groups], parts)
+        return joined(q_BNCH, keys.value_dim, [span.rows for span in spans], parts)
 
     def _mask(self, rule: MaskRule | None, pad: int, q_start: int, q_BNCH: Tensor) -> Tensor:
         """Additive mask (C, S) without padding: 0 where a query sees a key, -inf where it does not."""

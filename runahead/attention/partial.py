@@ -75,11 +75,12 @@ def attend(
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint key sets: outputs (B, N, C, V), log-sum-exps (B, N, C).
 
-    The sigmoid form: weights from differences of log-sum-exps, so that nothing overflows.
+    The sigmoid form: weights from differences of log-sum-exps, so that nothing overflows. The output has the dtype of
+    the log-sum-exp: it is rounded to the model's once all parts are merged.
     """
     weight_b = torch.sigmoid(lse_b - lse_a).nan_to_num_(0.0)  # nan: neither side saw a key
     out = torch.lerp(out_a.to(weight_b.dtype), out_b.to(weight_b.dtype), weight_b.unsqueeze(-1))
-    return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
+    return out, torch.logaddexp(lse_a, lse_b)
 
 
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
@@ -96,14 +97,6 @@ def merge_parts(out_PBNCV: Tensor, lse_PBNC: Tensor) -> Tensor:
     in a part has log-sum-exp -inf there, and sees one in another part.
     """
     return (out_PBNCV * torch.softmax(lse_PBNC, dim=0).unsqueeze(-1)).sum(dim=0)
-
-
-def with_sinks(out: Tensor, lse: Tensor, terms: AttentionTerms) -> Tensor:
-    """Output (B, N, C, V) with exp(sink) added to each query's softmax denominator, if the family has sinks."""
-    if terms.sinks_N is None:
-        return out
-    share = torch.sigmoid(lse - terms.sinks_N.to(lse.dtype)[None, :, None])
-    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 def blockwise_attention(
@@ -152,36 +145,6 @@ def attend_at(
         outs.append(out.to(q_BNCH.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-
-
-def attend_one(
-    q_BN1H: Tensor,
-    k_BKSH: Tensor,
-    v_BKSV: Tensor,
-    terms: AttentionTerms,
-    *,
-    query: int,
-    first: int,
-    keys: Callable[[], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Attention of one query to some of the keys that it sees.
-
-    Args:
-        query: position of the query.
-        first: position of the first key that it sees by `terms.rule`; none of the keys given is before it.
-        keys: returns the positions (S) of the keys.
-
-    Returns:
-        as `attend`.
-    """
-    if k_BKSH.shape[2] == 0:  # the CPU flash kernel divides by it
-        return _no_keys(q_BN1H, v_BKSV)
-    plain = terms.rule is None or terms.rule.is_causal(query, query + 1, first)
-    kernel = None if terms.needs_scores or not plain else fused_kernel(q_BN1H, k_BKSH, v_BKSV)
-    if kernel is not None:
-        return kernel(q_BN1H, k_BKSH, v_BKSV, False, terms.scaling)
-    queries = torch.full((1,), query, device=q_BN1H.device)
-    return attend_at(q_BN1H, k_BKSH, v_BKSV, terms, queries, keys())
 
 
 def _scored_block(

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from runahead.attention.causal import KVReader
+from runahead.attention.op import KVReader
 from runahead.attention.partial import AttentionTerms, attend, merge_
 
 

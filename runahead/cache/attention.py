@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policies.base import Phase
 from runahead.attention.base import LayerAttention, LayerInput
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, ReaderQueries, SeenKV
 from runahead.cache.new_tokens import NewTokens

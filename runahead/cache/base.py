@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from runahead.attention.base import LayerInput
-from runahead.attention.causal import nothing
-from runahead.attention.partial import AttentionTerms, with_sinks
+from runahead.attention.op import Part, finish, nothing
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
@@ -46,8 +46,8 @@ class SeenKV(ABC):
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
 
     @abstractmethod
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
-        """Output (B, N, C, V) and log-sum-exp (B, N, C) of the newest tokens' attention to all tokens up to their own.
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
+        """Attention of the newest tokens to all tokens up to their own, without the family's sinks.
 
         Args:
             await_prefix: returns once the tokens of earlier ranks are stored; they are not read before.
@@ -58,9 +58,9 @@ class SeenKV(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not hold all keys in one tensor")
 
     def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
-        """Output (B, N, C, V) of `attend`, with the family's attention sinks."""
+        """Output (B, N, C, V) of `attend`, with the family's attention sinks, in the queries' dtype."""
         out_BNCV, self._lse_BNC = self.attend(terms, await_prefix)
-        return with_sinks(out_BNCV, self._lse_BNC, terms)
+        return finish((out_BNCV, self._lse_BNC), terms, self.q_BNCH.dtype)
 
     def lse(self) -> Tensor:
         """Log-sum-exp (B, N, C) of the scores of all tokens that the queries see, once `output` was called."""

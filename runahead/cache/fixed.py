@@ -10,83 +10,40 @@ padding are moved, without it, into sequences of their own. Either way one call 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from policies.row_values import row_values, sent
-from runahead.attention.causal import nothing
-from runahead.attention.partial import AttentionTerms, attend_sequences, takes_sequences
-from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import KVCache, SlabRow
+from runahead.attention.op import Lengths
+from runahead.attention.partial import takes_sequences
+from runahead.cache.base import KVStore
+from runahead.cache.kv_cache import KVCache, SlabLayer, SlabRow
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.cache.shard import ShardCache
-from runahead.cache.slabs import KVSlab
+from runahead.cache.slabs import Index, KVSlab
 from runahead.report import RankReport
 
 
 @dataclass(kw_only=True)
-class Lengths:
-    """Where the tokens of each sequence are, on the device; the same for all layers.
+class DeviceIndex(Index):
+    """Index of one new token per sequence, on the device; the same for all layers.
 
     Attributes:
-        starts: index of each sequence's first token, and the end of the last (S + 1, int32).
-        next_S: index where the next token is stored (int64).
-        seen_S: tokens that the next token sees, with itself (int32).
-        room: most tokens of a sequence.
-        may_be_empty: a sequence may have no token that the next one sees.
+        next_S: slot in which each sequence's next token is stored (int64).
+        lengths: what that token sees.
     """
 
-    starts: Tensor
     next_S: Tensor
-    seen_S: Tensor
-    room: int
-    may_be_empty: bool = False
-
-
-@dataclass(kw_only=True)
-class SeenSequences(SeenKV):
-    """Sequences together with the query of each one's newest token."""
-
-    kv_TUX: Tensor
-    key_dim: int
     lengths: Lengths
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
-        q, lengths = self.q_BNCH, self.lengths
-        out, lse = attend_sequences(
-            q.reshape(len(lengths.seen_S), -1, q.shape[-1]),
-            self.kv_TUX[..., : self.key_dim],
-            self.kv_TUX[..., self.key_dim :],
-            starts=lengths.starts,
-            used_S=lengths.seen_S,
-            longest=lengths.room,
-            scaling=terms.scaling,
-            may_be_empty=lengths.may_be_empty,
-        )
-        return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+    def slot(self, tokens: NewTokens) -> Tensor:
+        return self.next_S
 
-
-@dataclass(kw_only=True)
-class FixedLayer(LayerStore):
-    """One layer: the tokens of all sequences, one sequence after another."""
-
-    kv_TUX: Tensor
-    key_dim: int
-    lengths: Lengths
-
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        new_SUX = torch.cat([k_BKCH, v_BKCV], dim=-1).reshape(len(self.lengths.next_S), *self.kv_TUX.shape[1:])
-        self.kv_TUX.index_copy_(0, self.lengths.next_S, new_SUX)
-
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSequences:
-        return SeenSequences(q_BNCH=q_BNCH, kv_TUX=self.kv_TUX, key_dim=self.key_dim, lengths=self.lengths)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.kv_TUX.nbytes
+    def spans(self, tokens: NewTokens, num_new: int) -> Lengths:
+        return self.lengths
 
 
 @dataclass(kw_only=True)
@@ -94,7 +51,7 @@ class _Steps:
     """Slots of all new tokens of a shard, of which other stages store some, on the device.
 
     Attributes:
-        next_JS: where each new token is stored, as `Lengths.next_S`; the last slot of a sequence if another stage
+        next_JS: where each new token is stored, as `DeviceIndex.next_S`; the last slot of a sequence if another stage
             stores it.
         seen_JS: tokens that it sees here, as `Lengths.seen_S`.
         step_1: number of the next new token.
@@ -119,7 +76,7 @@ class FixedCache(KVStore):
         ValueError: there is no memory in which to move padded rows.
     """
 
-    layers: list[FixedLayer]
+    layers: list[SlabLayer]
 
     def __init__(
         self, cache: KVCache | ShardCache, *, pads: Sequence[int], num_tokens: int, apart: bool = False
@@ -145,17 +102,18 @@ class FixedCache(KVStore):
             )
         self.lengths = Lengths(
             starts=sent(starts.int(), device),
-            next_S=sent(next_S.clone(), device),
             seen_S=sent(seen_S.int(), device),
             room=room,
             may_be_empty=shard is not None,
         )
+        self._index = DeviceIndex(next_S=sent(next_S.clone(), device), lengths=self.lengths)
         self._position_S = sent(num_tokens - torch.tensor(pads if by_row else [0]), device)
         self.layers = []
         for layer in cache.take_layers():
             slab = layer.slab
-            kv_TUX = slab.slab_TBKX.flatten(1, 2) if len(stored) == 1 else _by_row(slab, stored, chunk, room)
-            self.layers.append(FixedLayer(kv_TUX=kv_TUX, key_dim=slab.key_dim, lengths=self.lengths))
+            if len(stored) > 1:
+                slab = _by_row(slab, stored, chunk, room)
+            self.layers.append(SlabLayer(slab=slab, index=self._index))
 
     @staticmethod
     def takes(cache: KVStore) -> bool:
@@ -181,26 +139,26 @@ class FixedCache(KVStore):
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
         if self.lengths.may_be_empty:  # a shard
             return None
-        if len(self.lengths.next_S) == 1:  # all rows side by side
-            return [layer.kv_TUX[:num_tokens].chunk(self._batch, dim=1)[row] for layer in self.layers]
+        if len(self._index.next_S) == 1:  # all rows side by side
+            return [layer.slab.slab_TBKX[:num_tokens, row] for layer in self.layers]
         first = row * self.lengths.room
-        return [layer.kv_TUX[first : first + num_tokens] for layer in self.layers]
+        return [layer.slab.slab_TBKX[first : first + num_tokens, 0] for layer in self.layers]
 
     def split(self, pads: Sequence[int]) -> list[KVStore]:
         num_tokens = self.lengths.room
         rows = [self.row_kv(row, pad, num_tokens) for row, pad in enumerate(pads)]
-        return [SlabRow.of([layer.key_dim for layer in self.layers], row) for row in rows if row is not None]
+        return [SlabRow.of([layer.slab.key_dim for layer in self.layers], row) for row in rows if row is not None]
 
     def set_lengths(self, stored: Sequence[int]) -> None:
         """Let each sequence have so many tokens. Those after them are forgotten."""
-        stored_S = row_values(stored, self.lengths.next_S.device)
-        self.lengths.next_S.copy_(self.lengths.starts[:-1] + stored_S)
+        stored_S = row_values(stored, self._index.next_S.device)
+        self._index.next_S.copy_(self.lengths.starts[:-1] + stored_S)
         self.lengths.seen_S.copy_(stored_S + 1)
         self._position_S.copy_(stored_S)
 
     def describe_decoding(self, report: RankReport) -> None:
         super().describe_decoding(report)
-        if len(self.lengths.next_S) > 1:  # a layer is there twice while its rows are moved
+        if len(self._index.next_S) > 1:  # a layer is there twice while its rows are moved
             report.kv_peak_bytes = max(
                 report.kv_peak_bytes, self.num_bytes + max(layer.num_bytes for layer in self.layers)
             )
@@ -208,17 +166,17 @@ class FixedCache(KVStore):
     def advance(self) -> None:
         self._position_S += 1
         if self._steps is None:
-            self.lengths.next_S += 1
-            self.lengths.seen_S += 1
+            self._index.next_S.add_(1)
+            self.lengths.seen_S.add_(1)
             return
         steps = self._steps
         steps.step_1.add_(1).clamp_(max=len(steps.next_JS) - 1)  # after the last one there is none
-        self.lengths.next_S.copy_(steps.next_JS.index_select(0, steps.step_1)[0])
+        self._index.next_S.copy_(steps.next_JS.index_select(0, steps.step_1)[0])
         self.lengths.seen_S.copy_(steps.seen_JS.index_select(0, steps.step_1)[0])
 
 
-def _by_row(slab: KVSlab, stored: Sequence[int], chunk: range, room: int) -> Tensor:
-    """The rows of a slab one after another (B * room, K, X), each from its first token on.
+def _by_row(slab: KVSlab, stored: Sequence[int], chunk: range, room: int) -> KVSlab:
+    """The rows of a slab one after another, (B * room, 1, K, X), each from its first token on.
 
     Args:
         stored: number of tokens of each row, the last ones of the chunk.
@@ -232,4 +190,4 @@ def _by_row(slab: KVSlab, stored: Sequence[int], chunk: range, room: int) -> Ten
         ) from error
     for row, num in enumerate(stored):
         rows_BTKX[row, :num] = slab.slab_TBKX[len(chunk) - num : len(chunk), row]
-    return rows_BTKX.flatten(0, 1)
+    return KVSlab(slab_TBKX=rows_BTKX.flatten(0, 1)[:, None], key_dim=slab.key_dim, first=0)

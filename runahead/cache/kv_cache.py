@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values
-from runahead.attention.causal import attend_causally, nothing
 from runahead.attention.marked import attend_marked
+from runahead.attention.op import Lengths, Part, Span, attend, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape, KVSlab, SplitSlab
+from runahead.cache.slabs import ALL_TOKENS, Index, KVShape, KVSlab, SplitSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.rotary import Rotary
 
@@ -38,12 +38,14 @@ class SeenSlab(SeenKV):
     Attributes:
         start: index of the first of these tokens in the slab's numbering.
         pads: left padding of each row, in tokens.
+        spans: where the tokens lie that they see.
         positions_BKn: positions of the tokens in the slots, where some were dropped; by default they are contiguous.
     """
 
     slab: KVSlab
     start: int
     pads: Sequence[int]
+    spans: Sequence[Span] | Lengths
     positions_BKn: Tensor | None = None
 
     @classmethod
@@ -54,21 +56,27 @@ class SeenSlab(SeenKV):
         *,
         start: int,
         pads: Sequence[int],
+        spans: Sequence[Span] | Lengths | None = None,
         rotary: Rotary | None = None,
         positions_BKn: Tensor | None = None,
     ) -> SeenSlab:
-        """Create from a slab and queries; with a `rotary` both are unrotated, and are read rotated to their slots."""
+        """Create from a slab and queries.
+
+        Args:
+            spans: by default the tokens before the new ones lie in the slots before theirs.
+            rotary: both are unrotated, and are read rotated to their slots.
+        """
+        if spans is None:
+            spans = ALL_TOKENS.spans(NewTokens(start, list(pads)), q_BNCH.shape[2])
         if rotary is not None:
             slab, q_BNCH = at_slots(rotary, slab, q_BNCH, new=start, pads=pads)
-        return cls(q_BNCH=q_BNCH, slab=slab, start=start, pads=pads, positions_BKn=positions_BKn)
+        return cls(q_BNCH=q_BNCH, slab=slab, start=start, pads=pads, spans=spans, positions_BKn=positions_BKn)
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         if terms.marked_window is not None:  # a key may be marked by the first token after the prefix
             await_prefix()
             return attend_marked(self.q_BNCH, *self.read(), terms, self._positions())
-        return attend_causally(
-            self.q_BNCH, self.slab, terms, start=self.start, pads=self.pads, await_prefix=await_prefix
-        )
+        return attend(self.q_BNCH, self.slab, self.spans, terms, await_prefix=await_prefix)
 
     def read(self) -> tuple[Tensor, Tensor]:
         return self.slab.read(self.slab.first, self.start + self.q_BNCH.shape[2])
@@ -83,20 +91,26 @@ class SeenSlab(SeenKV):
 
 @dataclass(kw_only=True)
 class SlabLayer(LayerStore):
-    """One layer in a slab with room for all its tokens, each at its index in the padded batch.
+    """One layer in a slab with room for all its tokens.
 
     Attributes:
+        index: where they lie.
         rotary: of this layer, if keys are stored unrotated.
     """
 
     slab: KVSlab
+    index: Index = ALL_TOKENS
     rotary: Rotary | None = None
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        self.slab.write(tokens.start, k_BKCH, v_BKCV)
+        slot = self.index.slot(tokens)
+        if slot is not None:
+            self.slab.write(slot, k_BKCH, v_BKCV)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
-        return SeenSlab.of(self.slab, q_BNCH, start=tokens.start, pads=tokens.row_pads, rotary=self.rotary)
+        spans = self.index.spans(tokens, q_BNCH.shape[2])
+        start, pads = tokens.start, tokens.row_pads
+        return SeenSlab.of(self.slab, q_BNCH, start=start, pads=pads, spans=spans, rotary=self.rotary)
 
     @property
     def num_bytes(self) -> int:

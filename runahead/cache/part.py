@@ -8,7 +8,6 @@ cache policy keeps or retrieves from, and a new token is stored by the stage tha
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from policies.row_values import row_values, sent
 from runahead.attention.base import LayerInput
-from runahead.attention.causal import attend_causally, nothing, padded_together, rows_by_pad
-from runahead.attention.partial import AttentionTerms, attend
+from runahead.attention.op import Part, Span, attend, nothing, spans_of
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.shard import SeenShard, ShardCache
+from runahead.cache.shard import ShardCache
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
 
@@ -35,28 +34,24 @@ class SeenPart(SeenKV):
         slab: the slots.
         pads: padding slots on the left of each row.
         has_new: whether the newest tokens are in the last slots; else all slots are before them.
-        by_position: the same by the positions of the tokens, for a layer that was never cut back.
+        by_position: where the tokens of a layer lie that was never cut back, by their positions.
     """
 
     slab: KVSlab
     pads: Sequence[int]
     has_new: bool
-    by_position: Callable[[], SeenShard]
+    by_position: Callable[[], Sequence[Span]]
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         sees_all = terms.rule is None or terms.rule.sees_everything
-        if not sees_all or terms.key_bias is not None:
-            return self.by_position().attend(terms)
-        # Counted in slots, which are in causal order whichever tokens they hold.
-        slab, q_BNCH = self.slab, self.q_BNCH
-        if self.has_new:
-            return attend_causally(q_BNCH, slab, terms, start=slab.end - q_BNCH.shape[2], pads=self.pads)
-        groups = rows_by_pad(self.pads)
-        parts = []
-        for rows, pad in groups:
-            k, v = (x[rows] for x in slab.read(slab.first + pad, slab.end))
-            parts.append(attend(q_BNCH[rows], k, v, terms, q_start=k.shape[2], k_start=0))
-        return padded_together(q_BNCH, slab.value_dim, [rows for rows, _ in groups], parts)
+        spans = self._in_order() if sees_all and terms.key_bias is None else self.by_position()
+        return attend(self.q_BNCH, self.slab, spans, terms)
+
+    def _in_order(self) -> Sequence[Span]:
+        """Slots are in causal order whichever tokens they hold."""
+        slab, num_new = self.slab, self.q_BNCH.shape[2]
+        start, slots = slab.end - num_new if self.has_new else slab.end, range(slab.first, slab.end)
+        return spans_of(slots, start=start, num_new=num_new, pads=self.pads, has_new=self.has_new)
 
     def read(self) -> tuple[Tensor, Tensor]:
         return self.slab.read(self.slab.first, self.slab.end)
@@ -84,7 +79,7 @@ class PartLayer(LayerStore):
             slab=slab,
             pads=pads,
             has_new=self._cache.owns(tokens.start),
-            by_position=lambda: self._cache.by_position(slab, q_BNCH, tokens),
+            by_position=lambda: self._cache.by_position(slab, tokens, q_BNCH.shape[2]),
         )
         return self._own.with_rest(seen)
 
@@ -158,18 +153,17 @@ class PartCache(KVStore):
             self.indices += range(tokens.start, tokens.start + num_new)
         return True
 
-    def by_position(self, slab: KVSlab, q_BNCH: Tensor, tokens: NewTokens) -> SeenShard:
-        """The slots of a layer that was never cut back, as seen by the newest tokens."""
-        end = len(self.indices)
-        assert slab.end - slab.first == end, (slab.first, slab.end, end)
-        return SeenShard(
-            q_BNCH=q_BNCH,
-            slab=slab,
-            slots_before=lambda index: bisect_left(self.indices, index),
+    def by_position(self, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Span]:
+        """Where the tokens of a layer lie that was never cut back, as the newest ones see them."""
+        assert slab.end - slab.first == len(self.indices), (slab.first, slab.end, len(self.indices))
+        return spans_of(
+            range(slab.first, slab.end),
+            start=tokens.start,
+            num_new=num_new,
             pads=self._pads,
-            query=tokens.start,
-            end=end,
-            index_T=sent(torch.tensor(self.indices), q_BNCH.device),
+            at=self.indices,
+            at_T=sent(torch.tensor(self.indices), slab.slab_TBKX.device),
+            has_new=False,
         )
 
 

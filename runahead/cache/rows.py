@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens

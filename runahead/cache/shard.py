@@ -7,23 +7,20 @@ Which stage stores which new token is known before the prefill, and so are the b
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from policies.base import PromptPart
 from policies.row_values import sent
-from runahead.attention.causal import nothing, padded_together, rows_by_pad
-from runahead.attention.partial import AttentionTerms, attend_at, attend_one
-from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.attention.op import Span, spans_of
+from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache, SlabLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape, KVSlab
+from runahead.cache.slabs import Index, KVShape
 from runahead.context import ContextPartition
 
 
@@ -72,12 +69,6 @@ class Shard:
         """The prompt's tokens of this stage, for cache policies. `pads` are the left padding of each row."""
         return PromptPart(chunk=self.chunk, num_tokens=self.num_tokens, row_pads=tuple(pads))
 
-    def slots_before(self, index: int) -> int:
-        """Number of slots whose token comes before this index."""
-        if index < self.chunk.stop:
-            return max(0, index - self.chunk.start)
-        return len(self.chunk) + bisect_left(self.own_new, index)
-
 
 def shards(partition: ContextPartition, num_new: int, *, by_share: bool = False) -> dict[int, Shard]:
     """The shard of every stage with a chunk. A new token goes to the stage that stores fewest tokens by then.
@@ -122,71 +113,29 @@ def shard_bytes(shapes: Sequence[KVShape], shard: Shard, batch: int) -> int:
     return (end - first) * sum(shape.bytes_per_token(batch) for shape in shapes)
 
 
-@dataclass(kw_only=True)
-class SeenShard(SeenKV):
-    """The tokens of one stage together with the queries of the newest tokens, wherever those are stored.
+class ShardIndex(Index):
+    """Index of the tokens that one stage stores."""
 
-    Attributes:
-        slots_before: index in the padded batch -> number of slots whose token comes before it.
-        pads: left padding of each row of the batch.
-        query: index of the first of the newest tokens in the padded batch.
-        end: number of slots in use.
-        index_T: index of the token in each slot.
-    """
+    def __init__(self, shard: Shard, device: torch.device) -> None:
+        self._shard, self._indices = shard, shard.indices()
+        self._index_T = sent(torch.tensor(self._indices), device)
 
-    slab: KVSlab
-    slots_before: Callable[[int], int]
-    pads: Sequence[int]
-    query: int
-    end: int
-    index_T: Tensor
+    def slot(self, tokens: NewTokens) -> int | None:
+        shard, new = self._shard, tokens.start - self._shard.num_tokens
+        return shard.chunk.stop + shard.own_before[new] if shard.is_own[new] else None
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
-        num_queries, parts, groups = self.q_BNCH.shape[2], [], rows_by_pad(self.pads)
-        for rows, pad in groups:
-            query = self.query - pad
-            first = 0 if terms.rule is None else terms.rule.first_key(query)
-            begin = min(self.end, self.slots_before(first + pad))
-            offset = self.slab.first
-            k, v = (x[rows] for x in self.slab.read(offset + begin, offset + self.end))
-            q, keys = self.q_BNCH[rows], partial(self._positions, begin, pad)
-            if num_queries == 1:
-                parts.append(attend_one(q, k, v, terms, query=query, first=first, keys=keys))
-                continue
-            queries_C = torch.arange(query, query + num_queries, device=q.device)
-            parts.append(attend_at(q, k, v, terms, queries_C, keys()))
-        return padded_together(self.q_BNCH, self.slab.value_dim, [rows for rows, _ in groups], parts)
-
-    def _positions(self, begin: int, pad: int) -> Tensor:
-        return self.index_T[begin : self.end] - pad
-
-
-class ShardLayer(LayerStore):
-    """One layer of a stage's shard."""
-
-    def __init__(self, slab: KVSlab, shard: Shard, pads: Sequence[int], index_T: Tensor) -> None:
-        self.slab, self._shard, self._pads, self._index_T = slab, shard, pads, index_T
-
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        new = tokens.start - self._shard.num_tokens
-        if self._shard.is_own[new]:
-            self.slab.write(self._shard.chunk.stop + self._shard.own_before[new], k_BKCH, v_BKCV)
-
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenShard:
+    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span]:
         shard = self._shard
-        return SeenShard(
-            q_BNCH=q_BNCH,
-            slab=self.slab,
-            slots_before=shard.slots_before,
-            pads=self._pads,
-            query=tokens.start,
-            end=len(shard.chunk) + shard.own_before[tokens.start - shard.num_tokens + 1],
-            index_T=self._index_T,
+        num_stored = len(shard.chunk) + shard.own_before[tokens.start - shard.num_tokens + 1]
+        return spans_of(
+            range(shard.chunk.start, shard.chunk.start + num_stored),
+            start=tokens.start,
+            num_new=num_new,
+            pads=tokens.row_pads,
+            at=self._indices,
+            at_T=self._index_T,
+            has_new=False,
         )
-
-    @property
-    def num_bytes(self) -> int:
-        return self.slab.slab_TBKX.nbytes
 
 
 class ShardCache(KVStore):
@@ -202,8 +151,8 @@ class ShardCache(KVStore):
 
     def __init__(self, own: KVCache, shard: Shard, *, pads: Sequence[int]) -> None:
         self.own, self.shard, self.pads = own, shard, list(pads)
-        index_T = sent(torch.tensor(shard.indices()), own.device)
-        self.layers = [ShardLayer(layer.slab, shard, pads, index_T) for layer in own.layers]
+        index = ShardIndex(shard, own.device)
+        self.layers = [SlabLayer(slab=layer.slab, index=index) for layer in own.layers]
 
     def take_layers(self) -> Iterator[SlabLayer]:
         """Hand over the slabs, as `KVCache.take_layers`."""

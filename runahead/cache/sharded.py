@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention.base import LayerInput
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms, merge_parts
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens

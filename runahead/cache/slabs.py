@@ -9,10 +9,15 @@ strided views.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from runahead.attention.op import Lengths, Span, spans_of
+from runahead.cache.new_tokens import NewTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +59,15 @@ class KVSlab:
         assert self.first <= start <= end <= self.end, (self.first, start, end, self.end)
         return self.slab_TBKX[start - self.first : end - self.first]
 
-    def write(self, start: int, k_BKSH: Tensor, v_BKSV: Tensor) -> None:
-        """Store keys and values of the tokens [start, start + S)."""
-        part = self.tokens(start, start + k_BKSH.shape[2])
-        part[..., : self.key_dim].copy_(k_BKSH.permute(2, 0, 1, 3))
-        part[..., self.key_dim :].copy_(v_BKSV.permute(2, 0, 1, 3))
+    def write(self, start: int | Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> None:
+        """Store keys and values of tokens in the slots [start, start + S), or in slots (S) that the device knows."""
+        if isinstance(start, Tensor):
+            new_SBKX = torch.cat([k_BKSH, v_BKSV], dim=-1).reshape(len(start), *self.slab_TBKX.shape[1:])
+            self.slab_TBKX.index_copy_(0, start, new_SBKX)
+            return
+        k_stored, v_stored = self._views(start, start + k_BKSH.shape[2])
+        k_stored.copy_(k_BKSH)
+        v_stored.copy_(v_BKSV)
 
     def row(self, row: int, pad: int) -> KVSlab:
         """One row's tokens, numbered from the first after its padding, as a view."""
@@ -69,8 +78,24 @@ class KVSlab:
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys (B, K, S, H) and values (B, K, S, V) of tokens [start, end), as views."""
-        part_BKSX = self.tokens(start, end).permute(1, 2, 0, 3)
-        return part_BKSX[..., : self.key_dim], part_BKSX[..., self.key_dim :]
+        return self._views(start, end)
+
+    def _views(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        assert self.first <= start <= end <= self.end, (self.first, start, end, self.end)
+        k_BKTH, v_BKTV = self._all
+        return k_BKTH.narrow(2, start - self.first, end - start), v_BKTV.narrow(2, start - self.first, end - start)
+
+    @cached_property
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """Keys (T, U, H) and values (T, U, V) of all tokens, U = B K, as views."""
+        slab_TUX = self.slab_TBKX.flatten(1, 2)
+        return slab_TUX[..., : self.key_dim], slab_TUX[..., self.key_dim :]
+
+    @cached_property  # so that each read and write takes one more view
+    def _all(self) -> tuple[Tensor, Tensor]:
+        """Keys (B, K, T, H) and values (B, K, T, V) of all tokens, as views."""
+        slab_BKTX = self.slab_TBKX.permute(1, 2, 0, 3)
+        return slab_BKTX[..., : self.key_dim], slab_BKTX[..., self.key_dim :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +119,35 @@ class SplitSlab(KVSlab):
         assert self.first <= start <= end <= self.own.first, (self.first, start, end, self.own.first)
         return self.slab_TBKX[start - self.first : end - self.first]
 
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        if not start < self.own.first < end:
-            return super().read(start, end)
-        prefix, own = super().read(start, self.own.first), self.own.read(self.own.first, end)
+    def _views(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        if start >= self.own.first:
+            return self.own.read(start, end)
+        if end <= self.own.first:
+            return super()._views(start, end)
+        prefix, own = super()._views(start, self.own.first), self.own.read(self.own.first, end)
         # Only a chunk of one token is read together with its prefix.
         return torch.cat([prefix[0], own[0]], dim=2), torch.cat([prefix[1], own[1]], dim=2)
+
+
+class Index:
+    """Where the tokens of a text lie in the memory of its layers: each in the slot of its index in the padded batch.
+
+    An index is a function of a forward's new tokens, which say where in the text they are. So nothing is committed
+    after a forward, and nothing is taken back: a later forward that begins earlier stores its tokens over others.
+    """
+
+    def slot(self, tokens: NewTokens) -> int | Tensor | None:
+        """Where the new tokens are stored; None: another rank stores them.
+
+        Returns:
+            the slot of the first one, which others follow; or of the only one of each sequence, on the device.
+        """
+        return tokens.start
+
+    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span] | Lengths:
+        """The stored tokens that the last `num_new` tokens see, once they are stored."""
+        slots = range(tokens.start + num_new)
+        return spans_of(slots, start=tokens.start, num_new=num_new, pads=tokens.row_pads)
+
+
+ALL_TOKENS = Index()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policies.row_values import row_values
 from runahead.attention.answers import Answers
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions, Speculate

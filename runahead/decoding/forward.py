@@ -35,15 +35,14 @@ Forward = Callable[[Tensor, int], Tensor]
 
 
 def fastest_form(cache: KVStore, model: Model, *, pads: list[int], num_tokens: int, apart: bool = False) -> KVStore:
-    """A prompt's cache in the form that single new tokens attend to fastest.
+    """A prompt's cache in the form that single new tokens attend to fastest: with an accelerator, one for graphs.
 
     Args:
         pads: left padding per row.
         num_tokens: number of tokens of the padded prompt.
-        apart: rows may advance by different numbers of tokens. Then a fixed shape serves GPUs alone, which replay it.
+        apart: rows may advance by different numbers of tokens.
     """
-    may_be_fixed = model.repeats_steps and not (apart and accelerator_for(model.device) is None)
-    if may_be_fixed and FixedCache.takes(cache):
+    if model.repeats_steps and accelerator_for(model.device) is not None and FixedCache.takes(cache):
         assert isinstance(cache, (KVCache, ShardCache))
         return FixedCache(cache, pads=pads, num_tokens=num_tokens, apart=apart)
     return cache.for_decoding()

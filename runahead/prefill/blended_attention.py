@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from runahead.attention.partial import AttentionTerms, attend_at, merge, with_sinks
+from runahead.attention.op import finish
+from runahead.attention.partial import AttentionTerms, attend_at, merge
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chain_run import ChainRun
 from runahead.reuse.blend import Blend
@@ -68,10 +69,9 @@ class BlendedAttention(ChainAttention):
             out_lse = None
             for k_1KSH, v_1KSV, keys_S in self._keys(layer, row):
                 part = attend_at(q_BNcH[row : row + 1], k_1KSH, v_1KSV, terms, queries_Bc[row], keys_S)
-                part = part[0].to(part[1].dtype), part[1]
                 out_lse = part if out_lse is None else merge(*out_lse, *part)
             assert out_lse is not None
-            outs.append(with_sinks(*out_lse, terms).to(q_BNcH.dtype))
+            outs.append(finish(out_lse, terms, q_BNcH.dtype))
         return torch.cat(outs)
 
     def _keys(self, layer: int, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

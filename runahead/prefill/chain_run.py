@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from runahead.attention.base import LayerAttention
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens

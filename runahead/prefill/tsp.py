@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from runahead.attention.causal import attend_causally
 from runahead.attention.dense import DenseAttention
-from runahead.attention.partial import AttentionTerms, with_sinks
+from runahead.attention.op import attend, finish, spans_of
+from runahead.attention.partial import AttentionTerms
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule
@@ -27,7 +27,7 @@ class TSPAttention(ExchangingAttention):
     def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
         super().__init__(run, schedule)
         dense = run.job.options.attention is Attention.dense
-        self._attend = DenseAttention(run.job.batch.num_tokens).attend if dense else attend_causally
+        self._attend = DenseAttention(run.job.batch.num_tokens).attend if dense else attend
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         self.run.open(layer)
@@ -35,7 +35,10 @@ class TSPAttention(ExchangingAttention):
         slab.write(self.start, k_BKCH, v_BKCV)
         self.run.send(layer)
         self.run.await_prefix(layer)
-        out_BNCV = with_sinks(*self._attend(q_BNCH, slab, terms, start=self.start, pads=self.pads), terms)
+        num_new = q_BNCH.shape[2]
+        slots = range(slab.first, self.start + num_new)
+        spans = spans_of(slots, start=self.start, num_new=num_new, pads=self.pads)
+        out_BNCV = finish(self._attend(q_BNCH, slab, spans, terms), terms, q_BNCH.dtype)
         self.run.close(layer)
         return out_BNCV
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from runahead.attention.causal import padded_together, rows_by_pad
-from runahead.attention.partial import AttentionTerms, with_sinks
+from runahead.attention.op import finish, joined, rows_by_pad
+from runahead.attention.partial import AttentionTerms
 from runahead.attention.ranges import RunsAttention
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule
@@ -58,10 +58,10 @@ class ZigzagAttention(ExchangingAttention):
             for tokens in _joined(arrived):
                 for part in parts:
                     part.attend(slab, tokens)
-        outs = [(with_sinks(part.out, part.lse, terms), part.lse) for part in parts]
-        out_BNCV, _ = padded_together(q_BNCH, slab.value_dim, [part.rows for part in parts], outs)
+        found = joined(q_BNCH, slab.value_dim, [part.rows for part in parts], [(part.out, part.lse) for part in parts])
+        out_BNCV = finish(found, terms, q_BNCH.dtype)
         self.run.close(layer)
-        return out_BNCV.to(q_BNCH.dtype)
+        return out_BNCV
 
 
 class Zigzag(ExchangingPrefill):

@@ -12,7 +12,7 @@ from torch import Tensor
 from policies.base import Phase
 from policies.retriever import Rest
 from runahead.attention.base import LayerInput
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.base import LayerStore, SeenKV
 from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer

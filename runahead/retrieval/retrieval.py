@@ -19,7 +19,7 @@ from torch import Tensor
 from policies.base import PromptPart
 from policies.retriever import FEW_TOKENS, Retriever, Slots, StoredPart
 from runahead.attention.base import LayerInput
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.host_layer import HostLayer

@@ -20,8 +20,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from runahead.attention.causal import nothing
 from runahead.attention.merging import FEW_QUERIES, Index, MergedParts
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms, attend, attend_at
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import KVCache, SlabLayer, SlabRow

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from policies.base import GivenPrompt, ReusingPrompt, Segment, SegmentUse
 from policies.retriever import Retriever
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.features.facts import SEGMENTS, Setup

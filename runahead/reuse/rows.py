@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values
-from runahead.attention.causal import nothing
 from runahead.attention.merging import MergedParts
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import SlabRow

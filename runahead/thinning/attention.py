@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV

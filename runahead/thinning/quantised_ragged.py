@@ -205,9 +205,7 @@ class SeenQuantisedRagged(SeenRagged):
             return out_BNCV, lse_BNC
         q_SGCH = q_BNCH.unflatten(1, (layer.shape.num_kv_heads, -1)).flatten(0, 1)
         out_SGCV, lse_SGC = layer.coded.attend(q_SGCH, terms)
-        coded = out_SGCV.reshape(out_BNCV.shape), lse_SGC.reshape(lse_BNC.shape)
-        out_BNCV, lse_BNC = merge(out_BNCV.to(lse_BNC.dtype), lse_BNC, *coded)
-        return out_BNCV.to(q_BNCH.dtype), lse_BNC
+        return merge(out_BNCV, lse_BNC, out_SGCV.reshape(out_BNCV.shape), lse_SGC.reshape(lse_BNC.shape))
 
 
 def _coded(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values, sent
-from runahead.attention.causal import attend_causally, nothing
 from runahead.attention.marked import attend_marked
+from runahead.attention.op import Part, attend, nothing, spans_of
 from runahead.attention.partial import AttentionTerms, attend_sequences, merge, takes_sequences
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
@@ -326,14 +326,14 @@ class SeenRagged(SeenKV):
     layer: RaggedLayer
     new_pads: Sequence[int]
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         out_BNCV, lse_BNC = self._attend_to_kept(terms)
         dropped = self.layer.dropped
         if dropped is None:
             return out_BNCV, lse_BNC
         return merge(out_BNCV, lse_BNC, *dropped.attend(self.q_BNCH, self.layer.shape, terms))
 
-    def _attend_to_kept(self, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
+    def _attend_to_kept(self, terms: AttentionTerms) -> Part:
         layer, q_BNCH, shape = self.layer, self.q_BNCH, self.layer.shape
         if terms.marked_window is not None:
             return attend_marked(q_BNCH, *self.read(), terms, layer.positions_BKn())
@@ -344,10 +344,10 @@ class SeenRagged(SeenKV):
         # Counted in slots, which are in causal order whichever tokens they hold.
         q_SGCH = q_BNCH.unflatten(1, (shape.num_kv_heads, -1)).flatten(0, 1)
         pads = [pad for pad in self.new_pads for _ in range(shape.num_kv_heads)]
-        parts = [
-            attend_causally(q_1GCH, slab, terms, start=slab.end - num_new, pads=[pad])
-            for q_1GCH, slab, pad in zip(q_SGCH.split(1), layer.sequences(pads), pads, strict=True)
-        ]
+        parts = []
+        for q_1GCH, slab, pad in zip(q_SGCH.split(1), layer.sequences(pads), pads, strict=True):
+            spans = spans_of(range(slab.first, slab.end), start=slab.end - num_new, num_new=num_new, pads=[pad])
+            parts.append(attend(q_1GCH, slab, spans, terms))
         out_SGCV, lse_SGC = (torch.cat(list(each)) for each in zip(*parts, strict=True))
         return out_SGCV.reshape(*q_BNCH.shape[:3], -1), lse_SGC.reshape(q_BNCH.shape[:3])
 

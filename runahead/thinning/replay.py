@@ -19,7 +19,7 @@ from torch import Tensor
 from policies.base import LayerView, Phase, Policy
 from policies.row_values import sent
 from runahead.attention.answers import Answers
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
 from runahead.cache.attention import CausalAttention

@@ -16,8 +16,8 @@ from policies.base import LayerView, Phase, Policy, PromptPart, Signals, marked_
 from policies.retriever import Retriever
 from policies.row_values import row_values
 from runahead.attention.answers import Answers
-from runahead.attention.causal import nothing
 from runahead.attention.marked import marked_keys
+from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import JoinedSignals, QuerySignals
 from runahead.attention.query_moments import QueryMoments

@@ -142,14 +142,14 @@ def test_bytes_of_each_rank_are_its_chunk_its_new_tokens_and_a_ring_of_the_prefi
         assert (alive, alive_afterwards) == (report.kv_peak_bytes, 0)
 
 
-def test_padded_rows_take_one_layer_more_while_they_are_moved(rank_pools: RankPools) -> None:
+def test_padded_rows_take_no_more_where_no_graph_is_replayed(rank_pools: RankPools) -> None:
+    """Only for a graph are they moved, each into a sequence of its own; see unit/test_fixed_cache.py."""
     bounds = (0, 60, 70)
     results = rank_pools.run(2, sharded_tasks.kv_bytes, "llama_deep", [prompt(70), prompt(30)], GREEDY, bounds)
     slots = [60 + 1, 10 + NUM_NEW - 1 + 1]  # all new tokens are stored where there are fewer
     for rank, (_, _, report) in enumerate(results):
-        layer = 2 * slots[rank] * LAYER_BYTES
         ring = PrefillOptions().layers_in_flight * 2 * bounds[rank] * LAYER_BYTES
-        assert report.kv_peak_bytes == DEEP_LAYERS * layer + max(ring, layer)
+        assert report.kv_peak_bytes == DEEP_LAYERS * 2 * slots[rank] * LAYER_BYTES + ring
 
 
 def test_each_new_token_is_stored_once_where_there_are_fewest() -> None:
@@ -161,8 +161,6 @@ def test_each_new_token_is_stored_once_where_there_are_fewest() -> None:
     assert max(stored) - min(stored) <= 1 and sum(stored) == 15 + 20
     for shard in made.values():
         assert shard.indices() == sorted(shard.indices())
-        for index in range(40):
-            assert shard.slots_before(index) == sum(each < index for each in shard.indices())
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from runahead.attention.causal import attend_causally
 from runahead.attention.dense import DenseAttention
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, with_sinks
+from runahead.attention.op import attend, spans_of
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVShape
 
@@ -50,10 +50,12 @@ def test_equals_causal_attention_for_any_chunk_and_padding(
 ) -> None:
     num, pads, cache = min(num, NUM_TOKENS - start), [*pads, 0], filled_cache()
     slab, dense = cache.layer(0), DenseAttention(NUM_TOKENS)
-    expected = attend_causally(queries(num), slab, terms, start=start, pads=pads)
+    spans = spans_of(range(start + num), start=start, num_new=num, pads=pads)
+    expected = attend(queries(num), slab, spans, terms)
     for _ in range(2):  # the second time with the mask at hand
-        out = dense.attend(queries(num), slab, terms, start=start, pads=pads)
-        torch.testing.assert_close(with_sinks(*out, terms), with_sinks(*expected, terms), atol=1e-12, rtol=0)
+        part = dense.attend(queries(num), slab, spans, terms)
+        for actual, wanted in zip(part, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("terms", [TERMS["causal"], TERMS["soft cap"]], ids=["fused", "blocks"])
@@ -61,7 +63,8 @@ def test_masked_keys_are_computed(terms: AttentionTerms) -> None:
     """0 times not-a-number is not a number: values of later tokens that are one show who multiplied with them."""
     cache = filled_cache()
     cache.layer(0).slab_TBKX[9:, ..., 4:] = math.nan
-    causal, _ = attend_causally(queries(6), cache.layer(0), terms, start=3, pads=[0] * BATCH)
-    dense, _ = DenseAttention(NUM_TOKENS).attend(queries(6), cache.layer(0), terms, start=3, pads=[0] * BATCH)
+    spans = spans_of(range(9), start=3, num_new=6, pads=[0] * BATCH)
+    causal, _ = attend(queries(6), cache.layer(0), spans, terms)
+    dense, _ = DenseAttention(NUM_TOKENS).attend(queries(6), cache.layer(0), spans, terms)
     assert causal.isfinite().all()
     assert dense.isnan().all()

@@ -87,7 +87,7 @@ def test_the_bytes_are_those_of_the_slabs(pads: list[int]) -> None:
     num_bytes, slab = cache.num_bytes, cache.layers[0].slab.slab_TBKX
     fixed = FixedCache(cache, pads=pads, num_tokens=TOKENS)
     assert fixed.num_bytes == num_bytes and cache.num_bytes == 0
-    shares_memory = fixed.layers[0].kv_TUX.data_ptr() == slab.data_ptr()
+    shares_memory = fixed.layers[0].slab.slab_TBKX.data_ptr() == slab.data_ptr()
     assert shares_memory == (not any(pads)), "only padded rows are moved"
     report = RankReport(rank=0)
     fixed.describe_decoding(report)

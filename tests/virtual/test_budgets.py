@@ -137,7 +137,7 @@ BUDGETS: dict[str, tuple[float, Waits, Waits]] = {
     "served, padded": (48, ONCE, {"clock.py": 6, "scored_tokens.py": 3}),
     "served under a policy, padded": (123, ONCE, {"clock.py": 6, "scored_tokens.py": 3}),
     "sampled, padded": (41, ONCE, PROMPT),
-    "drafted, padded": (76, ONCE, {"clock.py": 2}),
+    "drafted, padded": (74, ONCE, {"clock.py": 2}),
     "4 bits, padded": (131.25, ONCE, PROMPT),
     "2 bits, padded": (157.25, ONCE, PROMPT),
     "unequal heads, padded": (50, ONCE, PROMPT | {"adakv.py": 4, "cutting.py": 4}),
@@ -190,13 +190,13 @@ BUDGETS: dict[str, tuple[float, Waits, Waits]] = {
     "4 tokens in turn, 4 bits": (215, {}, {"clock.py": 2, "ways.py": 1}),
     "64 tokens after 128": (49, {}, {"ways.py": 2}),
     "a chunk, plain": (49, {"clock.py": 1}, {}),
-    "a chunk, plain, padded": (62, {"clock.py": 1}, {}),
+    "a chunk, plain, padded": (56, {"clock.py": 1}, {}),
     "a chunk, 4 bits": (52, {"clock.py": 1}, {}),
-    "a chunk, 4 bits, padded": (65, {"clock.py": 1}, {}),
+    "a chunk, 4 bits, padded": (59, {"clock.py": 1}, {}),
     "a chunk, snapkv": (105, {"clock.py": 1}, {}),
     "a chunk, snapkv, padded": (108, {"clock.py": 1}, {}),
     "a chunk, quest": (54, {"clock.py": 1, "copy_stream.py": 4}, {}),
-    "a chunk, quest, padded": (67, {"clock.py": 1, "copy_stream.py": 4}, {}),
+    "a chunk, quest, padded": (61, {"clock.py": 1, "copy_stream.py": 4}, {}),
 }
 """Per way of decoding: kernels per layer and step; waits of the host per step by file, and per prompt until its first
 tokens, in a model of `MORE_LAYERS` layers."""

@@ -12,11 +12,13 @@ from policies.base import Policy
 from policies.h2o import H2O
 from policies.pyramidinfer import PyramidInfer
 from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
+from runahead.cache.fixed import FixedCache
 from runahead.cache.shard import shards
 from runahead.cache.sharded import ShardedCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
-from runahead.decoding.forward import fastest_form, forward_over
+from runahead.decoding.forward import forward_over
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, batch_ids
 from runahead.decoding.rows import Rows
@@ -87,7 +89,9 @@ def answers(
             )
             prefilled, own_policies = strategy.run(job), job.own_policies
             assert prefilled.cache is not None
-            own = fastest_form(prefilled.cache, model, pads=[0], num_tokens=NUM_TOKENS)
+            own: KVStore = prefilled.cache.for_decoding()
+            if FixedCache.takes(prefilled.cache):  # as on an accelerator
+                own = FixedCache(prefilled.cache, pads=[0], num_tokens=NUM_TOKENS)
             whole = ShardedCache(own, gather)
             forward = forward_over(
                 model,

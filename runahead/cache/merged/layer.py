@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from torch import Tensor
 
 from policies.base import LayerPairs
-from runahead.attention.causal import rows_by_pad
+from runahead.attention.op import rows_by_pad
 from runahead.cache.kept import KeptLayer
 from runahead.cache.merged.directions import SharedDirections
 from runahead.cache.new_tokens import NewTokens

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from runahead.attention.causal import nothing, padded_together, rows_by_pad
+from runahead.attention.op import Part, joined, nothing, rows_by_pad
 from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer, taken
@@ -304,10 +304,10 @@ class SeenQuantised(SeenKV):
 
     layer: QuantisedLayer
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         parts = [self._attend_rows(part, self.q_BNCH[part.rows], terms) for part in self.layer.parts]
         rows = [part.rows for part in self.layer.parts]
-        return padded_together(self.q_BNCH, self.layer.shape.value_dim, rows, parts)
+        return joined(self.q_BNCH, self.layer.shape.value_dim, rows, parts)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """As of `SeenKV`; all of a layer is dequantised for it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policies.row_values import sent
-from runahead.attention.causal import nothing
+from runahead.attention.op import nothing
 from runahead.cache.attention import CausalAttention
 from runahead.decoding.forward import fastest_form
 from runahead.decoding.lanes import Lanes

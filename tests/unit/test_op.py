@@ -1,4 +1,4 @@
-"""A batch through `CausalAttention` chunk by chunk, with rows of different lengths, is one causal softmax per row."""
+"""Attention to spans of stored tokens is one causal softmax per row, whatever the chunks, the padding and the place."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from runahead.attention.causal import attend_causally
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.op import attend, spans_of
+from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVShape
@@ -26,6 +26,13 @@ NUM_TOKENS = 14
 BATCH = 3
 SHAPE = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float64)
 TOLERANCE = 1e-12  # averages of standard normal values in float64
+
+SCATTERED = {
+    "causal": AttentionTerms(scaling=0.5),
+    "window": AttentionTerms(scaling=0.5, rule=MaskRule(sliding_window_causal_mask_function(4))),
+    "bias": AttentionTerms(scaling=0.5, key_bias=lambda keys_S: torch.tensor([[0.1], [0.2], [0.3], [0.4]]) * keys_S),
+    "soft cap": AttentionTerms(scaling=0.5, softcap=2.0),
+}
 
 RULES = {"causal": None, "window": MaskRule(sliding_window_causal_mask_function(4))}
 
@@ -82,15 +89,51 @@ def test_prefix_is_not_read_before_it_arrived(start: int) -> None:
     slab = cache.layer(0)
     slab.slab_TBKX.fill_(math.nan)
     slab.write(start, k_BKSH[:, :, start:], v_BKSH[:, :, start:])
-    out, _ = attend_causally(
+    spans = spans_of(range(NUM_TOKENS), start=start, num_new=NUM_TOKENS - start, pads=[0] * BATCH)
+    out, _ = attend(
         q_BNSH[:, :, start:],
         slab,
+        spans,
         AttentionTerms(scaling=0.5),
-        start=start,
-        pads=[0] * BATCH,
         await_prefix=lambda: slab.write(0, k_BKSH[:, :, :start], v_BKSH[:, :, :start]),
     )
     torch.testing.assert_close(out, _reference([0] * BATCH, None)[:, :, start:], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("terms", SCATTERED.values(), ids=SCATTERED)
+@given(
+    here=st.sets(st.integers(0, NUM_TOKENS - 1)),
+    num_new=st.sampled_from([1, 1, 3]),
+    pads=st.lists(st.integers(0, NUM_TOKENS - 1), min_size=BATCH - 1, max_size=BATCH - 1),
+)
+def test_tokens_of_two_places_make_the_whole(
+    terms: AttentionTerms, here: set[int], num_new: int, pads: list[int]
+) -> None:
+    """Each place stores some of the tokens, in order, and may have none that a query sees."""
+    pads, (q_BNSH, k_BKSH, v_BKSH), parts = [*pads, 0], _inputs(), []
+    q_BNCH, start = q_BNSH[:, :, -num_new:], NUM_TOKENS - num_new
+    for indices in (sorted(here), sorted(set(range(NUM_TOKENS)) - here)):
+        room = len(indices) + 1
+        slab = KVCache([SHAPE], batch=BATCH, spans=[(0, room)], num_slabs=1, device=torch.device("cpu")).layer(0)
+        slab.slab_TBKX.fill_(math.nan)
+        slab.write(0, k_BKSH[:, :, indices], v_BKSH[:, :, indices])
+        spans = spans_of(
+            range(len(indices)),
+            start=start,
+            num_new=num_new,
+            pads=pads,
+            at=indices,
+            at_T=torch.tensor(indices, dtype=torch.long),
+            has_new=False,
+        )
+        parts.append(attend(q_BNCH, slab, spans, terms))
+    out, lse_BNC = merge(*parts[0], *parts[1])
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+    cache.layer(0).write(0, k_BKSH, v_BKSH)
+    spans = spans_of(range(NUM_TOKENS), start=start, num_new=num_new, pads=pads)
+    expected, expected_lse = attend(q_BNCH, cache.layer(0), spans, terms)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(lse_BNC, expected_lse, atol=TOLERANCE, rtol=0)
 
 
 def test_sinks_are_added_once_however_many_parts_there_are() -> None:
