@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -140,19 +141,34 @@ def answers(
 @cache
 def _model(ranks: Ranks, family: str, dtype: torch.dtype, num_shares: int, noise: Noise | None, **sizes: Any) -> Model:
     """This rank's share of a family's model. The ranks are arranged so."""
-    module = build(family, dtype=dtype, **VOCABULARY, **sizes)
-    if noise is not None:
-        draw = torch.Generator().manual_seed(abs(noise.seed))
-        for parameter in module.parameters():
-            change = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(dtype)
-            parameter.mul_(1 + (noise.size if noise.seed > 0 else -noise.size) * change)
-    module.forward = _throughout(module.forward, dtype)
-    with throughout(dtype):
+    with throughout(dtype):  # rotary frequencies, too
+        module = build(family, dtype=dtype, **VOCABULARY, **sizes)
+        _redraw(module, noise)
+        module.forward = _throughout(module.forward, dtype)
         model = Model(module, name=family)
     if num_shares > 1:
         shard_model(model, ranks)
     _ = model.fingerprint  # in float64 throughout it would be another
     return model
+
+
+@torch.no_grad()
+def _redraw(module: torch.nn.Module, noise: Noise | None) -> None:
+    """Give a model of `build` weights that are the same on every CPU, as normal numbers are not in their last bits."""
+    draw = torch.Generator().manual_seed(0)
+    noisy = None if noise is None else torch.Generator().manual_seed(abs(noise.seed))
+    for name, parameter in module.named_parameters():
+        centre, spread = torch.zeros((), dtype=torch.float64), 0.3
+        if "sinks" in name:
+            spread = 1.0
+        elif parameter.ndim < 2:  # biases and the weights of norms, 0 or 1 but for what `build` adds
+            centre, spread = parameter.double().round(), 0.1
+        uniform = torch.rand(parameter.shape, generator=draw, dtype=torch.float64)
+        weights = centre + spread * math.sqrt(3) * (2 * uniform - 1)
+        if noise is not None:
+            change = torch.randn(parameter.shape, generator=noisy, dtype=torch.float64)
+            weights *= 1 + (noise.size if noise.seed > 0 else -noise.size) * change
+        parameter.copy_(weights)
 
 
 def _throughout(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
