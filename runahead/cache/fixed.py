@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ class FixedCache(KVStore):
             self.layers.append(SlabLayer(slab=slab, index=self._index))
 
     @staticmethod
-    def takes(cache: KVStore) -> bool:
+    def takes(cache: KVStore) -> TypeGuard[KVCache | ShardCache]:
         """Whether a cache can be taken over: slabs of all tokens or a shard, on a device with a fitting kernel."""
         slabs = cache.own if isinstance(cache, ShardCache) else cache
         return (

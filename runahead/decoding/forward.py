@@ -21,9 +21,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.fixed import FixedCache
 from runahead.cache.kept import NEW_ROOM
-from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.shard import ShardCache
 from runahead.failures import first_line
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.accelerator import Accelerator, accelerator_for
@@ -43,7 +41,6 @@ def fastest_form(cache: KVStore, model: Model, *, pads: list[int], num_tokens: i
         apart: rows may advance by different numbers of tokens.
     """
     if model.repeats_steps and accelerator_for(model.device) is not None and FixedCache.takes(cache):
-        assert isinstance(cache, (KVCache, ShardCache))
         return FixedCache(cache, pads=pads, num_tokens=num_tokens, apart=apart)
     return cache.for_decoding()
 
