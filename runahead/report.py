@@ -93,7 +93,7 @@ class SpeculationReport:
         drafted, accepted: tokens of all drafts that were verified, and those of them that are new tokens.
         accepted_lengths: how many verified drafts had 0, 1, 2 ... accepted tokens.
         declined: steps in which a draft was not verified, as that was not expected to save time.
-        off_after: new tokens of the longest row before the first of these; None if there was none.
+        off_after: new tokens of the longest row that was decoded, before the first of these; None if there was none.
         within: statistics of the drafts for the drafts, if the drafter has some.
     """
 

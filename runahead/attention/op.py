@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Protocol, TypeAlias
 
 import torch
@@ -201,7 +202,7 @@ def _attend_lengths(q_BN1H: Tensor, keys: KVReader, lengths: Lengths, terms: Att
 
 
 def finish(part: Part, terms: AttentionTerms, dtype: torch.dtype) -> Tensor:
-    """Output (B, N, C, V): with the family's sinks, then rounded to the model's dtype, which is the only rounding."""
+    """Output (B, N, C, V): with the family's sinks, then rounded to the model's dtype."""
     out, lse = part
     if terms.sinks_N is not None:  # exp(sink) is added to the softmax's denominator
         out = out * torch.sigmoid(lse - terms.sinks_N.to(lse.dtype)[None, :, None]).unsqueeze(-1)
@@ -225,16 +226,17 @@ def joined(q_BNCH: Tensor, value_dim: int, rows: Sequence[slice], parts: Sequenc
         return parts[0]
     if len(parts) == len(q_BNCH) and all(out.shape[2] == q_BNCH.shape[2] for out, _ in parts):  # as in decoding
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-    out_BNCV, lse_BNC = _no_part(q_BNCH, value_dim, parts[0][0].dtype if parts else None)
+    out_BNCV, lse_BNC = _no_part(q_BNCH, value_dim, [out.dtype for out, _ in parts])
     for group, (out, lse) in zip(rows, parts, strict=True):
         out_BNCV[group, :, -out.shape[2] :] = out
         lse_BNC[group, :, -out.shape[2] :] = lse
     return out_BNCV, lse_BNC
 
 
-def _no_part(q_BNCH: Tensor, value_dim: int, dtype: torch.dtype | None = None) -> Part:
+def _no_part(q_BNCH: Tensor, value_dim: int, dtypes: Sequence[torch.dtype] = ()) -> Part:
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)
-    out_BNCV = q_BNCH.new_zeros(*q_BNCH.shape[:3], value_dim, dtype=dtype or q_BNCH.dtype)
+    dtype = reduce(torch.promote_types, dtypes, q_BNCH.dtype)
+    out_BNCV = q_BNCH.new_zeros(*q_BNCH.shape[:3], value_dim, dtype=dtype)
     return out_BNCV, q_BNCH.new_full(q_BNCH.shape[:3], -math.inf, dtype=wide)
 
 

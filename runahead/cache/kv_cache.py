@@ -79,7 +79,9 @@ class SeenSlab(SeenKV):
         return attend(self.q_BNCH, self.slab, self.spans, terms, await_prefix=await_prefix)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        return self.slab.read(self.slab.first, self.start + self.q_BNCH.shape[2])
+        end = self.start + self.q_BNCH.shape[2]
+        assert not isinstance(self.spans, Lengths) and all(span.slots.stop == end for span in self.spans), self.spans
+        return self.slab.read(self.slab.first, end)
 
     def _positions(self) -> Tensor:
         """Positions of all tokens up to the newest ones (B, K, n), or (B, 1, n)."""

@@ -119,6 +119,10 @@ class SplitSlab(KVSlab):
         assert self.first <= start <= end <= self.own.first, (self.first, start, end, self.own.first)
         return self.slab_TBKX[start - self.first : end - self.first]
 
+    def write(self, start: int | Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> None:
+        assert isinstance(start, int) and (start >= self.own.first or start + k_BKSH.shape[2] <= self.own.first)
+        super().write(start, k_BKSH, v_BKSV)
+
     def _views(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         if start >= self.own.first:
             return self.own.read(start, end)

@@ -220,7 +220,7 @@ class Conversation:
 
     @contextmanager
     def _advancing(self) -> Iterator[None]:
-        """Context manager of a turn's forwards. If one raises, some layers store tokens that others do not."""
+        """Context manager of a turn's forwards. If one raises, some layers may store tokens that others do not."""
         self._is_whole = False
         yield
         self._is_whole = True
@@ -229,7 +229,7 @@ class Conversation:
         """Check that no turn failed half-way. Raises: ValueError."""
         if not self._is_whole:
             raise ValueError(
-                "an earlier turn of this conversation failed half-way, so its layers store different tokens; go on "
+                "an earlier turn of this conversation failed half-way, so it is not known what its layers store; go on "
                 "from a fork that was made before that turn, or start a new conversation"
             )
 

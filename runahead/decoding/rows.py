@@ -55,7 +55,7 @@ class Decoded:
 class Rows:
     """The rows that this rank decodes. All ranks that decode them make the same calls.
 
-    A row whose logits are no numbers ends alone, with the error NOT_NUMBERS.
+    A row whose logits are no numbers ends alone, with the error NOT_NUMBERS; `decode` raises for it.
 
     Args:
         lanes: where their keys and values are.
@@ -151,6 +151,15 @@ class Rows:
         if not self._rows:
             return []
         self._is_in_step = True
+        try:
+            places = self._step(tell)
+        finally:
+            self._is_in_step = False
+        self._let_leave()
+        return places
+
+    def _step(self, tell: Callable[[list[NewToken]], object]) -> list[list[NewToken]]:
+        """A step, after which no row has left."""
         proposal = self._proposal()
         began_s, told_s, places = time.perf_counter(), 0.0, list[list[NewToken]]()
         order, logits_BV, verified = self._forward(proposal)
@@ -169,13 +178,11 @@ class Rows:
             self._lanes.take_back(row, num_unseen)
         if self._drafts is not None and proposal is not None:
             self._drafts.note(proposal, acceptance, time.perf_counter() - began_s - told_s)
-        self._is_in_step = False
-        self._let_leave()
         return places
 
     def cancel(self, ids: Collection[RowId]) -> list[RowId]:
-        """Let rows end and leave, those that are here. Returns their ids."""
-        found = [id for id in dict.fromkeys(ids) if id in self._rows]
+        """Let rows end and leave, those that are here and have not ended. Returns their ids."""
+        found = [id for id in dict.fromkeys(ids) if id in self._rows and self._rows[id].finish_reason is None]
         for id in found:
             self._rows[id].end("cancelled")
         if found and not self._is_in_step:  # else they leave with those that end in it

@@ -40,7 +40,6 @@ class Reuse:
         prompts: prompts of the batch, some of which may reuse nothing.
         store: where segments are kept.
         after_layer: called after each layer of a segment that is encoded or clustered, on all ranks of a stage alike.
-
     """
 
     def __init__(

@@ -81,7 +81,8 @@ def _complete(pools: RankPools, records: list[Record]) -> None:
     def is_allowed(combination: Combination) -> bool:
         return not isinstance(answers_of(pools.run, combination, 0), str)
 
-    records[:] = [_again(pools, each) for each in records]
+    for place, each in enumerate(records):
+        records[place] = _again(pools, each)
     for combination in covering([each.combination for each in records], is_allowed):
         records.append(_recorded(pools, combination))
         _tell("new", records[-1])

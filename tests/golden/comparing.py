@@ -44,10 +44,13 @@ def largest(of: Sequence[Answer]) -> float:
 
 
 def largest_difference(ours: Sequence[Answer], theirs: Sequence[Answer]) -> float:
-    """Largest difference of log-probabilities, infinite where tokens differ."""
+    """Largest difference of log-probabilities, infinite where tokens differ, or which are the most probable ones."""
     if [each.tokens for each in ours] != [each.tokens for each in theirs]:
         return math.inf
-    return max(map(abs, differences(ours, theirs)))
+    if [[*map(set, each.top_ids)] for each in ours] != [[*map(set, each.top_ids)] for each in theirs]:
+        return math.inf
+    found = [abs(each) for each in differences(ours, theirs)]
+    return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
 def differences(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Iterator[float]:

@@ -131,9 +131,7 @@ def answers(
             smaller = _model(ranks, "llama", dtype, 1, None, num_hidden_layers=1)
         case = _Case(ranks=ranks, model=model, smaller=smaller, combination=combination, seed=seed)
         with throughout(dtype):
-            return {"generate": case.generate, "conversation": case.converse, "server": case.serve}[
-                combination["use"]
-            ]()
+            return USES[combination["use"]](case)
     except ValueError as error:
         return str(error)
 

@@ -16,7 +16,7 @@ from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
-from runahead import Model
+from runahead import Model, Positions, RankPolicies
 from runahead.rotary import Rotary
 from tests.families import Family, build, prompt, throughout
 from tests.policies.running import Run
@@ -114,9 +114,10 @@ def test_where_nothing_is_dropped_it_is_the_full_cache(family: str) -> None:
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_other_positions_are_refused(family: str) -> None:
+    policies = RankPolicies(last=[SnapKV()], positions=Positions.reencoded)
     with pytest.raises(ValueError, match=REFUSED[family]) as raised, throughout(torch.float64):
-        _ = tiny_model(family).rotaries
-    assert "use policy.positions=original" in str(raised.value)
+        policies.check(tiny_model(family))
+    assert str(raised.value).endswith(("use policy.positions=original", "use policy=full"))
     assert "\n" not in str(raised.value)
 
 

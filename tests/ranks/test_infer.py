@@ -156,7 +156,10 @@ def test_a_mistake_ends_in_one_line_and_writes_nothing(model, tmp_path, monkeypa
     [
         (["policy=duo_attention"], "policy DuoAttention needs to know which heads of the model retrieve; give policy."),
         (["policy=razor_attention"], "policy RazorAttention needs to know which heads of the model retrieve; give"),
-        (["policy=sequence", "policy.steps=[window,razor_attention]"], "policy RazorAttention needs to know"),
+        (
+            ["policy=sequence", "policy.steps=[window,{name:razor_attention,compensate:false}]"],
+            "policy RazorAttention needs to know",
+        ),
         (
             ["policy=dms"],
             "policy DMS evicts the tokens that a model marks, and this one (llama) marks none; use another",

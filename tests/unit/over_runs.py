@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from runahead.attention.merging import MergedParts
+from runahead.attention.op import EVERY_ROW, Part, Span
+from runahead.attention.op import attend as attend_to_spans
 from runahead.attention.partial import AttentionTerms, attend, attend_at, merge
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, blocks
 from runahead.cache.quantised.layer import QuantisedRows
-
-Part = tuple[Tensor, Tensor]
-"""Output (B, N, C, V) and log-sum-exp (B, N, C)."""
+from runahead.cache.slabs import KVSlab
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Run:
 
     def attended_by(self, q_1nQH: Tensor, terms: AttentionTerms, positions_Q: Tensor) -> Part:
         """Attention of new tokens: first to themselves, if there are several, then to all that come before."""
+        if self._few_bits is None and _in_line(positions_Q):
+            return self._attended_by_spans(q_1nQH, terms, positions_Q)
         total, num_own = len(self.positions_T), self.num_own if self.num_own > 1 else 0
         first = 0 if terms.rule is None else terms.rule.first_key(int(positions_Q[0]))
         first = int((self.positions_T < first).sum())  # the earlier ones may be no numbers
@@ -100,6 +102,22 @@ class Run:
             for start, end, is_own in ranges
         ]
         return reduce(lambda found, part: merge(*found, *part), parts)
+
+    def _attended_by_spans(self, q_1nQH: Tensor, terms: AttentionTerms, positions_Q: Tensor) -> Part:
+        """Attention to numbers as they are, in a slab."""
+        slots = range(len(self.positions_T))
+        span = Span(
+            rows=EVERY_ROW,
+            pad=0,
+            slots=slots,
+            at=self.positions_T.tolist(),
+            at_T=None if _in_order(terms) or not slots or _in_line(self.positions_T) else self.positions_T,
+            start=int(positions_Q[0]),
+            num_new=len(positions_Q),
+            has_new=self.num_own > 0,
+        )
+        slab = KVSlab(slab_TBKX=self.kv_TKX[:, None], key_dim=self.key_dim, first=0)
+        return attend_to_spans(q_1nQH, slab, [span], terms)
 
 
 def attend_to_runs(

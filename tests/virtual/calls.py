@@ -36,7 +36,7 @@ class Calls(NamedTuple):
 
     Attributes:
         layer: per layer and step; work: those of them that are no views.
-        once: per step, however many layers there are.
+        once: per step, however many layers there are; negative where the first layers do less, such as quest's.
     """
 
     layer: float

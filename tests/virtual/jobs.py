@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -57,13 +57,21 @@ class Outcome:
     Attributes:
         kernels: kernels that each rank queued, without those before its prefill.
         synchronizations, uploads: of all ranks; see `Deferred`.
-        values: the last rank's logits, and its keys and values by layer.
+        logits_BV: of the last rank.
+        layers: what the last rank stores.
     """
 
     kernels: list[int]
     synchronizations: int = 0
     uploads: int = 0
-    values: list[torch.Tensor] = field(default_factory=list)
+    logits_BV: torch.Tensor | None = None
+    layers: Sequence[LayerStore] = ()
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The last rank's logits, and its keys and values by layer, which are slabs."""
+        assert self.logits_BV is not None
+        return [self.logits_BV, *map(_kv, self.layers)]
 
 
 def prefill(
@@ -116,7 +124,7 @@ def prefill(
         outcome.synchronizations += device.num_synchronizations
         outcome.uploads += device.num_uploads
         if prefilled.logits_BV is not None and prefilled.cache is not None:
-            outcome.values = [prefilled.logits_BV, *map(_kv, prefilled.cache.layers)]
+            outcome.logits_BV, outcome.layers = prefilled.logits_BV, prefilled.cache.layers
 
     Job(size, choose=choose, hosts=hosts).run(body)
     return outcome

@@ -171,7 +171,6 @@ def test_an_error_aborts_all_communicators_within_a_deadline() -> None:
     until(lambda: all(group.aborted.is_set() for group in groups))
 
 
-@pytest.mark.usefixtures("_short_aborts")
 class TestGraphsThatRunWhenARankFails:
     """A driver destroys a graph that runs once it has come to its end, and the graph may wait for a peer."""
 
@@ -202,6 +201,7 @@ class TestGraphsThatRunWhenARankFails:
         ranks.abort()
         assert group.aborted.is_set() and destroyed.is_set() and not graph.destroy.alive
 
+    @pytest.mark.usefixtures("_short_aborts")
     @pytest.mark.timeout(60)
     def test_one_that_never_ends_is_left_to_the_end_of_the_process(self) -> None:
         group = Group(RETURNED)
