@@ -326,7 +326,7 @@ class Engine:
     @property
     def takes_stage_alone(self) -> bool:
         """Whether the last stage can compute a prompt alone."""
-        return self.ranks.num_stages == 1 or self._strategy.takes_policies
+        return self.ranks.num_stages == 1 or self._strategy.can_run_alone
 
     @property
     def prompt_limits(self) -> PromptLimits:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from launch.inputs.policies import checked, chooses, ineffective_options, named, names_of, rank_policies
@@ -210,9 +211,9 @@ class RunOptions:
         self.draft.check(self.generation)
         check(self.setup)
 
-    @property
+    @cached_property
     def setup(self) -> Setup:
-        """What the options say of the run."""
+        """What the options say of the run. Its policies are made once."""
         prompt, draft = self.prompt, self.draft
         options = {
             "prompt.skip_invalid": prompt.skip_invalid,

@@ -140,7 +140,7 @@ def checked(policy: Mapping[str, Any]) -> dict[str, Any]:
     if name not in NAMES:
         raise ValueError(f"policy={name} {not_one_of(name, NAMES)}")
     shared = {"name": name, "positions": positions.name}
-    if not given:  # do not import the policy's module, which imports torch
+    if not given:  # policy=full loads no policy's module, and so no torch
         return shared
     kind = options_of(name)
     _require_known(name, kind, given, "policy")

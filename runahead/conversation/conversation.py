@@ -72,7 +72,7 @@ class Conversation:
         draft: Model | None = None,
     ) -> None:
         policies = policies or RankPolicies()
-        self._setup = Setup(policies=policies, cache=policies.storage, model=model, rows=0)
+        self._setup = Setup(policies=policies, cache=policies.storage, model=model, num_shares=model.num_shards, rows=0)
         check(self._setup)
         policies.read_files(model)
         self.model, self.policies = model, policies.of(is_last=True)

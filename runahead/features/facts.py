@@ -34,7 +34,8 @@ class Setup:
         num_chunks: chunks of a prompt that are not empty.
         policy: the option that names a cache policy, such as "policy=snapkv"; "" if none is named.
         policies: the `RankPolicies`.
-        place: "last" or "others": the place in `policies` of the steps that a fact is about. `check` sets it.
+        place: "last" or "others": the place in `policies` that facts are asked of. `check` asks them of each in turn,
+            where the two differ.
         model: the `Model`.
         config: transformers' config of the text model, where the model is not loaded.
         prefixes: what asks for reuse of prefixes, in messages; "" if nothing does.
@@ -67,8 +68,13 @@ class Setup:
 
     @property
     def steps(self) -> Sequence[Any]:
-        """The policies that run one after another at `place`; none if they are not known."""
+        """The policies that run one after another at `place` alone; none if they are not known."""
         return [] if self.policies is None else getattr(self.policies, self.place)
+
+    @property
+    def retriever(self) -> Any:
+        """The policy that retrieves at `place` alone; None if none does, or if they are not known."""
+        return next((step for step in self.steps if step.retrieves), None)
 
     @property
     def text_config(self) -> Any:
@@ -156,17 +162,28 @@ def _number(name: str, words: str = "{}") -> Fact:
 
 
 def _policies(words: Callable[[Any], str]) -> Fact:
-    """Something about the policies of all places."""
+    """Something about the policies of both places, whichever is asked of."""
     return lambda setup: None if setup.policies is None else words(setup.policies)
 
 
+def _of_last(fact: Fact) -> Fact:
+    """What is a fact of the rank that decodes alone: it does not hold for the place of earlier ranks."""
+    return lambda setup: fact(setup) if setup.place == "last" else ""
+
+
 def _retriever(words: Callable[[Any], str]) -> Fact:
-    """Something about the policy that retrieves on the rank that decodes."""
-    return _policies(lambda policies: "" if policies.retriever is None else words(policies.retriever))
+    """Something about the policy that retrieves at the place that is asked of."""
+
+    def fact(setup: Setup) -> Words:
+        if setup.policies is None:
+            return None
+        return "" if setup.retriever is None else words(setup.retriever)
+
+    return fact
 
 
 def _step(holds: Callable[[Any], Any]) -> Fact:
-    """The first policy at a place for which something holds."""
+    """The first policy for which something holds, at the place that is asked of."""
 
     def fact(setup: Setup) -> Words:
         return None if setup.policies is None else _named(next((step for step in setup.steps if holds(step)), None))
@@ -175,11 +192,17 @@ def _step(holds: Callable[[Any], Any]) -> Fact:
 
 
 def _drafting(holds: Callable[[Any], Any]) -> Fact:
-    """The last of the policies that choose what drafts are made of, if something holds for these."""
+    """The last of the policies that choose what drafts are made of, if something holds for these.
+
+    They are asked about whatever `Setup.place` is, which is a place in the policies of the run.
+    """
 
     def fact(setup: Setup) -> Words:
         policies = setup.drafting
-        return _named(policies.last[-1]) if hasattr(policies, "last") and holds(policies) else ""
+        if not hasattr(policies, "last") or not holds(policies):
+            return ""
+        steps = policies.last or policies.others
+        return _named(steps[-1]) if steps else "full"
 
     return fact
 
@@ -214,12 +237,6 @@ def _any_policy(setup: Setup) -> Words:
     if setup.policy is not None:
         return _if(setup.policy, "cache policies")
     return None if setup.policies is None else _if(setup.policies.chooses, "cache policies")
-
-
-def _needs_input(setup: Setup) -> Words:
-    """A policy of the rank that decodes that scores each token by the hidden states from which it is computed."""
-    steps = [] if setup.policies is None else setup.policies.last
-    return _named(next((step for step in steps if step.needs_attention_input and step.replay is None), None))
 
 
 def _compares_by_kv_head(setup: Setup) -> Words:
@@ -259,10 +276,10 @@ def _no_pairs(setup: Setup) -> Words:
 
 def _no_positions_left(setup: Setup) -> Words:
     """The largest distance to which a policy may clamp, if that to which it does leaves no position of the model."""
-    if setup.model is None or setup.policies is None:
-        return None
-    window, positions = setup.policies.clamped_to, setup.model.max_positions
-    return _if(None not in (window, positions) and window >= positions, str((positions or 0) - 1))
+    if setup.model is None or setup.model.max_positions is None:
+        return None if setup.model is None else ""
+    positions = setup.model.max_positions
+    return _retriever(lambda policy: _if(policy.clamps and policy.recent >= positions, str(positions - 1)))(setup)
 
 
 def _last_keeps_all(setup: Setup) -> Words:
@@ -332,7 +349,7 @@ FACTS: dict[str, Fact] = {
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
     "decode other than last on several stages": _may_shard,
-    "cache.bits": _option("cache.bits", "cache"),
+    "cache.bits": _of_last(_option("cache.bits", "cache")),
     "generation.speculate": _draft(Speculate.lookup, Speculate.policy, Speculate.model),
     "generation.speculate=lookup or model": _draft(Speculate.lookup, Speculate.model),
     "generation.speculate=policy": _draft(Speculate.policy),
@@ -358,10 +375,9 @@ FACTS: dict[str, Fact] = {
     "reuse of prefixes": lambda setup: setup.prefixes,
     "policy=prompt_cache": lambda setup: setup.segments,
     "policy.recompute": lambda setup: None if setup.blends is None else _if(setup.blends, "policy.recompute"),
-    "a conversation": lambda setup: None if setup.rows is None else "a conversation",
+    "a conversation": _of_last(lambda setup: None if setup.rows is None else "a conversation"),
     "a conversation of several rows": _number("rows"),
-    # of policies
-    "a policy": _name_of_a_policy,
+    # of the policies of both places
     "cache policies": _any_policy,
     "cache policies or cache.bits": _policies(lambda policies: _if(policies, "cache policies or cache.bits")),
     "policies that drop tokens": _policies(lambda policies: _if(not policies.keeps_all, "cache policies")),
@@ -369,10 +385,19 @@ FACTS: dict[str, Fact] = {
         lambda policies: _if(policies and policies.positions is Positions.reencoded, "policy.positions=reencoded")
     ),
     "a policy that needs the whole prompt": _policies(lambda policies: _if(policies.needs_whole, "this policy")),
-    "a policy that decides on the whole prompt": _policies(lambda policies: _named(policies.deciding)),
-    "a policy that merges layers": _policies(lambda policies: _named(policies.merging)),
+    "a policy of earlier ranks that narrows": _policies(
+        lambda policies: _named(next((policy for policy in policies.others if policy.narrows), None))
+    ),
+    # of the policies of the rank that decodes
+    "a policy that decides on the whole prompt": _of_last(_policies(lambda policies: _named(policies.deciding))),
+    "a policy that merges layers": _of_last(_policies(lambda policies: _named(policies.merging))),
+    "a policy that needs attention inputs of each token": _of_last(
+        _step(lambda step: step.needs_attention_input and step.replay is None)
+    ),
+    # of the policies at the place that is asked of, which is each in turn
+    "a policy": _name_of_a_policy,
     "a retrieving policy": _retriever(_named),
-    "policy.clamped=true": _policies(lambda policies: _if(policies.clamped_to is not None, "policy.clamped=true")),
+    "policy.clamped=true": _retriever(lambda policy: _if(policy.clamps, "policy.clamped=true")),
     "policy.recent of all positions": _no_positions_left,
     "policy.pool.bytes": _retriever(
         lambda policy: _if(policy.pool.bytes is not None, f"policy.pool.bytes={policy.pool.bytes}")
@@ -380,13 +405,6 @@ FACTS: dict[str, Fact] = {
     "policy.turn_tokens": _retriever(
         lambda policy: _if(policy.turn_tokens, f"policy.turn_tokens={policy.turn_tokens}")
     ),
-    "other policies in a sequence": _policies(
-        lambda policies: _named(policies.last[0] if len(policies.last) > 1 else None)
-    ),
-    "a policy of earlier ranks that narrows": _policies(
-        lambda policies: _named(next((policy for policy in policies.others if policy.narrows), None))
-    ),
-    # of the policies at one place
     "a policy that follows marks": _step(lambda step: step.follows_marks),
     "a policy that follows no marks": _step(lambda step: not step.follows_marks),
     "a policy that stores nothing with modules": _stores_nothing,
@@ -399,7 +417,6 @@ FACTS: dict[str, Fact] = {
     "a policy that turns queries": _step(lambda step: step.queries_from is not None),
     "a policy that needs output projections": _step(lambda step: step.needs_output_projection),
     "a policy that needs attention inputs": _step(lambda step: step.needs_attention_input),
-    "a policy that needs attention inputs of each token": _needs_input,
     "a policy that looks ahead": _looks_ahead,
     "a sequence": lambda setup: _if(len(setup.steps) > 1, _named(setup.steps[0]) if setup.steps else ""),
     "a policy twice": _comes_twice,
@@ -408,7 +425,6 @@ FACTS: dict[str, Fact] = {
         lambda step: step.keeps_ragged and (step.decides_on_all or step.replay is not None)
     ),
     "unequal heads, compensated": _step(lambda step: step.keeps_ragged and step.compensates),
-    "retrieving steps": _step(lambda step: step.retrieves),
     "a step after one that retrieves": lambda setup: _named(
         next((step for before, step in zip(setup.steps, setup.steps[1:], strict=False) if before.retrieves), None)
     ),
@@ -440,7 +456,7 @@ FACTS: dict[str, Fact] = {
     "KV heads that ranks copy": _model(lambda model: model.copies_kv_heads),
     "a share of a model": _model(lambda model: model.num_shards > 1),
     "rotations unknown": _lacks("rotations"),
-    "positions that cannot be re-encoded": _lacks("rotaries"),
+    "positions that cannot be re-encoded": _of_last(_lacks("rotaries")),
     "output projections unknown": _lacks("output_projections"),
     "attention inputs unknown": _lacks("attention_input_dims"),
     "queries that cannot be predicted": _lacks("query_prediction"),

@@ -30,7 +30,7 @@ class Refused:
 
     Attributes:
         facts: names in `FACTS`. Facts that take longer come after those that make them matter.
-        why: with {0} for what the first fact is called, and so on, {model} and {policies}.
+        why: with {0} for what the first fact is called, and so on, {model} and {retriever}.
         remedy: in the same form.
     """
 
@@ -48,7 +48,7 @@ class Refused:
                 return None
         parts = [part for part in (self.why, self.remedy) if part]
         words = [known[name] for name in self.facts]
-        return "; ".join(parts).format(*words, model=setup.model, policies=setup.policies)
+        return "; ".join(parts).format(*words, model=setup.model, retriever=setup.retriever)
 
 
 def check(setup: Setup) -> None:
@@ -230,7 +230,7 @@ REFUSED = (
         "use policy.positions=original",
     ),
     Refused(
-        ("cache.bits", "a conversation", "a retrieving policy", "other policies in a sequence"),
+        ("cache.bits", "a conversation", "a retrieving policy", "a sequence"),
         "{0} with policy {2} keeps keys in groups of tokens, of which policies before it in a sequence would drop "
         "some after a later turn",
         "use one policy",
@@ -469,11 +469,11 @@ REFUSED = (
             "policy {0} merges layers that store the same tokens, and must be the only one on all ranks",
             "",
         )
-        for others in ("other policies in a sequence", "a policy of earlier ranks that narrows")
+        for others in ("a sequence", "a policy of earlier ranks that narrows")
     ),
     # policies in a sequence
     Refused(
-        ("unequal heads", "a sequence", "retrieving steps"),
+        ("unequal heads", "a sequence", "a retrieving policy"),
         "policy {0} leaves heads of different lengths, and {2} retrieves from heads of equal length",
         "leave out one of the two",
     ),
@@ -499,30 +499,30 @@ REFUSED = (
         "use policy.positions=original",
     ),
     Refused(
-        ("retrieving steps", "a step after one that retrieves"),
+        ("a retrieving policy", "a step after one that retrieves"),
         "policy {0} decides what attention sees of all that is kept, so it must be the only one that does, and the "
         "last step of a sequence",
         "",
     ),
     Refused(
-        ("policy.turn_tokens", "other policies in a sequence"),
+        ("policy.turn_tokens", "a sequence"),
         "{0} is for a policy that retrieves alone",
         "those before it in a sequence cut a turn back by its attention to all tokens; leave policy.turn_tokens out",
     ),
     Refused(
-        ("retrieving steps", "policy.positions=reencoded"),
+        ("a retrieving policy", "policy.positions=reencoded"),
         "policy {0} keeps all tokens at their positions",
         "use policy.positions=original",
     ),
     Refused(
-        ("a retrieving policy", "policy.clamped=true", "other policies in a sequence"),
+        ("a retrieving policy", "policy.clamped=true", "a sequence"),
         "policy {0} with clamped distances must be the only one, since those before it in a sequence drop tokens at "
         "their positions",
         "use policy.clamped=false",
     ),
     Refused(
         ("policy.clamped=true", "policy.recent of all positions"),
-        "policy.recent={policies.clamped_to} is the distance of all tokens before, and model {model.name} has "
+        "policy.recent={retriever.recent} is the distance of all tokens before, and model {model.name} has "
         "{model.max_positions} positions",
         "use at most {1}",
     ),

@@ -185,8 +185,8 @@ class Prefilled:
 class Prefill(ABC):
     """A prefill strategy: how the stages fill the KV cache. It is stateless; one object serves every call."""
 
-    takes_policies = False
-    """Whether it supports cache policies and reused segments."""
+    can_run_alone = False
+    """Whether one of several stages can compute a prompt alone."""
 
     can_shard = False
     """Whether it can leave keys and values on each stage where they are, for sharded decoding."""

@@ -34,7 +34,7 @@ from runahead.thinning.replay import decide_on_prompt
 class KVRunahead(Prefill):
     """Prefill by a chain of stages, with the chunks of the user's partition."""
 
-    takes_policies = True
+    can_run_alone = True
     can_shard = True
 
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:

@@ -10,7 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from launch.inputs import options
+from launch.inputs.options import RunOptions
+from launch.inputs.policies import rank_policies
 from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
@@ -38,8 +42,9 @@ from runahead.config import (
     PrefillOptions,
     Speculate,
 )
+from runahead.conversation.conversation import Conversation
 from runahead.features.facts import FACTS, Setup
-from runahead.features.refused import REFUSED, Refused, check
+from runahead.features.refused import PLACES, REFUSED, Refused, check
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 from tests.combinations import PAGE, table
@@ -146,7 +151,6 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "policy.recent of all positions": lambda: {"model": altered(), "steps": [InfLLM(recent=512)]},
     "policy.pool.bytes": lambda: {"steps": [ExactTopK(pool=Pool(bytes=4096))]},
     "policy.turn_tokens": lambda: {"steps": [ClusterKV(turn_tokens=8)]},
-    "other policies in a sequence": lambda: {"before": [H2O()]},
     "a policy of earlier ranks that narrows": lambda: {"others": [PyramidInfer()]},
     "a policy that follows marks": lambda: {"steps": [DMS()]},
     "a policy that follows no marks": lambda: {"steps": [SnapKV()]},
@@ -164,7 +168,6 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "unequal heads": lambda: {"before": [AdaKV()]},
     "unequal heads, decided on the whole prompt": lambda: {"steps": [KVzip()]},
     "unequal heads, compensated": lambda: {"steps": [RazorAttention()]},
-    "retrieving steps": lambda: {"steps": [Quest()]},
     "a step after one that retrieves": lambda: {"steps": [Quest(), H2O()]},
     "drafts by a retrieving policy after others": lambda: drafting(SnapKV(), Quest()),
     "drafts by policy.late or policy.pool": lambda: drafting(ExactTopK(pool=Pool(bytes=4096))),
@@ -192,6 +195,16 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 """For each fact, parts of a setup in which it holds. `steps` are policies, `before` those that come before them."""
 
+OF_LAST = {
+    "cache.bits",
+    "a conversation",
+    "a policy that decides on the whole prompt",
+    "a policy that merges layers",
+    "a policy that needs attention inputs of each token",
+    "positions that cannot be re-encoded",
+}
+"""Facts of the rank that decodes alone: policies of earlier ranks that make them hold elsewhere change nothing."""
+
 
 def setup_with(*facts: str) -> Setup:
     """A setup in which these facts hold, and as few others as can be."""
@@ -213,11 +226,16 @@ def setup_with(*facts: str) -> Setup:
     return made
 
 
+def told(row: Refused, setup: Setup) -> str | None:
+    """What a row says of the place that it refuses first."""
+    return next(filter(None, (row.message(replace(setup, place=place)) for place in PLACES)), None)
+
+
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: " + ".join(row.facts))
 def test_each_combination_ends_in_its_sentence(row: Refused) -> None:
     """Without any one of its facts the row refuses nothing, and neither does it while one is not known."""
     setup = setup_with(*row.facts)
-    expected = next(filter(None, (row.message(replace(setup, place=place)) for place in ("last", "others"))), None)
+    expected = told(row, setup)
     assert expected is not None and "\n" not in expected and "{" not in expected.replace("{name:", "")
     with pytest.raises(ValueError) as raised:
         check(setup)
@@ -226,6 +244,69 @@ def test_each_combination_ends_in_its_sentence(row: Refused) -> None:
         rest = setup_with(*(each for each in row.facts if each != fact))
         assert FACTS[fact](rest) or row.message(rest) is None, fact
     assert row.message(Setup()) is None
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: " + ".join(row.facts))
+def test_policies_of_earlier_ranks_end_in_the_same_sentence(row: Refused) -> None:
+    """Unless the row is about what the rank that decodes does alone: then they are not refused."""
+    setup = setup_with(*row.facts)
+    policies, expected = setup.policies or RankPolicies(), told(row, setup)
+    earlier = replace(setup, policies=replace(policies, last=policies.others, others=policies.last) or None)
+    if policies.last and not OF_LAST.isdisjoint(row.facts):
+        assert told(row, earlier) is None
+        return
+    assert told(row, earlier) == expected
+    with pytest.raises(ValueError) as raised:
+        check(earlier)
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize("last", ["quest", "infllm"])
+def test_clamped_distances_are_refused_wherever_ranks_decode(last: str) -> None:
+    """`decode=sharded` lets every rank decode."""
+    policy = {"name": "per_rank", "ranks": {"last": last, "others": {"quest": "infllm", "infllm": "quest"}[last]}}
+    with pytest.raises(ValueError, match="policy.clamped=true counts the slots of one"):
+        RunOptions(policy=policy, decode=DecodeOptions(name=DecodeName.sharded))
+
+
+@pytest.mark.parametrize(
+    ("by_policy", "message"),
+    [
+        (RankPolicies(positions=Positions.reencoded), "a drafting policy full re-encodes positions"),
+        (RankPolicies(others=[KVzip()]), "a drafting policy KVzip decides on several layers or heads together"),
+    ],
+)
+def test_drafting_policies_without_one_that_decodes_end_in_a_sentence(by_policy: RankPolicies, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(Setup(**speculating(Speculate.policy), drafting=by_policy))
+
+
+def test_a_conversation_tells_that_its_model_is_shared() -> None:
+    """Each rank would draft by its own clock, and their forwards would differ."""
+    talk = Conversation(altered(num_shards=2))
+    talk.feed(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with ranks.tensor=2"):
+        talk.generate(GenerationOptions(max_new_tokens=2, speculate=Speculate.lookup))
+
+
+def test_policies_of_the_options_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RankPolicies] = []
+
+    def counted(*args: Any) -> RankPolicies:
+        made.append(rank_policies(*args))
+        return made[-1]
+
+    monkeypatch.setattr(options, "rank_policies", counted)
+    run = RunOptions(policy={"name": "snapkv", "budget": 64})
+    assert [run.setup.policies, run.setup.policies] == made * 2 and len(made) == 1
+
+
+def test_a_policy_that_cannot_be_made_ends_in_its_own_error() -> None:
+    """Where the run makes its policies, and not where the options are checked, which say what they know without it."""
+    run = RunOptions(policy={"name": "snapkv", "budget": -1})
+    assert run.setup.policies is None
+    with pytest.raises(ValueError, match="policy.budget=-1"):
+        rank_policies(run.policy, run.cache)
 
 
 def test_every_fact_is_in_the_table() -> None:
