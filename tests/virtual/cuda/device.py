@@ -290,8 +290,14 @@ def _softmax(function: Callable[..., Tensor], x: Tensor, dim: int, half_to_float
     return function(x, dim, dtype=torch.float32 if half_to_float else None)
 
 
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """A CPU has no product in another dtype than that of its factors."""
+    return torch.mm(a, b, **kwargs) if out_dtype is None else torch.mm(a.to(out_dtype), b.to(out_dtype), **kwargs)
+
+
 REPLACED: dict[str, Callable[..., Any]] = {
     "aten::histc": _histc,
+    "aten::mm": _mm,
     "aten::_softmax": functools.partial(_softmax, torch.softmax),
     "aten::_log_softmax": functools.partial(_softmax, torch.log_softmax),
 }
