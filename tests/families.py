@@ -6,10 +6,10 @@ wrong position shows in the logits. Windows and chunks are 16 tokens: far shorte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +306,17 @@ CASTS = {torch.Tensor.to, torch.Tensor.type, torch.nn.functional.softmax, torch.
 def throughout(dtype: torch.dtype) -> AbstractContextManager[Any]:
     """Keeps a float64 model in float64; leaves others alone."""
     return Float64() if dtype == torch.float64 else nullcontext()
+
+
+def keeping(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A forward that computes under `throughout(dtype)` in whatever thread it runs."""
+
+    @wraps(forward)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with throughout(dtype):
+            return forward(*args, **kwargs)
+
+    return kept
 
 
 def build(

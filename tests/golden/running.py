@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from runahead.serving.arrangement import chunks
 from runahead.serving.executor import Executor
 from runahead.serving.items import Generate, Inbox, Prefill, Report, Tokens
 from runahead.serving.limits import QueueLimits
-from tests.families import build, prompt, throughout
+from tests.families import build, keeping, prompt, throughout
 from tests.golden.combinations import POLICIES, Combination
 
 LENGTHS = {"one": (69,), "equal": (69, 69), "padded": (69, 40, 11)}
@@ -142,7 +142,7 @@ def _model(ranks: Ranks, family: str, dtype: torch.dtype, num_shares: int, noise
     with throughout(dtype):  # rotary frequencies, too
         module = build(family, dtype=dtype, **VOCABULARY, **sizes)
         _redraw(module, noise)
-        module.forward = _throughout(module.forward, dtype)
+        module.forward = keeping(module.forward, dtype)
         model = Model(module, name=family)
     if num_shares > 1:
         shard_model(model, ranks)
@@ -167,17 +167,6 @@ def _redraw(module: torch.nn.Module, noise: Noise | None) -> None:
             change = torch.randn(parameter.shape, generator=noisy, dtype=torch.float64)
             weights *= 1 + (noise.size if noise.seed > 0 else -noise.size) * change
         parameter.copy_(weights)
-
-
-def _throughout(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A forward that keeps to the dtype in whatever thread it runs."""
-
-    @wraps(forward)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        with throughout(dtype):
-            return forward(*args, **kwargs)
-
-    return kept
 
 
 @dataclass(frozen=True, kw_only=True)

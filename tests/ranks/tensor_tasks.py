@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from runahead.config import PrefillName
 from runahead.model.shares import load_model, shard_model
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.report import GenerationBatch
-from tests.families import build, throughout
+from tests.families import build, keeping
 from tests.ranks.tasks import Steps
 
 SIZES: dict[str, Any] = {
@@ -44,21 +44,10 @@ def shared_model(ranks: Ranks, family: str, dtype: torch.dtype, num_shares: int,
     """This rank's share of a family's model. The ranks are arranged so."""
     assert num_shares == ranks.num_shares
     module = build(family, dtype=dtype, **(SIZES | sizes))
-    module.forward = _throughout(module.forward, dtype)
+    module.forward = keeping(module.forward, dtype)
     model = Model(module, name=family)
     shard_model(model, ranks)
     return model
-
-
-def _throughout(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A forward that keeps to the dtype in whatever thread it runs."""
-
-    @wraps(forward)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        with throughout(dtype):
-            return forward(*args, **kwargs)
-
-    return kept
 
 
 def generate(
