@@ -111,6 +111,7 @@ class Engine:
             prefixes="" if tree is None else "reuse of prefixes",
         )
         check(self._setup)
+        self._check_pools(batch=1)
         self.policies.read_files(model)
         self.store = store
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
@@ -147,13 +148,15 @@ class Engine:
 
         Raises:
             ValueError: a prompt is empty, holds an unknown id, or is too long for the model; the partition does not
-                fit; the KV cache does not fit in memory; or drafts cannot be verified.
+                fit; the KV cache does not fit in memory, or its sink and recent tokens in the pool of a policy; or
+                drafts cannot be verified.
             PeerFailure: another rank is gone or silent.
         """
         assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each, _ in rows])
+        self._check_pools(batch=len(prompts))
         self.check_speculation([each for each, _ in rows], prompts)
         ids = [ids_of(prompt) for prompt in prompts]
         reuse, prefixes = self._reuse(prompts), list[RowPrefix]()
@@ -283,6 +286,10 @@ class Engine:
                 self.learn(partition, {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks})
         self._num_calls += 1
         return result
+
+    def _check_pools(self, batch: int) -> None:
+        keep_parts = self.ranks.num_stages > 1 and self.decode.name is DecodeName.sharded
+        self.policies.check_pools(self.model, batch=batch, keep_parts=keep_parts)
 
     def _split(self, new_ids: Sequence[Sequence[int]]) -> ContextPartition:
         return self._strategy.split(max(map(len, new_ids)), self.ranks.num_stages, self.partition)

@@ -11,6 +11,7 @@ from torch import Tensor
 from policies.pool import Victim, note_choice, victims
 from policies.retriever import Retriever, Slots
 from runahead.cache.kept import KeptLayer
+from runahead.model.model import Model
 from runahead.retrieval.layer import LayerRetrieval
 
 SIMULATED_STEPS = 32
@@ -20,6 +21,15 @@ SIMULATED_STEPS = 32
 def num_simulated(policy: Retriever) -> int:
     """Last tokens of a prompt on whose queries the first choice of a full pool's victims depends."""
     return 0 if policy.pool.bytes is None or policy.pool.victim is Victim.fifo else SIMULATED_STEPS
+
+
+def check_pool(policy: Retriever, model: Model, batch: int) -> None:
+    """Check that the pool of a policy has room for the tokens of a batch that always stay. Raises: ValueError."""
+    if policy.pool.bytes is None:
+        return
+    layers = zip(model.kv_shapes[policy.first_layer :], model.rules[policy.first_layer :], strict=True)
+    shapes = [shape for shape, rule in layers if rule is None or rule.sees_everything]
+    PoolLimit(policy, max(1, sum(shape.bytes_per_token(batch) for shape in shapes)))
 
 
 class PoolLimit:

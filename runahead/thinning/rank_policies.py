@@ -19,6 +19,7 @@ from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
+from runahead.retrieval.pool_limit import check_pool
 from runahead.retrieval.retrieval import Retrieval, num_observed
 from runahead.rotary import Rotary
 from runahead.thinning.quantised_ragged import QuantisedRagged
@@ -173,6 +174,20 @@ class RankPolicies:
             return kept
         retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
         return RetrievedCache(retrieval, None if self.storage.bits is None else self._quantised)
+
+    def check_pools(self, model: Model, *, batch: int, keep_parts: bool) -> None:
+        """Check that limited pools have room for the tokens that always stay, before a prompt is computed for them.
+
+        Args:
+            batch: rows that are computed at once.
+            keep_parts: each rank keeps its own tokens.
+
+        Raises:
+            ValueError: a retrieving policy's pool is too small.
+        """
+        for policy in (*self.last, *(self.others if keep_parts else [])):
+            if isinstance(policy, Retriever):
+                check_pool(policy, model, batch)
 
     def drops_single_tokens(self, *, has_turns: bool) -> bool:
         """Whether tokens are dropped after a prompt; policies that decide on all layers do so once."""

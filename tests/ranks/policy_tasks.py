@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
+from runahead.config import DecodeName, DecodeOptions
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
@@ -29,3 +30,17 @@ def generate(
     )
     with throughout(model.dtype):
         return engine.generate(prompts, GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
+
+
+def refusal(
+    ranks: Ranks, prompts: list[list[int]], policies: RankPolicies, decode: DecodeName = DecodeName.last
+) -> tuple[str, str]:
+    """Whether the engine ("engine") or a call of `generate` ("prompts") is refused, or none ("") and why."""
+    at = "engine"
+    try:
+        engine = Engine(tiny_model("llama"), ranks, policies=policies, decode=DecodeOptions(name=decode))
+        at = "prompts"
+        engine.generate(prompts, GenerationOptions(max_new_tokens=2, ignore_eos=True))
+    except ValueError as error:
+        return at, str(error)
+    return "", ""

@@ -35,7 +35,7 @@ from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
 from policies.zigzagkv import ZigZagKV
 from runahead import PrefillOptions
-from runahead.config import CacheOptions, PrefillName, Transfer
+from runahead.config import CacheOptions, DecodeName, PrefillName, Transfer
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -278,6 +278,24 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(Exception, match=re.escape(says)):
         generate(rank_pools, (0, 35, 60), policies, family, prefill=prefill)
+
+
+def test_a_pool_without_room_is_refused_on_all_ranks_before_a_prompt(rank_pools: RankPools) -> None:
+    """Only ranks that decode have a pool, and the others would learn of it in the middle of the prefill."""
+    row = sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes) * (4 + 16 + 1)
+    enough, small = (ExactTopK(min_tokens=0, fetch=12, pool={"bytes": size}) for size in (row, row - 1))
+    two, one = [prompt(NUM_TOKENS), prompt(44, seed=3)], [prompt(NUM_TOKENS)]
+    others = RankPolicies(last=[enough], others=[small])
+    for policies, prompts, decode, place, least in (
+        (RankPolicies.everywhere([small]), one, DecodeName.last, "engine", row),
+        (RankPolicies.everywhere([enough]), two, DecodeName.last, "prompts", 2 * row),
+        (RankPolicies.everywhere([enough]), one, DecodeName.last, "", None),
+        (others, one, DecodeName.sharded, "engine", row),
+        (others, one, DecodeName.last, "", None),  # earlier ranks store nothing
+    ):
+        found = rank_pools.run(2, policy_tasks.refusal, prompts, policies, decode)
+        assert found[0] == found[1] and found[0][0] == place
+        assert least is None or re.match(rf"policy.pool.bytes=.*; use at least {least}$", found[0][1])
 
 
 def test_windows_are_left_alone(rank_pools: RankPools) -> None:
