@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from launch.inputs.options import PartitionOptions, only_outer, setup_of
@@ -131,9 +132,9 @@ class ServeRun:
                 "serve.prefix_folder or policy=prompt_cache; leave it out"
             )
 
-    @property
+    @cached_property
     def setup(self) -> Setup:
-        """What the options say of the run."""
+        """What the options say of the run. Its policies are made once."""
         options: dict[str, Any] = {"a server": True, "serve.decode_ranks": self.serve.decode_ranks}
         if self.policy["name"] == "prompt_cache":
             policy = prompt_cache_options(self.policy)

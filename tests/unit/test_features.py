@@ -15,6 +15,7 @@ import torch
 from launch.inputs import options
 from launch.inputs.options import RunOptions
 from launch.inputs.policies import rank_policies
+from launch.server.options import ServeRun
 from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
@@ -289,7 +290,8 @@ def test_a_conversation_tells_that_its_model_is_shared() -> None:
         talk.generate(GenerationOptions(max_new_tokens=2, speculate=Speculate.lookup))
 
 
-def test_policies_of_the_options_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", [RunOptions, ServeRun])
+def test_policies_of_the_options_are_made_once(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[RankPolicies] = []
 
     def counted(*args: Any) -> RankPolicies:
@@ -297,7 +299,7 @@ def test_policies_of_the_options_are_made_once(monkeypatch: pytest.MonkeyPatch) 
         return made[-1]
 
     monkeypatch.setattr(options, "rank_policies", counted)
-    run = RunOptions(policy={"name": "snapkv", "budget": 64})
+    run = program(policy={"name": "snapkv", "budget": 64})
     assert [run.setup.policies, run.setup.policies] == made * 2 and len(made) == 1
 
 
