@@ -88,23 +88,17 @@ FIRST_CASES = [Case("copy", "relay", "last", 2), Case("copy", "direct", "sharded
 """The two that have least in common."""
 
 
-def _hosts(name: str, words: str, *, num_shares: int = 1) -> Part:
-    return Part(
-        name=f"hosts_{name}",
-        words=f"TTFT of a model of Llama-3-8B's shape on the GPUs of several hosts against one: {words}",
-        where=Where.hosts,
-        num_shares=num_shares,
-        takes_s=100,
-    )
+GPUS = {Where.hosts: "the GPUs of several hosts", Where.host: "all GPUs of a host"}
+TAKES_S = {Where.hosts: 100.0, Where.host: 80.0}
 
 
-def _chain(name: str, words: str, *, num_shares: int = 1) -> Part:
+def _ttft(name: str, where: Where, words: str, *, num_shares: int = 1) -> Part:
     return Part(
-        name=f"chain_{name}",
-        words=f"TTFT of a model of Llama-3-8B's shape on all GPUs of a host against one: {words}",
-        where=Where.host,
+        name=name,
+        words=f"TTFT of a model of Llama-3-8B's shape on {GPUS[where]} against one: {words}",
+        where=where,
         num_shares=num_shares,
-        takes_s=80,
+        takes_s=TAKES_S[where],
     )
 
 
@@ -115,22 +109,22 @@ PARTS = [
         where=Where.hosts,
         takes_s=80,
     ),
-    _hosts("chain", "transfer=relay over NCCL"),
-    _hosts("copy", "transfer=relay by copies within a host, over NCCL between two"),
-    _hosts("sharded", "decode=sharded over NCCL"),
-    _hosts("tensor", "every two GPUs of a host share the model (ranks.tensor=2)", num_shares=2),
+    _ttft("hosts_chain", Where.hosts, "transfer=relay over NCCL"),
+    _ttft("hosts_copy", Where.hosts, "transfer=relay by copies within a host, over NCCL between two"),
+    _ttft("hosts_sharded", Where.hosts, "decode=sharded over NCCL"),
+    _ttft("hosts_tensor", Where.hosts, "every two GPUs of a host share the model (ranks.tensor=2)", num_shares=2),
     Part(
         name="links",
         words="Links between the GPUs of a host, exactness and decoding over all of them, as the doctor judges them",
         where=Where.host,
         takes_s=80,
     ),
-    _chain("relay", "transfer=relay over NCCL"),
-    _chain("copy", "transfer=relay by copies"),
-    _chain("direct", "transfer=direct over NCCL"),
-    _chain("direct_copy", "transfer=direct by copies"),
-    _chain("sharded", "decode=sharded over NCCL"),
-    _chain("tensor", "every two GPUs share the model (ranks.tensor=2)", num_shares=2),
+    _ttft("chain_relay", Where.host, "transfer=relay over NCCL"),
+    _ttft("chain_copy", Where.host, "transfer=relay by copies"),
+    _ttft("chain_direct", Where.host, "transfer=direct over NCCL"),
+    _ttft("chain_direct_copy", Where.host, "transfer=direct by copies"),
+    _ttft("chain_sharded", Where.host, "decode=sharded over NCCL"),
+    _ttft("chain_tensor", Where.host, "every two GPUs share the model (ranks.tensor=2)", num_shares=2),
     *(case.part() for case in FIRST_CASES),
     Part(
         name="nccl_operations",
