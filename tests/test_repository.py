@@ -68,6 +68,16 @@ def test_the_pages_name_no_module_that_is_gone(page: str) -> None:
     assert not gone, f"{page} names {', '.join(gone)}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/log.md"])
+def test_commands_name_modules_that_are_there(page: str) -> None:
+    """A study whose question is answered has lines and a page, which says which commit has its code."""
+    text = read(ROOT / page)
+    modules = re.findall(rf"-m ((?:{'|'.join(PACKAGES)}|tests)(?:\.\w+)+)", text)
+    paths = [ROOT / name.replace(".", "/") for name in modules]
+    gone = [path.name for path in paths if not path.with_suffix(".py").is_file() and not path.is_dir()]
+    assert not gone or re.search(r"(?:at commit|git switch --detach) [0-9a-f]{7}\b", text), f"{page} names {gone}"
+
+
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "examples/README.md"])
 def test_links_lead_to_files_and_headings(page: str) -> None:
     assert not dead_links(ROOT / page)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.doctor.crew import Job
-from benchmarks.harness.text_samples import random_ids
+from benchmarks.harness.random_prompts import random_ids
 from benchmarks.ttft.flops import matmul_rate
 from benchmarks.ttft.traffic import kv_bytes_per_token
 from launch.program.ending import end_with

@@ -11,7 +11,7 @@ from benchmarks.doctor.checks import check_decoding, check_devices, check_exactn
 from benchmarks.doctor.facts import Facts
 from benchmarks.first_day.speed import ttft_sizes
 from benchmarks.first_day.visit import Visit
-from benchmarks.harness.text_samples import random_ids
+from benchmarks.harness.random_prompts import random_ids
 from partitioner.auto.partition import AutoPartition
 from runahead.config import (
     Carrier,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.first_day.parts import Case
 from benchmarks.first_day.visit import Visit, small_model
-from benchmarks.harness.text_samples import random_ids
+from benchmarks.harness.random_prompts import random_ids
 from runahead.config import (
     Carrier,
     DecodeName,

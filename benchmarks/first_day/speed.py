@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.doctor.tasks import decoded_bytes
 from benchmarks.first_day.visit import Visit
-from benchmarks.harness.text_samples import random_ids
+from benchmarks.harness.random_prompts import random_ids
 from benchmarks.ttft.flops import prompt_flops
 from benchmarks.ttft.references import PlainTransformers
 from runahead.cache.attention import CausalAttention

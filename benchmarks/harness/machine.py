@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from partitioner.table.fingerprint import device_name, now
-from runahead.ranks.devices import keep_freed_memory
 from runahead.report import library_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -35,12 +34,6 @@ def about() -> dict[str, Any]:
         "hardware": hardware(),
         "versions": library_versions(),
     }
-
-
-def compute_as_a_rank(num_threads: int = 1) -> None:
-    """Have this process compute with so many threads, and keep freed memory as the runtime's ranks do."""
-    torch.set_num_threads(num_threads)
-    keep_freed_memory()
 
 
 def hardware() -> dict[str, Any]:

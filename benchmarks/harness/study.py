@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -193,12 +192,6 @@ def write_part(page: Path, table: str) -> None:
     """Write the table between the marks of a page, if that exists."""
     if page.is_file():
         write_whole(page, with_part(page.read_text(encoding="utf-8"), BEGIN, f"\n{table}\n", END))
-
-
-def times_as_fast(own: Sequence[float], other: Sequence[float], name: str) -> str:
-    """How many times as fast one variant was as another, called `name`, by the seconds of the same rounds."""
-    ratios = [theirs / ours for ours, theirs in zip(own, other, strict=True)]
-    return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) times as fast as {name}"
 
 
 def newest(found: Sequence[Line], *names: str) -> dict[tuple[Any, ...], Line]:

@@ -1,1 +1,1 @@
-"""Studies, one question each: `python -m benchmarks.studies.<name>`; those of live ranks are in ranks/."""
+"""Studies, one question each: `python -m benchmarks.studies.<name>`."""

@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import mean
 
 import torch
@@ -190,16 +189,3 @@ def read_bytes(policy: Retriever, index: Index) -> int:
     if isinstance(policy, SparQ) and isinstance(index, LargeDims):
         return index.num_bytes * min(policy.dims, index.num_dims) // index.num_dims
     return index.scored_bytes
-
-
-def turn_of(follow: Callable[[Tensor], Tensor], ids: list[int], num_tokens: int) -> Callable[[int], float]:
-    """Make a function that measures seconds per token of a turn; every round decodes other tokens."""
-
-    def turn(number: int) -> float:
-        start = 50 + number * num_tokens
-        ids_1C = torch.tensor([ids[start : start + num_tokens]])
-        began_s = time.perf_counter()
-        follow(ids_1C)
-        return (time.perf_counter() - began_s) / num_tokens
-
-    return turn

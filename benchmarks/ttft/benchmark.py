@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
-from benchmarks.harness.text_samples import random_ids
+from benchmarks.harness.random_prompts import random_ids
 from benchmarks.network.interruptions import signals_deferred
 from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import Compute, bounds_of, measure_compute, peak_flops, read_compute, searched

@@ -54,7 +54,7 @@ class PlanLinks:
 class Efficiency:
     """Shares of the stated figures that are reached, and the overhead of a step of a layer in microseconds.
 
-    The defaults are assumed: those of matrix products and attention are what benchmarks/studies/paper_relations assumes
+    The defaults are assumed: those of matrix products and attention are what docs/studies/paper_relations.md assumes
     of an A100 (200 and 120 of 312 TFLOP/s), and so is the overhead. Measure a device to have its own.
     """
 

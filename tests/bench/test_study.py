@@ -14,49 +14,14 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.harness import lines, machine
+from benchmarks.harness import machine
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.study import BEGIN, END, PAGES, Run, Study, last_run, option
+from benchmarks.harness.study import BEGIN, END, Run, Study, last_run, option
 from tests.faults import drill, endurance
 from tests.fuzz import fuzz
 
-STUDIES = (
-    "commits.__main__",
-    "endurance",
-    "infinigen_relations.__main__",
-    "interpolation",
-    "kvpress.__main__",
-    "kvpress.kvpress_quality",
-    "offloading",
-    "paper_relations.__main__",
-    "prefixes.prefix_loading",
-    "prefixes.prefixes_in_few_bits",
-    "prefixes.sessions",
-    "prompt_cache",
-    "prompt_cache_quality",
-    "pyramid_relations",
-    "quantised",
-    "quality.__main__",
-    "ranks.auto_split",
-    "ranks.layer_skew",
-    "ranks.llama_cpp",
-    "ranks.mesh_prediction",
-    "ranks.prediction",
-    "ranks.sharded_decode",
-    "ranks.split_quality",
-    "unequal_heads",
-    "retrieval.squeezed_levels",
-    "retrieval.retrieval_decode",
-    "retrieval_quality",
-    "retrieval.retrieved_turn",
-    "scale",
-    "second_question",
-    "serving",
-    "shared_decoding",
-    "long_texts.__main__",
-    "speculation.__main__",
-)
+STUDIES = ("commits.__main__", "endurance", "offloading", "quality.__main__", "serving")
 
 
 def measure(run: Run) -> Iterator[Line]:
@@ -219,9 +184,9 @@ def test_all_studies_are_tested_and_run_as_modules() -> None:
     found = [path for path in folder.rglob("*.py") if "\nSTUDY = " in path.read_text(encoding="utf-8")]
     names = {".".join(path.relative_to(folder).with_suffix("").parts) for path in found}
     assert names == set(STUDIES)
-    command = [sys.executable, "-m", "benchmarks.studies.ranks.split_quality", "--help"]
+    command = [sys.executable, "-m", "benchmarks.studies.serving", "--help"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: python -m benchmarks.studies.ranks.split_quality")
+    assert done.stdout.startswith("usage: python -m benchmarks.studies.serving")
 
 
 def test_a_study_writes_its_table_between_the_marks_of_its_page(tmp_path: Path) -> None:
@@ -230,9 +195,3 @@ def test_a_study_writes_its_table_between_the_marks_of_its_page(tmp_path: Path) 
     study = replace(SQUARES, pictures={}, page="page.md")
     study.main(["--lines", str(tmp_path / "squares.jsonl"), "--out", str(tmp_path)])
     assert page.read_text(encoding="utf-8") == f"before\n{BEGIN}\n\n1 4\n\n{END}\nafter\n"
-
-
-def test_the_page_of_plans_has_the_tables_of_the_committed_lines() -> None:
-    study: Study = import_module("benchmarks.studies.scale").STUDY
-    found = lines.read(study.parser().get_default("lines"), option="--lines", kind=study.has)
-    assert study.table(found).rstrip() in (PAGES / study.page).read_text(encoding="utf-8")

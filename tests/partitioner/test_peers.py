@@ -117,6 +117,15 @@ def test_searched_chains_beat_tsp_as_published(num_ranks, GBps):
         assert 1.05 < tsp_s / searched_s < 3
 
 
+@pytest.mark.parametrize("GBps", [300, 1])
+def test_the_chain_leads_zigzag_least_where_links_are_fast(GBps):
+    """Zigzag balances compute as well, so that only traffic and calls are left to gain."""
+    cluster = llama_cluster(4, GBps, transfer=Transfer.direct)
+    searched_s = best_split(8192, 4, cluster, min_stride=128, max_evaluations=150).cost_s
+    lead = min(simulate_zigzag(8192, 4, cluster, ring=ring).ttft_s for ring in (False, True)) / searched_s
+    assert 0.95 < lead < 1.1 if GBps == 300 else lead > 1.3, lead
+
+
 def test_wrong_numbers_are_refused():
     cluster = llama_cluster(2, 10)
     for peer in PEERS:

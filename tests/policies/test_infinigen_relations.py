@@ -13,7 +13,9 @@ from statistics import mean
 import pytest
 import torch
 
-from benchmarks.studies.infinigen_relations.mass import (
+from policies.skew import skew_of
+from runahead import Model, ModelOptions
+from tests.policies.attention_mass import (
     ALL_COLUMNS,
     HINDSIGHT,
     NONE,
@@ -28,8 +30,6 @@ from benchmarks.studies.infinigen_relations.mass import (
     Variant,
     read,
 )
-from policies.skew import skew_of
-from runahead import Model, ModelOptions
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"
 SAMPLE, PROMPT, BEHIND = 512, 640, 128
@@ -47,7 +47,7 @@ def reading() -> Reading:
     ids = model.tokenizer(TEXT.read_text(encoding="utf-8"), verbose=False).input_ids
     setup = Setup(
         prompt_tokens=PROMPT,
-        samples={"sample turned": skew_of(model, ids[:SAMPLE], rotaries=model.rotaries, chunk=SAMPLE)},
+        sample=skew_of(model, ids[:SAMPLE], rotaries=model.rotaries, chunk=SAMPLE),
         variants=VARIANTS,
         ratios=RATIOS,
         every=8,

@@ -6,9 +6,11 @@ and the loss of the passage's second time (copy-NLL) shows it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.studies.long_texts.__main__ import keys_text
+from benchmarks.evaluation.tasks.retrieval import FILLER as SENTENCES
 from policies.base import LayerView, Policy
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
@@ -268,6 +270,27 @@ def streamed(num_tokens: int, sinks: int) -> float:
     return total / num_tokens
 
 
+def text_of_keys(num_tokens: int) -> tuple[list[int], list[int], list[int]]:
+    """A repetitive text with a person's pass key at each depth; the question for the first one's, and its digits."""
+
+    def ids(text: str) -> list[int]:
+        return list(model().tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    draw, depths = random.Random(0), {"Anna": 0.1, "Boris": 0.35, "Clara": 0.6, "David": 0.85}
+    keys = {name: str(draw.randrange(10_000, 100_000)) for name in depths}
+    left, text = list(depths.items()), list[int]()
+    for sentence in cycle(SENTENCES):
+        if left and len(text) >= round(left[0][1] * num_tokens):
+            name, _ = left.pop(0)
+            key = keys[name]
+            text += ids(f" The pass key of {name} is {key}. Remember it. {key} is the pass key of {name}.")
+        if len(text) >= num_tokens:
+            break
+        text += ids(" " + sentence)
+    question = ids(" What is the pass key of Anna? The pass key of Anna is")
+    return text[:num_tokens], question, ids(" " + keys["Anna"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("clamped", [True, False], ids=["clamped", "true distances"])
@@ -281,7 +304,7 @@ def test_a_pass_key_out_of_reach_is_found_at_clamped_distances_alone(
     if not clamped:  # which longer texts are refused with
         monkeypatch.setattr(model().config, "max_position_embeddings", 1 << 20)
     chunk, num_tokens = 512, 12288
-    text, ((_, question, key), *_) = keys_text(model(), num_tokens, seed=0)
+    text, question, key = text_of_keys(num_tokens)
     options: dict[str, Any] = {"fetch": 1536, "recent": chunk, "sinks": 64, "min_tokens": chunk, "turn_tokens": chunk}
     kept, lost = Conversation(model(), RankPolicies.everywhere([InfLLM(**options, clamped=clamped)])), {}
     for end in range(chunk, num_tokens + 1, chunk):

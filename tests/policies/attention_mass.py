@@ -34,13 +34,9 @@ WINDOW = 256
 """Number of positions after the prompt to which queries are rotated."""
 SAMPLE_POSITIONS = 16
 """Number of these positions to which each of a sample's queries is rotated."""
-FIRST_LAYER = 3
-"""First layer that is measured: from there on inputs of consecutive layers are similar."""
 
 ORACLE, ALL_COLUMNS, OWN_INPUT = "oracle", "all columns", "own input"
-NORMED_BEFORE = "all columns, input as the layer before norms it"
-REFERENCES = (ORACLE, OWN_INPUT, ALL_COLUMNS, NORMED_BEFORE)
-"""References: the best selection; selection by full keys and own, predicted, or the paper's predicted queries."""
+"""References: the best selection; selection by full keys and predicted queries; by full keys and own queries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,53 +44,29 @@ class Variant:
     """A way to make partial keys.
 
     Attributes:
-        queries: queries that A is made of: "none" (no skewing); "sample": another text's, at their own positions;
-            "sample turned": the same, rotated to positions after the prompt; "prompt": the prompt's last ones; "prompt
-            turned": the same, rotated; "hindsight": those of the measured tokens.
-        with_keys: make A from Q^T Q and K^T K, each divided by its trace, rather than from Q^T Q alone.
+        queries: queries that A is made of: "none" (no skewing); "sample turned": another text's, rotated to positions
+            after the prompt; "prompt": the prompt's last ones; "prompt turned": the same, rotated; "hindsight": those
+            of the measured tokens.
         by_size: choose columns by mean |q| + mean |k| of the whole prompt, as in the paper; else by `column_weights` of
             the prompt's last queries, rotated to positions after the prompt.
         per_query_head: use one A and one choice of columns per query head rather than per KV head.
     """
 
     queries: str
-    with_keys: bool = False
     by_size: bool = False
     per_query_head: bool = False
 
     @property
     def name(self) -> str:
-        parts = [self.queries, "and keys" * self.with_keys, "per query head" * self.per_query_head]
-        return " ".join(filter(None, parts)) + (", columns by size" if self.by_size else "")
+        return self.queries + " per query head" * self.per_query_head + ", columns by size" * self.by_size
 
 
 NONE = Variant(queries="none")
-NONE_BY_SIZE = Variant(queries="none", by_size=True)
-PAPER = Variant(queries="sample", by_size=True)
 SAMPLE_TURNED = Variant(queries="sample turned")
 PROMPT_BY_SIZE = Variant(queries="prompt", by_size=True)
-PROMPT = Variant(queries="prompt")
 OURS = Variant(queries="prompt turned")
 PER_QUERY_HEAD = Variant(queries="prompt turned", per_query_head=True)
-WITH_KEYS = Variant(queries="prompt turned", with_keys=True)
-SAMPLE_WITH_KEYS = Variant(queries="sample turned", with_keys=True)
 HINDSIGHT = Variant(queries="hindsight")
-HINDSIGHT_BY_SIZE = Variant(queries="hindsight", by_size=True)
-VARIANTS = (
-    NONE,
-    NONE_BY_SIZE,
-    PAPER,
-    Variant(queries="sample"),
-    SAMPLE_TURNED,
-    SAMPLE_WITH_KEYS,
-    PROMPT_BY_SIZE,
-    PROMPT,
-    OURS,
-    PER_QUERY_HEAD,
-    WITH_KEYS,
-    HINDSIGHT,
-    HINDSIGHT_BY_SIZE,
-)
 
 
 @dataclass(kw_only=True)
@@ -122,24 +94,20 @@ class Setup:
 
     Attributes:
         prompt_tokens: number of first tokens that are the prompt.
-        samples: queries of another text, by name: "sample" at their own positions; "sample turned" at position 0.
+        sample: queries of another text, at position 0.
         ratios: shares of columns in partial keys.
         share: share of the prompt's tokens that is fetched, in addition to the sinks.
         every: of the tokens after the prompt, every `every`th is measured.
-        window: positions after the prompt, its first one being 0, to which queries are rotated.
-        first_asking: index, among the tokens after the prompt, of the first one to measure.
-        layers: layers to measure; by default all from `FIRST_LAYER` on.
+        layers: layers to measure.
     """
 
     prompt_tokens: int
+    sample: Skew
+    variants: Sequence[Variant]
     ratios: Sequence[float]
-    samples: dict[str, Skew] = field(default_factory=dict)
-    variants: Sequence[Variant] = VARIANTS
+    layers: Sequence[int]
     share: float = 0.05
     every: int = 8
-    window: range = range(WINDOW)
-    first_asking: int = 0
-    layers: Sequence[int] | None = None
 
 
 @torch.inference_mode()
@@ -172,10 +140,9 @@ class _Asking(CausalAttention):
         self.model, self.rotaries, self.setup, self.modules = model, model.rotaries, setup, modules
         self.prediction = model.query_prediction  # made before the forward, whose inputs it passes on
         self.reading = Reading()
-        first = setup.prompt_tokens + setup.first_asking + setup.every // 2
+        first = setup.prompt_tokens + setup.every // 2
         self.asking_P = torch.arange(first, num_tokens, setup.every, device=model.device)
         self.num_fetched = SINKS + max(1, round(setup.share * setup.prompt_tokens))
-        self.layers = setup.layers or range(FIRST_LAYER, model.num_layers)
         self._inputs: list[LayerInput] = []
         self._noted: dict[str, list[Tensor]] = {}
 
@@ -199,7 +166,7 @@ class _Asking(CausalAttention):
             self.reading.similarity.setdefault(what, []).append(float(cosine_1S.mean()))
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        if layer in self.layers:
+        if layer in self.setup.layers:
             self._ask(layer, q_BNCH[0], k_BKCH[0], terms.scaling)
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
@@ -221,8 +188,6 @@ class _Asking(CausalAttention):
         note(ORACLE, probability_KGPS.mean(dim=1))
         note(OWN_INPUT, need(scores_KGPS))
         note(ALL_COLUMNS, need(asking_KGPH @ k_KSH[:, None].mT + hidden_PS))
-        normed_KGPH = self._predicted_by_the_paper(layer).unflatten(0, (heads, -1)) * scaling
-        note(NORMED_BEFORE, need(normed_KGPH @ k_KSH[:, None].mT + hidden_PS))
         for variant in self.setup.variants:
             a_KgHH, weights_KgH = self._columns(variant, layer, q_NSH, k_KSH)
             best_KgH = weights_KgH.argsort(dim=-1, descending=True)
@@ -236,13 +201,6 @@ class _Asking(CausalAttention):
         """Queries (N, P, H) predicted from the input of the layer before."""
         return self.prediction.queries(layer, self._inputs[0])[0, :, self.asking_P]
 
-    def _predicted_by_the_paper(self, layer: int) -> Tensor:
-        """Queries (N, P, H) predicted as in the paper, from the layer before's normed attention input."""
-        linear, dim = self.modules[layer].get_submodule("q_proj"), self.model.kv_shapes[layer].key_dim
-        q_1NSH = linear(self._noted["attention input"][0]).unflatten(-1, (-1, dim)).transpose(1, 2)
-        positions_1S = torch.arange(q_1NSH.shape[2], device=q_1NSH.device)[None]
-        return self.rotaries[layer].turned(q_1NSH, positions_1S)[0, :, self.asking_P]
-
     def _columns(self, variant: Variant, layer: int, q_NSH: Tensor, k_KSH: Tensor) -> tuple[Tensor, Tensor]:
         """A (K, g, H, H), and the weights (K, g, H) of its columns."""
         heads, dim, end = len(k_KSH), k_KSH.shape[2], self.setup.prompt_tokens
@@ -251,20 +209,14 @@ class _Asking(CausalAttention):
         if variant.queries == "none":
             a_KgHH = torch.eye(dim, dtype=k_KSH.dtype, device=k_KSH.device).expand(heads, 1, dim, dim)
         else:
-            if variant.queries in self.setup.samples:
-                q_KGXH = self._of_sample(variant.queries, layer).to(k_KSH)[:, None]
-            else:
-                q_KGXH = {
-                    "prompt": q_NSH[:, max(0, end - OBSERVED) : end].unflatten(0, (heads, -1)),
-                    "prompt turned": turned_KGXH,
-                    "hindsight": q_NSH[:, self.asking_P].unflatten(0, (heads, -1)),
-                }[variant.queries]
+            q_KGXH = {
+                "sample turned": self._sample_turned(layer).to(k_KSH)[:, None],
+                "prompt": q_NSH[:, max(0, end - OBSERVED) : end].unflatten(0, (heads, -1)),
+                "prompt turned": turned_KGXH,
+                "hindsight": q_NSH[:, self.asking_P].unflatten(0, (heads, -1)),
+            }[variant.queries]
             q_KgXH = q_KGXH if variant.per_query_head else q_KGXH.flatten(1, 2)[:, None]
-            products_KgHH = q_KgXH.double().mT @ q_KgXH.double()
-            if variant.with_keys:
-                of_keys_K1HH = k_K1nH.double().mT @ k_K1nH.double()
-                products_KgHH = _of_trace_1(products_KgHH) + _of_trace_1(of_keys_K1HH)
-            a_KgHH = skewing_basis(products_KgHH).to(k_KSH)
+            a_KgHH = skewing_basis(q_KgXH.double().mT @ q_KgXH.double()).to(k_KSH)
         observed_KGXH = q_NSH[:, :end].unflatten(0, (heads, -1)) if variant.by_size else turned_KGXH
         observed_KgXH = observed_KGXH if variant.per_query_head else observed_KGXH.flatten(1, 2)[:, None]
         q_KgXH, k_KgnH = observed_KgXH @ a_KgHH, k_K1nH @ a_KgHH
@@ -276,23 +228,17 @@ class _Asking(CausalAttention):
         """The prompt's last queries (N, X, H), rotated to positions spread over the window after it."""
         count = q_NXH.shape[1]
         places_X = torch.arange(count, device=q_NXH.device)
-        by_1X = (self.setup.window.start + places_X * len(self.setup.window) // count + count - places_X)[None]
+        by_1X = (places_X * WINDOW // count + count - places_X)[None]
         return self.rotaries[layer].turned(q_NXH[None], by_1X)[0]
 
-    def _of_sample(self, name: str, layer: int) -> Tensor:
-        """Queries (K, X, H) of a sample, rotated to positions in the window if they are at position 0."""
-        q_KHH = self.setup.samples[name].queries[layer]
-        if not self.setup.samples[name].at_position_0:
-            return q_KHH
-        steps = torch.arange(SAMPLE_POSITIONS) * len(self.setup.window) // SAMPLE_POSITIONS
-        by_1X = (self.setup.prompt_tokens + self.setup.window.start + steps).repeat_interleave(q_KHH.shape[1])[None]
+    def _sample_turned(self, layer: int) -> Tensor:
+        """Queries (K, X, H) of the sample, rotated to positions in the window."""
+        q_KHH = self.setup.sample.queries[layer]
+        steps = torch.arange(SAMPLE_POSITIONS) * WINDOW // SAMPLE_POSITIONS
+        by_1X = (self.setup.prompt_tokens + steps).repeat_interleave(q_KHH.shape[1])[None]
         return self.rotaries[layer].turned(q_KHH.repeat(1, SAMPLE_POSITIONS, 1)[None], by_1X)[0]
 
 
 def need(scores_KGPS: Tensor) -> Tensor:
     """Scores minus the largest of the same query, the maximum over the heads of a group, (K, P, S)."""
     return (scores_KGPS - scores_KGPS.amax(dim=-1, keepdim=True)).amax(dim=1)
-
-
-def _of_trace_1(products_HH: Tensor) -> Tensor:
-    return products_HH / products_HH.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]

@@ -1,1 +1,0 @@
-"""InfiniGen's premises, measured as relations: similar inputs of consecutive layers, and partial keys."""

@@ -1,1 +1,0 @@
-"""Agreement with kvpress on the tokens that policies keep."""

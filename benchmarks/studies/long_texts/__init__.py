@@ -1,1 +1,0 @@
-"""Texts longer than the model's context."""

@@ -1,1 +1,0 @@
-"""The relations of the KV-Runahead paper, by simulation."""

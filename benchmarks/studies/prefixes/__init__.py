@@ -1,1 +1,0 @@
-"""Studies of the prefix tree's tiers."""
