@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.program.compose import Program
 from launch.program.ending import leave
 from launch.program.run import run_program
-from partitioner.options import Method, Objective, SearchRun
+from partitioner.options import Objective, SearchRun
 
 if TYPE_CHECKING:
     from partitioner.table.fingerprint import Fingerprint
@@ -62,9 +63,10 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     """
     from partitioner.calibration import calibrated_clusters, link_between
     from partitioner.pictures.save import save_pictures
-    from partitioner.searches.live import LiveSearch
+    from partitioner.searches.evaluators import Evaluator, LiveEvaluator, SimulatedEvaluator
     from partitioner.searches.progress import SearchProgress
-    from partitioner.searches.simulated import SimulatedSearch
+    from partitioner.searches.refinement import Refinement
+    from partitioner.searches.table_search import TableSearch
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
     from runahead.model.shares import load_model
@@ -89,13 +91,14 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     clusters = calibrated_clusters(run, ranks, model, counts, link=link, num_layers=num_layers, fingerprint=fingerprint)
     entries = [(length, count) for length in run.search.lengths for count in counts]
     progress = SearchProgress(entries, run.search, shown=ranks.rank == 0)
-    searched: LiveSearch | SimulatedSearch
+    evaluator: Evaluator = SimulatedEvaluator(clusters, progress)
     if run.search.objective is Objective.measured:
-        searched = LiveSearch(table, clusters, run, ranks, model, progress)
-    else:
-        searched = SimulatedSearch(table, clusters, run.search, progress)
+        key = fingerprint.key()
+        evaluator = LiveEvaluator(clusters, progress, run=run, ranks=ranks, model=model, fingerprint_key=key)
+    searched = TableSearch(table, evaluator, run.search, progress)
+    lengths = run.search.lengths
     with progress:
-        for _ in searched.run(run.search.lengths):
+        for _ in chain(searched.run(lengths), Refinement(searched).run(lengths) if evaluator.is_quick else ()):
             if ranks.rank == 0:
                 searched.table.save(path)
     if ranks.rank == 0:
@@ -107,6 +110,7 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
     """Check the options before the model is loaded, on rank 0; return the model's number of layers."""
     from launch.program.written_files import ensure_outputs
     from partitioner.pictures.search_record import record_path
+    from partitioner.searches import STRATEGIES
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares
@@ -121,8 +125,12 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
         )
     if run.link.gbps is None and mesh.num_stages == 1 and max(counts) > 1:
         raise ValueError("link.gbps=<1e9 bits per second> is needed: a single stage has no link to measure")
-    if run.search.method is Method.grid and max(counts) > 5:
-        raise ValueError(f"search.method=grid is limited to 5 ranks, not {max(counts)}; use search.method=seeded")
+    most = STRATEGIES[run.search.method].most_ranks
+    if most is not None and max(counts) > most:
+        method = run.search.method.name
+        raise ValueError(
+            f"search.method={method} is limited to {most} ranks, not {max(counts)}; use search.method=seeded"
+        )
     config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)
     limit = max_positions(config)

@@ -8,18 +8,15 @@ from dataclasses import replace
 
 from partitioner.auto.slowness import Slowness
 from partitioner.cost.link import Links
-from partitioner.searches.equal_work import equal_work
-from partitioner.searches.planning import simulated_cost
-from partitioner.searches.seeded import seeded_search
+from partitioner.searches.planning import Effort
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
-from runahead.context import ContextPartition, even
+from runahead.context import ContextPartition
 
-LINKS_MATTER = 0.02
-"""Share of TTFT that communication takes before a split is searched by simulation: else equal work is the best."""
-MOST_EVALUATIONS, LEAST_EVALUATIONS, MOST_MESSAGES = 64, 8, 160_000
-"""Limits of a search, since a prompt waits for it: simulations, and about how many messages they may simulate in all
-(a second's worth)."""
+EFFORT = Effort(
+    links_matter=0.02, strides=64, most_messages=160_000, least_evaluations=8, most_evaluations=64, leave_out=False
+)
+"""Of a search for which a prompt waits."""
 LEAST_SHARE = 1 / 32
 """Least chunk of a rank, as a share of an even chunk."""
 WAITS_MATTER = 0.05
@@ -42,23 +39,7 @@ class Balance:
 
     def split(self, num_tokens: int) -> ContextPartition:
         """The split of a prompt with the earliest first token, as far as is known."""
-        cluster, num_ranks = self._cluster_at(num_tokens), self.cluster.num_ranks
-        balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed)
-        cost, free = simulated_cost(cluster), simulated_cost(cluster.without_communication())
-        if cost(balanced) <= (1 + LINKS_MATTER) * free(balanced):
-            return _with_all_ranks(balanced)
-        searched = seeded_search(
-            cost,
-            num_tokens,
-            num_ranks,
-            min_stride=max(1, num_tokens // (64 * num_ranks)),
-            seed=min(balanced, even(num_tokens, num_ranks), key=cost),
-            leave_out=False,
-            max_evaluations=min(
-                MOST_EVALUATIONS, max(LEAST_EVALUATIONS, MOST_MESSAGES // (cluster.compute.num_layers * num_ranks**2))
-            ),
-        )
-        return _with_all_ranks(searched.partition)
+        return _with_all_ranks(EFFORT.split(num_tokens, self._cluster_at(num_tokens)))
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the slowness by what each rank computed, and the link by how long the ranks waited.

@@ -17,17 +17,20 @@ from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import RankMemory, activation_bytes, kv_bytes
 from partitioner.meshes.model_size import ModelSize
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.planning import best_split, simulated_cost
+from partitioner.searches.planning import Effort
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition, even
 
-LINKS_MATTER = 0.002
-"""Share of TTFT that communication takes before a split is searched: else equal work is the best."""
-MOST_MESSAGES, LEAST_EVALUATIONS, MOST_EVALUATIONS = 500_000, 24, 400
-"""Limits of the search for a split: messages that it simulates in all (a few seconds' worth), and splits."""
-STRIDES = 128
-"""A boundary is searched in steps of an even chunk's length divided by this."""
+EFFORT = Effort(
+    links_matter=0.002,
+    strides=128,
+    most_messages=1_000_000,
+    least_evaluations=24,
+    most_evaluations=400,
+    leave_out=True,
+)
+"""Of the search for a mesh's split: a few seconds."""
 EVENING_STEPS = 10
 """Steps in which a split is sought between the best one, which does not fit, and even chunks."""
 LONGEST_PIECE = 1 << 16
@@ -212,7 +215,7 @@ def _candidate(size: ModelSize, machine: Machine, job: Job, num_stages: int, num
 
     partition, is_best = balanced, True
     if num_stages > 1 and any(fits(start) for start in (balanced, even(job.tokens, num_stages))):
-        searched = _searched(job.tokens, cluster, balanced)
+        searched = EFFORT.split(job.tokens, cluster)
         partition = _evened(searched, fits)
         is_best = partition == searched
     held = _fitting(size, machine, job, num_shares, partition)
@@ -249,21 +252,6 @@ def _evened(partition: ContextPartition, fits: Callable[[ContextPartition], bool
         middle = (low + high) / 2
         low, high = (low, middle) if fits(mixed(middle)) else (middle, high)
     return mixed(high)
-
-
-def _searched(num_tokens: int, cluster: Cluster, balanced: ContextPartition) -> ContextPartition:
-    """The split with the earliest first token on a simulated chain."""
-    num_stages, cost = cluster.num_ranks, simulated_cost(cluster)
-    if cost(balanced) <= (1 + LINKS_MATTER) * simulated_cost(cluster.without_communication())(balanced):
-        return balanced
-    messages = cluster.compute.num_layers * num_stages**2 / 2
-    return best_split(
-        num_tokens,
-        num_stages,
-        cluster,
-        min_stride=max(1, num_tokens // (STRIDES * num_stages)),
-        max_evaluations=min(MOST_EVALUATIONS, max(LEAST_EVALUATIONS, int(MOST_MESSAGES / messages))),
-    ).partition
 
 
 def _fitting(size: ModelSize, machine: Machine, job: Job, num_shares: int, partition: ContextPartition) -> Held:

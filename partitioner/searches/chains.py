@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import accumulate, pairwise
 
-from partitioner.searches.evaluations import Evaluations, OutOfEvaluations, SearchResult, on_grid
+from partitioner.searches.evaluations import Evaluations, OutOfEvaluations, SearchResult
 
 PROMISING = 0.6
 """A chain is searched if a rough split over it costs less than 1 + PROMISING / (p - 1) times the best so far, where p
@@ -37,38 +37,28 @@ Descend = Callable[[Chain, tuple[int, ...]], None]
 """Searches the partitions of a chain from a start. Its result is in the chain's evaluations."""
 
 
-def search_chains(
-    evaluations: Evaluations,
-    start: tuple[int, ...],
-    min_stride: int,
-    descend: Descend,
-    *,
-    leave_out: bool,
-    ranks_alike: bool,
-) -> SearchResult:
+def search_chains(evaluations: Evaluations, start: tuple[int, ...], descend: Descend) -> SearchResult:
     """Search the chain of all ranks from `start`, and then others that leave ranks out, until none is cheaper.
 
-    Args:
-        descend: searches one chain.
-        leave_out: also search chains that differ from the best so far by one rank, or have one rank only.
-        ranks_alike: all ranks and all links are alike, so only the number of ranks matters and the leading ones work.
+    The task says whether others are searched, which differ from the best so far by one rank or have one rank only. If
+    ranks are alike, only the number of ranks matters, and the leading ones work.
     """
-    num_ranks = len(start) - 1
+    task, num_ranks = evaluations.task, evaluations.task.num_ranks
     searched = {tuple(range(num_ranks))}
     with suppress(OutOfEvaluations):
         descend(Chain(evaluations, tuple(range(num_ranks)), num_ranks), start)
-        while leave_out:
+        while task.leave_out:
             chunks = {rank: end - start for rank, (start, end) in enumerate(pairwise(evaluations.best)) if start < end}
             searched.add(tuple(chunks))
             before_s = evaluations.best_s
             limit_s = (1 + PROMISING / max(1, len(chunks) - 1)) * before_s
             cheapest: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-            for lengths in _neighbours(chunks, num_ranks, min_stride):
+            for lengths in _neighbours(chunks, num_ranks, task.min_stride):
                 ranks = tuple(sorted(lengths))
                 ends = accumulate((lengths[rank] for rank in ranks), initial=0.0)
-                if ranks_alike:
+                if task.ranks_alike:
                     ranks = tuple(range(len(ranks)))
-                split = on_grid([round(end) for end in ends], min_stride)
+                split = task.on_grid([round(end) for end in ends])
                 cost_s = Chain(evaluations, ranks, num_ranks)(split)
                 cheapest[ranks] = min(cheapest.get(ranks, (cost_s, split)), (cost_s, split))
             for ranks, (cost_s, split) in sorted(cheapest.items(), key=lambda item: item[1])[:TRIED]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from partitioner.searches.evaluations import Cost, SearchResult, Step
-from partitioner.searches.seeded import seeded_search
+from partitioner.searches.evaluations import Cost, SearchResult, SearchTask, Step
+from partitioner.searches.seeded import Seeded
 from partitioner.table.entry import Entry, scaled
 from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
@@ -31,7 +31,7 @@ def fit_entry(
     *,
     min_stride: int,
     reach: int,
-    on_evaluation: Callable[[Step], None] | None = None,
+    on_evaluation: Callable[[Step], None] = lambda step: None,
 ) -> ContextPartition:
     """Find the split for `entry` from which lookups lose least: the least sum of squares of their losses and its own.
 
@@ -41,7 +41,7 @@ def fit_entry(
         table: the table with the entry and its neighbours, which do not change.
         known: searches of the best known splits by length, also for the entry's own. Lookups are compared with those
             between the neighbours.
-        min_stride, reach: as for `seeded_search`.
+        min_stride, reach, on_evaluation: as in `SearchTask`.
     """
     entries = table.entries_for(entry.ranks)
     at = entries.index(entry)
@@ -60,13 +60,13 @@ def fit_entry(
 
     splits = [each.partition for each in (entry, *around)]
     splits += [search.partition for search in (best, *compared.values())]
-    return seeded_search(
-        losses,
-        entry.length,
-        entry.ranks,
+    task = SearchTask(
+        num_tokens=entry.length,
+        num_ranks=entry.ranks,
         min_stride=min_stride,
-        seed=min((scaled(split, entry.length) for split in splits), key=losses),
         reach=reach,
         leave_out=False,
         on_evaluation=on_evaluation,
-    ).partition
+    )
+    seed = min((scaled(split, entry.length) for split in splits), key=losses)
+    return Seeded().search(losses, task, seed).partition

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.evaluations import Cost, SearchResult, Step
-from partitioner.searches.seeded import seeded_search
+from partitioner.searches.evaluations import Cost, SearchResult, SearchTask
+from partitioner.searches.seeded import Seeded
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition, even
@@ -17,6 +18,12 @@ def simulated_cost(cluster: Cluster) -> Cost:
     return lambda partition: simulate(partition, cluster).ttft_s
 
 
+def starts(num_tokens: int, num_ranks: int, cluster: Cluster) -> list[ContextPartition]:
+    """Equal work and even chunks, which are the better start if links are so slow that compute hardly counts."""
+    balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed[:num_ranks])
+    return [balanced, even(num_tokens, num_ranks)]
+
+
 def best_split(
     num_tokens: int,
     num_ranks: int,
@@ -24,36 +31,65 @@ def best_split(
     *,
     min_stride: int,
     seeds: Sequence[ContextPartition] = (),
-    cost: Cost | None = None,
+    leave_out: bool = True,
     max_evaluations: int | None = None,
-    on_evaluation: Callable[[Step], None] | None = None,
 ) -> SearchResult:
     """Search the best partition over the leading ranks from the best of equal work, even chunks and `seeds`.
 
-    Even chunks are the better start if links are so slow that compute hardly counts.
-
     Args:
-        cost: cost function; by default `simulated_cost` of the cluster.
+        min_stride, leave_out, max_evaluations: as in `SearchTask`.
 
     Raises:
-        ValueError: as for `seeded_search`, or more ranks than the cluster has.
+        ValueError: as for `Seeded.search`, or more ranks than the cluster has.
     """
     if not 1 <= num_ranks <= cluster.num_ranks:
         raise ValueError(f"search.ranks={num_ranks} must be 1 to {cluster.num_ranks}, the ranks of the cluster")
-
-    cost = cost or simulated_cost(cluster)
-    balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed[:num_ranks])
-    starts = [balanced, even(num_tokens, num_ranks), *seeds]
-    return seeded_search(
-        cost,
-        num_tokens,
-        num_ranks,
+    cost = simulated_cost(cluster)
+    task = SearchTask(
+        num_tokens=num_tokens,
+        num_ranks=num_ranks,
         min_stride=min_stride,
-        seed=min(starts, key=cost),
+        leave_out=leave_out,
         ranks_alike=cluster.is_uniform,
         max_evaluations=max_evaluations,
-        on_evaluation=on_evaluation,
     )
+    return Seeded().search(cost, task, min([*starts(num_tokens, num_ranks, cluster), *seeds], key=cost))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Limits of a search by simulation while somebody waits for its split.
+
+    Attributes:
+        links_matter: share of TTFT that communication takes before a split is searched; else equal work is the best.
+        strides: a boundary is searched in steps of an even chunk's length divided by this.
+        most_messages: about how many messages may be simulated in all; 160,000 take a second.
+        least_evaluations, most_evaluations: bounds of the number of simulations, whatever that says.
+        leave_out: also try to leave ranks out.
+    """
+
+    links_matter: float
+    strides: int
+    most_messages: int
+    least_evaluations: int
+    most_evaluations: int
+    leave_out: bool
+
+    def split(self, num_tokens: int, cluster: Cluster) -> ContextPartition:
+        """The best split over all ranks of a cluster that this effort finds."""
+        num_ranks, cost = cluster.num_ranks, simulated_cost(cluster)
+        balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed)
+        if cost(balanced) <= (1 + self.links_matter) * simulated_cost(cluster.without_communication())(balanced):
+            return balanced
+        evaluations = self.most_messages // (cluster.compute.num_layers * num_ranks**2)
+        return best_split(
+            num_tokens,
+            num_ranks,
+            cluster,
+            min_stride=max(1, num_tokens // (self.strides * num_ranks)),
+            leave_out=self.leave_out,
+            max_evaluations=min(self.most_evaluations, max(self.least_evaluations, evaluations)),
+        ).partition
 
 
 def practical_bound(num_tokens: int, num_ranks: int, cluster: Cluster, *, min_stride: int) -> SearchResult:

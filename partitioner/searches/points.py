@@ -1,11 +1,13 @@
-"""Measured points of a search, kept on disk while it runs, so that a stopped search can be resumed."""
+"""Evaluated points of all searches, kept in memory or on disk, so that a stopped search can be resumed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from partitioner.searches.evaluations import Cost
@@ -23,11 +25,11 @@ class Points:
 
     Args:
         path: the file; None keeps points in memory only.
-        purpose: what the points are valid for.
+        purpose: what the points in the file are valid for.
     """
 
-    def __init__(self, path: Path | None, purpose: dict[str, Any]) -> None:
-        self._path, self._purpose = path, purpose
+    def __init__(self, path: Path | None = None, purpose: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._path, self._purpose = path, dict(purpose)
         self.known: dict[Key, float] = {}
         self._is_cut = False  # the file's last line has no end
 

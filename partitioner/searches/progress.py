@@ -10,10 +10,9 @@ from statistics import median
 
 from tqdm import tqdm
 
-from partitioner.options import Method, SearchOptions
-from partitioner.searches import grid as grid_search
-from partitioner.searches import seeded as seeded_search
-from partitioner.searches.evaluations import Cost, Step
+from partitioner.options import SearchOptions
+from partitioner.searches import STRATEGIES
+from partitioner.searches.evaluations import Cost, SearchTask, Step
 from runahead.context import ContextPartition
 
 REMEMBERED = 15
@@ -98,15 +97,13 @@ class SearchProgress:
         return median(self._unit_s) * tokens
 
     def _left(self, length: int, count: int, stride: int | None = None, at_stride: int = 0) -> int:
-        min_stride = self._options.stride(length, count)
-        if self._options.method is Method.grid:
-            return grid_search.evaluations_left(
-                length, count, min_stride=min_stride, stride=stride, at_stride=at_stride
-            )
-        reach = self._options.reach_tokens(length, count)
-        return seeded_search.evaluations_left(
-            length, count, min_stride=min_stride, reach=reach, stride=stride, at_stride=at_stride
+        task = SearchTask(
+            num_tokens=length,
+            num_ranks=count,
+            min_stride=self._options.stride(length, count),
+            reach=self._options.reach_tokens(length, count),
         )
+        return STRATEGIES[self._options.method].evaluations_left(task, stride, at_stride)
 
     def text(self) -> str:
         """Text of the bar."""

@@ -23,8 +23,8 @@ from partitioner.pictures.save import pictures, save_pictures
 from partitioner.pictures.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
 from partitioner.pictures.search_record import SearchRecord, record_path
 from partitioner.pictures.table_pictures import agreement_png, ratios_png, ttft_png
-from partitioner.searches.evaluations import Evaluations, SearchResult
-from partitioner.searches.grid import grid_search
+from partitioner.searches.evaluations import Cost, Evaluations, SearchResult, SearchTask
+from partitioner.searches.grid import Grid
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.lookup_table import LookupTable
@@ -70,7 +70,8 @@ def cluster_of(ranks: int, **others: Any) -> Cluster:
 
 def search_of(length: int, ranks: int) -> SearchResult:
     cluster = cluster_of(ranks)
-    return grid_search(lambda split: simulate(split, cluster).ttft_s, length, ranks, min_stride=64)
+    task = SearchTask(num_tokens=length, num_ranks=ranks, min_stride=64)
+    return Grid().search(lambda split: simulate(split, cluster).ttft_s, task)
 
 
 def searched() -> tuple[LookupTable, SearchRecord]:
@@ -137,7 +138,7 @@ def test_bounds_are_drawn() -> None:
 def test_any_search_has_a_picture(draw: Callable[[SearchResult], bytes], data: st.DataObject) -> None:
     ranks = 3 if draw is grids_png else 2
     length = data.draw(st.integers(1, 5000))
-    evaluations = Evaluations(lambda split: data.draw(st.floats(1e-3, 10.0)))
+    evaluations = evaluations_of(lambda split: data.draw(st.floats(1e-3, 10.0)), length, ranks)
     for level in range(data.draw(st.integers(1, 12))):
         evaluations.level, evaluations.stride = level, data.draw(st.integers(0, 500))
         inner = data.draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1))
@@ -162,7 +163,7 @@ def test_a_long_subject_has_the_lines_that_it_needs() -> None:
 def test_the_words_of_the_best_split_are_in_its_panel(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr("partitioner.pictures.search_pictures.png", drawn.append)
-    evaluations = Evaluations(lambda split: 1 + abs(split.boundaries[1] - best) / 2000)
+    evaluations = evaluations_of(lambda split: 1 + abs(split.boundaries[1] - best) / 2000, 1000, 2)
     for boundary in range(0, 1001, 50):
         evaluations((0, boundary, 1000))
     evaluations((0, best, 1000))
@@ -274,8 +275,12 @@ def test_a_cluster_that_was_kept_simulates_the_same(name: str, tmp_path: Path) -
     assert simulate(split, kept, record=True) == simulate(split, cluster, record=True)
 
 
+def evaluations_of(cost: Cost, num_tokens: int, num_ranks: int) -> Evaluations:
+    return Evaluations(cost, SearchTask(num_tokens=num_tokens, num_ranks=num_ranks, min_stride=1))
+
+
 def small_record(folder: Path) -> bytes:
-    evaluations = Evaluations(lambda split: 1.0 + split.boundaries[1])
+    evaluations = evaluations_of(lambda split: 1.0 + split.boundaries[1], 100, 2)
     for boundary in (30, 20, 40):
         evaluations((0, boundary, 100))
     record = SearchRecord(trails={(100, 2): evaluations.result()}, clusters={2: cluster_of(2)})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from partitioner.options import Method, Objective, SearchOptions
-from partitioner.searches import grid as grid_search
-from partitioner.searches import seeded as seeded_search
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.evaluations import Step
+from partitioner.searches.evaluations import SearchTask, Step
+from partitioner.searches.grid import Grid
 from partitioner.searches.planning import simulated_cost
 from partitioner.searches.progress import SearchProgress
+from partitioner.searches.seeded import Seeded
 from runahead.context import even
 from tests.partitioner.clusters import llama, llama_cluster
 
@@ -27,16 +27,15 @@ def test_the_estimate_is_near_what_a_search_asks_and_shrinks(num_ranks: int) -> 
             progress.tick(step)
             left.append(progress.evaluations_left())
 
-        result = seeded_search.seeded_search(
-            simulated_cost(cluster),
-            8192,
-            num_ranks,
+        task = SearchTask(
+            num_tokens=8192,
+            num_ranks=num_ranks,
             min_stride=options.stride(8192, num_ranks),
-            seed=equal_work(8192, num_ranks, cluster.compute),
             reach=options.reach_tokens(8192, num_ranks),
             leave_out=False,
             on_evaluation=tick,
         )
+        result = Seeded().search(simulated_cost(cluster), task, equal_work(8192, num_ranks, cluster.compute))
     assert left == sorted(left, reverse=True)
     assert left[0] / 4 < result.num_evaluations < 2 * left[0]
     assert left[-1] < left[0] / 2
@@ -44,10 +43,9 @@ def test_the_estimate_is_near_what_a_search_asks_and_shrinks(num_ranks: int) -> 
 
 @pytest.mark.parametrize(("num_ranks", "least"), [(1, 1), (2, 2), (3, 25)])
 def test_a_grids_estimate(num_ranks: int, least: int) -> None:
-    asked = grid_search.grid_search(
-        simulated_cost(llama_cluster(num_ranks, 100, compute=llama(num_layers=2))), 4096, num_ranks, min_stride=64
-    ).num_evaluations
-    expected = grid_search.evaluations_left(4096, num_ranks, min_stride=64)
+    cost = simulated_cost(llama_cluster(num_ranks, 100, compute=llama(num_layers=2)))
+    task = SearchTask(num_tokens=4096, num_ranks=num_ranks, min_stride=64)
+    asked, expected = Grid().search(cost, task).num_evaluations, Grid().evaluations_left(task)
     assert least <= expected
     assert asked / 4 <= expected <= 4 * asked
 
@@ -66,8 +64,13 @@ def test_time_left_counts_later_searches_by_their_tokens_per_rank(monkeypatch: p
 
         progress.timed(run)(even(1024, 2))
         alone = [
-            seeded_search.evaluations_left(
-                length, count, min_stride=options.stride(length, count), reach=options.reach_tokens(length, count)
+            Seeded().evaluations_left(
+                SearchTask(
+                    num_tokens=length,
+                    num_ranks=count,
+                    min_stride=options.stride(length, count),
+                    reach=options.reach_tokens(length, count),
+                )
             )
             for length, count in ((1024, 2), (2048, 2), (2048, 4))
         ]

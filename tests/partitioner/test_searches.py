@@ -4,20 +4,29 @@ import random
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
 from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from partitioner.options import Method
+from partitioner.searches import STRATEGIES
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.evaluations import Cost, SearchResult, Step
-from partitioner.searches.grid import grid_search
-from partitioner.searches.seeded import seeded_search
+from partitioner.searches.evaluations import Cost, SearchResult, SearchTask, Step
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.examples import examples
 from tests.partitioner.clusters import llama_cluster, random_cluster
 
+
+def searched_by(
+    method: Method, cost: Cost, num_tokens: int, num_ranks: int, seed: ContextPartition | None = None, **limits: Any
+) -> SearchResult:
+    return STRATEGIES[method].search(cost, SearchTask(num_tokens=num_tokens, num_ranks=num_ranks, **limits), seed)
+
+
+grid_search, seeded_search = (partial(searched_by, method) for method in (Method.grid, Method.seeded))
 SEARCHES = [grid_search, seeded_search]
 STRIDE = 256
 

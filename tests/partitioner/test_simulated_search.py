@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import log2
 
 import pytest
 
 from partitioner.options import Objective, SearchOptions
 from partitioner.searches.evaluations import Cost
+from partitioner.searches.evaluators import SimulatedEvaluator
 from partitioner.searches.lookup_fit import NEARLY_BEST
 from partitioner.searches.planning import best_split, simulated_cost
 from partitioner.searches.progress import SearchProgress
-from partitioner.searches.simulated import SimulatedSearch
+from partitioner.searches.refinement import Refinement
+from partitioner.searches.table_search import TableSearch
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.entry import Entry
 from partitioner.table.lookup_table import LookupTable
@@ -28,13 +30,10 @@ LENGTHS = [2048, 4096, 8192, 16384]
 def searched(cluster: Cluster, lengths: list[int], known: Sequence[Entry] = (), **changes: object) -> LookupTable:
     options = SearchOptions(objective=Objective.modelled, min_stride=64, **changes)  # type: ignore[arg-type]
     with SearchProgress([], options, shown=False) as progress:
-        search = SimulatedSearch(
-            LookupTable(FINGERPRINT, list(known)),
-            {1: replace(cluster, speed=cluster.speed[:1], links=None), cluster.num_ranks: cluster},
-            options,
-            progress,
-        )
-        for _ in search.run(lengths):
+        clusters = {1: replace(cluster, speed=cluster.speed[:1], links=None), cluster.num_ranks: cluster}
+        evaluator = SimulatedEvaluator(clusters, progress)
+        search = TableSearch(LookupTable(FINGERPRINT, list(known)), evaluator, options, progress)
+        for _ in chain(search.run(lengths), Refinement(search).run(lengths)):
             pass
     for length in search.table.entries:
         assert search.trails[length.length, length.ranks].cost_s == length.ttft_s
@@ -94,7 +93,7 @@ def test_where_the_best_valley_changes_no_length_is_between(
     monkeypatch: pytest.MonkeyPatch, per_doubling: float
 ) -> None:
     cost = two_valleys(5000, per_doubling)
-    monkeypatch.setattr("partitioner.searches.simulated.simulated_cost", lambda cluster: cost)
+    monkeypatch.setattr("partitioner.searches.evaluators.simulated_cost", lambda cluster: cost)
     cluster, lengths = llama_cluster(2, 100), [1024 * 2**i for i in range(5)]
     # Of an earlier search, so that this one finds both.
     known = [
