@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from runahead.files import read_user_file, write_whole
+from launch.program.ending import say
+from runahead.files import read_user_file
 
 Line = dict[str, Any]
 
@@ -37,14 +40,14 @@ def read(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{name} cannot be read: {reason}; name another file") from error
-    lines = []
-    for number, text in enumerate(content.split("\n"), start=1):
+    lines, texts = [], content.split("\n")
+    for number, text in enumerate(texts, start=1):
         if not text.strip():
             continue
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            line = None
+        line = _parsed(text)
+        if line is None and number == len(texts):  # a line that was written whole has an end
+            say(f"{name}: its last line was cut off when a run was ended, and does not count")
+            continue
         if not isinstance(line, dict) or kind not in line:
             raise ValueError(f"{name}: line {number} is no measurement; remove it, or name another file")
         wrong = next((each for each, form in (fields or {}).items() if not fits(line, {each: form})), None)
@@ -101,15 +104,44 @@ def or_none(form: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def append(path: str | os.PathLike[str], lines: Sequence[Line]) -> None:
-    """Append all of these lines or, if that fails, none of them.
+    """Append all of these lines or, if that fails, none of them. A last line that was cut off goes.
 
     Raises: OSError.
     """
-    file = Path(path)
-    before = file.read_text(encoding="utf-8") if file.is_file() else ""  # a device is only written to
-    if before and not before.endswith("\n"):
-        before += "\n"
-    write_whole(path, before + dumps(lines))
+    file, data = Path(path), dumps(lines).encode()
+    if file.exists() and not file.is_file():
+        file.write_bytes(data)  # a device is only written to
+        return
+    with file.open("a+b", buffering=0) as opened:
+        end = opened.seek(0, os.SEEK_END)
+        if end and _last_byte(opened) != b"\n":
+            opened.seek(0)
+            content = opened.read()
+            begin = content.rfind(b"\n") + 1
+            if _parsed(content[begin:]) is None:
+                opened.truncate(end := begin)
+            else:  # an editor left it without an end
+                data = b"\n" + data
+        try:
+            num_written = opened.write(data)
+            if num_written != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+            os.fsync(opened.fileno())
+        except BaseException:
+            opened.truncate(end)
+            raise
+
+
+def _last_byte(opened: IO[bytes]) -> bytes:
+    opened.seek(-1, os.SEEK_END)
+    return opened.read(1)
+
+
+def _parsed(text: str | bytes) -> Any:
+    """What a line says in JSON; None if it is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
 
 
 def dumps(lines: Sequence[Line]) -> str:

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,13 +31,11 @@ from launch.program.ending import refuse, say
 from launch.program.launcher import end_with_parent
 from launch.program.signals import ending_signals
 from launch.program.text_table import text_table
+from launch.program.written_files import SHARED, WRITTEN
 from runahead.files import write_whole
 
 OF_THE_SWEEP = ("sweep.ranks", "sweep.dir")
 """Options of the sweep itself, which its jobs do not get."""
-
-WRITTEN = ("answers", "report", "timeline", "ranks.fault_report", "out", "table", "lines", "bench.results")
-"""Options that name what a program writes. A relative name is in the folder of the job."""
 
 MOST_JOBS = 10_000
 
@@ -54,8 +53,7 @@ class Job:
         problem: what is wrong with its options; such a job is not started.
         status: how it ended, for the table.
         seconds: how long it ran.
-        report: the JSON that it writes, if its program writes one.
-        outputs: overrides that name the other files that it writes.
+        written: by option, the file or folder that it writes. A relative name is in the folder of the job.
         figures: figures from its report, by their names there.
     """
 
@@ -64,14 +62,23 @@ class Job:
     problem: str = ""
     status: str = "not started"
     seconds: float | None = None
-    report: Path | None = None
-    outputs: list[str] = field(default_factory=list)
+    written: dict[str, Path] = field(default_factory=dict)
     figures: dict[str, str] = field(default_factory=dict)
 
     @property
     def options(self) -> list[str]:
         """The overrides that the program gets."""
         return [text for name, text in self.overrides.items() if name != "sweep.ranks"]
+
+    @property
+    def report(self) -> Path | None:
+        """The JSON that it writes, if its program writes one."""
+        return self.written.get("report")
+
+    @property
+    def outputs(self) -> list[str]:
+        """Overrides that name the files in its folder."""
+        return [f"{name}={path}" for name, path in self.written.items() if path.is_relative_to(self.folder)]
 
     def value(self, name: str) -> str:
         return self.overrides[name].partition("=")[2]
@@ -148,10 +155,19 @@ def _plan(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[
         _prepare(job, program, command)
     if all(job.problem for job in jobs):
         raise ValueError(jobs[0].problem)
-    reports = [str(job.report) for job in jobs if job.report is not None]
-    if len(set(reports)) < len(reports):
-        raise ValueError(f"report={reports[0]} would be written by every job; give a relative name, or leave it out")
+    for name in WRITTEN:
+        paths = Counter(Path(os.path.normpath(job.written[name])) for job in jobs if name in job.written)
+        twice = [path for path, count in paths.items() if count > 1 and not _is_device(path)]
+        if twice and name not in SHARED:
+            raise ValueError(
+                f"{name}={twice[0]} would be written by every job; give a relative name, which is in each job's "
+                "folder, or leave it out"
+            )
     return folder, jobs
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _jobs(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[Job]]:
@@ -219,10 +235,9 @@ def _prepare(job: Job, program: Program[Any], command: CommandLine[Any]) -> None
         for part in name.split("."):
             value = getattr(value, part, None)
         if name == "report" and hasattr(run, "report"):
-            job.report = job.folder / (value or "report.json")
-            value = str(value or "report.json")
-        if isinstance(value, str) and not os.path.isabs(value):
-            job.outputs.append(f"{name}={job.folder / value}")
+            value = value or "report.json"
+        if isinstance(value, str):
+            job.written[name] = job.folder / value
 
 
 def _run(job: Job, program: Program[Any], command: CommandLine[Any], swept: Sequence[str], num_jobs: int) -> None:
@@ -230,8 +245,9 @@ def _run(job: Job, program: Program[Any], command: CommandLine[Any], swept: Sequ
     title = f"job {job.folder.name} of {num_jobs}: {job.changed(swept)}".rstrip(": ")
     began_s = time.perf_counter()
     job.folder.mkdir()
-    for override in job.outputs:
-        Path(override.partition("=")[2]).parent.mkdir(parents=True, exist_ok=True)
+    for path in job.written.values():
+        if path.is_relative_to(job.folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
     overrides = list(job.overrides.values())
     write_whole(job.folder / "overrides.yaml", yaml.safe_dump(overrides, allow_unicode=True))
     if job.problem:

@@ -10,6 +10,15 @@ from typing import Any
 
 from runahead.files import ensure_writable
 
+WRITTEN = (
+    *("answers", "report", "timeline", "ranks.fault_report", "out", "table", "picture"),
+    *("lines", "bench.results"),
+)
+"""Options of all programs that name a file to write, or a folder of such files."""
+
+SHARED = ("lines", "bench.results", "bench.compute")
+"""Options that name a file of several runs, which each reads or appends to."""
+
 READ = (
     *("file", "ids_file", "chat_template", "path", "config", "model", "table", "sample", "samples"),
     *("squad", "hotpotqa", "schema", "heads", "predictor", "skew"),
@@ -28,6 +37,7 @@ def ensure_outputs(options: Any, written: Mapping[str, Sequence[str | os.PathLik
     Raises:
         ValueError: one cannot be written, two are the same file, or one is a file that another option reads.
     """
+    assert set(written) <= {*WRITTEN, *SHARED}, f"a sweep does not know that these are written: {list(written)}"
     taken: dict[object, tuple[str, str, str]] = {}
     for option, paths in written.items():
         for path in paths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,53 @@ def test_no_line_is_added_if_one_cannot_be_written(tmp_path: Path) -> None:
         lines.append(path, [line("single", 64, [2.0]), line("kvr_s", 64, [float("nan")])])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_is_appended_to_the_same_file(tmp_path: Path) -> None:
+    """A long file is not written anew for each line."""
+    path = tmp_path / "bench.jsonl"
+    lines.append(path, [line("single", 64, [1.0])])
+    before = path.stat().st_ino
+    lines.append(path, [line("single", 64, [2.0])])
+    assert path.stat().st_ino == before and len(lines.read(path)) == 2
+
+
+def test_nothing_stays_of_lines_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bench.jsonl"
+    lines.append(path, [line("single", 64, [1.0])])
+    before = path.read_bytes()
+
+    def fail(descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        lines.append(path, [line("single", 64, [2.0])])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("cut_off", ["{", '{"variant": "sing'])
+def test_a_line_that_was_cut_off_does_not_count_and_goes(
+    tmp_path: Path, cut_off: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, measured = tmp_path / "bench.jsonl", [line("single", 64, [1.0]), line("single", 64, [2.0])]
+    lines.append(path, measured[:1])
+    path.write_text(path.read_text() + cut_off)
+    assert lines.read(path) == measured[:1]
+    assert capsys.readouterr().err == (
+        f"bench.results={path}: its last line was cut off when a run was ended, and does not count\n"
+    )
+    lines.append(path, measured[1:])
+    assert lines.read(path) == measured
+    assert capsys.readouterr().err == ""
+
+
+def test_a_last_line_without_an_end_is_kept(tmp_path: Path) -> None:
+    path, measured = tmp_path / "bench.jsonl", [line("single", 64, [1.0]), line("single", 64, [2.0])]
+    lines.append(path, measured[:1])
+    path.write_text(path.read_text().rstrip())
+    lines.append(path, measured[1:])
+    assert lines.read(path) == measured
 
 
 def test_what_is_only_written_to_has_no_lines() -> None:

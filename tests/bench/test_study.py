@@ -78,11 +78,11 @@ def test_lines_are_kept_up_to_an_interruption(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "squares.jsonl").read_text())["square"] == 1
 
 
-def test_a_broken_last_line_is_named_before_anything_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "squares.jsonl").write_text('{"square": 1}\n{"squ')
+def test_a_broken_line_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "squares.jsonl").write_text('{"square": 1}\n{"squ\n')
     with pytest.raises(SystemExit, match="line 2 is no measurement; remove it"):
         run_squares(tmp_path)
-    assert (tmp_path / "squares.jsonl").read_text().endswith('{"squ')
+    assert (tmp_path / "squares.jsonl").read_text().endswith('{"squ\n')
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.evaluate import EVALUATE
 from launch.infer import INFER
 from launch.program import sweep
+from partitioner.plan import PLAN
 from partitioner.search import SEARCH
 
 
@@ -141,7 +143,7 @@ def test_on_several_nodes_of_slurm_srun_starts_the_ranks(jobs, monkeypatch):
 
 
 def test_each_job_has_a_folder(jobs, capsys):
-    assert run("sweep.dir=x/s", "warmup=0,1", "timeline=t/trace.json", "ranks.fault_report=/f.json") == 0
+    assert run("sweep.dir=x/s", "warmup=0,1", "timeline=t/trace.json", "answers=/dev/null") == 0
     for number in (0, 1):
         folder = Path("x/s", str(number)).resolve()
         assert {path.name for path in folder.iterdir()} == {
@@ -154,6 +156,19 @@ def test_each_job_has_a_folder(jobs, capsys):
         assert f"- warmup={number}\n" in (folder / "overrides.yaml").read_text()
         assert jobs.commands[number][-2:] == [f"report={folder}/report.json", f"timeline={folder}/t/trace.json"]
     assert f"the table is in {Path('x/s/table.csv').resolve()}" in capsys.readouterr().err
+
+
+def test_each_job_has_a_picture(jobs):
+    args = ["sweep.dir=s", "picture=p.png", "device=h100", "tokens=4096,8192"]
+    assert run(*args, program=PLAN) == 0
+    assert jobs.arguments("picture=")[1][-1] == f"picture={Path('s/1/p.png').resolve()}"
+    args[:2] = ["sweep.dir=t", "picture=/p.png"]
+    assert run(*args, program=PLAN) == 2
+
+
+def test_lines_of_all_jobs_may_go_to_one_file(jobs):
+    assert run("sweep.dir=s", "lines=/l.jsonl", "model.seed=0,1", program=EVALUATE) == 0
+    assert [args[0] for args in jobs.arguments("lines=")] == ["lines=/l.jsonl"] * 2
 
 
 def test_the_folder_is_new_and_named_after_the_time_by_default(jobs):
@@ -226,7 +241,11 @@ MISTAKES = [
     (["policy=glob(x*)"], "policy=glob(x*) has no value; check the pattern"),
     (["prompt.file=-"], "prompt.file=- can be read by one job only; give a file with --multirun"),
     (["warmup=a(b"], "cannot read warmup=a(b"),
-    (["report=/r.json", "warmup=0,1"], "report=/r.json would be written by every job; give a relative name"),
+    *(
+        ([f"{option}=/r.json", "warmup=0,1"], f"{option}=/r.json would be written by every job; give a relative name")
+        for option in ("report", "timeline", "answers", "ranks.fault_report")
+    ),
+    (["report=../r.json", "warmup=0,1"], "r.json would be written by every job; give a relative name"),
     (["--config-dir", "nowhere"], "--config-dir nowhere is not a folder"),
 ]
 
