@@ -1,7 +1,7 @@
-"""The harness of a study: options, resuming, JSON lines, tables and pictures.
+"""The harness of a study, which declares its variants, one measure of a variant, a table and pictures.
 
-A module of benchmarks/studies/, or of a folder in it, has its question in the docstring, a generator that measures, and
-a table and pictures made from the measured lines alone. `Study.main` does the rest, the same for all:
+A module of benchmarks/studies/ has its question in the docstring and a `Study`. `Study.main` does the rest: options,
+one JSON line after the other, table and pictures from the lines alone.
 
     python -m benchmarks.studies.<name> [its options] [--lines FILE] [--out FOLDER] [--draw-only]
 """
@@ -9,12 +9,12 @@ a table and pictures made from the measured lines alone. `Study.main` does the r
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
@@ -25,68 +25,41 @@ from benchmarks.harness.pages import with_part
 from runahead.files import ensure_writable, write_whole
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 BEGIN, END = "<!-- the table begins -->", "<!-- the table ends -->"
 """Marks on a page between which a study writes its table."""
 PAGES = ROOT / "docs" / "studies"
 """Pages and pictures of studies."""
 
+Variant = dict[str, Any]
+"""What is measured at a time, by the names that its lines have for it."""
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a study, as passed to its generator.
 
-    Attributes:
-        options: the parsed command line.
-        shared: date, commit, code, hardware and versions, which the harness adds to every line.
-        key: fields that identify a measurement.
-        done: keys of the lines already in the file.
-    """
-
-    options: argparse.Namespace
-    shared: Line
-    key: tuple[str, ...]
-    done: set[tuple[str, ...]]
-
-    def has(self, about: Mapping[str, Any]) -> bool:
-        """Whether the file has a line with these values of the key's fields."""
-        return bool(self.key) and key_of({**self.shared, **about}, self.key) in self.done
-
-    def bar(self, items: Collection[T], unit: str) -> Iterator[T]:
-        """Iterate over the items, with a progress bar on a terminal."""
-        yield from tqdm(items, unit=unit, disable=None if is_first_rank() else True)
-
-    def in_turn(self, turns: Mapping[str, Callable[[int], T]], rounds: int, *, warmup: int = 0) -> dict[str, list[T]]:
-        """Call each of `turns` with the round number, round after round (A B C A B C ...).
-
-        A drift of the machine's speed then affects all alike. Results of the first `warmup` rounds are dropped.
-        """
-        results: dict[str, list[T]] = {name: [] for name in turns}
-        for number, name in self.bar([(number, name) for number in range(warmup + rounds) for name in turns], "turn"):
-            result = turns[name](number)
-            if number >= warmup:
-                results[name].append(result)
-        return results
+def nothing(options: Namespace) -> AbstractContextManager[Any]:
+    """Prepare nothing."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
-    """A question, the generator that measures it, and the table and pictures made from its lines.
+class Study(Generic[S]):
+    """A question, what is measured to answer it, and the table and pictures made from the lines.
 
     Attributes:
-        name: name of the module in benchmarks/studies/, such as ranks.prediction; its lines are in
-            benchmarks/results/prediction.jsonl.
+        name: name of the module in benchmarks/studies/, such as commits; its lines are in
+            benchmarks/results/commits.jsonl.
         text: the module's docstring, which --help shows.
         has: a field that every line has.
         options: keyword arguments of `add_argument`, as `option` makes them, by the option's name.
-        measure: generator of lines, each appended at once; runs on all ranks where torchrun starts several.
-        table: text to print.
-        pictures: functions by file name; one may return None where there are no lines for it.
-        key: fields that identify a measurement. `measure` can skip those in the file by `Run.has`.
+        variants: what is measured under the given options, in order. Raises ValueError for a user's mistake.
+        prepare: what all variants are measured with, such as a model, open until the last one is measured. Raises
+            ValueError for a user's mistake.
+        measure: lines of one variant, each appended at once: a function of the options, what is prepared, and the
+            variant. Every line also gets the date, the commit, the code, the hardware and the versions.
+        table: text to print, such as a `Table`.
+        pictures: functions by file name, such as `Curves`; one may return None where there are no lines for it.
         page: page of `--out` in which the table stands between the marks BEGIN and END.
         manual: page beside `--out`, of the manual, and what stands there between these marks: a part of the table.
-        replaces: write all lines at the end, in place of those in the file and with nothing of the machine but the
-            commit, for simulations.
         verdict: of the lines and the parsed command line, the words with which the program fails after its table; None
             if the lines are fine.
     """
@@ -94,15 +67,15 @@ class Study:
     name: str
     text: str | None
     has: str
-    measure: Callable[[Run], Iterator[Line]]
+    measure: Callable[[Namespace, S, Variant], Iterable[Line]]
     table: Callable[[list[Line]], str]
+    variants: Callable[[Namespace], Iterable[Variant]] = lambda options: [{}]
+    prepare: Callable[[Namespace], AbstractContextManager[S]] = nothing
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pictures: Mapping[str, Callable[[list[Line]], bytes | None]] = field(default_factory=dict)
-    key: tuple[str, ...] = ()
     page: str = ""
     manual: tuple[str, Callable[[list[Line]], str]] | None = None
-    replaces: bool = False
-    verdict: Callable[[list[Line], argparse.Namespace], str | None] = lambda found, options: None
+    verdict: Callable[[list[Line], Namespace], str | None] = lambda found, options: None
 
     def main(self, args: Sequence[str] | None = None) -> None:
         """Measure, unless --draw-only is given, then draw the pictures and print the table.
@@ -119,11 +92,9 @@ class Study:
                 ensure_writable(options.lines, option="--lines")
                 if not options.dirty:
                     machine.require_known_code(options.lines, remedy="--dirty or other --lines")
-            found = self._read(options.lines)
+            self._read(options.lines)
         if not options.draw_only:
-            self._measure(options, found)
-        if not is_first_rank():
-            return
+            self._measure(options)
         with errors_in_one_line():
             found = self._read(options.lines)
             if not found:
@@ -163,19 +134,36 @@ class Study:
     def _read(self, path: str) -> list[Line]:
         return lines.read(path, option="--lines", kind=self.has)
 
-    def _measure(self, options: argparse.Namespace, found: list[Line]) -> None:
-        shared = {"commit": machine.commit()} if self.replaces else machine.about()
-        run = Run(options, shared, self.key, {key_of(x, self.key) for x in found})
-        made = []
-        for line in self.measure(run):
-            # An evaluation's lines have a digest of code of their own, on which their keys depend.
-            made.append({**run.shared, **line})
-            if is_first_rank() and not self.replaces:
-                with errors_in_one_line():
-                    lines.append(options.lines, made[-1:])
-        if self.replaces:
+    def _measure(self, options: Namespace) -> None:
+        shared = machine.about()
+        with ExitStack() as undo:
             with errors_in_one_line():
-                write_whole(options.lines, lines.dumps(made))
+                variants = list(self.variants(options))
+                prepared = undo.enter_context(self.prepare(options))
+            for variant in variants:
+                # An evaluation's lines have a digest of code of their own, on which their keys depend.
+                for line in self.measure(options, prepared, variant):
+                    with errors_in_one_line():
+                        lines.append(options.lines, [{**shared, **line}])
+
+
+def in_turn(
+    turns: Mapping[str, Callable[[int], T]], rounds: int, *, warmup: int = 0, label: str = ""
+) -> dict[str, list[T]]:
+    """Call each of `turns` with the round number, in an order that turns round with every round (A B, B A, A B, ...).
+
+    A drift of the machine's speed then affects all alike. Results of the first `warmup` rounds are dropped.
+
+    Args:
+        label: of the progress bar.
+    """
+    results: dict[str, list[T]] = {name: [] for name in turns}
+    order = [(number, name) for number in range(warmup + rounds) for name in list(turns)[:: -1 if number % 2 else 1]]
+    for number, name in tqdm(order, desc=label or None, unit="turn", disable=None):
+        result = turns[name](number)
+        if number >= warmup:
+            results[name].append(result)
+    return results
 
 
 def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]:
@@ -194,24 +182,14 @@ def write_part(page: Path, table: str) -> None:
         write_whole(page, with_part(page.read_text(encoding="utf-8"), BEGIN, f"\n{table}\n", END))
 
 
-def newest(found: Sequence[Line], *names: str) -> dict[tuple[Any, ...], Line]:
-    """The last line for each combination of these fields, in the order in which combinations first appear."""
-    return {tuple(line[name] for name in names): line for line in found}
+def newest(*names: str) -> Callable[[Iterable[Line]], list[Line]]:
+    """Choose the last line for each combination of these fields, in the order in which combinations first appear."""
+    return lambda found: list({tuple(line[name] for name in names): line for line in found}.values())
 
 
 def last_run(found: Sequence[Line]) -> list[Line]:
     """The lines of the run that wrote the last one."""
     return [line for line in found if line.get("date") == found[-1].get("date")]
-
-
-def key_of(line: Line, names: Sequence[str]) -> tuple[str, ...]:
-    """Values of these fields as text; a line of an earlier version may lack some."""
-    return tuple(str(line.get(name)) for name in names)
-
-
-def is_first_rank() -> bool:
-    """Whether this process writes and prints: rank 0 under torchrun, or a process started alone."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

@@ -27,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,11 +41,10 @@ from urllib.parse import urlsplit
 import psutil
 from tqdm import tqdm
 
-from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, legend
-from benchmarks.harness.study import Run, Study, newest, option
+from benchmarks.harness.study import Study, Variant, newest, option
 from benchmarks.network.interruptions import signals_raise
 from benchmarks.studies.serving import Outcome, Session, ask, load, percentiles, uniform
 from launch.program.launcher import end_with_parent
@@ -332,10 +332,8 @@ async def _stop_in_turn(processes: Sequence[int], seen: Seen, every_s: float, se
                 os.kill(process, signal.SIGCONT)
 
 
-def measure(run: Run) -> Iterator[Line]:
-    """Measure one line. Raises: SystemExit: for a wrong option, or a server that does not start."""
-    options = run.options
-    drain_s = _check(options)
+def measure(options: Namespace, drain_s: float, variant: Variant) -> Iterator[Line]:
+    """Measure one line. Raises: SystemExit: the server does not start."""
     with signals_raise(), ExitStack() as undo:
         log = undo.enter_context(open(options.log, "w+b") if options.log else tempfile.TemporaryFile())  # noqa: SIM115
         server = undo.enter_context(Server(options.server, options.ranks, log))
@@ -353,12 +351,13 @@ def measure(run: Run) -> Iterator[Line]:
     yield about | summary(seen, seconds, left, status, said)
 
 
-def _check(options: Any) -> float:
-    """Check the options before anything starts. Returns the server's drain_s. Raises: SystemExit."""
+@contextmanager
+def drain_s_of(options: Namespace) -> Iterator[float]:
+    """The server's serve.drain_s. Raises: ValueError: an option is wrong."""
     try:
         run = SERVE.compose(options.server)
     except ValueError as error:
-        raise SystemExit(f"--server {' '.join(options.server)}: {error}") from error
+        raise ValueError(f"--server {' '.join(options.server)}: {error}") from error
     wrong = [
         (options.ranks < 1, f"--ranks {options.ranks} must be at least 1"),
         (options.rate <= 0, f"--rate {options.rate:g} must be above 0"),
@@ -375,8 +374,8 @@ def _check(options: Any) -> float:
         wrong.append((not 1 <= least <= most, f"--{name} {least} {most} {rule}"))
     for is_wrong, message in wrong:
         if is_wrong:
-            raise SystemExit(message)
-    return run.serve.drain_s
+            raise ValueError(message)
+    yield run.serve.drain_s
 
 
 def summary(seen: Seen, seconds: float, left: dict[str, float], status: int | None, said: str) -> Line:
@@ -428,9 +427,12 @@ def growth(samples: Sequence[tuple[float, int, list[Sample]]], num_ended: int, r
     return [before, after, after / before]
 
 
+latest = newest("server", "ranks")
+
+
 def table(found: list[Line]) -> str:
     """A part per server: how its requests ended, what is left, what grew."""
-    return "\n\n".join(_told(line) for line in _newest(found))
+    return "\n\n".join(_told(line) for line in latest(found))
 
 
 def _told(line: Line) -> str:
@@ -458,7 +460,7 @@ COLOURS = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)
 
 def picture(found: list[Line]) -> bytes:
     """Memory of each rank over time, and requests by how they ended; a row per server."""
-    chosen = _newest(found)
+    chosen = latest(found)
     figure = new_figure(11, 0.5 + 3.4 * len(chosen))
     for line, (memory, ends) in zip(chosen, figure.subplots(len(chosen), 2, squeeze=False), strict=True):
         minutes = [s / 60 for s, _, _ in line["samples"]]
@@ -478,16 +480,14 @@ def picture(found: list[Line]) -> bytes:
     return png(figure)
 
 
-def _newest(found: list[Line]) -> list[Line]:
-    return list(newest(found, "server", "ranks").values())
-
-
 STUDY = Study(
     name="endurance",
     text=__doc__,
     has="outcomes",
+    prepare=drain_s_of,
     measure=measure,
     table=table,
+    verdict=lambda found, options: "the last run has problems, see above" if found[-1]["problems"] else None,
     pictures={"endurance.png": picture},
     options={
         "server": option(["model=smollm2"], "options of launch/serve.py", metavar="NAME=VALUE"),
@@ -509,13 +509,5 @@ STUDY = Study(
     },
 )
 
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Run the study. Returns 1 if the last run was not as it should be."""
-    STUDY.main(args)
-    found = lines.read(STUDY.parser().parse_args(args).lines, option="--lines", kind=STUDY.has)
-    return 1 if found[-1]["problems"] else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    STUDY.main()

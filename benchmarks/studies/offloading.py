@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -33,10 +35,9 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.evaluation.tasks.base import now_s
+from benchmarks.harness.declared import Curves, Panel, Table
 from benchmarks.harness.lines import Line
-from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, legend
-from benchmarks.harness.study import Run, Study, key_of, newest, option
-from benchmarks.harness.text_table import Rows
+from benchmarks.harness.study import Study, Variant, in_turn, newest, option
 from benchmarks.studies.retrieved_prompt import (
     Decoding,
     FullCache,
@@ -45,7 +46,6 @@ from benchmarks.studies.retrieved_prompt import (
     kv_bytes,
     retrieved_bytes,
 )
-from launch.program.text_table import text_table
 from partitioner.table.fingerprint import device_name
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
@@ -59,7 +59,7 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.cache.kept import KeptLayer
 from runahead.model.seam import ATTENTION_NAME, set_attention
-from runahead.picture_style import ACCENT, INK, MUTED, dress, new_figure, panels, png, set_title, tokens
+from runahead.picture_style import set_lengths
 from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -80,19 +80,10 @@ POLICIES: dict[str, Callable[[argparse.Namespace], Retriever]] = {
 }
 VARIANTS = (FULL, *POLICIES, TRANSFORMERS)
 TRACED = "infinigen, fixed"
-LOOKS = {
-    FULL: (INK, "o"),
-    "infinigen": (ACCENT, "D"),
-    "infinigen, fixed": (ORANGE, "D"),
-    "infinigen, fixed, 3 layers whole": (PURPLE, "D"),
-    "quest": (GREEN, "^"),
-    "exact top-k": (BLUE, "v"),
-    "offload": (MUTED, "h"),
-    TRANSFORMERS: (SKY, "s"),
-}
 OBSERVED = 256
 """Number of random queries from which indices are made."""
-TOLD_APART = ("device", "shape", "layers", "dtype", "batch")
+MACHINE = ("device", "shape", "layers", "dtype")
+"""Fields of a line that agree in all that is drawn together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +107,8 @@ class Bytes:
         return max(self.device / memory, 0.0 if link is None else self.link / link) / 1e9
 
 
-class Variant(Protocol):
-    """Interface of a variant: stores a KV cache and decodes one token per row from it."""
+class Decoder(Protocol):
+    """Interface of a variant of decoding: stores a KV cache and decodes one token per row from it."""
 
     def take(self, layer: int, base: KeptLayer, host: HostLayer | None, q_BNwH: Tensor) -> None:
         """Store a layer's keys and values: on the device, and on the host if that is a separate memory."""
@@ -203,46 +194,61 @@ class TransformersOffloaded:
         return Bytes(device=step, link=stored, kv_device=on_device, kv_host=stored), 1.0
 
 
-def measure(run: Run) -> Iterator[Line]:
-    """Measure one line per batch, context and variant. Raises: SystemExit: an option is out of range."""
-    options = run.options
+def variants(options: argparse.Namespace) -> Iterator[Variant]:
+    """Each batch with each context. Raises: ValueError: an option is out of range."""
     if min(options.rounds, options.tokens, *options.contexts, *options.batch) < 1 or min(options.contexts) < OBSERVED:
-        raise SystemExit(f"--rounds, --tokens and --batch must be at least 1, --contexts at least {OBSERVED}")
+        raise ValueError(f"--rounds, --tokens and --batch must be at least 1, --contexts at least {OBSERVED}")
+    for batch, context in product(options.batch, options.contexts):
+        yield {"context": context, "batch": batch}
+
+
+@dataclass
+class Bench:
+    """A model on a device whose rates are measured.
+
+    Attributes:
+        about: fields of every line.
+        trace: file for a trace, until it is written.
+    """
+
+    model: Model
+    rates: dict[str, float | None]
+    about: Line
+    trace: Path | None
+
+
+@contextmanager
+def bench(options: argparse.Namespace) -> Iterator[Bench]:
+    """The model and the device of a run. Raises: ValueError: the shape has not so many layers."""
     device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu":
         torch.set_num_threads(1)
-    model = random_model(options, device)
-    rates = measured_rates(device)
-    about = {
-        "device": device_name(device),
-        "shape": options.shape,
-        "layers": model.num_layers,
-        "dtype": options.dtype,
-        "kv": "random",
-        "alpha": options.alpha,
-        "fetch": options.fetch,
-        **rates,
-    }
+    model, rates = random_model(options, device), measured_rates(device)
+    about = {"device": device_name(device), "layers": model.num_layers, "kv": "random", **rates}
+    about |= {name: getattr(options, name) for name in ("shape", "dtype", "alpha", "fetch")}
     link = "" if rates["link_gbs"] is None else f", host to device {rates['link_gbs']:.1f} GB/s"
     print(f"{about['device']}: memory {rates['memory_gbs']:.0f} GB/s{link}")
-    traced = options.trace
-    for batch in options.batch:
-        for context in options.contexts:
-            turns = Turns(model, options, context=context, batch=batch)
-            measured = turns.measure(run, about, rates)
-            print(table(measured), end="")
-            yield from measured
-            if traced is not None and turns.variants:
-                trace(turns, traced)
-                traced = None
+    yield Bench(model, rates, about, options.trace)
+
+
+def measure(options: argparse.Namespace, on: Bench, variant: Variant) -> Iterator[Line]:
+    """Measure one line per variant of decoding, all in turn."""
+    turns = Turns(on.model, options, **variant)
+    measured = [on.about | {"variant": name} | variant | line for name, line in turns.measure(on.rates).items()]
+    if measured:
+        print(TABLE(measured), end="")
+    yield from measured
+    if on.trace is not None and turns.variants:
+        trace(turns, on.trace)
+        on.trace = None
 
 
 def random_model(options: argparse.Namespace, device: torch.device) -> Model:
-    """Make a Llama model of the requested shape with random weights. Raises: SystemExit: invalid number of layers."""
+    """Make a Llama model of the requested shape with random weights. Raises: ValueError: invalid number of layers."""
     shape = dict(SHAPES[options.shape])
     if options.layers is not None:
         if not 1 <= options.layers <= shape["num_hidden_layers"]:
-            raise SystemExit(f"--layers {options.layers} must be 1 to {shape['num_hidden_layers']} for {options.shape}")
+            raise ValueError(f"--layers {options.layers} must be 1 to {shape['num_hidden_layers']} for {options.shape}")
         shape["num_hidden_layers"] = options.layers
     config = LlamaConfig(**shape, vocab_size=32000, max_position_embeddings=max(32768, 2 * max(options.contexts)))
     torch.manual_seed(0)
@@ -258,7 +264,7 @@ class Turns:
     def __init__(self, model: Model, options: argparse.Namespace, *, context: int, batch: int) -> None:
         self.model, self.options, self.context, self.batch = model, options, context, batch
         self.room = options.tokens * (options.rounds + 2)
-        self.variants: dict[str, Variant] = {}
+        self.variants: dict[str, Decoder] = {}
         on_host = (TRANSFORMERS in options.variants) + bool({*options.variants} & POLICIES.keys())
         needed = on_host * (context + self.room) * kv_bytes(model, batch)
         if needed > 0.9 * psutil.virtual_memory().available:
@@ -283,7 +289,7 @@ class Turns:
         if left_out == FULL:
             self._make([name for name in names if name != FULL])
 
-    def _made(self, name: str) -> Variant:
+    def _made(self, name: str) -> Decoder:
         if name == TRANSFORMERS:
             return TransformersOffloaded(self.model, batch=self.batch)
         sizes = {"num_tokens": self.context, "batch": self.batch, "room": self.room}
@@ -310,7 +316,7 @@ class Turns:
             for variant in self.variants.values():
                 variant.take(layer, base, host, q_BNwH)
 
-    def turn(self, variant: Variant) -> tuple[float, int | None]:
+    def turn(self, variant: Decoder) -> tuple[float, int | None]:
         """Time per token of one turn in seconds, and on a GPU the peak of the bytes that it allocated."""
         device = self.model.device
         cuda = device.type == "cuda"
@@ -326,20 +332,22 @@ class Turns:
         return taken_s, torch.cuda.max_memory_allocated(device) - before if cuda else None
 
     @torch.inference_mode()
-    def measure(self, run: Run, about: Line, rates: dict[str, float | None]) -> list[Line]:
-        """Let the variants decode in turn. Returns a line per variant."""
+    def measure(self, rates: dict[str, float | None]) -> dict[str, Line]:
+        """Let the variants decode in turn. Returns the figures of each."""
         turns = {name: lambda _, it=variant: self.turn(it) for name, variant in self.variants.items()}
-        measured: list[Line] = []
-        for name, results in run.in_turn(turns, self.options.rounds, warmup=1).items():
+        measured: dict[str, Line] = {}
+        for name, results in in_turn(turns, self.options.rounds, warmup=1).items():
             used, share = self.variants[name].used()
-            measured.append(
-                about
-                | {"variant": name, "context": self.context, "batch": self.batch}
-                | {"tpot_s": [taken_s for taken_s, _ in results]}
-                | {"device_bytes": used.device, "link_bytes": used.link, "bound_s": used.seconds(rates)}
-                | {"kv_device_bytes": used.kv_device, "kv_host_bytes": used.kv_host}
-                | {"step_peak_bytes": results[-1][1], "fetched_share": share}
-            )
+            measured[name] = {
+                "tpot_s": [taken_s for taken_s, _ in results],
+                "device_bytes": used.device,
+                "link_bytes": used.link,
+                "bound_s": used.seconds(rates),
+                "kv_device_bytes": used.kv_device,
+                "kv_host_bytes": used.kv_host,
+                "step_peak_bytes": results[-1][1],
+                "fetched_share": share,
+            }
         return measured
 
 
@@ -378,56 +386,72 @@ def trace(run: Turns, path: Path) -> None:
     print(f"{path.name}: two tokens of {name}, {run.context:,} tokens x {run.batch}")
 
 
-def latest(found: Sequence[Line]) -> dict[tuple[Any, ...], Line]:
-    """The last line of each machine, shape, batch, context and variant."""
-    return newest(found, *TOLD_APART, "context", "variant")
+def mebibytes(name: str) -> Callable[[Line], str]:
+    """A column of bytes."""
+    return lambda line: f"{line[name] / 2**20:,.0f} MiB"
 
 
-def table(found: Sequence[Line]) -> str:
-    """Table of the last measurement of every shape, context, batch and variant."""
-    head = ("tokens", "batch", "variant", "ms a token", "bound", "of it", "fetched", "GPU K,V", "host K,V")
-    rows: Rows = [head]
-    for (*_, batch, context, name), line in latest(found).items():
-        measured_s, share = median(line["tpot_s"]), line["fetched_share"]
-        times = f"{1e3 * measured_s:.2f}", f"{1e3 * line['bound_s']:.2f}", f"{line['bound_s'] / measured_s:.0%}"
-        kept = (f"{line[which] / 2**20:,.0f} MiB" for which in ("kv_device_bytes", "kv_host_bytes"))
-        rows.append((f"{context:,}", str(batch), name, *times, "-" if share is None else f"{share:.1%}", *kept))
-    return text_table(rows, left=(2,))
+TABLE = Table(
+    lines=newest(*MACHINE, "batch", "context", "variant"),
+    columns={
+        "tokens": lambda line: f"{line['context']:,}",
+        "batch": lambda line: str(line["batch"]),
+        "variant": lambda line: line["variant"],
+        "ms a token": lambda line: f"{1e3 * median(line['tpot_s']):.2f}",
+        "bound": lambda line: f"{1e3 * line['bound_s']:.2f}",
+        "of it": lambda line: f"{line['bound_s'] / median(line['tpot_s']):.0%}",
+        "fetched": lambda line: "-" if line["fetched_share"] is None else f"{line['fetched_share']:.1%}",
+        "GPU K,V": mebibytes("kv_device_bytes"),
+        "host K,V": mebibytes("kv_host_bytes"),
+    },
+    left=(2,),
+)
 
 
-def picture(found: Sequence[Line]) -> bytes:
-    """Draw a panel per batch, for the shape and the device that were measured last."""
-    last = found[-1]
-    alike = [name for name in TOLD_APART if name != "batch"]
-    shown = [line for line in latest(found).values() if key_of(line, alike) == key_of(last, alike)]
-    shown.sort(key=lambda line: int(line["context"]))
-    batches = sorted({line["batch"] for line in shown})
-    figure = new_figure(5.2 * len(batches), 4.4)
-    for axes, batch in zip(panels(figure, len(batches), 1, len(batches)), batches, strict=True):
-        here = [line for line in shown if line["batch"] == batch]
-        contexts = sorted({line["context"] for line in here})
-        for name, (colour, marker) in LOOKS.items():
-            of_it = [line for line in here if line["variant"] == name]
-            if of_it:
-                x = [line["context"] for line in of_it]
-                axes.plot(x, [1e3 * median(line["tpot_s"]) for line in of_it], color=colour, marker=marker, label=name)
-                axes.plot(x, [1e3 * line["bound_s"] for line in of_it], color=colour, linestyle=":")
-        dress(axes, title=f"batch {batch}", x="tokens in the cache", y="ms a token; dotted: bound")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(contexts, [tokens(context) for context in contexts])
-    legend(figure.axes[0], fontsize=8)
-    about = f"{last['shape']}, {last['layers']} layers, {last['dtype']}, random weights and K,V, {last['device']}"
-    set_title(figure, "Decoding with K,V in host memory", about)
-    return png(figure)
+def last_measured(found: list[Line]) -> list[Line]:
+    """The newest lines of the shape and the device that were measured last."""
+    return [line for line in TABLE.lines(found) if all(line[name] == found[-1][name] for name in MACHINE)]
 
+
+def panels(found: list[Line]) -> list[Panel]:
+    """One per batch."""
+    return [
+        Panel(
+            f"batch {batch}",
+            "ms a token; dotted: bound",
+            lambda line: 1e3 * median(line["tpot_s"]),
+            bound=lambda line: 1e3 * float(line["bound_s"]),
+            shows=lambda line, batch=batch: line["batch"] == batch,  # type: ignore[misc]
+        )
+        for batch in sorted({line["batch"] for line in found})
+    ]
+
+
+def set_scales(axes: Any, found: list[Line]) -> None:
+    """Both logarithmic."""
+    set_lengths(axes, sorted({line["context"] for line in found}))
+    axes.set_yscale("log")
+
+
+PICTURE = Curves(
+    title="Decoding with K,V in host memory",
+    subject=lambda found: "{shape}, {layers} layers, {dtype}, random weights and K,V, {device}".format(**found[-1]),
+    lines=last_measured,
+    curve=lambda line: line["variant"],
+    x_label="tokens in the cache",
+    x=lambda line: float(line["context"]),
+    panels=panels,
+    finish=set_scales,
+)
 
 STUDY = Study(
     name="offloading",
     text=__doc__,
     has="variant",
+    variants=variants,
+    prepare=bench,
     measure=measure,
-    table=table,
+    table=TABLE,
     options={
         "shape": option("llama2-7b", choices=list(SHAPES)),
         "layers": option(None, "fewer than the shape has", type=int),
@@ -442,7 +466,7 @@ STUDY = Study(
         "device": option(None, "by default a GPU if there is one"),
         "trace": option(None, f"a torch profiler trace of {TRACED}, or of the first variant", type=Path),
     },
-    pictures={"offloading.png": picture},
+    pictures={"offloading.png": PICTURE},
 )
 
 if __name__ == "__main__":

@@ -24,27 +24,25 @@ ids, and answers have a fixed length. Several addresses are replicas, which get 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import re
 import time
 import urllib.request
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from benchmarks.harness.declared import Curves, Panel, Table
 from benchmarks.harness.lines import Line
-from benchmarks.harness.pictures import LOOKS, legend
-from benchmarks.harness.study import Run, Study, newest, option
-from launch.program.text_table import text_table
-from runahead.picture_style import dress, new_figure, panels, png, set_title
+from benchmarks.harness.study import Study, Variant, newest, option
 
 
 @dataclass(frozen=True)
@@ -201,25 +199,28 @@ async def load(
     return outcomes
 
 
-def measure(run: Run) -> Iterator[Line]:
-    """Measure one line per workload, rate, round and server."""
-    options = run.options
-    servers = {options.server: options.url}
+def servers(options: Namespace) -> dict[str, list[str]]:
+    """Addresses of each server by its name. Raises: ValueError: --against is no other server."""
+    found = {options.server: options.url}
     if options.against is not None:
         name, _, url = options.against.partition("=")
         if not url.startswith("http") or name == options.server:
-            raise SystemExit(f"--against {options.against} must be NAME=http://..., with another name than --server")
-        servers[name] = [url]
-    for workload in options.workloads:
-        for rate in options.rates:
-            for number in range(options.rounds):
-                for name, urls in servers.items():
-                    about = {"server": name, "workload": workload, "rate": rate, "round": number}
-                    yield about | _measured(options, workload, rate, number, urls)
+            raise ValueError(f"--against {options.against} must be NAME=http://..., with another name than --server")
+        found[name] = [url]
+    return found
 
 
-def _measured(options: argparse.Namespace, workload: str, rate: float, number: int, urls: list[str]) -> Line:
-    """Figures of one workload at one rate. Every server gets the same requests in a round of this number."""
+def variants(options: Namespace) -> Iterator[Variant]:
+    """Each workload at each rate: in each round the servers, one after the other."""
+    for workload, rate, number in product(options.workloads, options.rates, range(options.rounds)):
+        for name in servers(options):
+            yield {"server": name, "workload": workload, "rate": rate, "round": number}
+
+
+def measure(options: Namespace, _: None, variant: Variant) -> Iterator[Line]:
+    """Measure one line. Every server gets the same requests in a round of one number."""
+    workload, rate, number = variant["workload"], variant["rate"], variant["round"]
+    urls = servers(options)[variant["server"]]
     named = f"{workload} {rate} {options.seed}" + (f" {number}" if number else "")
     draw = random.Random(named)
     starts_s, now_s = list[float](), draw.expovariate(rate)
@@ -235,7 +236,7 @@ def _measured(options: argparse.Namespace, workload: str, rate: float, number: i
     seconds, after_s = time.perf_counter() - began_s, rank_seconds(urls, options.key)
     about = {"length": options.length, "new_tokens": options.new_tokens, "slo": slo}
     about |= {"rank_s": {name: after_s[name] - before_s.get(name, 0.0) for name in after_s}}
-    return about | summary(outcomes, seconds, longest=options.length, **slo)
+    yield variant | about | summary(outcomes, seconds, longest=options.length, **slo)
 
 
 def rank_seconds(urls: list[str], key: str | None) -> dict[str, float]:
@@ -248,13 +249,10 @@ def rank_seconds(urls: list[str], key: str | None) -> dict[str, float]:
     return found
 
 
-def fetched(url: str, key: str | None, body: Line | None = None, *, timeout_s: float = 60) -> bytes:
-    """A server's answer to GET, or to POST with a body."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+def fetched(url: str, key: str | None) -> bytes:
+    """A server's answer to GET."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.urlopen(request, timeout=60) as response:
         content: bytes = response.read()
     return content
 
@@ -310,81 +308,76 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
     return {name: float(np.percentile(values, q)) for name, q in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100))}
 
 
-def table(found: list[Line]) -> str:
-    """A row per workload, rate, round and server.
-
-    "predicted" is the median of TTFT over the server's prediction, "beside" ITL p99 beside a long prefill. "hits" is
-    the share of the prompts' tokens that the server had, "computed" are the others.
-    """
-    rounds = [{"round": 0, **line} for line in found]
-    rows = [_cells(line) for line in newest(rounds, "server", "workload", "rate", "length", "round").values()]
-    return text_table([list(rows[0]), *(list(row.values()) for row in rows)], left=(0, 1)) if rows else ""
+def of(name: str, percentile: str) -> Callable[[Line], float | None]:
+    """A percentile of a figure; None where nothing was answered, and in lines from before the figure."""
+    return lambda line: line.get(name, {}).get(percentile)
 
 
-def _cells(line: Line) -> dict[str, str]:
-    def seconds(name: str, percentile: str) -> str:
-        value = line.get(name, {}).get(percentile)
-        return "-" if value is None else f"{value:.2f} s"
+def seconds(name: str, percentile: str) -> Callable[[Line], str]:
+    """A column: a percentile in seconds."""
+    return lambda line: "-" if (value := of(name, percentile)(line)) is None else f"{value:.2f} s"
 
-    ratio = line.get("ttft_over_predicted", {}).get("p50")
-    prompts, cached = line.get("prompt_tokens"), line.get("cached_tokens")
-    return {
-        "server": line["server"],
-        "workload": line["workload"],
-        "rate": f"{line['rate']:g}",
-        "sent": str(line["requests"]),
-        "answered": str(line["answered"]),
-        "refused": str(line["refused"]),
-        "goodput": f"{line['goodput']:.3f}",
-        "hits": f"{cached / prompts:.0%}" if prompts else "-",
-        "computed": f"{prompts - cached:,}" if prompts else "-",
+
+def predicted(line: Line) -> str:
+    """The median of TTFT over the server's prediction."""
+    ratio = of("ttft_over_predicted", "p50")(line)
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def hits(line: Line) -> str:
+    """Share of the prompts' tokens that the server had."""
+    return f"{line['cached_tokens'] / line['prompt_tokens']:.0%}" if line.get("prompt_tokens") else "-"
+
+
+def computed(line: Line) -> str:
+    """Tokens of the prompts that the server did not have."""
+    return f"{line['prompt_tokens'] - line['cached_tokens']:,}" if line.get("prompt_tokens") else "-"
+
+
+TABLE = Table(
+    lines=lambda found: newest("server", "workload", "rate", "length", "round")([{"round": 0, **x} for x in found]),
+    columns={
+        "server": lambda line: line["server"],
+        "workload": lambda line: line["workload"],
+        "rate": lambda line: f"{line['rate']:g}",
+        "sent": lambda line: str(line["requests"]),
+        "answered": lambda line: str(line["answered"]),
+        "refused": lambda line: str(line["refused"]),
+        "goodput": lambda line: f"{line['goodput']:.3f}",
+        "hits": hits,
+        "computed": computed,
         "TTFT p50": seconds("ttft_s", "p50"),
         "TTFT p99": seconds("ttft_s", "p99"),
-        "predicted": "-" if ratio is None else f"{ratio:.2f}",
+        "predicted": predicted,
         "ITL p99": seconds("itl_s", "p99"),
-        "beside": seconds("itl_beside_s", "p99"),
-    }
-
-
-def picture(found: list[Line]) -> bytes:
-    """Goodput, TTFT and the longest gaps over the rate; what has one rate alone is in the table only."""
-    figure = new_figure(11.5, 4.4)
-    values = {
-        "Requests that were answered in time": ("requests per s", lambda line: line["goodput"]),
-        "Time to first token, 99th percentile": ("seconds", lambda line: line["ttft_s"]["p99"]),
-        "Time between tokens, 99th percentile": ("seconds", lambda line: line["itl_s"]["p99"]),
-    }
-    for axes, (title, (unit, value)) in zip(panels(figure, 3, 1, 3), values.items(), strict=True):
-        for look, (name, lines) in zip(LOOKS, by_curve(_newest(found)).items(), strict=False):
-            points = sorted((x["rate"], value(x)) for x in lines if value(x))
-            if len(points) > 1:
-                axes.plot(*zip(*points, strict=True), **look, markersize=6, label=name)
-        dress(axes, title=title, x="sessions that begin, per s", y=unit)
-        axes.set_ylim(bottom=0)
-    legend(figure, handles=axes.lines, loc="outside lower left", ncols=4)
-    set_title(figure, "A server under load", "by its set-up and workload, over the rate at which sessions begin")
-    return png(figure)
-
-
-def by_curve(found: list[Line]) -> dict[str, list[Line]]:
-    """The lines of each server and workload, by both names."""
-    curves: dict[str, list[Line]] = {}
-    for line in found:
-        curves.setdefault(f"{line['server']}, {line['workload']}", []).append(line)
-    return curves
-
-
-def _newest(found: list[Line]) -> list[Line]:
-    return list(newest(found, "server", "workload", "rate", "length").values())
-
+        "beside": seconds("itl_beside_s", "p99"),  # beside a long prefill
+    },
+    left=(0, 1),
+)
+PICTURE = Curves(
+    title="A server under load",
+    subject=lambda found: "by its set-up and workload, over the rate at which sessions begin",
+    lines=newest("server", "workload", "rate", "length"),
+    curve=lambda line: f"{line['server']}, {line['workload']}",
+    x_label="sessions that begin, per s",
+    x=lambda line: float(line["rate"]),
+    panels=lambda found: [
+        Panel("Requests that were answered in time", "requests per s", lambda line: line["goodput"] or None),
+        Panel("Time to first token, 99th percentile", "seconds", of("ttft_s", "p99")),
+        Panel("Time between tokens, 99th percentile", "seconds", of("itl_s", "p99")),
+    ],
+    least=2,  # what has one rate alone is in the table only
+    finish=lambda axes, found: axes.set_ylim(bottom=0),
+)
 
 STUDY = Study(
     name="serving",
     text=__doc__,
     has="goodput",
+    variants=variants,
     measure=measure,
-    table=table,
-    pictures={"serving.png": picture},
+    table=TABLE,
+    pictures={"serving.png": PICTURE},
     options={
         "url": option(["http://127.0.0.1:8000"], "address of the server, or of replicas"),
         "key": option(None, "its key"),

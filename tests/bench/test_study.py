@@ -1,4 +1,4 @@
-"""The harness of a study: resuming, appending, drawing; and every study answers --help and draws its lines."""
+"""The harness of a study: measuring, appending, drawing; and every study answers --help and draws its lines."""
 
 from __future__ import annotations
 
@@ -6,43 +6,45 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from matplotlib.figure import Figure
 
-from benchmarks.harness import machine
+from benchmarks.harness import declared, machine
+from benchmarks.harness.declared import Curves, Panel, Table
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.study import BEGIN, END, Run, Study, last_run, option
+from benchmarks.harness.study import BEGIN, END, Study, Variant, in_turn, last_run, newest, option
 from tests.faults import drill, endurance
 from tests.fuzz import fuzz
 
 STUDIES = ("commits.__main__", "endurance", "offloading", "quality.__main__", "serving")
 
 
-def measure(run: Run) -> Iterator[Line]:
-    for number in run.options.numbers:
-        if not run.has({"number": number}):
-            yield {"number": number, "square": number**2}
-
-
-def table(found: list[Line]) -> str:
-    return " ".join(str(line["square"]) for line in found)
+@contextmanager
+def power(options: Namespace) -> Iterator[int]:
+    if options.power < 1:
+        raise ValueError(f"--power {options.power} must be at least 1")
+    yield options.power
 
 
 SQUARES = Study(
     name="squares",
     text="Squares.",
     has="square",
-    measure=measure,
-    table=table,
-    options={"numbers": option([1, 2], "to square")},
+    options={"numbers": option([1, 2], "to square"), "power": option(2)},
+    variants=lambda options: ({"number": number} for number in options.numbers),
+    prepare=power,
+    measure=lambda options, power, variant: [variant | {"square": variant["number"] ** power}],
+    table=lambda found: " ".join(str(line["square"]) for line in found),
     pictures={"squares.png": lambda found: str(len(found)).encode(), "none.png": lambda found: None},
-    key=("number",),
 )
 
 
@@ -50,13 +52,19 @@ def run_squares(folder: Path, *args: str) -> None:
     SQUARES.main(["--lines", str(folder / "squares.jsonl"), "--out", str(folder), *args])
 
 
-def test_what_the_file_has_is_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_all_variants_are_appended_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_squares(tmp_path)
-    run_squares(tmp_path, "--numbers", "2", "3")
+    run_squares(tmp_path, "--numbers", "3")
     assert capsys.readouterr().out.splitlines() == ["1 4", "1 4 9"]
     assert (tmp_path / "squares.png").read_text() == "3" and not (tmp_path / "none.png").exists()
     [first, *_] = [json.loads(text) for text in (tmp_path / "squares.jsonl").read_text().splitlines()]
     assert first.keys() >= {"number", "square", "date", "commit", "code", "hardware", "versions"}
+
+
+def test_a_mistake_is_one_line_and_measures_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^--power 0 must be at least 1$"):
+        run_squares(tmp_path, "--power", "0")
+    assert not list(tmp_path.iterdir())
 
 
 def test_draw_only_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,11 +76,12 @@ def test_draw_only_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_lines_are_kept_up_to_an_interruption(tmp_path: Path) -> None:
-    def interrupted(run: Run) -> Iterator[Line]:
+    def interrupted(options: Namespace, power: int, variant: Variant) -> Iterator[Line]:
+        if variant["number"] == 2:
+            raise KeyboardInterrupt
         yield {"number": 1, "square": 1}
-        raise KeyboardInterrupt
 
-    study = Study(name="squares", text=None, has="square", measure=interrupted, table=table)
+    study = replace(SQUARES, measure=interrupted)
     with pytest.raises(KeyboardInterrupt):
         study.main(["--lines", str(tmp_path / "squares.jsonl"), "--out", str(tmp_path)])
     assert json.loads((tmp_path / "squares.jsonl").read_text())["square"] == 1
@@ -90,14 +99,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="No space left on device") as ended:
         SQUARES.main(["--lines", "/dev/full", "--out", str(tmp_path)])
     assert "\n" not in str(ended.value)
-
-
-def test_a_simulation_replaces_its_lines(tmp_path: Path) -> None:
-    study = replace(SQUARES, pictures={}, key=(), replaces=True)
-    for _ in range(2):
-        study.main(["--lines", str(tmp_path / "s.jsonl"), "--out", str(tmp_path)])
-    found = [json.loads(text) for text in (tmp_path / "s.jsonl").read_text().splitlines()]
-    assert found == [{"commit": machine.commit(), "number": at, "square": at**2} for at in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -137,24 +138,46 @@ def test_results_and_pages_are_no_changes_of_the_code(monkeypatch: pytest.Monkey
     assert machine.commit() == "abc-dirty" and {":!benchmarks/results", ":!docs"} <= set(asked[1])
 
 
-def test_other_ranks_measure_and_write_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    run_squares(tmp_path)
-    assert not list(tmp_path.iterdir()) and capsys.readouterr().out == ""
-
-
-def test_variants_run_in_turn_and_warm_up_rounds_are_dropped(tmp_path: Path) -> None:
+def test_turns_change_their_order_and_warm_up_rounds_are_dropped() -> None:
     order: list[str] = []
 
     def turn(name: str, number: int) -> int:
         order.append(name)
         return number
 
-    run = Run(SQUARES.parser().parse_args([]), {}, (), set())
-    found = run.in_turn({"a": lambda n: turn("a", n), "b": lambda n: turn("b", n)}, 2, warmup=1)
-    assert order == ["a", "b"] * 3 and found == {"a": [1, 2], "b": [1, 2]}
+    found = in_turn({"a": lambda n: turn("a", n), "b": lambda n: turn("b", n)}, 2, warmup=1)
+    assert order == ["a", "b", "b", "a", "a", "b"] and found == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_a_declared_table_has_a_row_for_the_newest_line_of_each() -> None:
+    found = [{"at": at, "took": took} for at, took in ((1, 5), (2, 6), (1, 7))]
+    cells = {"at": lambda line: str(line["at"]), "took": lambda line: f"{line['took']} s"}
+    assert Table(columns=cells, lines=newest("at"))(found) == "at  took\n1    7 s\n2    6 s\n"
+
+
+def test_declared_curves_go_through_the_points_of_their_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(declared, "png", lambda figure: figures.append(figure) or b"")
+    points = [(0, "a", 2, 5), (0, "a", 1, 3), (0, "b", 1, 9), (1, "b", 1, 4), (1, "b", 2, None), (1, "b", 3, 6)]
+    curves = Curves(
+        title="Points",
+        subject=lambda drawn: f"{len(drawn)} lines",
+        lines=list,
+        curve=lambda line: line["name"],
+        x_label="x",
+        x=lambda line: line["x"],
+        panels=lambda drawn: [
+            Panel("first", "y", lambda line: line["y"], bound=lambda line: 7, shows=lambda line: line["part"] == 0),
+            Panel("second", "y", lambda line: line["y"], shows=lambda line: line["part"] == 1),
+        ],
+        least=2,
+    )
+    curves([{"part": part, "name": name, "x": x, "y": y} for part, name, x, y in points])
+    [figure] = figures
+    drawn = [[line.get_xydata().tolist() for line in axes.lines] for axes in figure.axes]
+    assert drawn == [[[[1, 3], [2, 5]], [[1, 7], [2, 7]]], [[[1, 4], [3, 6]]]]
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
 
 
 def test_the_last_run_is_that_of_the_last_line() -> None:

@@ -153,7 +153,7 @@ def test_a_server_that_ends_ends_the_run(monkeypatch):
 )
 def test_wrong_options_are_refused_before_a_server_starts(tmp_path, args, message):
     with pytest.raises(SystemExit, match=message):
-        study.main(["--lines", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path), *args])
+        STUDY.main(["--lines", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path), *args])
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_two_ranks_endure_closed_connections_and_stops(tmp_path: Path, capsys: p
     load = ["--seconds", "8", "--rate", "8", "--requests", "50", "--cancelled", "0.4", "--within_s", "0.2"]
     load += ["--lengths", "3", "300", "--new_tokens", "2", "40", "--vocabulary", "200"]
     load += ["--slow_every", "2", "--slow_s", "0.7", "--sample_s", "0.3"]
-    assert study.main([*server, *load, "--lines", str(lines), "--out", str(tmp_path)]) == 0
+    STUDY.main([*server, *load, "--lines", str(lines), "--out", str(tmp_path)])
     line = json.loads(lines.read_text())
     assert line["requests"] >= 50 and line["outcomes"]["answered"] > 20 and line["outcomes"]["closed"] > 5
     assert line["stops"] >= 2 and len(line["growth"]) == 2 and line["left"] == {"running": 0, "waiting": 0}

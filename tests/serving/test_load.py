@@ -64,8 +64,7 @@ def test_two_servers_are_measured_in_turn_by_what_they_reuse(tmp_path, capsys, m
         else:
             assert tree["cached_tokens"] >= 40 * (num - 1)
     assert any(line["requests"] > 1 for line in found if line["workload"] == "document")
-    cells = study._cells(found[-1])
-    assert cells["hits"] == "0%" and cells["computed"] == f"{found[-1]['prompt_tokens']:,}"
+    assert study.hits(found[-1]) == "0%" and study.computed(found[-1]) == f"{found[-1]['prompt_tokens']:,}"
     assert len(capsys.readouterr().out.splitlines()) == 9
 
 

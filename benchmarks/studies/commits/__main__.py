@@ -17,55 +17,61 @@ per cell to benchmarks/results/commits.jsonl. With --most-mean and --most-cell i
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.declared import Table
 from benchmarks.harness.lines import Line
-from benchmarks.harness.study import Run, Study, errors_in_one_line, last_run, option
-from benchmarks.harness.text_table import Rows
+from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, last_run, option
 from benchmarks.studies.commits.job import NUM_RANKS, Job, job_of
-from launch.program.text_table import text_table
 
 PREFILLS = ["single", "kv_runahead", "zigzag"]
 DECODED = ["full", "snapkv", "adakv", "4 bits", "infinigen"]
 RESAMPLES = 10_000
 
 
-def measure(run: Run) -> Iterator[Line]:
-    """Measure one line per cell."""
-    options = run.options
+def cells(options: Namespace) -> Iterator[Variant]:
+    """Prefills by length, then tokens by what is decoded from and how many are in the cache."""
+    for name, length in product(options.prefills, options.lengths):
+        yield {"cell": name, "what": "TTFT", "length": length}
+    for name, length in product(options.decoded, options.decoded_lengths):
+        yield {"cell": name, "what": "a token", "length": length}
+
+
+@contextmanager
+def jobs_of(options: Namespace) -> Iterator[dict[str, Job]]:
+    """The ranks of both commits. Raises: ValueError: there is no such commit."""
     if options.before is None:
-        raise SystemExit("--before is missing; name the commit that this one is compared with, such as --before HEAD~3")
-    names = {"before": options.before, "after": options.after}
-    with errors_in_one_line(), job_of(options.before) as before, job_of(options.after) as after:
-        jobs = {"before": before, "after": after}
-        for name, length in product(options.prefills, options.lengths):
-            request = {"prefill": name, "tokens": length}
-            times = _in_turn(run, jobs, request, f"TTFT, {name}, {length:,} tokens", NUM_RANKS)
-            yield names | {"cell": name, "what": "TTFT", "length": length, "seconds": times}
-        room = options.tokens * (options.rounds + 1)
-        for name, length in product(options.decoded, options.decoded_lengths):
+        raise ValueError("--before is missing; name the commit that this one is compared with, such as --before HEAD~3")
+    with job_of(options.before) as before, job_of(options.after) as after:
+        yield {"before": before, "after": after}
+
+
+def measure(options: Namespace, jobs: dict[str, Job], cell: Variant) -> Iterator[Line]:
+    """Seconds of both commits in each round, after one round that is not counted."""
+    name, length, ranks = cell["cell"], cell["length"], NUM_RANKS
+    request: dict[str, Any] = {"prefill": name, "tokens": length}
+    with errors_in_one_line():
+        if cell["what"] == "a token":
+            ranks, request = 1, {"decode": options.tokens}
+            room = options.tokens * (options.rounds + 1)
             for job in jobs.values():
                 job.ask({"open": name, "tokens": length, "room": room}, ranks=1)
-            request = {"decode": options.tokens}
-            times = _in_turn(run, jobs, request, f"decoding, {name}, {length:,} tokens", 1)
-            yield names | {"cell": name, "what": "a token", "length": length, "seconds": times}
+        turns = {which: partial(_seconds, job, request, ranks) for which, job in jobs.items()}
+        seconds = in_turn(turns, options.rounds, warmup=1, label=f"{cell['what']}, {name}, {length:,} tokens")
+    yield {"before": options.before, "after": options.after} | cell | {"seconds": seconds}
 
 
-def _in_turn(run: Run, jobs: dict[str, Job], request: dict[str, Any], label: str, ranks: int) -> dict[str, list[float]]:
-    """Seconds of each round, after one that is not counted. The order turns round with every round."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for number in run.bar(range(run.options.rounds + 1), label):
-        for name in list(jobs)[:: -1 if number % 2 else 1]:
-            seconds = jobs[name].ask(request, ranks=ranks)
-            assert seconds is not None
-            if number > 0:
-                times[name].append(seconds)
-    return times
+def _seconds(job: Job, request: dict[str, Any], ranks: int, number: int) -> float:
+    seconds = job.ask(request, ranks=ranks)
+    assert seconds is not None
+    return seconds
 
 
 def ratios(line: Line) -> list[float]:
@@ -83,21 +89,35 @@ def mean(cells: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     return float(np.exp(np.mean([np.log(median(each)) for each in cells]))), float(low), float(high)
 
 
+def milliseconds(which: str) -> Callable[[Line], str]:
+    """A column: the median over rounds."""
+    return lambda line: f"{1e3 * median(line['seconds'][which]):,.1f} ms"
+
+
+CELLS = Table(
+    lines=last_run,
+    columns={
+        "cell": lambda line: line["cell"],
+        "of": lambda line: line["what"],
+        "tokens": lambda line: f"{line['length']:,}",
+        "before": milliseconds("before"),
+        "after": milliseconds("after"),
+        "ratio": lambda line: f"{mean([ratios(line)])[0]:.3f}",
+        "95% interval": lambda line: "{1:.3f} to {2:.3f}".format(*mean([ratios(line)])),
+    },
+    left=(0, 1),
+)
+
+
 def table(found: list[Line]) -> str:
     """The last run's cells, and the geometric mean of their ratios."""
     latest = last_run(found)
-    rows: Rows = [("cell", "of", "tokens", "before", "after", "ratio", "95% interval")]
-    for line in latest:
-        ratio, low, high = mean([ratios(line)])
-        times = [f"{1e3 * median(line['seconds'][name]):,.1f} ms" for name in ("before", "after")]
-        about = line["cell"], line["what"], f"{line['length']:,}"
-        rows.append((*about, *times, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"))
     after = latest[0]["after"] or latest[0]["commit"]
     compared = f"{after} over {latest[0]['before']}, {len(latest[0]['seconds']['after'])} rounds"
     ratio, low, high = mean(list(map(ratios, latest)))
     largest = max(median(ratios(line)) for line in latest)
     said = f"geometric mean of the ratios {ratio:.3f} ({low:.3f} to {high:.3f}), largest {largest:.3f}"
-    return f"{text_table(rows, left=(0, 1))}\n{compared}: {said}\n"
+    return f"{CELLS(found)}\n{compared}: {said}\n"
 
 
 def verdict(found: list[Line], options: Namespace) -> str | None:
@@ -118,6 +138,8 @@ STUDY = Study(
     name="commits",
     text=__doc__,
     has="cell",
+    variants=cells,
+    prepare=jobs_of,
     measure=measure,
     table=table,
     verdict=verdict,

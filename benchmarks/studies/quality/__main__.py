@@ -27,7 +27,7 @@ from benchmarks.evaluation.evaluate import measured
 from benchmarks.evaluation.options import RULER_FILES, RULER_TASKS, EvaluateRun, Question
 from benchmarks.evaluation.plan import Plan
 from benchmarks.harness.lines import Line
-from benchmarks.harness.study import Run, Study, option
+from benchmarks.harness.study import Study, Variant, errors_in_one_line, option
 from benchmarks.studies.quality.methods import FAMILIES, override
 from benchmarks.studies.quality.pictures import picture
 from benchmarks.studies.quality.recall_picture import recall_picture
@@ -42,32 +42,30 @@ TASKS = [*(name for name in RULER_TASKS if name not in RULER_FILES), KEY_VALUE]
 EXPECTED = "{name:expected_attention,epsilon:0.01}"
 """As NVIDIA's leaderboard has it under AdaKV."""
 POLICIES = ["snapkv", "pyramidkv", "h2o", "keydiff", "tova", EXPECTED, "streaming_llm", "pyramidinfer"]
-ACROSS_CODE = option(False, "go on from lines of other code too, where no change since affects a result")
 RETRIEVING = ["infinigen", "{name:quest,fetch:0.1}", "{name:exact_topk,fetch:0.1}"]
 
 
-def measure(run: Run) -> Iterator[Line]:
-    """Measure what the file does not have yet, one protocol and length after the other."""
-    for protocol, length in product(run.options.protocols, run.options.lengths):
-        try:
-            evaluation = evaluation_of(run, protocol, length)
-            with Ranks.start(evaluation.ranks) as ranks:
-                plan = Plan.of(evaluation, ranks, across=across(run.options))
-                # A run that is stopped early has about as many samples of each task.
-                missing = sorted(plan.missing(), key=lambda step: step[1]["sample"])
-                yield from measured(evaluation, ranks, plan, missing)
-        except ValueError as error:
-            raise SystemExit(str(error)) from error
+def settings(options: argparse.Namespace) -> Iterator[Variant]:
+    """One protocol and length after the other."""
+    for protocol, length in product(options.protocols, options.lengths):
+        yield {"protocol": protocol, "length": length}
 
 
-def across(given: argparse.Namespace) -> list[str]:
-    """What may differ in lines from which a run goes on: times are ratios to the full cache's, whatever the machine."""
-    return ["hardware", "code"] if given.across_code else ["hardware"]
+def measure(options: argparse.Namespace, _: None, setting: Variant) -> Iterator[Line]:
+    """Measure what the file does not have yet."""
+    # Times are ratios to the full cache's, whatever the machine.
+    across = ["hardware", "code"] if options.across_code else ["hardware"]
+    with errors_in_one_line():
+        evaluation = evaluation_of(options, **setting)
+        with Ranks.start(evaluation.ranks) as ranks:
+            plan = Plan.of(evaluation, ranks, across=across)
+            # A run that is stopped early has about as many samples of each task.
+            missing = sorted(plan.missing(), key=lambda step: step[1]["sample"])
+            yield from measured(evaluation, ranks, plan, missing)
 
 
-def evaluation_of(run: Run, protocol: str, length: int) -> EvaluateRun:
+def evaluation_of(given: argparse.Namespace, protocol: str, length: int) -> EvaluateRun:
     """The options of launch/evaluate.py for a protocol and a length."""
-    given = run.options
     tasks = ["copy", KEY_VALUE] if given.methods else given.tasks
     ruler = [name for name in tasks if name in RULER_TASKS]
     others = [name for name in tasks if name not in RULER_TASKS]
@@ -116,6 +114,7 @@ STUDY = Study(
     name="quality",
     text=__doc__,
     has="task",
+    variants=settings,
     measure=measure,
     table=tables,
     options={
@@ -139,7 +138,7 @@ STUDY = Study(
         "squad": option(None, "SQuAD 2.0's dev-v2.0.json, for qa_1"),
         "hotpotqa": option(None, "HotpotQA's hotpot_dev_distractor_v1.json, for qa_2"),
         "text": option(None, "text in UTF-8 around the needles; by default that in examples/"),
-        "across-code": ACROSS_CODE,
+        "across-code": option(False, "go on from lines of other code too, where no change since affects a result"),
         "device": option("auto", choices=["auto", "cuda", "cpu"]),
         "threads": option(1, "threads of a CPU"),
     },
