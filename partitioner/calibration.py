@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
-from partitioner.cost.link import Link, Links
+from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import ping, probe_compute
 from partitioner.options import Objective, SearchRun
@@ -44,14 +44,14 @@ def calibrated_clusters(
     """
     compute = _compute(run, ranks, model, num_layers, fingerprint)
     return {
-        count: Cluster(
-            compute=compute,
-            speed=(run.search.speeds or [1.0] * count)[:count],
-            links=None if link is None else Links(count, link),
+        count: Cluster.chain(
+            compute,
+            count,
+            link,
             kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
-            transfer=run.prefill.transfer,
-            layers_in_flight=run.prefill.layers_in_flight,
-            pass_on_as_landed=ranks.backend == "gloo",
+            prefill=run.prefill,
+            backend=ranks.backend,
+            speed=run.search.speeds,
         )
         for count in counts
     }

@@ -73,7 +73,7 @@ def _plan(run: PlanRun) -> int:
     if run.report is not None:
         write_whole(run.report, json.dumps(as_json(plan), indent=1) + "\n")
     if run.picture is not None:
-        from partitioner.pictures.plan_picture import plan_png
+        from partitioner.pictures.plan import plan_png
 
         write_whole(run.picture, plan_png(as_json(plan)))
     if plan.best is None:

@@ -65,6 +65,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from partitioner.pictures.save import save_pictures
     from partitioner.searches.evaluators import Evaluator, LiveEvaluator, SimulatedEvaluator
     from partitioner.searches.progress import SearchProgress
+    from partitioner.searches.record import SearchRecord
     from partitioner.searches.refinement import Refinement
     from partitioner.searches.table_search import TableSearch
     from partitioner.table.fingerprint import Fingerprint
@@ -102,15 +103,17 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
             if ranks.rank == 0:
                 searched.table.save(path)
     if ranks.rank == 0:
-        save_pictures(searched.table, path, trails=searched.trails, clusters=clusters)
+        record = SearchRecord.beside(path).with_run(searched.trails, clusters)
+        record.save_beside(path)
+        save_pictures(searched.table, record, path)
     return searched.table
 
 
 def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
     """Check the options before the model is loaded, on rank 0; return the model's number of layers."""
     from launch.program.written_files import ensure_outputs
-    from partitioner.pictures.search_record import record_path
     from partitioner.searches import STRATEGIES
+    from partitioner.searches.record import record_path
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares

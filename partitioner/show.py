@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launch.program.text_table import text_table
 from partitioner.pictures.save import save_pictures
+from partitioner.searches.record import SearchRecord
 from partitioner.table.entry import Entry
 from partitioner.table.fingerprint import link_text
 from partitioner.table.lookup_table import WORTHWHILE, LookupTable
@@ -37,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(table_text(table), end="")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        written = save_pictures(table, table_path, folder=folder)
+        written = save_pictures(table, SearchRecord.beside(table_path), table_path, folder=folder)
     except OSError as error:
         print(f"pictures cannot be written: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from benchmarks.ttft.flops import PromptFlops, matmul_rate, prompt_flops
 from benchmarks.ttft.options import BenchOptions
 from benchmarks.ttft.traffic import kv_bytes_per_token
 from launch.program.progress import Bar
-from partitioner.cost.link import Link, Links
+from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import probe_compute
 from partitioner.searches.evaluations import SearchResult
@@ -90,15 +90,13 @@ class Compute:
         self, num_ranks: int, link: Link | None = None, prefill: PrefillOptions | None = None, backend: str = "gloo"
     ) -> Cluster:
         """Cluster of equal ranks with this compute; without a link, communication is free."""
-        prefill = prefill or PrefillOptions()
-        return Cluster(
-            compute=self.cost,
-            speed=[1.0] * num_ranks,
-            links=None if link is None else Links(num_ranks, link),
+        return Cluster.chain(
+            self.cost,
+            num_ranks,
+            link,
             kv_bytes_per_token=self.kv_bytes_per_token / self.cost.num_layers,
-            transfer=prefill.transfer,
-            layers_in_flight=prefill.layers_in_flight,
-            pass_on_as_landed=backend == "gloo",
+            prefill=prefill or PrefillOptions(),
+            backend=backend,
         )
 
 

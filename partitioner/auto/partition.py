@@ -11,7 +11,6 @@ from pathlib import Path
 from partitioner.auto.balance import Balance
 from partitioner.auto.kept import Kept, kept_path, read_kept, write_kept
 from partitioner.auto.probe import Progress, probe
-from partitioner.cost.link import Links
 from partitioner.measure import ping
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
@@ -133,14 +132,13 @@ class _File:
 
 
 def _balance(kept: Kept, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Balance:
-    cluster = Cluster(
-        compute=kept.cost,
-        speed=[1.0] * ranks.num_stages,
-        links=Links(ranks.num_stages, kept.link),
+    cluster = Cluster.chain(
+        kept.cost,
+        ranks.num_stages,
+        kept.link,
         kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
-        transfer=prefill.transfer,
-        layers_in_flight=prefill.layers_in_flight,
-        pass_on_as_landed=ranks.backend == "gloo",
+        prefill=prefill,
+        backend=ranks.backend,
     )
     return Balance(cluster, kept.slowness)
 

@@ -95,7 +95,6 @@ class FittedCost:
         matmul_flops: float,
         attention_flops: float,
         step_s: float = 0.0,
-        dense: bool = False,
         batch: int = 1,
         query_dim: int | None = None,
     ) -> Self:
@@ -106,7 +105,6 @@ class FittedCost:
             matmul_flops, attention_flops: floating-point operations per second that the device sustains; a
                 multiply-add is two.
             step_s: fixed overhead of each of first, between, own, prefix and last.
-            dense: also compute the masked half of the own attention, as the paper's baseline does.
             query_dim: query heads times their dim; `model_dim` by default. One of t shares has 1/t of it, of `kv_dim`,
                 `mlp_dim` and `vocab_size`.
         """
@@ -119,7 +117,7 @@ class FittedCost:
             num_layers=num_layers,
             first_s=(step_s, qkv),
             between_s=(step_s, rest + qkv),
-            own_s=(step_s, 0.0, pair if dense else pair / 2),
+            own_s=(step_s, 0.0, pair / 2),
             prefix_s=(step_s, 0.0, 0.0, pair),
             last_s=(step_s + logits, rest),
         )

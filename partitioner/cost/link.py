@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 BITS_PER_BYTE = 8
 
@@ -52,6 +53,17 @@ class Link:
     def as_json(self) -> dict[str, float | bool | None]:
         """The fields for JSON, which has no infinity: null is a bandwidth that takes no time."""
         return vars(self) | {"bandwidth_Bps": None if self.bandwidth_Bps == math.inf else self.bandwidth_Bps}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Link:
+        """Make a link from what `as_json` gives.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is damaged.
+        """
+        latency_s, bandwidth, shared = fields["latency_s"], fields["bandwidth_Bps"], fields["shared"]
+        bandwidth = math.inf if bandwidth is None else float(bandwidth)
+        return cls(latency_s=float(latency_s), bandwidth_Bps=bandwidth, shared=bool(shared))
 
 
 class Links:

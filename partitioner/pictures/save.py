@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,45 +11,28 @@ from partitioner.table.lookup_table import LookupTable
 from runahead.files import write_whole
 
 if TYPE_CHECKING:
-    from partitioner.pictures.search_record import SearchRecord
     from partitioner.searches.evaluations import SearchResult
+    from partitioner.searches.record import SearchRecord
     from partitioner.simulation.cluster import Cluster
 
 MOST_CHUNKS = 4
 """Most chunks whose lengths fit into a picture's title."""
 
 
-def save_pictures(
-    table: LookupTable,
-    path: Path,
-    *,
-    trails: Mapping[tuple[int, int], SearchResult] | None = None,
-    clusters: Mapping[int, Cluster] | None = None,
-    folder: Path | None = None,
-) -> list[Path]:
-    """Draw the pictures of a table, and write the record of its searches beside it.
+def save_pictures(table: LookupTable, record: SearchRecord, path: Path, *, folder: Path | None = None) -> list[Path]:
+    """Draw the pictures of a table.
 
     Args:
+        record: the searches of the table.
         path: the table's file, after which pictures are named.
-        trails: searches of this run by (length, ranks); those of earlier runs are drawn too.
-        clusters: clusters that this run simulated, by number of ranks.
         folder: folder of the pictures; that of the table by default.
 
     Returns:
         The files of the pictures.
 
     Raises:
-        ValueError: the record of earlier runs is damaged.
         OSError: a file cannot be written.
     """
-    from partitioner.pictures.search_record import SearchRecord
-
-    record = SearchRecord.beside(path)
-    if trails or clusters:
-        record = SearchRecord(
-            trails=record.trails | dict(trails or {}), clusters=record.clusters | dict(clusters or {})
-        )
-        record.save_beside(path)
     written = []
     for name, image in pictures(table, record):
         file = (folder or path.parent) / f"{path.stem}.{name}.png"
@@ -65,8 +48,8 @@ def pictures(table: LookupTable, record: SearchRecord) -> Iterator[tuple[str, by
     timeline-p: the simulated prefill with the best split of the longest prompt over p ranks.
     """
     # Imported here, so that a search does not load matplotlib before it begins.
-    from partitioner.pictures.search_pictures import boundary_png, grids_png
-    from partitioner.pictures.table_pictures import ratios_png, ttft_png
+    from partitioner.pictures.searches import boundary_png, grids_png
+    from partitioner.pictures.table import ratios_png, ttft_png
 
     if not table.entries:
         return

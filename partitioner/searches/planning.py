@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partitioner.searches.equal_work import equal_work
@@ -101,16 +101,11 @@ def practical_bound(num_tokens: int, num_ranks: int, cluster: Cluster, *, min_st
     return best_split(num_tokens, num_ranks, cluster.without_communication(), min_stride=min_stride)
 
 
-def best_splits(
-    num_tokens: int, cluster: Cluster, *, min_stride: int, candidates: Iterable[int] | None = None
-) -> dict[int, SearchResult]:
+def best_splits(num_tokens: int, cluster: Cluster, *, min_stride: int) -> dict[int, SearchResult]:
     """Find the best split over each number of leading ranks, ascending.
-
-    Args:
-        candidates: numbers of ranks, to which 1 is added; by default all.
 
     Raises:
         ValueError: as for `best_split`.
     """
-    counts = sorted({1, *(range(1, cluster.num_ranks + 1) if candidates is None else candidates)})
+    counts = range(1, cluster.num_ranks + 1)
     return {count: best_split(num_tokens, count, cluster, min_stride=min_stride) for count in counts}

@@ -1,12 +1,9 @@
-"""Bounds of TTFT, and counts of tokens sent and dot products: the paper's formulas (Eq. 1-7)."""
+"""The paper's bound of TTFT, and its counts of tokens sent (Eq. 1-7)."""
 
 from __future__ import annotations
 
 from runahead.config import Attention
 from runahead.context import ContextPartition
-
-ENTRIES_PER_TOKEN = 2
-"""Entries per token in the paper's figures, which count K and V separately."""
 
 
 def ttft_star(ttft_one_s: float, num_ranks: int, attention: Attention) -> float:
@@ -37,21 +34,3 @@ def chain_tokens(partition: ContextPartition) -> int:
     """
     chain = partition.chain
     return sum(partition.boundaries[rank + 1] for rank in chain[:-1])
-
-
-def kv_entries(num_tokens: float) -> float:
-    """Entries of the KV cache for so many tokens, as the paper counts them."""
-    return ENTRIES_PER_TOKEN * num_tokens
-
-
-def tsp_dot_products(num_tokens: int, num_ranks: int) -> float:
-    """Dot products of queries and keys per layer and head on each rank of TSP: its share of queries with all keys."""
-    return num_tokens / num_ranks * num_tokens
-
-
-def chain_dot_products(partition: ContextPartition) -> list[int]:
-    """Dot products of queries and keys per layer and head, by rank: its chunk with all keys up to the chunk's end.
-
-    A causal kernel leaves out the masked half of the chunk's own square.
-    """
-    return [len(partition.chunk(rank)) * partition.boundaries[rank + 1] for rank in range(partition.num_ranks)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from partitioner.cost.compute import ComputeCost
-from partitioner.cost.link import Links
-from runahead.config import Transfer
+from partitioner.cost.link import Link, Links
+from runahead.config import PrefillOptions, Transfer
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,35 @@ class Cluster:
             raise ValueError(f"KV of {self.kv_bytes_per_token} bytes per token must be at least 0")
         if self.layers_in_flight < 2:
             raise ValueError(f"prefill.layers_in_flight={self.layers_in_flight} must be at least 2")
+
+    @classmethod
+    def chain(
+        cls,
+        compute: ComputeCost,
+        num_ranks: int,
+        link: Link | None,
+        *,
+        kv_bytes_per_token: float,
+        prefill: PrefillOptions,
+        backend: str,
+        speed: Sequence[float] | None = None,
+    ) -> Cluster:
+        """Make the cluster of ranks that send KV as a run with these options does.
+
+        Args:
+            link: between all ranks; None for communication without cost.
+            backend: of torch.distributed.
+            speed: as `speed`; all alike by default. Ranks beyond `num_ranks` are left out.
+        """
+        return cls(
+            compute=compute,
+            speed=list(speed or [1.0] * num_ranks)[:num_ranks],
+            links=None if link is None else Links(num_ranks, link),
+            kv_bytes_per_token=kv_bytes_per_token,
+            transfer=prefill.transfer,
+            layers_in_flight=prefill.layers_in_flight,
+            pass_on_as_landed=backend == "gloo",
+        )
 
     @property
     def num_ranks(self) -> int:

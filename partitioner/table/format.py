@@ -162,9 +162,8 @@ def _typed(kind: Any, about: str, value: Any) -> Any:
 
 def _link(value: Any) -> Link:
     link = _read(_LinkFields, "fingerprint.link", value)
-    bandwidth = inf if link.bandwidth_Bps is None else link.bandwidth_Bps
     try:
-        return Link(latency_s=link.latency_s, bandwidth_Bps=bandwidth, shared=link.shared)
+        return Link.from_json(vars(link))
     except ValueError as error:
         raise ValueError(f"fingerprint.link: {error}") from error
 

@@ -25,7 +25,7 @@ PARSERS = (
     "policies.prompt_cache",
     "partitioner.table.format",
     "partitioner.table.entry",
-    "partitioner.pictures.search_record",
+    "partitioner.searches.record",
     "partitioner.cost.measured",
     "launch.inputs.prompts",
     "benchmarks.harness.lines",

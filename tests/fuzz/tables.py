@@ -19,8 +19,8 @@ from partitioner.auto.kept import Kept, read_kept, write_kept
 from partitioner.calibration import read_measured
 from partitioner.cost.link import Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.pictures.search_record import SearchRecord, record_path
 from partitioner.searches.points import Points
+from partitioner.searches.record import SearchRecord, record_path
 from partitioner.show import table_text
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.format import parse_table, table_json
@@ -259,7 +259,7 @@ TARGETS = (
     ),
     Target(
         name="records of searches",
-        reads="partitioner/pictures/search_record.py SearchRecord.beside",
+        reads="partitioner/searches/record.py SearchRecord.beside",
         inputs=changed_json([RECORD]) | changed_bytes([as_json(RECORD)]),
         check=check_record,
         share=6,

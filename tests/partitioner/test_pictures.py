@@ -20,11 +20,11 @@ from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.pictures.save import pictures, save_pictures
-from partitioner.pictures.search_pictures import MOST_PANELS, _levels, boundary_png, grids_png
-from partitioner.pictures.search_record import SearchRecord, record_path
-from partitioner.pictures.table_pictures import agreement_png, ratios_png, ttft_png
+from partitioner.pictures.searches import MOST_PANELS, _levels, boundary_png, grids_png
+from partitioner.pictures.table import ratios_png, ttft_png
 from partitioner.searches.evaluations import Cost, Evaluations, SearchResult, SearchTask
 from partitioner.searches.grid import Grid
+from partitioner.searches.record import SearchRecord, record_path
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.lookup_table import LookupTable
@@ -162,7 +162,7 @@ def test_a_long_subject_has_the_lines_that_it_needs() -> None:
 @pytest.mark.parametrize("best", [3, 250, 500, 750, 997])
 def test_the_words_of_the_best_split_are_in_its_panel(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("partitioner.pictures.search_pictures.png", drawn.append)
+    monkeypatch.setattr("partitioner.pictures.searches.png", drawn.append)
     evaluations = evaluations_of(lambda split: 1 + abs(split.boundaries[1] - best) / 2000, 1000, 2)
     for boundary in range(0, 1001, 50):
         evaluations((0, boundary, 1000))
@@ -185,13 +185,6 @@ def test_levels_of_the_grid_keep_all_steps_in_few_panels() -> None:
     many = [replace(step, level=number) for number, step in enumerate(search.trail)]
     assert len(_levels(many)) == MOST_PANELS
     assert [step for panel in _levels(many) for step in panel] == many
-
-
-@pytest.mark.parametrize(
-    "points", [{}, {"1024": []}, {"1024": [(1.0, 1.0)]}, {"1024": [(0.5, 0.52), (0.6, 0.59)], "2048": [(1.2, 1.3)]}]
-)
-def test_predictions_are_drawn_against_measurements(points: dict[str, list[tuple[float, float]]]) -> None:
-    size_of(agreement_png(points, "a model"))
 
 
 @pytest.mark.parametrize("number", range(1, 20))
@@ -221,23 +214,24 @@ def test_numbers_are_short() -> None:
 def test_pictures_are_named_after_the_table_and_drawn_again_from_what_is_beside_it(tmp_path: Path) -> None:
     table, record = searched()
     path = tmp_path / "tiny.json"
-    written = save_pictures(table, path, trails=record.trails, clusters=record.clusters)
+    record.save_beside(path)
+    written = save_pictures(table, record, path)
     names = ["ratios", "ttft", "boundary", "grids", "timeline-2", "timeline-3"]
     assert [file.name for file in written] == [f"tiny.{name}.png" for name in names]
     assert sorted(tmp_path.iterdir()) == sorted([*written, record_path(path)])
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    again = save_pictures(table, path, folder=elsewhere)
+    again = save_pictures(table, SearchRecord.beside(path), path, folder=elsewhere)
     assert [file.parent for file in again] == [elsewhere] * len(written)
     assert [file.read_bytes() for file in again] == [file.read_bytes() for file in written]
 
 
 def test_what_earlier_runs_searched_is_kept(tmp_path: Path) -> None:
-    table, record = searched()
+    _, record = searched()
     path = tmp_path / "tiny.json"
     (first, one), (second, two), *_ = record.trails.items()
-    save_pictures(table, path, trails={first: one}, clusters={2: record.clusters[2]})
-    save_pictures(table, path, trails={second: two})
+    SearchRecord.beside(path).with_run({first: one}, {2: record.clusters[2]}).save_beside(path)
+    SearchRecord.beside(path).with_run({second: two}, {}).save_beside(path)
     assert SearchRecord.beside(path) == SearchRecord(trails={first: one, second: two}, clusters={2: ANY_CLUSTER})
 
 
@@ -251,7 +245,7 @@ ANY_CLUSTER: Any = AnyCluster()
 
 def test_an_empty_table_has_no_pictures(tmp_path: Path) -> None:
     assert list(pictures(table_of(), SearchRecord())) == []
-    assert save_pictures(table_of(), tmp_path / "x.json") == [] and list(tmp_path.iterdir()) == []
+    assert save_pictures(table_of(), SearchRecord(), tmp_path / "x.json") == [] and list(tmp_path.iterdir()) == []
 
 
 CLUSTERS = {

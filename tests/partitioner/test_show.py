@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from partitioner.pictures.search_record import record_path
+from partitioner.searches.record import record_path
 from partitioner.show import main, table_text
 from partitioner.table.lookup_table import LookupTable
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of

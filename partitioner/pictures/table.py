@@ -34,7 +34,6 @@ READABLE = 0.05
 """Least share that is labelled with its number."""
 NARROW = 1.2
 """Width of bars (a factor) up to which they are not labelled."""
-BAND = 0.1
 
 Bound = Mapping[tuple[int, int], float]
 """Seconds by (length, ranks)."""
@@ -184,34 +183,3 @@ def _ring(axes: Any, points: Sequence[tuple[float, float]], label: str | None = 
 
 def _ranks_text(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
-
-
-def agreement_png(points: Mapping[str, Sequence[tuple[float, float]]], subject: str = "") -> bytes:
-    """Draw predicted against measured TTFT; relative errors up to `BAND` are shaded.
-
-    Args:
-        points: (measured_s, predicted_s) by name of the series; each series has a colour.
-    """
-    figure = new_figure(6.2, 5.9)
-    axes = figure.add_subplot()
-    everything = [value for series in points.values() for pair in series for value in pair]
-    low, high = min(everything, default=0.1) / 1.3, max(everything, default=1.0) * 1.3
-    ends = [low, high]
-    lower, upper = [end * (1 - BAND) for end in ends], [end * (1 + BAND) for end in ends]
-    axes.fill_between(ends, lower, upper, color="#eef1f4", linewidth=0, label=f"within {BAND:.0%}")
-    axes.plot(ends, ends, color=MUTED, linewidth=0.9)
-    for (name, series), shade in zip(points.items(), colours(len(points)), strict=True):
-        if series:
-            measured, predicted = zip(*series, strict=True)
-            axes.scatter(measured, predicted, s=34, color=shade, edgecolors="white", lw=0.6, zorder=3, label=name)
-    errors = sorted(abs(theirs / ours - 1) for series in points.values() for ours, theirs in series)
-    title = f"off by {errors[len(errors) // 2]:.1%} in the median, {errors[-1]:.1%} at most" if errors else ""
-    dress(axes, title=title, x="measured TTFT", y="predicted TTFT")
-    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
-        scale("log")
-        axis.set_view_interval(low, high, ignore=True)
-        set_seconds(axis, log=True)
-    axes.set_aspect("equal")
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="upper left")
-    set_title(figure, "Time to first token, predicted and measured", subject)
-    return png(figure)

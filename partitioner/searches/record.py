@@ -6,8 +6,9 @@ It is stored beside the table, so that `partitioner.show` can draw pictures with
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ class SearchRecord:
             raise ValueError(
                 f"search record {path} is damaged; delete it, and the next search writes it anew"
             ) from error
+
+    def with_run(self, trails: Mapping[tuple[int, int], SearchResult], clusters: Mapping[int, Cluster]) -> SearchRecord:
+        """The record with the searches and clusters of one more run, in place of earlier ones."""
+        return SearchRecord(trails=self.trails | dict(trails), clusters=self.clusters | dict(clusters))
 
     def save_beside(self, table: Path) -> None:
         """Write the record beside a table, atomically.
@@ -111,8 +116,8 @@ def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
 def _cluster(plain: Any) -> Cluster:
     links = None
     if plain["link"] is not None:
-        overrides = {(int(sender), int(receiver)): _link(link) for sender, receiver, link in plain["links"]}
-        links = Links(len(plain["speed"]), _link(plain["link"]), overrides)
+        overrides = {(int(sender), int(receiver)): Link.from_json(link) for sender, receiver, link in plain["links"]}
+        links = Links(len(plain["speed"]), Link.from_json(plain["link"]), overrides)
     return Cluster(
         compute=COMPUTE[plain["compute"]["kind"]].from_json(plain["compute"]["json"]),
         speed=[float(speed) for speed in plain["speed"]],
@@ -129,8 +134,3 @@ def _plain_compute(compute: ComputeCost) -> dict[str, str]:
         if isinstance(compute, known):
             return {"kind": kind, "json": compute.to_json()}
     raise TypeError(f"a {type(compute).__name__} cannot be kept in a file")
-
-
-def _link(plain: Any) -> Link:
-    bandwidth = inf if plain["bandwidth_Bps"] is None else float(plain["bandwidth_Bps"])
-    return Link(latency_s=float(plain["latency_s"]), bandwidth_Bps=bandwidth, shared=bool(plain["shared"]))
