@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -12,6 +13,30 @@ from runahead.context import ContextPartition
 
 WIDE_BYTES = 4
 """Bytes of a number in float32, in which norms are computed."""
+LONGEST_PIECE = 1 << 16
+"""Tokens that a single stage computes at a time, if its activations for the whole prompt do not fit;
+halves of that, down to 512, are tried too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The work that is planned for: prompts, new tokens, and limits of the mesh.
+
+    Attributes:
+        tokens: length of the prompts.
+        tensor: shares of a stage; None for any.
+        sharded: whether decoding is sharded; None for either.
+        reserve: bytes that a rank needs beside what is counted.
+        layers_in_flight: as `prefill.layers_in_flight`.
+    """
+
+    tokens: int
+    batch: int = 1
+    new_tokens: int = 256
+    tensor: int | None = None
+    sharded: bool | None = None
+    reserve: int = 0
+    layers_in_flight: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,25 +59,33 @@ class RankMemory:
         return self.weights + self.kv + self.activations + self.reserve
 
 
-def kv_bytes(
-    size: ModelSize,
-    num_shares: int,
-    partition: ContextPartition,
-    *,
-    sharded: bool,
-    new_tokens: int,
-    batch: int,
-    layers_in_flight: int,
-) -> list[int]:
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Memory of the ranks of a mesh under one way to decode.
+
+    Attributes:
+        sharded: whether decoding is sharded.
+        piece_tokens: `prefill.chunk_tokens` of a single stage; None for the whole prompt at a time.
+        memory: peak of a rank of each stage.
+        room: bytes that are left on the fullest rank; negative if it does not fit.
+    """
+
+    sharded: bool
+    piece_tokens: int | None
+    memory: list[RankMemory]
+    room: int
+
+
+def kv_bytes(size: ModelSize, job: Job, num_shares: int, partition: ContextPartition, *, sharded: bool) -> list[int]:
     """Bytes of keys and values that a rank of each stage holds, as the runtime allocates them.
 
     A stage has a ring of `layers_in_flight` slabs for its prefix and chunk, the last one a slab per layer for all
     tokens (runahead/prefill/kv_runahead.py). If decoding is sharded, each stage has a ring for its prefix, and slabs of
     all layers for its chunk and some new tokens.
     """
-    layers, each = size.shape.num_layers, batch * size.kv_bytes_per_token(num_shares)
-    ring = min(layers_in_flight, layers)
-    room = new_tokens - 1  # the last new token is not computed
+    layers, each = size.shape.num_layers, job.batch * size.kv_bytes_per_token(num_shares)
+    ring = min(job.layers_in_flight, layers)
+    room = job.new_tokens - 1  # the last new token is not computed
     new = new_by_stage(partition, room)
     held = []
     for stage in range(partition.num_ranks):
@@ -96,3 +129,48 @@ def activation_bytes(size: ModelSize, num_shares: int, num_tokens: int, batch: i
     norm = item * 2 * D + 2 * WIDE_BYTES * D
     mlp = item * (2 * D + 3 * F)
     return int(batch * num_tokens * (2 * D * item + max(attention, norm, mlp)))
+
+
+def rank_memory(
+    size: ModelSize,
+    job: Job,
+    num_shares: int,
+    partition: ContextPartition,
+    *,
+    sharded: bool,
+    piece_tokens: int | None = None,
+) -> list[RankMemory]:
+    """Peak memory of a rank of each stage."""
+    held = kv_bytes(size, job, num_shares, partition, sharded=sharded)
+    weights = size.weight_bytes(num_shares)
+    computed = [piece_tokens or len(partition.chunk(stage)) for stage in range(partition.num_ranks)]
+    return [
+        RankMemory(
+            weights=weights,
+            kv=kv,
+            activations=activation_bytes(size, num_shares, tokens, job.batch),
+            reserve=job.reserve,
+        )
+        for kv, tokens in zip(held, computed, strict=True)
+    ]
+
+
+def ways(size: ModelSize, memory_bytes: int, job: Job, num_shares: int, partition: ContextPartition) -> Iterator[Held]:
+    """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
+    is_single = len(partition.chain) == 1
+    either = [False, True] if job.sharded is None else [job.sharded]
+    for sharded in [False] if is_single else either:
+        pieces: list[int | None] = [None]
+        if is_single:
+            pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < job.tokens]
+        for piece in pieces:
+            memory = rank_memory(size, job, num_shares, partition, sharded=sharded, piece_tokens=piece)
+            held = Held(
+                sharded=sharded,
+                piece_tokens=piece,
+                memory=memory,
+                room=memory_bytes - max(each.total for each in memory),
+            )
+            if held.room >= 0:
+                break
+        yield held

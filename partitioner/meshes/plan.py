@@ -14,7 +14,7 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.stage import ALLREDUCES, StageCost
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Machine
-from partitioner.meshes.memory import RankMemory, activation_bytes, kv_bytes
+from partitioner.meshes.memory import Held, Job, RankMemory, ways
 from partitioner.meshes.model_size import ModelSize
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.planning import Effort
@@ -33,36 +33,12 @@ EFFORT = Effort(
 """Of the search for a mesh's split: a few seconds."""
 EVENING_STEPS = 10
 """Steps in which a split is sought between the best one, which does not fit, and even chunks."""
-LONGEST_PIECE = 1 << 16
-"""Tokens that a single stage computes at a time, if its activations for the whole prompt do not fit;
-halves of that, down to 512, are tried too."""
 NODE = 8
 """GPUs of a node, up to which GPUs are added to a single one that has fewer."""
 MOST_GPUS = 1 << 10
 """GPUs up to which a machine is sought that fits."""
 ALIKE = 0.03
 """Relative difference of TTFT below which the time per new token decides: predictions are no better than that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The work that is planned for: prompts, new tokens, and limits of the mesh.
-
-    Attributes:
-        tokens: length of the prompts.
-        tensor: shares of a stage; None for any.
-        sharded: whether decoding is sharded; None for either.
-        reserve: bytes that a rank needs beside what is counted.
-        layers_in_flight: as `prefill.layers_in_flight`.
-    """
-
-    tokens: int
-    batch: int = 1
-    new_tokens: int = 256
-    tensor: int | None = None
-    sharded: bool | None = None
-    reserve: int = 0
-    layers_in_flight: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +52,6 @@ class Seconds:
     @property
     def total(self) -> float:
         return self.compute + self.allreduce + self.wait
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """Memory of the ranks of a mesh under one way to decode.
-
-    Attributes:
-        sharded: whether decoding is sharded.
-        piece_tokens: `prefill.chunk_tokens` of a single stage; None for the whole prompt at a time.
-        memory: peak of a rank of each stage.
-        room: bytes that are left on the fullest rank; negative if it does not fit.
-    """
-
-    sharded: bool
-    piece_tokens: int | None
-    memory: list[RankMemory]
-    room: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,60 +221,7 @@ def _fitting(size: ModelSize, machine: Machine, job: Job, num_shares: int, parti
             return True, -held.room
         return False, token_s(size, machine, num_shares, partition, sharded=held.sharded, batch=job.batch)
 
-    return min(_ways(size, machine.device.memory_bytes, job, num_shares, partition), key=order)
-
-
-def _ways(size: ModelSize, memory_bytes: int, job: Job, num_shares: int, partition: ContextPartition) -> Iterator[Held]:
-    """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
-    is_single = len(partition.chain) == 1
-    ways = [False, True] if job.sharded is None else [job.sharded]
-    for sharded in [False] if is_single else ways:
-        pieces: list[int | None] = [None]
-        if is_single:
-            pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < job.tokens]
-        for piece in pieces:
-            memory = rank_memory(size, job, num_shares, partition, sharded=sharded, piece_tokens=piece)
-            held = Held(
-                sharded=sharded,
-                piece_tokens=piece,
-                memory=memory,
-                room=memory_bytes - max(each.total for each in memory),
-            )
-            if held.room >= 0:
-                break
-        yield held
-
-
-def rank_memory(
-    size: ModelSize,
-    job: Job,
-    num_shares: int,
-    partition: ContextPartition,
-    *,
-    sharded: bool,
-    piece_tokens: int | None = None,
-) -> list[RankMemory]:
-    """Peak memory of a rank of each stage."""
-    held = kv_bytes(
-        size,
-        num_shares,
-        partition,
-        sharded=sharded,
-        new_tokens=job.new_tokens,
-        batch=job.batch,
-        layers_in_flight=job.layers_in_flight,
-    )
-    weights = size.weight_bytes(num_shares)
-    computed = [piece_tokens or len(partition.chunk(stage)) for stage in range(partition.num_ranks)]
-    return [
-        RankMemory(
-            weights=weights,
-            kv=kv,
-            activations=activation_bytes(size, num_shares, tokens, job.batch),
-            reserve=job.reserve,
-        )
-        for kv, tokens in zip(held, computed, strict=True)
-    ]
+    return min(ways(size, machine.device.memory_bytes, job, num_shares, partition), key=order)
 
 
 def _ttft(partition: ContextPartition, cluster: Cluster, piece_tokens: int | None) -> Seconds:
@@ -354,7 +260,7 @@ def least_gpus(size: ModelSize, machine: Machine, job: Job) -> int | None:
             num_stages = num_gpus // num_shares
             if job.tensor in (None, num_shares) and num_stages <= job.tokens:
                 split = even(job.tokens, num_stages)
-                if any(held.room >= 0 for held in _ways(size, machine.device.memory_bytes, job, num_shares, split)):
+                if any(held.room >= 0 for held in ways(size, machine.device.memory_bytes, job, num_shares, split)):
                     return True
         return False
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from partitioner.cost.measured import MeasuredCost
 from partitioner.meshes.machine import Device, Machine
+from partitioner.meshes.memory import Job
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.options import PlanRun
-from partitioner.meshes.plan import Job
 from policies.byte_size import num_bytes
 from runahead.config import DecodeName, PrefillOptions
 from runahead.failures import first_line

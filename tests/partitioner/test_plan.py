@@ -30,10 +30,10 @@ from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Device, Machine, counted_cost
-from partitioner.meshes.memory import activation_bytes, kv_bytes
+from partitioner.meshes.memory import Job, activation_bytes, kv_bytes
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.options import PlanRun
-from partitioner.meshes.plan import Job, Plan, make_plan, shares_that_fit
+from partitioner.meshes.plan import Plan, make_plan, shares_that_fit
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.meshes.words import as_json, nothing_fits, ratios, reason
 from partitioner.plan import HELP, PLAN, main, plan_of, plan_text
@@ -150,19 +150,19 @@ def test_keys_and_values_of_one_rank_are_what_it_allocates(new_tokens: int, tmp_
     options = GenerationOptions(max_new_tokens=new_tokens, ignore_eos=True)
     with Ranks.start(RanksOptions()) as ranks:
         batch = Engine(Model(module), ranks).generate([prompt(40), prompt(40, seed=1)], options)
-    expected = kv_bytes(size, 1, even(40, 1), sharded=False, new_tokens=new_tokens, batch=2, layers_in_flight=3)
+    expected = kv_bytes(size, Job(tokens=40, new_tokens=new_tokens, batch=2), 1, even(40, 1), sharded=False)
     assert [batch.ranks[0].kv_peak_bytes] == expected
 
 
 def test_sharded_decoding_divides_the_keys_and_values_and_new_tokens_go_to_the_emptiest() -> None:
     size, split = size_of("llama-8b"), ContextPartition(boundaries=(0, 600, 1000))
-    about: dict[str, Any] = {"new_tokens": 101, "batch": 1, "layers_in_flight": 3}
-    last = kv_bytes(size, 1, split, sharded=False, **about)
-    sharded = kv_bytes(size, 1, split, sharded=True, **about)
+    job = Job(tokens=1000, new_tokens=101)
+    last = kv_bytes(size, job, 1, split, sharded=False)
+    sharded = kv_bytes(size, job, 1, split, sharded=True)
     assert last == [3 * 600 * 4096, 32 * 1100 * 4096]
     assert sharded == [32 * 601 * 4096, (3 * 600 + 32 * 501) * 4096]
-    assert kv_bytes(size, 8, split, sharded=False, **about) == [each // 8 for each in last]
-    assert kv_bytes(size, 1, ContextPartition(boundaries=(0, 1000, 1000)), sharded=True, **about)[1] == 0
+    assert kv_bytes(size, job, 8, split, sharded=False) == [each // 8 for each in last]
+    assert kv_bytes(size, job, 1, ContextPartition(boundaries=(0, 1000, 1000)), sharded=True)[1] == 0
 
 
 class LiveBytes(TorchDispatchMode):
