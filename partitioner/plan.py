@@ -99,7 +99,7 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> Plan:
     from partitioner.meshes.plan import make_plan, meshes
     from partitioner.meshes.request import job_of, machine_of
 
-    size = ModelSize.of(run.model, on_gpus=run.on_gpus)
+    size = ModelSize.read(run.model, on_gpus=run.on_gpus)
     machine, job = machine_of(run, size), job_of(run)
     total = len(list(meshes(size, machine, job)))
     with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:

@@ -78,7 +78,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     path = Path(run.table)
     model = load_model(run.model, ranks)
     link = link_between(run, ranks)
-    fingerprint = Fingerprint.of(
+    fingerprint = Fingerprint.of_model(
         model,
         num_layers=num_layers,
         device=ranks.device,

@@ -43,7 +43,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     if _looks_up(run):
         settle(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
     contenders = Contenders(run, model, ranks, given)
-    fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=prefill)
+    fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill)
     shared = ranks.on_rank_0("the machine", lambda: shared_fields(run, ranks, fingerprint, contenders.memory.of))
     record = Record(run, model, shared)
     rounds_left = ranks.on_rank_0("earlier lines", lambda: _rounds_left(record))

@@ -79,7 +79,7 @@ class AutoChoice:
 
     def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
         """Choose a table, or time a few layers. Every rank makes the same call."""
-        fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
+        fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
         why_not = ranks.on_rank_0(
             "the tables", lambda: [_misfit(table, fingerprint, ranks.num_stages) for table in self._tables]
         )
@@ -185,7 +185,7 @@ def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run:
     """
     if not isinstance(partition, TablePartition) or ranks.num_stages == 1:
         return
-    fingerprint = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
+    fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
     ranks.on_rank_0("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))
 
 

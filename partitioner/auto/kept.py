@@ -39,8 +39,8 @@ class Kept:
     prompts: tuple[Seen, ...] = ()
 
     @classmethod
-    def of(cls, cost: FittedCost, balance: Balance) -> Kept:
-        """Make from the present state of a balance."""
+    def from_balance(cls, cost: FittedCost, balance: Balance) -> Kept:
+        """Make from the present state of a balance, whose cost was timed."""
         slowness, links = balance.slowness, balance.cluster.links
         assert links is not None, "the ranks have a link"
         return cls(cost=cost, link=links.default, start=slowness.start, prompts=tuple(slowness.prompts))

@@ -85,7 +85,7 @@ class AutoPartition:
         if ranks.rank != 0:
             return cls(ranks, None, learn=learn)
         cost, balance = kept.cost, _balance(kept, model, ranks, prefill)
-        return cls(ranks, balance, keep=lambda: file.write(Kept.of(cost, balance)), learn=learn)
+        return cls(ranks, balance, keep=lambda: file.write(Kept.from_balance(cost, balance)), learn=learn)
 
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         if num_ranks == 1:
@@ -146,6 +146,6 @@ def _balance(kept: Kept, model: Model, ranks: Ranks, prefill: PrefillOptions) ->
 def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str) -> str:
     """One line that is equal for runs that may learn from each other: a table's fingerprint of every rank, the numbers
     of cores and of ranks per host, and the policy."""
-    own = Fingerprint.of(model, device=ranks.device, backend=ranks.backend, prefill=prefill).key()
+    own = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill).key()
     keys = ranks.gather(f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host", "the fingerprint")
     return " & ".join([*keys, policy])

@@ -92,7 +92,7 @@ class ModelSize:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, options: ModelOptions, *, on_gpus: bool = False) -> ModelSize:
+    def read(cls, options: ModelOptions, *, on_gpus: bool = False) -> ModelSize:
         """Read the sizes from a model's config, without its weights.
 
         Args:

@@ -66,6 +66,7 @@ class SearchRecord:
             {
                 "length": length,
                 "ranks": ranks,
+                "found": search.partition.boundaries,
                 "steps": [[s.level, s.stride, s.boundaries, s.cost_s, s.is_best] for s in search.trail],
             }
             for (length, ranks), search in sorted(self.trails.items())
@@ -99,8 +100,10 @@ def _search(plain: Any) -> SearchResult:
             raise ValueError("a step without a cost")
         at, cost_s, is_best = partition.boundaries, float(cost_s), bool(is_best)
         trail.append(Step(level=int(level), stride=int(stride), boundaries=at, cost_s=cost_s, is_best=is_best))
-    best = min(trail, key=lambda step: step.cost_s)
-    return SearchResult(partition=ContextPartition(boundaries=best.boundaries), cost_s=best.cost_s, trail=trail)
+    found = min(trail, key=lambda step: step.cost_s)
+    if "found" in plain:  # not in the first records; a split that was fitted to its neighbours is not the best one
+        [*_, found] = (step for step in trail if step.boundaries == tuple(plain["found"]))
+    return SearchResult(partition=ContextPartition(boundaries=found.boundaries), cost_s=found.cost_s, trail=trail)
 
 
 def _plain_cluster(cluster: Cluster) -> dict[str, Any]:

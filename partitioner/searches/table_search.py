@@ -74,8 +74,14 @@ class TableSearch:
     def keep(self, length: int, count: int, result: SearchResult) -> None:
         """Put the result of a search into the table, in place of this run's entry for the length."""
         self.trails[length, count] = result
-        spread = self.evaluator.spread(result.partition)
-        self._entries[length, count] = Entry.of(result.partition, result.cost_s, self.options.objective, spread)
+        self._entries[length, count] = Entry(
+            length=length,
+            ranks=count,
+            boundaries=result.partition.boundaries,
+            ttft_s=result.cost_s,
+            objective=self.options.objective.name,
+            spread=self.evaluator.spread(result.partition),
+        )
         self.table = self._given.merge(LookupTable(self._given.fingerprint, list(self._entries.values())))
 
     def _task(self, length: int, count: int, reach: int | None, *, ranks_alike: bool = False) -> SearchTask:

@@ -83,7 +83,7 @@ class _Prefill:
         self.num_routes = len(routes)
         self.as_landed = cluster.pass_on_as_landed
         self.num_layers = layers = cluster.compute.num_layers
-        self.costs = _costs(partition, cluster)
+        self.costs = [cluster.steps_s(partition, rank) for rank in partition.chain]
         self.num_bytes = [len(partition.chunk(rank)) * cluster.kv_bytes_per_token for rank in partition.chain]
         self.busy_s = [self.num_bytes[k] / Bps for k, Bps in zip(routes.chunk, routes.bandwidth_Bps, strict=True)]
         # Layers that a rank has slots for.
@@ -292,13 +292,3 @@ class _Prefill:
                 chunk = partition.chunk(chain[k])
                 detail = f"tokens {chunk.start}-{chunk.stop} to rank {chain[routes.receiver[route]]}"
                 yield Span(kind="send", layer=layer, start_s=ready_s[k], end_s=left_s, detail=detail)
-
-
-def _costs(partition: ContextPartition, cluster: Cluster) -> list[tuple[float, float, float, float, float]]:
-    """Seconds of the steps (first, between, own, prefix, last) of each rank of the chain."""
-    costs, compute = [], cluster.compute
-    for rank in partition.chain:
-        speed, c, P = cluster.speed[rank], len(partition.chunk(rank)), partition.chunk(rank).start
-        first, between, last = compute.first(c) / speed, compute.between(c) / speed, compute.last(c) / speed
-        costs.append((first, between, compute.own(c) / speed, compute.prefix(c, P) / speed, last))
-    return costs

@@ -1,5 +1,7 @@
 """Simulated cluster: the ranks, the links between them, and how KV are sent."""
 
+# Legend: c chunk tokens, P prefix tokens.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,6 +11,7 @@ from math import inf
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.link import Link, Links
 from runahead.config import PrefillOptions, Transfer
+from runahead.context import ContextPartition
 
 
 @dataclass(kw_only=True)
@@ -83,6 +86,14 @@ class Cluster:
     def is_uniform(self) -> bool:
         """Whether all ranks and all links are alike."""
         return len(set(self.speed)) == 1 and (self.links is None or not self.links.overrides)
+
+    def steps_s(self, partition: ContextPartition, rank: int) -> tuple[float, float, float, float, float]:
+        """Seconds of the steps (first, between, own, prefix, last) of a rank, as in `ComputeCost`."""
+        compute, speed, chunk = self.compute, self.speed[rank], partition.chunk(rank)
+        c, P = len(chunk), chunk.start
+        steps = (compute.first(c), compute.between(c), compute.own(c), compute.prefix(c, P), compute.last(c))
+        first, between, own, prefix, last = (seconds / speed for seconds in steps)
+        return first, between, own, prefix, last
 
     def without_communication(self) -> Cluster:
         """The same ranks with communication that takes no time."""

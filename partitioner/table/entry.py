@@ -64,13 +64,6 @@ class Entry:
         if DATE.fullmatch(self.date) is None:
             raise ValueError(f"date {shown(self.date)} must look like 2026-01-31T12:00:00Z")
 
-    @classmethod
-    def of(cls, partition: ContextPartition, ttft_s: float, objective: Objective, spread: float | None = None) -> Entry:
-        """Make the entry of a split that was found now."""
-        length, ranks, boundaries = partition.num_tokens, partition.num_ranks, partition.boundaries
-        name = objective.name
-        return cls(length=length, ranks=ranks, boundaries=boundaries, ttft_s=ttft_s, objective=name, spread=spread)
-
     @property
     def partition(self) -> ContextPartition:
         return ContextPartition(boundaries=self.boundaries)

@@ -84,7 +84,7 @@ class Fingerprint:
     date: str = ""
 
     @classmethod
-    def of(
+    def of_model(
         cls,
         model: Model,
         *,

@@ -235,7 +235,7 @@ def check_kept(content: bytes, folder: Path) -> Outcome:
             if found.cost.num_layers <= 100:
                 partition = balance.split(length).check(length, 2)
                 balance.learn(partition, [1.0, 2.0], [0.0, 0.5])
-        write_kept(path, PURPOSE, Kept.of(found.cost, balance))
+        write_kept(path, PURPOSE, Kept.from_balance(found.cost, balance))
         assert read_kept(path, PURPOSE, 2) is not None
 
     return judged(lambda: read_kept(path, PURPOSE, 2), use, names=[str(path)], folder=folder)

@@ -240,7 +240,7 @@ def choice(ranks: Ranks, table: Path | None) -> tuple[str, str | None, list[int]
 
 
 def my_table(tmp_path: Path, **changes: Any) -> Path:
-    mine = Fingerprint.of(
+    mine = Fingerprint.of_model(
         tiny_model("llama", torch.float32), device=torch.device("cpu"), backend="gloo", prefill=PrefillOptions()
     )
     table = replace(table_of(entry([0, 70, 100])), fingerprint=replace(mine, threads=1, **changes))

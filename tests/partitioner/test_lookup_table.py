@@ -436,7 +436,7 @@ def test_given_links_must_be_the_same() -> None:
 def test_the_fingerprint_of_a_model() -> None:
     with throughout(torch.float32):
         model = Model(build("llama", dtype=torch.float32), name="tiny")
-    made = Fingerprint.of(
+    made = Fingerprint.of_model(
         model,
         device=torch.device("cpu"),
         backend="gloo",

@@ -29,7 +29,7 @@ from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.lookup_table import LookupTable
 from runahead.config import Transfer
-from runahead.context import ContextPartition
+from runahead.context import ContextPartition, even
 from runahead.picture_style import new_figure, rows_and_columns, seconds, set_title, tokens
 from tests.examples import examples
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
@@ -280,6 +280,19 @@ def small_record(folder: Path) -> bytes:
     record = SearchRecord(trails={(100, 2): evaluations.result()}, clusters={2: cluster_of(2)})
     record.save_beside(folder / "x.json")
     return record_path(folder / "x.json").read_bytes()
+
+
+def test_the_split_that_was_fitted_to_its_neighbours_stays_the_result(tmp_path: Path) -> None:
+    path, best = tmp_path / "x.json", search_of(4096, 2)
+    fitted = best.ending(even(4096, 2), 1.001 * best.cost_s)
+    assert fitted.partition != best.partition
+    SearchRecord(trails={(4096, 2): fitted}).save_beside(path)
+    assert SearchRecord.beside(path).trails == {(4096, 2): fitted}
+    # The first records did not say which split was found.
+    plain = json.loads(record_path(path).read_text())
+    del plain["searches"][0]["found"]
+    record_path(path).write_text(json.dumps(plain))
+    assert SearchRecord.beside(path).trails[4096, 2].partition == best.partition
 
 
 @given(

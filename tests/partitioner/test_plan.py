@@ -60,7 +60,7 @@ FREE = Link(latency_s=0.0, bandwidth_Bps=math.inf)
 
 @cache
 def size_of(name: str) -> ModelSize:
-    return ModelSize.of(ModelOptions(name="random", config=str(MODELS / f"{name}.json")))  # type: ignore[arg-type]
+    return ModelSize.read(ModelOptions(name="random", config=str(MODELS / f"{name}.json")))  # type: ignore[arg-type]
 
 
 def machine(
@@ -92,7 +92,7 @@ def test_weights_of_the_llamas_are_those_that_are_published() -> None:
 def test_bytes_of_weights_and_of_a_token_are_those_of_the_loaded_model(family: str, tied: bool, tmp_path: Path) -> None:
     module = build(family, dtype=torch.float32, tie_word_embeddings=tied)
     module.config.save_pretrained(tmp_path)
-    size = ModelSize.of(ModelOptions(name="random", config=str(tmp_path), dtype="float32"))  # type: ignore[arg-type]
+    size = ModelSize.read(ModelOptions(name="random", config=str(tmp_path), dtype="float32"))  # type: ignore[arg-type]
     model = Model(module)
     assert size.weight_bytes() == sum(parameter.nbytes for parameter in module.parameters())
     assert size.kv_bytes_per_token() == model.kv_shapes[0].bytes_per_token()
@@ -128,7 +128,7 @@ def test_a_gguf_file_is_planned_in_the_dtype_that_it_runs_in(
     if forms is not None:
         header = SimpleNamespace(tensors=dict(enumerate(forms)))
         monkeypatch.setattr("runahead.model.loading.checkpoint.read_gguf", lambda checkpoint: header)
-    size = ModelSize.of(ModelOptions(name="hf", path=str(path)), on_gpus=on_gpus)  # type: ignore[arg-type]
+    size = ModelSize.read(ModelOptions(name="hf", path=str(path)), on_gpus=on_gpus)  # type: ignore[arg-type]
     assert (size.dtype, size.item_bytes) == expected
     assert {weight.item_bytes for weight in size.weights} == {expected[1]}
 
@@ -136,7 +136,7 @@ def test_a_gguf_file_is_planned_in_the_dtype_that_it_runs_in(
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     build("mixtral", dtype=torch.float32).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="mixture of experts"):
-        ModelSize.of(ModelOptions(name="random", config=str(tmp_path)))  # type: ignore[arg-type]
+        ModelSize.read(ModelOptions(name="random", config=str(tmp_path)))  # type: ignore[arg-type]
 
 
 # --- memory
@@ -146,7 +146,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
 def test_keys_and_values_of_one_rank_are_what_it_allocates(new_tokens: int, tmp_path: Path) -> None:
     module = build("llama", dtype=torch.float32)
     module.config.save_pretrained(tmp_path)
-    size = ModelSize.of(ModelOptions(name="random", config=str(tmp_path), dtype="float32"))  # type: ignore[arg-type]
+    size = ModelSize.read(ModelOptions(name="random", config=str(tmp_path), dtype="float32"))  # type: ignore[arg-type]
     options = GenerationOptions(max_new_tokens=new_tokens, ignore_eos=True)
     with Ranks.start(RanksOptions()) as ranks:
         batch = Engine(Model(module), ranks).generate([prompt(40), prompt(40, seed=1)], options)
@@ -191,7 +191,7 @@ def test_activations_are_those_of_a_forward(dtype: torch.dtype, mlp_dim: int, tm
     module = build("llama", dtype=dtype, hidden_size=128, intermediate_size=mlp_dim, num_attention_heads=4, head_dim=32)
     module.config.save_pretrained(tmp_path)
     name = str(dtype).removeprefix("torch.")
-    size = ModelSize.of(ModelOptions(name="random", config=str(tmp_path), dtype=name))  # type: ignore[arg-type]
+    size = ModelSize.read(ModelOptions(name="random", config=str(tmp_path), dtype=name))  # type: ignore[arg-type]
     model, tokens = Model(module), 512
     store = model.empty_cache(tokens)
     ids_1S = torch.tensor([prompt(tokens)])

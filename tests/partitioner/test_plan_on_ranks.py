@@ -30,7 +30,7 @@ def size_of(family: str, folder: Path, **sizes: Any) -> ModelSize:
     config = build(family, **sizes).config
     config.dtype = torch.float64
     config.save_pretrained(folder)
-    return ModelSize.of(ModelOptions(name="random", config=str(folder)))  # type: ignore[arg-type]
+    return ModelSize.read(ModelOptions(name="random", config=str(folder)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("family", "num_shares"), [("llama", 2), ("llama", 4), ("qwen3", 2)])

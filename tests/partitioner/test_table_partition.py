@@ -64,7 +64,7 @@ def test_a_table_for_another_model_ends_all_ranks_unless_it_is_forced(rank_pools
 
 def test_a_table_for_this_model_fits(rank_pools: RankPools, tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
-    mine = Fingerprint.of(
+    mine = Fingerprint.of_model(
         model, device=torch.device("cpu"), backend="gloo", prefill=PrefillOptions(transfer=Transfer.relay)
     )
     replace(TABLE, fingerprint=replace(mine, threads=1)).save(tmp_path / "mine.json")

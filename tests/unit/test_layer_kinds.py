@@ -73,7 +73,7 @@ def test_a_decoder_is_planned_by_its_own_layers(kind: type[PreTrainedModel], tmp
     kind(small_config("bart", Sizes(layers=4), decoder_layers=2)).save_pretrained(tmp_path)
     options = ModelOptions(name=ModelName.hf, path=str(tmp_path))
     assert load_decoder_config(options).num_hidden_layers == 2
-    assert ModelSize.of(options).shape.num_layers == 2
+    assert ModelSize.read(options).shape.num_layers == 2
 
 
 TIED = [("gpt_oss", torch.bfloat16, 5), ("gpt_oss", torch.float16, 1), ("mixtral", torch.bfloat16, 9)]

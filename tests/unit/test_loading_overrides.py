@@ -127,7 +127,8 @@ def test_fingerprints_of_a_model_and_of_tables_tell_overrides_apart(folder: Path
     for key in (lambda model: model.fingerprint, model_key):  # of files for a model, of prefixes and segments
         assert key(longer) == key(same) != key(plain)
     of_table = [
-        Fingerprint.of(model, device=CPU, backend="gloo", prefill=PrefillOptions()) for model in (plain, longer, same)
+        Fingerprint.of_model(model, device=CPU, backend="gloo", prefill=PrefillOptions())
+        for model in (plain, longer, same)
     ]
     assert of_table[1].differences(of_table[2]) == [] and of_table[1].key() == of_table[2].key()
     (difference,) = of_table[0].differences(of_table[1])
