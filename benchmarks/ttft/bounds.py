@@ -15,8 +15,8 @@ from launch.program.progress import Bar
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import probe_compute
+from partitioner.searches.best_split import best_splits, practical_bound
 from partitioner.searches.evaluations import SearchResult
-from partitioner.searches.planning import best_splits, practical_bound
 from partitioner.simulation.bounds import ttft_star
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from partitioner.auto.slowness import Slowness
 from partitioner.cost.link import Links
-from partitioner.searches.planning import Effort
+from partitioner.searches.best_split import Effort
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition

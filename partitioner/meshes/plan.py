@@ -16,8 +16,8 @@ from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import Held, Job, RankMemory, ways
 from partitioner.meshes.model_size import ModelSize
+from partitioner.searches.best_split import Effort
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.planning import Effort
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition, even

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from partitioner.measure import LiveCost
 from partitioner.options import SearchRun
+from partitioner.searches.best_split import simulated_cost
 from partitioner.searches.evaluations import Cost
-from partitioner.searches.planning import simulated_cost
 from partitioner.searches.points import Points
 from partitioner.searches.progress import SearchProgress
 from partitioner.simulation.cluster import Cluster

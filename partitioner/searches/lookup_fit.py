@@ -8,10 +8,10 @@ which lookups lose least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from partitioner.searches.evaluations import Cost, SearchResult, SearchTask, Step
+from partitioner.searches.evaluations import Cost, SearchResult, SearchTask
 from partitioner.searches.seeded import Seeded
 from partitioner.table.entry import Entry, scaled
 from partitioner.table.lookup_table import LookupTable
@@ -28,10 +28,7 @@ def fit_entry(
     table: LookupTable,
     entry: Entry,
     known: Mapping[int, SearchResult],
-    *,
-    min_stride: int,
-    reach: int,
-    on_evaluation: Callable[[Step], None] = lambda step: None,
+    task: SearchTask,
 ) -> ContextPartition:
     """Find the split for `entry` from which lookups lose least: the least sum of squares of their losses and its own.
 
@@ -41,7 +38,7 @@ def fit_entry(
         table: the table with the entry and its neighbours, which do not change.
         known: searches of the best known splits by length, also for the entry's own. Lookups are compared with those
             between the neighbours.
-        min_stride, reach, on_evaluation: as in `SearchTask`.
+        task: limits of the search, near one of these splits.
     """
     entries = table.entries_for(entry.ranks)
     at = entries.index(entry)
@@ -60,13 +57,5 @@ def fit_entry(
 
     splits = [each.partition for each in (entry, *around)]
     splits += [search.partition for search in (best, *compared.values())]
-    task = SearchTask(
-        num_tokens=entry.length,
-        num_ranks=entry.ranks,
-        min_stride=min_stride,
-        reach=reach,
-        leave_out=False,
-        on_evaluation=on_evaluation,
-    )
     seed = min((scaled(split, entry.length) for split in splits), key=losses)
     return Seeded().search(losses, task, seed).partition

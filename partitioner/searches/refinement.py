@@ -139,15 +139,12 @@ class Refinement:
             return
         best = self._best[count][length]
         search.progress.begin(length, count)
-        split = fit_entry(
-            search.evaluator.cost(length, count),
-            search.table,
-            next(entry for entry in search.table.entries_for(count) if entry.length == length),
-            self._best[count],
-            min_stride=search.options.stride(length, count),
-            reach=search.reach_near(length, count),
+        entry = next(entry for entry in search.table.entries_for(count) if entry.length == length)
+        task = replace(
+            search.task_near(length, count),
             on_evaluation=lambda step: search.progress.tick(replace(step, cost_s=best.cost_s)),
         )
+        split = fit_entry(search.evaluator.cost(length, count), search.table, entry, self._best[count], task)
         self._fitted.add((length, count))
         search.keep(length, count, best.ending(split, self._cost_s(count, split)))
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from partitioner.options import SearchOptions
 from partitioner.searches import STRATEGIES
+from partitioner.searches.best_split import starts
 from partitioner.searches.evaluations import SearchResult, SearchTask
 from partitioner.searches.evaluators import Evaluator
-from partitioner.searches.planning import starts
 from partitioner.searches.progress import SearchProgress
 from partitioner.table.entry import Entry, scaled
 from partitioner.table.lookup_table import LookupTable
@@ -47,29 +47,26 @@ class TableSearch:
                 yield
 
     def search(self, length: int, count: int, seeds: Sequence[ContextPartition]) -> SearchResult:
-        """Search the split of one length from the start, and near the seeds."""
-        cluster, seed = self.evaluator.clusters[count], None
-        cost = self.evaluator.cost(length, count)
+        """Search the best split of one length, and, by a strategy that takes seeds, also near these."""
+        cluster, cost = self.evaluator.clusters[count], self.evaluator.cost(length, count)
+        ranks_alike = cluster.is_uniform and self.evaluator.is_quick  # which nobody knows of live ranks
         self.progress.begin(length, count)
-        if self.strategy.takes_seed:
-            balanced, *others = starts(length, count, cluster)
-            seed = min([balanced, *others], key=cost) if self.evaluator.is_quick else balanced
-        reach = self.options.reach_tokens(length, count) if self.strategy.takes_seed else None
-        task = self._task(length, count, reach, ranks_alike=cluster.is_uniform and self.evaluator.is_quick)
-        result = self.strategy.search(cost, task, seed)
         if not self.strategy.takes_seed:
-            return result
-        return SearchResult.joined([result, *(self.search_near(length, count, seed) for seed in seeds)])
+            return self.strategy.search(cost, self._task(length, count, ranks_alike=ranks_alike))
+        balanced, *others = starts(length, count, cluster)
+        start = min([balanced, *others], key=cost) if self.evaluator.is_quick else balanced
+        task = self._task(length, count, self.options.reach_tokens(length, count), ranks_alike=ranks_alike)
+        found = self.strategy.search(cost, task, start)
+        return SearchResult.joined([found, *(self.search_near(length, count, seed) for seed in seeds)])
 
     def search_near(self, length: int, count: int, seed: ContextPartition) -> SearchResult:
         """Search the best split near a seed, by a strategy that takes one."""
         self.progress.begin(length, count)
-        task = self._task(length, count, self.reach_near(length, count))
-        return self.strategy.search(self.evaluator.cost(length, count), task, seed)
+        return self.strategy.search(self.evaluator.cost(length, count), self.task_near(length, count), seed)
 
-    def reach_near(self, length: int, count: int) -> int:
-        """Reach of a search near a seed, in tokens: a quarter of an even chunk."""
-        return max(self.options.stride(length, count), length // (4 * count))
+    def task_near(self, length: int, count: int) -> SearchTask:
+        """A search near a seed: its reach is a quarter of an even chunk."""
+        return self._task(length, count, max(self.options.stride(length, count), length // (4 * count)))
 
     def keep(self, length: int, count: int, result: SearchResult) -> None:
         """Put the result of a search into the table, in place of this run's entry for the length."""
@@ -84,7 +81,7 @@ class TableSearch:
         )
         self.table = self._given.merge(LookupTable(self._given.fingerprint, list(self._entries.values())))
 
-    def _task(self, length: int, count: int, reach: int | None, *, ranks_alike: bool = False) -> SearchTask:
+    def _task(self, length: int, count: int, reach: int | None = None, *, ranks_alike: bool = False) -> SearchTask:
         return SearchTask(
             num_tokens=length,
             num_ranks=count,

@@ -14,8 +14,8 @@ import pytest
 from partitioner.auto.balance import Balance
 from partitioner.auto.slowness import ALIKE, MEMORY, Seen, Slowness
 from partitioner.cost.link import Link, Links
+from partitioner.searches.best_split import best_split
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.planning import best_split
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from tests.partitioner.clusters import llama

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from partitioner.cost.compute import layer_s
 from partitioner.cost.fitted import FittedCost
+from partitioner.searches.best_split import practical_bound
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.planning import practical_bound
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from tests.partitioner.clusters import llama, llama_cluster, random_cluster

@@ -19,7 +19,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from partitioner.cost.link import Link, Links
-from partitioner.searches.planning import best_split
+from partitioner.searches.best_split import best_split
 from partitioner.table.fingerprint import OPTIONS, Fingerprint, ModelShape
 from partitioner.table.format import parse_table, table_json
 from partitioner.table.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning

@@ -37,8 +37,8 @@ from partitioner.meshes.plan import Plan, make_plan, shares_that_fit
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.meshes.words import as_json, nothing_fits, ratios, reason
 from partitioner.plan import HELP, PLAN, main, plan_of, plan_text
+from partitioner.searches.best_split import best_split
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.planning import best_split
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from partitioner.options import Method, Objective, SearchOptions
+from partitioner.searches.best_split import simulated_cost
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.evaluations import SearchTask, Step
 from partitioner.searches.grid import Grid
-from partitioner.searches.planning import simulated_cost
 from partitioner.searches.progress import SearchProgress
 from partitioner.searches.seeded import Seeded
 from runahead.context import even

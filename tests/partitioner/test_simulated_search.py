@@ -10,10 +10,10 @@ from math import log2
 import pytest
 
 from partitioner.options import Objective, SearchOptions
+from partitioner.searches.best_split import best_split, simulated_cost
 from partitioner.searches.evaluations import Cost
 from partitioner.searches.evaluators import SimulatedEvaluator
 from partitioner.searches.lookup_fit import NEARLY_BEST
-from partitioner.searches.planning import best_split, simulated_cost
 from partitioner.searches.progress import SearchProgress
 from partitioner.searches.refinement import Refinement
 from partitioner.searches.table_search import TableSearch

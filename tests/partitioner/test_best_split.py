@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.ttft import bounds
 from partitioner.cost.link import Link, Links
-from partitioner.searches.planning import best_split, best_splits, practical_bound
+from partitioner.searches.best_split import best_split, best_splits, practical_bound
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.partitioner.clusters import llama, llama_cluster
