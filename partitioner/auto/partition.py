@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partitioner.auto.balance import Balance
-from partitioner.auto.kept import Kept, kept_path, read_kept, write_kept
+from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.probe import Progress, probe
 from partitioner.measure import ping
 from partitioner.simulation.cluster import Cluster
@@ -71,21 +71,21 @@ class AutoPartition:
             return cls(ranks, None)
         prefill = prefill or PrefillOptions()
         purpose = _purpose(model, ranks, prefill, policy)
-        path = kept_path(cache_folder() if folder is None else Path(folder), purpose)
+        path = learned_path(cache_folder() if folder is None else Path(folder), purpose)
         file = _File(path, purpose, tell)
-        kept = ranks.on_rank_0("the learned split", lambda: file.read(ranks.num_stages))
-        if kept is None:
+        learned = ranks.on_rank_0("the learned split", lambda: file.read(ranks.num_stages))
+        if learned is None:
             cost, slowness = probe(model, ranks, on_progress)
             link = ping(ranks, num_bytes=PING_BYTES)
             assert link is not None
-            kept = Kept(cost=cost, link=link, start=tuple(slowness))
+            learned = LearnedSplit(cost=cost, link=link, start=tuple(slowness))
             if ranks.rank == 0:
-                file.write(kept)
+                file.write(learned)
                 tell(f"partition=auto: timed a few layers for the first split; kept in {path}")
         if ranks.rank != 0:
             return cls(ranks, None, learn=learn)
-        cost, balance = kept.cost, _balance(kept, model, ranks, prefill)
-        return cls(ranks, balance, keep=lambda: file.write(Kept.from_balance(cost, balance)), learn=learn)
+        cost, balance = learned.cost, _balance(learned, model, ranks, prefill)
+        return cls(ranks, balance, keep=lambda: file.write(LearnedSplit.from_balance(cost, balance)), learn=learn)
 
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         if num_ranks == 1:
@@ -115,32 +115,32 @@ class _File:
     purpose: str
     tell: Tell
 
-    def read(self, num_ranks: int) -> Kept | None:
+    def read(self, num_ranks: int) -> LearnedSplit | None:
         try:
-            return read_kept(self.path, self.purpose, num_ranks)
+            return read_learned(self.path, self.purpose, num_ranks)
         except ValueError as error:
             self.tell(f"warning: partition=auto: {error}; layers are timed anew")
             return None
 
-    def write(self, kept: Kept) -> None:
+    def write(self, learned: LearnedSplit) -> None:
         try:
-            write_kept(self.path, self.purpose, kept)
+            write_learned(self.path, self.purpose, learned)
         except OSError as error:
             reason = error.strerror or first_line(error)
             self.tell(f"warning: partition=auto: {self.path} cannot be written ({reason}); the next run starts anew")
             self.tell = lambda sentence: None
 
 
-def _balance(kept: Kept, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Balance:
+def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Balance:
     cluster = Cluster.chain(
-        kept.cost,
+        learned.cost,
         ranks.num_stages,
-        kept.link,
+        learned.link,
         kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
         prefill=prefill,
         backend=ranks.backend,
     )
-    return Balance(cluster, kept.slowness)
+    return Balance(cluster, learned.slowness)
 
 
 def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str) -> str:

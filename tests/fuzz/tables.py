@@ -15,7 +15,7 @@ from benchmarks.harness.text_table import markdown
 from benchmarks.ttft import comparison, plot
 from benchmarks.ttft.bounds import Compute, read_compute
 from partitioner.auto.balance import Balance
-from partitioner.auto.kept import Kept, read_kept, write_kept
+from partitioner.auto.learned import LearnedSplit, read_learned, write_learned
 from partitioner.calibration import read_measured
 from partitioner.cost.link import Links
 from partitioner.cost.measured import MeasuredCost
@@ -227,7 +227,7 @@ def check_kept(content: bytes, folder: Path) -> Outcome:
     path = folder / "kept.json"
     path.write_bytes(content)
 
-    def use(found: Kept | None) -> None:
+    def use(found: LearnedSplit | None) -> None:
         assert found is not None
         cluster = Cluster(compute=found.cost, speed=[1.0, 1.0], links=Links(2, found.link), kv_bytes_per_token=1024.0)
         balance = Balance(cluster, found.slowness)
@@ -235,10 +235,10 @@ def check_kept(content: bytes, folder: Path) -> Outcome:
             if found.cost.num_layers <= 100:
                 partition = balance.split(length).check(length, 2)
                 balance.learn(partition, [1.0, 2.0], [0.0, 0.5])
-        write_kept(path, PURPOSE, Kept.from_balance(found.cost, balance))
-        assert read_kept(path, PURPOSE, 2) is not None
+        write_learned(path, PURPOSE, LearnedSplit.from_balance(found.cost, balance))
+        assert read_learned(path, PURPOSE, 2) is not None
 
-    return judged(lambda: read_kept(path, PURPOSE, 2), use, names=[str(path)], folder=folder)
+    return judged(lambda: read_learned(path, PURPOSE, 2), use, names=[str(path)], folder=folder)
 
 
 def as_json(value: Any) -> bytes:
@@ -280,7 +280,7 @@ TARGETS = (
     ),
     Target(
         name="learned splits",
-        reads="partitioner/auto/kept.py read_kept",
+        reads="partitioner/auto/learned.py read_learned",
         inputs=changed_json([KEPT]) | changed_bytes([as_json(KEPT)]),
         check=check_kept,
         share=5,

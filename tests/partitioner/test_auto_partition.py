@@ -16,7 +16,7 @@ import torch
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
 from launch.inputs.partitions import AutoChoice, TablePartition, kvr_name, partitioner, settle
 from partitioner.auto.balance import Balance
-from partitioner.auto.kept import Kept, kept_path, read_kept, write_kept
+from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.partition import AutoPartition
 from partitioner.auto.probe import combined, counted_cost
 from partitioner.auto.slowness import Seen
@@ -36,7 +36,7 @@ from tests.partitioner.test_auto_balance import ready
 from tests.partitioner.test_lookup_table import entry, table_of
 from tests.ranks.tasks import tiny_model
 
-KEPT = Kept(
+LEARNED = LearnedSplit(
     cost=llama(),
     link=Link(latency_s=1e-5, bandwidth_Bps=1e9),
     start=(0.0, 0.1),
@@ -146,11 +146,14 @@ def test_one_rank_has_nothing_to_split(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_read_as_it_was(tmp_path: Path) -> None:
-    for kept in (KEPT, replace(KEPT, link=Link(latency_s=0, bandwidth_Bps=float("inf"), shared=True), prompts=())):
-        write_kept(tmp_path / "a" / "b.json", "here", kept)
-        assert read_kept(tmp_path / "a" / "b.json", "here", 2) == kept
-    assert read_kept(tmp_path / "none.json", "here", 2) is None
-    assert kept_path(tmp_path, "here") != kept_path(tmp_path, "there")
+    for kept in (
+        LEARNED,
+        replace(LEARNED, link=Link(latency_s=0, bandwidth_Bps=float("inf"), shared=True), prompts=()),
+    ):
+        write_learned(tmp_path / "a" / "b.json", "here", kept)
+        assert read_learned(tmp_path / "a" / "b.json", "here", 2) == kept
+    assert read_learned(tmp_path / "none.json", "here", 2) is None
+    assert learned_path(tmp_path, "here") != learned_path(tmp_path, "there")
 
 
 def damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
@@ -186,10 +189,10 @@ def damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 )
 def test_every_damage_is_one_line_that_names_the_file(tmp_path: Path, spoil: Callable[[Path], Any]) -> None:
     path = tmp_path / "kept.json"
-    write_kept(path, "here", KEPT)
+    write_learned(path, "here", LEARNED)
     spoil(path)
     with pytest.raises(ValueError, match="is damaged") as caught:
-        read_kept(path, "here", 2)
+        read_learned(path, "here", 2)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 

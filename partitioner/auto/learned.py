@@ -24,7 +24,7 @@ MOST_S, MOST_TOKENS, LEAST_BPS, MOST_BPS = 1e6, 1 << 40, 1.0, 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class LearnedSplit:
     """The timed cost, and what prompts corrected.
 
     Attributes:
@@ -39,7 +39,7 @@ class Kept:
     prompts: tuple[Seen, ...] = ()
 
     @classmethod
-    def from_balance(cls, cost: FittedCost, balance: Balance) -> Kept:
+    def from_balance(cls, cost: FittedCost, balance: Balance) -> LearnedSplit:
         """Make from the present state of a balance, whose cost was timed."""
         slowness, links = balance.slowness, balance.cluster.links
         assert links is not None, "the ranks have a link"
@@ -50,12 +50,12 @@ class Kept:
         return Slowness(self.start, self.prompts)
 
 
-def kept_path(folder: Path, purpose: str) -> Path:
+def learned_path(folder: Path, purpose: str) -> Path:
     """File in the cache folder for what is learned under these circumstances."""
     return folder / "splits" / f"{hashlib.sha256(purpose.encode()).hexdigest()[:20]}.json"
 
 
-def write_kept(path: Path, purpose: str, kept: Kept) -> None:
+def write_learned(path: Path, purpose: str, learned: LearnedSplit) -> None:
     """Write atomically.
 
     Raises:
@@ -66,15 +66,15 @@ def write_kept(path: Path, purpose: str, kept: Kept) -> None:
         "format": FORMAT,
         "version": VERSION,
         "purpose": purpose,
-        "cost": asdict(kept.cost),
-        "link": kept.link.as_json(),
-        "start": kept.start,
-        "prompts": [asdict(prompt) for prompt in kept.prompts],
+        "cost": asdict(learned.cost),
+        "link": learned.link.as_json(),
+        "start": learned.start,
+        "prompts": [asdict(prompt) for prompt in learned.prompts],
     }
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def read_kept(path: Path, purpose: str, num_ranks: int) -> Kept | None:
+def read_learned(path: Path, purpose: str, num_ranks: int) -> LearnedSplit | None:
     """Read what an earlier run wrote; None if there is no file.
 
     Raises:
@@ -92,7 +92,7 @@ def read_kept(path: Path, purpose: str, num_ranks: int) -> Kept | None:
         for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s"):
             _numbers(list(getattr(cost, name)), len(getattr(cost, name)), MOST_S)
         bandwidth = math.inf if link["bandwidth_Bps"] is None else _number(link["bandwidth_Bps"], MOST_BPS)
-        return Kept(
+        return LearnedSplit(
             cost=cost,
             link=Link(
                 latency_s=_number(link["latency_s"], MOST_S),
