@@ -62,7 +62,6 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         ValueError, OSError: a mistake in the options or files.
     """
     from partitioner.calibration import calibrated_clusters, link_between
-    from partitioner.pictures.save import save_pictures
     from partitioner.searches.evaluators import Evaluator, LiveEvaluator, SimulatedEvaluator
     from partitioner.searches.progress import SearchProgress
     from partitioner.searches.record import SearchRecord
@@ -103,6 +102,8 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
             if ranks.rank == 0:
                 searched.table.save(path)
     if ranks.rank == 0:
+        from partitioner.pictures.table import save_pictures  # not sooner, since it loads matplotlib
+
         record = SearchRecord.beside(path).with_run(searched.trails, clusters)
         record.save_beside(path)
         save_pictures(searched.table, record, path)

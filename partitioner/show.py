@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from launch.program.text_table import text_table
-from partitioner.pictures.save import save_pictures
+from partitioner.pictures.table import save_pictures
 from partitioner.searches.record import SearchRecord
 from partitioner.table.entry import Entry
 from partitioner.table.fingerprint import link_text

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.pictures.save import pictures, save_pictures
 from partitioner.pictures.searches import MOST_PANELS, _levels, boundary_png, grids_png
-from partitioner.pictures.table import ratios_png, ttft_png
+from partitioner.pictures.table import pictures, ratios_png, save_pictures, ttft_png
 from partitioner.searches.evaluations import Cost, Evaluations, SearchResult, SearchTask
 from partitioner.searches.grid import Grid
 from partitioner.searches.record import SearchRecord, record_path
