@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 
 from launch.program.text_table import text_table
-from partitioner.pictures.table import save_pictures
 from partitioner.searches.record import SearchRecord
 from partitioner.table.entry import Entry
 from partitioner.table.fingerprint import link_text
@@ -36,6 +35,8 @@ def main(args: Sequence[str] | None = None) -> int:
         table_path, folder = _read(arguments)
         table = LookupTable.load(table_path)
         print(table_text(table), end="")
+        from partitioner.pictures.table import save_pictures  # not sooner, since it loads matplotlib
+
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         written = save_pictures(table, SearchRecord.beside(table_path), table_path, folder=folder)
