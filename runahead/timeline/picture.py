@@ -59,7 +59,6 @@ def timeline_png(
     names: Sequence[str] = (),
     ttft_s: float | None = None,
     subject: str = "",
-    alone: tuple[Sequence[Span], float] | None = None,
 ) -> bytes:
     """Draw the prefill: a band per rank with compute coloured by layer, waits hatched and sends as thin bars below.
 
@@ -70,49 +69,44 @@ def timeline_png(
         names: of the ranks; "rank 0" and so on by default.
         ttft_s: time of the first token. Spans that begin later are left out, since decoding takes much longer.
         subject: what ran, in a few words, below the title.
-        alone: spans of one rank that computes the prompt alone, drawn above the others, and its TTFT.
 
     Returns:
         The PNG.
     """
     shown = [[s for s in spans if ttft_s is None or s.start_s < ttft_s] for spans in spans_by_rank]
-    above = [] if alone is None else [[s for s in alone[0] if s.start_s < alone[1]]]
-    bands = [*above, *shown]
-    num_layers = 1 + max((s.layer for spans in bands for s in spans if s.layer is not None), default=0)
-    end_s = max([ttft_s or 0.0, *(s.end_s for spans in bands for s in spans)]) or 1.0
+    num_layers = 1 + max((s.layer for spans in shown for s in spans if s.layer is not None), default=0)
+    end_s = max([ttft_s or 0.0, *(s.end_s for spans in shown for s in spans)]) or 1.0
 
-    figure = new_figure(11, 1.7 + 0.85 * max(len(bands), 1))
+    figure = new_figure(11, 1.7 + 0.85 * max(len(shown), 1))
     axes = figure.add_subplot()
     colours = ScalarMappable(norm=Normalize(0, max(num_layers - 1, 1)), cmap="viridis")
 
-    for band, spans in enumerate(bands):
-        _draw_rank(axes, band, spans, colours)
-    _draw_skew(axes, shown, num_layers, first=len(above))
+    for rank, spans in enumerate(shown):
+        _draw_rank(axes, rank, spans, colours)
+    _draw_skew(axes, shown, num_layers)
     if ttft_s is not None:
         axes.axvline(ttft_s, color=INK, linewidth=1.2)
-        bottom = (ttft_s, max(len(bands), 1) - 0.5)  # above is the subject
+        bottom = (ttft_s, max(len(shown), 1) - 0.5)  # above is the subject
         label = axes.annotate("first token ", bottom, ha="right", va="bottom", fontsize=9, color=INK)
         label.set_annotation_clip(False)
 
     dress(axes, x="seconds since the prompt's start", grid="x")
     axes.set_xlim(0, end_s * 1.005)
-    axes.set_ylim(max(len(bands), 1) - 0.5, -0.5)
+    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
     labels = [name.replace(" (", "\n(") for name in names] or [f"rank {rank}" for rank in range(len(shown))]
-    axes.set_yticks(range(len(bands)), [*["one rank"] * len(above), *labels])
+    axes.set_yticks(range(len(shown)), labels)
     axes.tick_params(axis="x", length=3.5, color=MUTED)
     axes.tick_params(axis="y", length=0, labelsize=10, labelcolor=INK)
     axes.spines["left"].set_visible(False)
-    _add_legend(figure, {s.kind if s.layer is not None else "" for spans in bands for s in spans})
+    _add_legend(figure, {s.kind if s.layer is not None else "" for spans in shown for s in spans})
     title = "Prefill" if ttft_s is None else f"Time to first token: {ttft_s:.3g} s"
-    if alone is not None:
-        title += f", on one rank {alone[1]:.3g} s"
     axes.set_title(title + ("\n" if subject else ""), loc="left", fontsize=13, fontweight="bold", color=INK)
     note = axes.annotate(
         subject, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9.5, color=MUTED
     )
     note.set_in_layout(False)  # a long subject would make the axes narrower
     if num_layers > 1:
-        aspect = max(12, 4 * len(bands))  # as thin for many ranks as for few
+        aspect = max(12, 4 * len(shown))  # as thin for many ranks as for few
         bar = figure.colorbar(colours, ax=axes, pad=0.015, aspect=aspect, ticks=_ticks(num_layers))
         bar.set_label("layer", color=INK, fontsize=9)
         bar.ax.tick_params(labelsize=8, colors=INK, length=0)
@@ -121,12 +115,12 @@ def timeline_png(
     return png(figure)
 
 
-def _draw_rank(axes: Any, band: int, spans: Sequence[Span], colours: Any) -> None:
+def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: Any) -> None:
     def bars(kind: str, top: float, height: float, **style: Any) -> None:
         chosen = [s for s in spans if s.kind == kind]
         if chosen:
             extents = [(s.start_s, max(s.end_s - s.start_s, 0.0)) for s in chosen]
-            axes.broken_barh(extents, (band + top, height), **style)
+            axes.broken_barh(extents, (rank + top, height), **style)
 
     bars("wait", BAND_TOP, BAND_HEIGHT, facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0)
     computed = [s for s in spans if s.kind == "compute"]
@@ -136,14 +130,10 @@ def _draw_rank(axes: Any, band: int, spans: Sequence[Span], colours: Any) -> Non
     bars("send", SEND_TOP, SEND_HEIGHT, facecolor=SEND, edgecolor=SEND, linewidth=1)
 
 
-def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: int, *, first: int) -> None:
-    """Draw lines through the ends of a few layers, from rank to rank; ranks without compute are skipped.
-
-    Args:
-        first: band of the first rank.
-    """
+def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: int) -> None:
+    """Draw lines through the ends of a few layers, from rank to rank; ranks without compute are skipped."""
     ends = []
-    for rank, spans in enumerate(spans_by_rank, start=first):
+    for rank, spans in enumerate(spans_by_rank):
         computed = sorted((s for s in spans if s.kind == "compute" and s.layer is not None), key=lambda s: s.end_s)
         end_of_layer = {s.layer: s.end_s for s in computed}
         if end_of_layer:

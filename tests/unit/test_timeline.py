@@ -1,6 +1,5 @@
 """A timeline is a trace that viewers open and a picture of the prefill."""
 
-import io
 import json
 from itertools import pairwise
 
@@ -80,15 +79,6 @@ def test_decoding_is_left_out_of_the_picture():
     prefill = [[span("compute", 0.0, 0.5, 0), span("compute", 0.5, 1.0, 1)]]
     with_decoding = [[*prefill[0], span("compute", 1.0, 9.0, 0)]]
     assert timeline_png(prefill, ttft_s=1.0) == timeline_png(with_decoding, ttft_s=1.0)
-
-
-def test_the_bar_of_one_rank_alone_is_above_the_others():
-    """In a band of its own, as long as it takes; without lines to the ranks, and without its decoding."""
-    alone = [span("compute", 0.0, 1.0, 0), span("compute", 1.0, 2.0, 1)]
-    made = timeline_png(TWO_RANKS, ttft_s=1.1, alone=(alone, 2.0))
-    shape = [matplotlib.image.imread(io.BytesIO(image)).shape for image in (made, timeline_png(TWO_RANKS, ttft_s=1.1))]
-    assert shape[0][0] > shape[1][0] and shape[0][1] == shape[1][1]
-    assert made == timeline_png(TWO_RANKS, ttft_s=1.1, alone=([*alone, span("compute", 2.5, 9.0, 0)], 2.0))
 
 
 @pytest.mark.parametrize("spans", [[], [[]], [[], []], [[span("wait", 0.0, 0.0)]], [TWO_RANKS[0], [], TWO_RANKS[1]]])
