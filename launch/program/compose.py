@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -122,20 +123,27 @@ class Program(Generic[T]):
         """
         kinds = option_kinds(self.options)
         for_hydra, verbatim = split_verbatim(overrides, kinds)
+        has_own_files = not flags.keys().isdisjoint(("--config-dir", "--config-name"))
+        groups = self._groups(flags) if has_own_files else _own_groups(self)
         with self.config_loader(flags) as loader:
-            name = flags.get("--config-name", self.name)
-            with _errors_in_one_line(flags):
-                defaults = loader.compute_defaults_list(name, [], RunMode.RUN)
-            known = defaults.overrides.known_choices.items()
-            groups = {group: choice for group, choice in known if group.partition("/")[0] != "hydra"}
             checked = [checked_override(text, kinds, groups, loader) for text in for_hydra]
             with _errors_in_one_line(flags):
-                composed = compose(name, [text for text in checked if text is not None])
+                composed = compose(self._config_name(flags), [text for text in checked if text is not None])
         # YAML and Hydra read chat=true as a bool, but the schema's enum takes the name.
         chat = OmegaConf.select(composed, "prompt.chat")
         if isinstance(chat, bool):
             composed.prompt.chat = str(chat).lower()
         return with_verbatim(typed(composed, self.options), verbatim)
+
+    def _config_name(self, flags: Mapping[str, str]) -> str:
+        return flags.get("--config-name", self.name)
+
+    def _groups(self, flags: Mapping[str, str]) -> dict[str, str | None]:
+        """Groups in the defaults list of the primary config, with their choices. Raises: ValueError, as `compose`."""
+        with self.config_loader(flags) as loader, _errors_in_one_line(flags):
+            defaults = loader.compute_defaults_list(self._config_name(flags), [], RunMode.RUN)
+        known = defaults.overrides.known_choices.items()
+        return {group: choice for group, choice in known if group.partition("/")[0] != "hydra"}
 
     @contextmanager
     def config_loader(self, flags: Mapping[str, str]) -> Iterator[ConfigLoaderImpl]:
@@ -157,6 +165,12 @@ class Program(Generic[T]):
                 known = ", ".join(name for name in choices("", loader) if not name.startswith("_"))
                 raise ValueError(f"{_where(flags)}there is no config of that name; there are {known}")
             yield loader
+
+
+@cache
+def _own_groups(program: Program[Any]) -> Mapping[str, str | None]:
+    """Groups of a program's own primary config: for each job of a sweep they are the same, and Hydra takes its time."""
+    return program._groups({})
 
 
 def _check_folder(folder: Path) -> None:
