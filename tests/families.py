@@ -6,16 +6,17 @@ wrong position shows in the logits. Windows and chunks are 16 tokens: far shorte
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -281,26 +282,67 @@ REFUSED: dict[str, Family] = {
 """Families that the runtime must refuse, since it would not compute them right."""
 
 
-class Float64(TorchFunctionMode):
-    """While it is open, code that asks for float32 gets float64.
+class Float64:
+    """While it is open, code of this thread that asks for float32 gets float64.
 
     transformers takes norms, rotary tables and eager softmaxes in float32 whatever the model's dtype. Rounding to
     float32 in between makes 1e-6 of a difference of 1e-16, so that tests in float64 could not tell much. Both sides
     of a comparison run like this: the oracle, and our model in `tests.ranks.tasks`.
+
+    It replaces the functions that cast, and no others as a `TorchFunctionMode` would: a tiny model would take nearly
+    twice as long.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        elif func in CASTS:
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+    _lock, _num_open = threading.Lock(), 0
+    _here = threading.local()
+    """How many are open in this thread."""
+
+    def __enter__(self) -> None:
+        Float64._here.num_open = getattr(Float64._here, "num_open", 0) + 1
+        with Float64._lock:
+            Float64._num_open += 1
+            if Float64._num_open == 1:
+                for (place, name), cast in CASTS.items():
+                    setattr(place, name, cast)
+
+    def __exit__(self, *_: object) -> None:
+        Float64._here.num_open -= 1
+        with Float64._lock:
+            Float64._num_open -= 1
+            if Float64._num_open == 0:
+                for (place, name), cast in CASTS.items():
+                    if place is torch.Tensor:
+                        delattr(place, name)  # its base class has it
+                    else:
+                        setattr(place, name, unwrap(cast))
+
+    @classmethod
+    def casting(cls, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that takes a dtype, in whose place it is given float64 for float32."""
+
+        @wraps(function)
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            if getattr(cls._here, "num_open", 0):
+                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+                if kwargs.get("dtype") is torch.float32:
+                    kwargs["dtype"] = torch.float64
+            return function(*args, **kwargs)
+
+        return cast
 
 
-CASTS = {torch.Tensor.to, torch.Tensor.type, torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
+def _float(tensor: Tensor, **more: Any) -> Tensor:
+    return tensor.to(torch.float32, **more)
+
+
+CASTS = {
+    (torch.Tensor, "float"): _float,
+    (torch.Tensor, "to"): Float64.casting(torch.Tensor.to),
+    (torch.Tensor, "type"): Float64.casting(torch.Tensor.type),
+    (torch.Tensor, "softmax"): Float64.casting(torch.Tensor.softmax),  # that of torch.nn.functional calls it
+    (torch, "softmax"): Float64.casting(torch.softmax),
+}
+"""What stands where while a `Float64` is open."""
 
 
 def throughout(dtype: torch.dtype) -> AbstractContextManager[Any]:
