@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from runahead import Model, ModelOptions
 from runahead.report import GenerationBatch
 from tests.families import save_tiny_llama
 from tests.unit.tokenizers_for_tests import byte_level
+from tests.warm_program import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,24 +86,16 @@ def test_the_page_for_library_users_names_all_that_runahead_exports() -> None:
     assert [name for name in runahead.__all__ if not re.search(rf"\b{name}\b", page)] == []
 
 
-def test_the_script_for_several_ranks_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_script_for_several_ranks_runs_on_them(tmp_path: Path) -> None:
     """Its ranks then meet a second time in the same processes, as the page says that they may."""
     block = code_with("docs/library.md", "sys.argv")
     script = tmp_path / "read.py"
     script.write_text(block + "\n" + block, encoding="utf-8")
     model = save_tiny_llama(tmp_path / "model", byte_level())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "RUNAHEAD_CACHE": str(tmp_path / "cache"),
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [*command, model, "Once upon a time " * 10], capture_output=True, text=True, env=environment, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    chunks = re.findall(r"(\d+) \+ (\d+) tokens$", done.stdout, flags=re.MULTILINE)
-    assert len(chunks) == 2 and all(int(first) + int(second) == 160 for first, second in chunks), done.stdout
+    given = [str(model), "Once upon a time " * 10]
+    printed = run_warm(script, given, environment={"RUNAHEAD_CACHE": str(tmp_path / "cache")}).stdout
+    chunks = re.findall(r"(\d+) \+ (\d+) tokens$", printed, flags=re.MULTILINE)
+    assert len(chunks) == 2 and all(int(first) + int(second) == 160 for first, second in chunks), printed
 
 
 def test_the_commands_of_the_page_for_developers_select_tests(monkeypatch: pytest.MonkeyPatch) -> None:

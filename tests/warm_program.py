@@ -5,11 +5,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from tests.rank_pool import PRELOADED
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Outputs(NamedTuple):
+    """What the ranks of a job have written, one rank after the other."""
+
+    stdout: str
+    stderr: str
 
 
 class WarmProgram:
@@ -54,6 +67,59 @@ class WarmProgram:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
+
+
+class WarmJob:
+    """Ranks of a script as torchrun starts them, but without torchrun, which would end the others before they notice.
+
+    Args:
+        args: those of each rank.
+        environment: added to what torchrun sets.
+    """
+
+    def __init__(self, script: Path, args: Sequence[Sequence[str]], environment: Mapping[str, str] = NOTHING) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.ranks: list[WarmProgram] = []
+        port = free_port()
+        for rank, given in enumerate(args):
+            of_rank = {
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(args)),
+                "LOCAL_WORLD_SIZE": str(len(args)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            folder = Path(self._folder.name) / str(rank)
+            folder.mkdir()
+            self.ranks.append(WarmProgram(script, given, of_rank, folder))
+
+    def kill(self) -> None:
+        """End the ranks that still run, also those that a test has stopped."""
+        for rank in self.ranks:
+            if rank.status is None:
+                rank.kill()
+        self._folder.cleanup()
+
+
+def run_warm(script: Path, args: Sequence[str], size: int = 2, environment: Mapping[str, str] = NOTHING) -> Outputs:
+    """Run ranks of a script to their end, which has to be without an error."""
+    job = WarmJob(script, [args] * size, environment)
+    try:
+        statuses = [rank.wait(120) for rank in job.ranks]
+        done = Outputs("".join(rank.output for rank in job.ranks), "".join(rank.errors for rank in job.ranks))
+        assert statuses == [0] * size, done.stderr
+        return done
+    finally:
+        job.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _text(path: Path) -> str:

@@ -22,8 +22,10 @@ from launch.bench import main
 from policies.pyramidinfer import PyramidInfer
 from tests.exit_status import exit_status
 from tests.needs import missing
+from tests.waiting import until
+from tests.warm_program import WarmProgram, run_warm
 
-BENCH = str(Path(__file__).resolve().parents[2] / "launch" / "bench.py")
+BENCH = Path(__file__).resolve().parents[2] / "launch" / "bench.py"
 VARIANTS = ["single", "kv_runahead", "kvr_e", "kvr_s", "tsp_dense", "tsp_causal", "zigzag"]
 VARIANTS += ["zigzag_direct", "compute_only", "single_pyramidinfer", "kvr_pyramidinfer", "tensor", "plain_transformers"]
 KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 4 * 3
@@ -59,7 +61,8 @@ def options(model: Path, results: Path, *more: str) -> list[str]:
 
 
 def command(*args: str, ranks: int = 2) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", BENCH, *args]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*torchrun, str(BENCH), *args]
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -72,8 +75,7 @@ def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """The file of a benchmark, and what was printed."""
     results = tmp_path_factory.mktemp("results") / "bench.jsonl"
     split = ["partition=ratios", "partition.ratios=[0.75,0.25]"]
-    done = run(command(*options(model, results, f"bench.variants=[{','.join(VARIANTS)}]", *split)))
-    assert done.returncode == 0, done.stderr
+    done = run_warm(BENCH, options(model, results, f"bench.variants=[{','.join(VARIANTS)}]", *split))
     return results, done.stdout
 
 
@@ -192,19 +194,15 @@ def test_other_options_are_other_measurements(same_code: None, model: Path, tmp_
 def test_an_interruption_keeps_the_rounds_before_it(model: Path, tmp_path: Path) -> None:
     results = tmp_path / "bench.jsonl"
     arguments = options(model, results, "bench.variants=[single]", "bench.lengths=[500]", "bench.pairs=100000")
-    process = subprocess.Popen([sys.executable, BENCH, *arguments], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    told = ""
+    program = WarmProgram(BENCH, arguments, {}, tmp_path)
     try:
-        while "round 3 of" not in told:
-            told += process.stderr.read(64)
-            assert process.poll() is None, told
-        process.send_signal(signal.SIGINT)
-        told += process.communicate(timeout=120)[1]
+        until(lambda: program.status is not None or "round 3 of" in program.errors)
+        assert program.status is None, program.errors
+        os.kill(program.pid, signal.SIGINT)
+        assert program.wait(120) == 130
     finally:
-        process.kill()  # otherwise it would go on after a failed test
-    assert process.returncode == 130
-    assert "go on with bench.resume=true" in told
+        program.kill()  # otherwise it would go on after a failed test
+    assert "go on with bench.resume=true" in program.errors
     [line] = lines.read(results)
     assert 2 <= len(line["runs"]) < 100000
 
@@ -274,7 +272,7 @@ def test_two_hosts_with_a_noisy_slow_link(model: Path, tmp_path: Path) -> None:
         "bench.variants=[single,kvr_e]",
         "bench.lengths=[96]",
     ]
-    done = run([sys.executable, BENCH, *options(model, results, *more)])
+    done = run([sys.executable, str(BENCH), *options(model, results, *more)])
     assert done.returncode == 0, done.stderr
     found = by_variant(results, 96)
     expected = {"kind": "netns", "gbps": 1.0, "compute_share": None, "noise": True}

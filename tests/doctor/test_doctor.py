@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from benchmarks.network import ShapedNetwork, run_in
 from tests.network.conftest import netns
+from tests.warm_program import free_port
 
 __all__ = ["netns"]
 
@@ -155,14 +156,6 @@ def test_a_rank_with_another_version_is_named(model: Path, tmp_path: Path) -> No
     assert told["verdict"] == "failed"
     assert told["words"].startswith("rank 1 and rank 0 differ in transformers (")
     assert "1.2.3 on rank 1). Such ranks refuse to work together; install the same" in told["words"]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.usefixtures("netns")

@@ -20,8 +20,9 @@ from tests import families
 from tests.exit_status import exit_status, one_line_error
 from tests.families import save_tiny_llama
 from tests.unit.tokenizers_for_tests import byte_level
+from tests.warm_program import WarmProgram, run_warm
 
-INFER = str(Path(__file__).resolve().parents[2] / "launch" / "infer.py")
+INFER = Path(__file__).resolve().parents[2] / "launch" / "infer.py"
 TEXT = "the letters of the captain to his sister, from the ice. " * 4
 
 
@@ -36,7 +37,7 @@ def options(model: str, *more: str) -> list[str]:
 
 
 def torchrun(*args: str, ranks: int = 2, **how) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", INFER]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(INFER)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *args], capture_output=True, text=True, timeout=120, env=environment, encoding="utf-8", **how
@@ -274,8 +275,8 @@ def test_overrides_of_the_config_reach_every_rank_and_the_positions_beyond_its_o
     assert exit_status(main, options(str(folder), *given)) == 1  # without them the prompt is too long
 
 
-def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path, monkeypatch):
-    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
+def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path):
+    cache = {"RUNAHEAD_CACHE": str(tmp_path / "cache")}
     texts = [TEXT, TEXT[:100], TEXT, "ice"]
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps(text) for text in texts))
     answers = []
@@ -283,8 +284,7 @@ def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path
         path = tmp_path / f"{start}.json"
         decode = ("last", "sharded")[start]  # which answer alike
         files = f"prompt.file={tmp_path / 'texts.jsonl'}", f"report={path}"
-        done = torchrun(*options(model, *files, f"decode={decode}"), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = run_warm(INFER, options(model, *files, f"decode={decode}"), environment=cache)
         assert ("\ndecoding " in done.stderr) == (decode == "sharded")
         [kept] = (tmp_path / "cache" / "splits").iterdir()
         told = [line for line in done.stderr.splitlines() if "partition=auto" in line]
@@ -309,31 +309,38 @@ def test_a_mistake_under_torchrun_is_told_by_one_rank(model, tmp_path):
     assert our_lines(done.stderr) == [f"[rank 0/2] prompt.file={tmp_path} is a folder; name a file in it"]
 
 
+class WaitingForItsPrompt(WarmProgram):
+    """launch/infer.py, which has come to where it reads its prompt from a pipe."""
+
+    def __init__(self, model: str, folder: Path, *more: str) -> None:
+        pipe = folder / "prompt"
+        os.mkfifo(pipe)
+        super().__init__(INFER, options(model, f"prompt.file={pipe}", *more), {}, folder)
+        # A pipe with a name can be opened for writing once somebody reads it.
+        self.prompt: int | None = None
+        while self.prompt is None:
+            assert self.status is None, self.errors
+            try:
+                self.prompt = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                time.sleep(0.02)
+
+
 def test_a_reader_who_leaves_does_not_spoil_the_report(model, tmp_path):
-    reader, writer = os.pipe()
-    os.close(reader)
+    os.mkfifo(tmp_path / "stdout")
+    reader = os.open(tmp_path / "stdout", os.O_RDONLY | os.O_NONBLOCK)
     path = tmp_path / "run.json"
-    command = [sys.executable, INFER, *options(model, f"prompt.text={TEXT}", f"report={path}")]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
-    os.close(writer)
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    program = WaitingForItsPrompt(model, tmp_path, f"report={path}")
+    os.close(reader)
+    os.write(program.prompt, TEXT.encode())
+    os.close(program.prompt)
+    assert program.wait(120) == 0, program.errors
+    assert "Traceback" not in program.errors and "Exception" not in program.errors
     assert path.exists()
 
 
 def test_an_interrupt_ends_in_one_line(model, tmp_path):
-    # A pipe with a name can be opened for writing once somebody reads it: the run is waiting for its prompt then.
-    pipe = tmp_path / "prompt"
-    os.mkfifo(pipe)
-    command = [sys.executable, INFER, *options(model, f"prompt.file={pipe}")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    writer = None
-    while writer is None and process.poll() is None:
-        try:
-            writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:
-            time.sleep(0.1)
+    program = WaitingForItsPrompt(model, tmp_path)
     time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "interrupted\n")
+    os.kill(program.pid, signal.SIGINT)
+    assert (program.wait(60), program.errors) == (130, "interrupted\n")

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.unit.tokenizers_for_tests import byte_level
-from tests.warm_program import WarmProgram
+from tests.warm_program import WarmJob
 
 INFER = Path(__file__).resolve().parents[2] / "launch" / "infer.py"
 TIMEOUT_S = 3.0
@@ -40,33 +38,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Job:
-    """Ranks as torchrun starts them, but without torchrun, which would end the others before they notice."""
+class Job(WarmJob):
+    """launch/infer.py on a prompt of 64 random tokens.
+
+    Args:
+        of_last: more options of the last rank.
+    """
 
     def __init__(
         self, config: Path, *options: str, size: int = 2, timeout_s: float = 60.0, of_last: Sequence[str] = ()
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._folder = tempfile.TemporaryDirectory()
-        self.ranks = []
-        for rank in range(size):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
-            args = ["model=random", f"model.config={config}", "partition=even"]
-            args += ["prompt.random_tokens=64", f"ranks.timeout_s={timeout_s}", "generation.ignore_eos=true"]
-            args += [*options, *(of_last if rank == size - 1 else ())]
-            folder = Path(self._folder.name) / str(rank)
-            folder.mkdir()
-            self.ranks.append(WarmProgram(INFER, args, environment, folder))
+        args = ["model=random", f"model.config={config}", "partition=even"]
+        args += ["prompt.random_tokens=64", f"ranks.timeout_s={timeout_s}", "generation.ignore_eos=true", *options]
+        super().__init__(INFER, [*[args] * (size - 1), [*args, *of_last]])
 
     def wait_for_answer(self) -> None:
         """Return once the answer streams: the ranks are in the middle of decoding."""
@@ -79,13 +63,6 @@ class Job:
         """(exit status, standard error) of a rank."""
         status = self.ranks[rank].wait(60)
         return status, self.ranks[rank].errors
-
-    def kill(self) -> None:
-        for rank in self.ranks:
-            if rank.status is None:
-                os.kill(rank.pid, signal.SIGCONT)
-                rank.kill()
-        self._folder.cleanup()
 
 
 # Decoding tens of thousands of tokens takes minutes, so the job is in the middle of it after a few seconds.

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -25,11 +22,10 @@ from runahead.model.loading.smollm2 import cache_folder
 from tests.families import save_tiny_llama
 from tests.serving.fakes import chat_tokenizer
 from tests.waiting import until
-from tests.warm_program import WarmProgram
+from tests.warm_program import NOTHING, WarmJob, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE_PY = ROOT / "launch" / "serve.py"
-NOTHING: Mapping[str, str] = MappingProxyType({})
 POSITIONS = 40_000  # so that an answer may go on for longer than a busy machine pauses
 TEXT = "the letters of the captain to his sister, from the ice. " * 4
 
@@ -39,30 +35,15 @@ def model(tmp_path_factory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), chat_tokenizer(), max_position_embeddings=POSITIONS)
 
 
-class Job:
+class Job(WarmJob):
     """A server whose ranks are forked from a process that has imported the runtime."""
 
     def __init__(
         self, *options: str, ranks: int = 2, script: Path = SERVE_PY, environment: Mapping[str, str] = NOTHING
     ) -> None:
-        self.port, store = free_port(), free_port()
-        self._folder = tempfile.TemporaryDirectory()
+        self.port = free_port()
         given = [f"serve.port={self.port}", "ranks.threads=1", "partition=even", *options]
-        self.ranks = []
-        for rank in range(ranks):
-            of_rank = {
-                **environment,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store),
-                "OMP_NUM_THREADS": "1",
-            }
-            folder = Path(self._folder.name) / str(rank)
-            folder.mkdir()
-            self.ranks.append(WarmProgram(script, given, of_rank, folder))
+        super().__init__(script, [given] * ranks, environment)
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
 
@@ -82,18 +63,6 @@ class Job:
     def metric(self, name: str) -> float:
         lines = dict(line.rsplit(" ", 1) for line in self.client.get("/metrics").text.splitlines())
         return float(lines[name])
-
-    def kill(self) -> None:
-        for rank in self.ranks:
-            if rank.status is None:
-                rank.kill()
-        self._folder.cleanup()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @contextmanager
