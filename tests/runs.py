@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 
 LONGEST = (
-    "tests/faults/test_drill.py",
-    "tests/doctor/test_doctor.py",
-    "tests/slurm/",
-    "tests/bench/test_bench.py",
-    "tests/policies/test_relations.py",
-    "tests/prompt_cache/test_relations.py",
+    "tests/gpu/",
+    "tests/virtual/test_budgets.py",
+    "tests/policies/test_matrix.py",
     "tests/ranks/",
-    "tests/faults/",
-    "tests/network/",
-    "tests/unit/test_loading_",
-    "tests/prompt_cache/",
+    "tests/unit/test_compose.py",
+    "tests/differential/",
+    "tests/golden/",
+    "tests/bench/",
+    "tests/serving/",
+    "tests/evaluation/",
     "tests/partitioner/",
+    "tests/policies/",
+    "tests/prompt_cache/",
+    "tests/unit/test_loading_",
 )
 """Files that take long, the longest first: what begins last decides when all are done."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_type_hints
 
@@ -70,7 +71,7 @@ def typed(values: Mapping[str, Any] | DictConfig, options: type[T], section: str
 def merged_into(options: type, values: Mapping[str, Any] | DictConfig, section: str = "") -> DictConfig:
     """Defaults of the dataclass `options`, overridden by `values` in its types. Raises: ValueError, as `typed`."""
     try:
-        schema = OmegaConf.structured(options)
+        schema = _schema(options)
     except OmegaConfBaseException as error:  # a field has a type that OmegaConf does not support
         raise ValueError(f"{options.__name__} cannot be used: {first_line(error)}") from error
     try:
@@ -79,6 +80,12 @@ def merged_into(options: type, values: Mapping[str, Any] | DictConfig, section: 
         raise ValueError(_in_our_words(error, values, options, section)) from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+@cache
+def _schema(options: type) -> Any:
+    """Defaults of a dataclass with their types. Merging copies them, so that they are made once."""
+    return OmegaConf.structured(options)
 
 
 WHOLE_NUMBERS = (int, list[int], int | float)
