@@ -1,22 +1,25 @@
-"""A table found by simulation: lookups between its lengths are nearly as good as searches there."""
+"""A search fills a table, by simulation or on live ranks; lookups between its lengths are nearly as good as entries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from math import log2
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from partitioner.options import Objective, SearchOptions
+from partitioner.options import Method, Objective, SearchOptions, SearchRun
 from partitioner.searches.best_split import best_split, simulated_cost
 from partitioner.searches.evaluations import Cost
-from partitioner.searches.evaluators import SimulatedEvaluator
+from partitioner.searches.evaluators import LiveEvaluator, SimulatedEvaluator
 from partitioner.searches.lookup_fit import NEARLY_BEST
 from partitioner.searches.progress import SearchProgress
 from partitioner.searches.refinement import Refinement
 from partitioner.searches.table_search import TableSearch
+from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.entry import Entry
 from partitioner.table.lookup_table import LookupTable
@@ -129,3 +132,74 @@ def test_searching_twice_gives_the_same_table() -> None:
     cluster = llama_cluster(3, 3, compute=llama(num_layers=4))
     first, second = searched(cluster, LENGTHS[:2]), searched(cluster, LENGTHS[:2])
     assert [entry.boundaries for entry in first.entries] == [entry.boundaries for entry in second.entries]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (Method.seeded, [(0, 224, 416, 672, 1024), (0, 896, 1664, 2688, 4096)]),
+        (Method.grid, [(0, 128, 384, 672, 1024), (0, 896, 1664, 2688, 4096)]),
+    ],
+)
+def test_the_tables_of_both_strategies_are_the_recorded_ones(method: Method, expected: list[tuple[int, ...]]) -> None:
+    """Entries change only by a commit that means to: tables of users were searched by earlier versions."""
+    cluster = llama_cluster(4, 12.5, compute=llama(num_layers=6))
+    table = searched(cluster, [1024, 4096], method=method, max_loss=None)
+    assert [entry.boundaries for entry in table.entries_for(4)] == expected
+
+
+class SimulatedRanks:
+    """Live ranks of a search, whose TTFT is simulated; counts prefills."""
+
+    rank, num_stages = 0, 3
+
+    def __init__(self) -> None:
+        self.num_prefills = 0
+
+    def on_rank_0(self, what: str, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def live_cost(self, model: Any, ranks: Any, prefill: Any, num_tokens: int, *, repeats: int) -> Any:
+        cluster, spread = llama_cluster(3, 12.5, compute=llama(num_layers=3)), dict[tuple[int, ...], float]()
+
+        def cost(partition: ContextPartition) -> float:
+            self.num_prefills += 1
+            spread[partition.boundaries] = 0.01
+            return simulate(partition, cluster).ttft_s
+
+        cost.spread = spread  # type: ignore[attr-defined]
+        return cost
+
+
+@pytest.mark.parametrize("method", Method)
+def test_a_live_search_that_was_stopped_goes_on_with_what_it_measured(
+    method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = SearchOptions(objective=Objective.measured, lengths=[512, 1024], method=method)
+    run = SearchRun(table=str(tmp_path / "t.json"), search=search)
+    clusters = {count: llama_cluster(count, 12.5, compute=llama(num_layers=3)) for count in (1, 2, 3)}
+
+    def live_search(num_entries: int | None, **changes: Any) -> tuple[LookupTable, int]:
+        """The table after this number of entries, and how many prefills it took."""
+        ranks = SimulatedRanks()
+        monkeypatch.setattr("partitioner.searches.evaluators.LiveCost", ranks.live_cost)
+        with SearchProgress([], search, shown=False) as progress:
+            options: Any = replace(run, search=replace(search, **changes))
+            evaluator = LiveEvaluator(
+                clusters, progress, run=options, ranks=ranks, model=None, fingerprint_key="this model"
+            )  # type: ignore[arg-type]
+            filled = TableSearch(LookupTable(FINGERPRINT, []), evaluator, search, progress)
+            for _ in islice(filled.run(search.lengths), num_entries):
+                pass
+        return filled.table, ranks.num_prefills
+
+    stopped, first = live_search(4)
+    whole, second = live_search(None)
+    again, none = live_search(None)
+    forced, all_of_them = live_search(None, force=True)
+    assert len(stopped.entries) == 4 and len(whole.entries) == 6
+    assert first > 0 and second > 0 and none == 0 and all_of_them == first + second
+    assert [entry.boundaries for entry in again.entries] == [entry.boundaries for entry in forced.entries]
+    # All live ranks took part, those beyond an entry's with empty chunks; what is measured has a spread.
+    assert {entry.spread for entry in forced.entries} == {0.01}
+    assert forced.ranks() == [1, 2, 3]
