@@ -16,7 +16,7 @@ from runahead.context import ContextPartition
 EFFORT = Effort(
     links_matter=0.02, strides=64, most_messages=160_000, least_evaluations=8, most_evaluations=64, leave_out=False
 )
-"""Of a search for which a prompt waits."""
+"""Effort of a search for which a prompt waits."""
 LEAST_SHARE = 1 / 32
 """Least chunk of a rank, as a share of an even chunk."""
 WAITS_MATTER = 0.05

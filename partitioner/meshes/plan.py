@@ -30,7 +30,7 @@ EFFORT = Effort(
     most_evaluations=400,
     leave_out=True,
 )
-"""Of the search for a mesh's split: a few seconds."""
+"""Effort of the search for the split of one mesh: a few seconds."""
 EVENING_STEPS = 10
 """Steps in which a split is sought between the best one, which does not fit, and even chunks."""
 NODE = 8

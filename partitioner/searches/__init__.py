@@ -1,4 +1,9 @@
-"""Search for the split with the earliest first token: the paper's grid, a seeded search, and filling a table."""
+"""Search for the split with the earliest first token.
+
+`Grid` (the paper's) and `Seeded` are two strategies to search the split of one prompt over evaluations of its cost.
+`table_search` fills a lookup table by one of them, with costs that an evaluator measures on live ranks or simulates.
+`refinement` adds lengths to a simulated table. Points, record and progress are the same for all of them.
+"""
 
 from partitioner.options import Method
 from partitioner.searches.grid import Grid

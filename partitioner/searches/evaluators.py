@@ -1,4 +1,4 @@
-"""Where a search gets its costs from: simulated clusters, or live ranks."""
+"""Evaluators of partitions for a search: TTFT on simulated clusters, or measured on live ranks."""
 
 from __future__ import annotations
 

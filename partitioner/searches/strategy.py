@@ -24,7 +24,8 @@ class Strategy(ABC):
         """Search the split with the lowest cost.
 
         Args:
-            seed: split to start from, such as equal work or an interpolation of known entries; even chunks by default.
+            seed: split to start from, such as equal work or an interpolation of known entries; even chunks by default,
+                and for a strategy that takes none.
 
         Raises:
             ValueError: too many ranks for this strategy, or a seed for another length or number of ranks.
