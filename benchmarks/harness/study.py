@@ -122,8 +122,8 @@ class Study(Generic[S]):
         )
         for name, about in self.options.items():
             parser.add_argument(f"--{name}", **about)
-        default = RESULTS / f"{self.name.rpartition('.')[2]}.jsonl"
-        parser.add_argument("--lines", default=str(default), metavar="FILE", help="JSON lines, read and appended to")
+        default = str(RESULTS / f"{self.name}.jsonl")
+        parser.add_argument("--lines", default=default, metavar="FILE", help="JSON lines, read and appended to")
         parser.add_argument("--out", default=str(PAGES), metavar="FOLDER", help="folder of its pictures and page")
         parser.add_argument(
             "--dirty", action="store_true", help="measure for benchmarks/results with uncommitted changes"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.harness import lines
-from benchmarks.studies.commits.__main__ import STUDY, mean, ratios, table
+from benchmarks.studies.commits.__main__ import STUDY, mean, measure, ratios, table
 from benchmarks.studies.commits.job import job_of
 
 
@@ -15,6 +16,55 @@ def line(cell: str, before: list[float], after: list[float]) -> dict[str, object
     times = {"before": before, "after": after}
     about = {"date": "2026-11-26", "commit": "def", "before": "abc", "after": None, "what": "TTFT", "length": 1024}
     return {**about, "cell": cell, "seconds": times}
+
+
+class FakeJob:
+    """The ranks of a commit: every answer takes one second more than the one before."""
+
+    def __init__(self, name: str, asked: list[tuple[str, int, dict[str, Any]]]) -> None:
+        self.name, self.asked, self.seconds = name, asked, 0.0
+
+    def ask(self, request: dict[str, Any], *, ranks: int) -> float | None:
+        self.asked.append((self.name, ranks, request))
+        if "open" in request:
+            return None
+        self.seconds += 1.0
+        return self.seconds
+
+
+def test_a_cell_is_measured_on_both_commits_in_turn_after_a_round_that_does_not_count() -> None:
+    given = [
+        "--before",
+        "abc",
+        "--prefills",
+        "single",
+        "--lengths",
+        "64",
+        "--decoded",
+        "full",
+        "--decoded-lengths",
+        "512",
+    ]
+    options = STUDY.parser().parse_args([*given, "--rounds", "2", "--tokens", "3"])
+    asked: list[tuple[str, int, dict[str, Any]]] = []
+    jobs: Any = {name: FakeJob(name, asked) for name in ("before", "after")}
+    prefilled, decoded = STUDY.variants(options)
+    [line] = measure(options, jobs, prefilled)
+    assert line == {
+        "before": "abc",
+        "after": None,
+        "cell": "single",
+        "what": "TTFT",
+        "length": 64,
+        "seconds": {"before": [2.0, 3.0], "after": [2.0, 3.0]},
+    }
+    in_turn = [(name, 2, {"prefill": "single", "tokens": 64}) for name in ("before", "after", "after", "before")]
+    assert asked == [*in_turn, *in_turn[:2]]
+    asked.clear()
+    [line] = measure(options, jobs, decoded)
+    assert line["what"] == "a token" and line["seconds"]["after"] == [5.0, 6.0]
+    opened = {"open": "full", "tokens": 512, "room": 9}
+    assert asked[:3] == [("before", 1, opened), ("after", 1, opened), ("before", 1, {"decode": 3})] and len(asked) == 8
 
 
 def test_the_ratio_is_that_of_the_same_round() -> None:
