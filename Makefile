@@ -9,7 +9,7 @@
 #   PYTHON=python3.12   the interpreter to start from (3.11 or newer)
 #   VENV=path           where the environment is
 #   SYSTEM_TORCH=1      take the torch that PYTHON already has, such as a CUDA build
-#   WORKERS=2           how many tests run side by side
+#   WORKERS=2           how many tests run side by side; one more than cores where other programs run, too
 #   SAMPLE=40           of make test-slow: about one in so many tests, the same ones every time
 #   PYTEST_ARGS=...     more arguments for pytest, such as "-k exactness"
 
