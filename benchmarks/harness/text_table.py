@@ -7,14 +7,9 @@ from collections.abc import Sequence
 Rows = list[tuple[str, ...]]
 
 
-def markdown(table: Sequence[Sequence[str]], *, right: bool = True) -> str:
-    """Format a Markdown table, whose first row holds the headings.
-
-    Args:
-        right: right-align all columns but the first; otherwise all are left-aligned.
-    """
-    columns = len(table[0])
-    rule = "| --- |" + " ---: |" * (columns - 1) if right else "|" + "---|" * columns
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table, whose first row holds the headings; all columns but the first are right-aligned."""
+    rule = "| --- |" + " ---: |" * (len(table[0]) - 1)
     head, *body = (f"| {' | '.join(row)} |" for row in table)
     return "\n".join([head, rule, *body, ""])
 

@@ -1,6 +1,6 @@
 """KV cache of one prompt, computed once and decoded from under many retrieving policies; bytes of a decoding step."""
 
-# Legend: B batch, C new tokens, V vocabulary.
+# Legend: B batch, V vocabulary.
 
 from __future__ import annotations
 
@@ -100,10 +100,6 @@ class Decoding:
         self.num_tokens += 1
         attention = CausalAttention(self.cache, start=start, pads=self.pads, phase=Phase.decode)
         return self.model.forward(ids_B1, attention, start=start, pads=self.pads)
-
-    def follow(self, ids_BC: Tensor) -> Tensor:
-        """Logits (B, C, V) after each token."""
-        return torch.stack([self.step(ids_B1) for ids_B1 in ids_BC.split(1, dim=1)], dim=1)
 
 
 class FullCache(Decoding):
