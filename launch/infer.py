@@ -163,17 +163,24 @@ def infer(
         store = ranks.on_all_ranks(
             "the store", lambda: SegmentStore(model, policy.store, limits, bits=run.cache.tier_bits)
         )
-    engine = Engine(
-        model,
-        ranks,
-        prefill=run.prefill,
-        partition=partition,
-        policies=policies,
-        decode=run.decode,
-        store=store,
-        draft=draft,
-    )
 
+    def make_engine() -> Engine:
+        engine = Engine(
+            model,
+            ranks,
+            prefill=run.prefill,
+            partition=partition,
+            policies=policies,
+            decode=run.decode,
+            store=store,
+            draft=draft,
+        )
+        for start in starts:
+            batch = prompts.asked[start : start + run.prompt.batch]
+            engine.check(batch, [run.generation] * len(batch))
+        return engine
+
+    engine = ranks.on_all_ranks("the engine", make_engine)  # one of which says what it refuses
     answers = Answers(skipped=prompts.skipped)
     if kept is not None:
         weights, opened = model.fingerprint, list[Answers]()

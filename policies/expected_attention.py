@@ -38,7 +38,7 @@ class ExpectedAttention(Scorer):
     sinks: int = 4
     evict_every: int = 128
     future_tokens: int = 512
-    epsilon: float = 0.0
+    epsilon: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()

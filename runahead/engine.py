@@ -111,7 +111,7 @@ class Engine:
             prefixes="" if tree is None else "reuse of prefixes",
         )
         check(self._setup)
-        self._check_pools(batch=1)
+        self._check_pools(1)
         self.policies.read_files(model)
         self.store = store
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
@@ -155,9 +155,7 @@ class Engine:
         assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
-        check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each, _ in rows])
-        self._check_pools(batch=len(prompts))
-        self.check_speculation([each for each, _ in rows], prompts)
+        self.check(prompts, [each for each, _ in rows])
         ids = [ids_of(prompt) for prompt in prompts]
         reuse, prefixes = self._reuse(prompts), list[RowPrefix]()
         try:
@@ -444,6 +442,12 @@ class Engine:
         layers = None if done.cache is None else done.cache.row_kv(0, 0, len(ids))
         assert layers is not None, "all keys and values of a prompt are on the stage that computes it alone"
         return layers
+
+    def check(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> None:
+        """Check that prompts can be generated from at once, as `generate` does. Raises: PromptTooLong, ValueError."""
+        check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each in options])
+        self._check_pools(len(prompts))
+        self.check_speculation(options, prompts)
 
     def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
         """Check that drafts can be made and verified as the options of these prompts ask. Raises: ValueError."""

@@ -90,19 +90,24 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         settle(partition, model, ranks, run)
     store = _store(run, model, ranks)
     tree = _tree(run, ranks)
-    engine = Engine(
-        model,
-        ranks,
-        prefill=run.prefill,
-        partition=partition,
-        policies=policies,
-        decode=run.decode,
-        store=store,
-        tree=tree,
-    )
-    engine.check_speculation([run.generation], [])
-    if store is not None:
-        engine.check_reuse(blends=prompt_cache_options(run.policy).recompute > 0)
+
+    def make_engine() -> Engine:
+        engine = Engine(
+            model,
+            ranks,
+            prefill=run.prefill,
+            partition=partition,
+            policies=policies,
+            decode=run.decode,
+            store=store,
+            tree=tree,
+        )
+        engine.check_speculation([run.generation], [])
+        if store is not None:
+            engine.check_reuse(blends=prompt_cache_options(run.policy).recompute > 0)
+        return engine
+
+    engine = ranks.on_all_ranks("the engine", make_engine)  # one of which says what it refuses
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:
         with ranks.busy():
             model.json_schemas.warm_up()

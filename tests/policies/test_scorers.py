@@ -148,7 +148,7 @@ class TestExpectedAttention:
         pads, sinks = [0, 3], 2
         signals = OneQuery(q_BNCH[:, :, 0])
         view = view_of(k_BKnH, signals=signals, pads=pads)
-        scores_BKn = ExpectedAttention(budget=5, sinks=sinks, future_tokens=7).score(view)
+        scores_BKn = ExpectedAttention(budget=5, sinks=sinks, future_tokens=7, epsilon=0).score(view)
         assert signals.asked == [7]
         for row, pad in enumerate(pads):
             first = pad + sinks
@@ -166,15 +166,18 @@ class TestExpectedAttention:
         k_BKnH = torch.randn(1, 1, 6, 4, generator=generator)
         signals = OneQuery(mean_1NH, factor_1NHH @ factor_1NHH.mT)
         view = view_of(k_BKnH, signals=signals)
-        ours_n = ExpectedAttention(budget=3, sinks=0).score(view)[0, 0] / view.v_BKnV[0, 0].norm(dim=-1)
+        ours_n = ExpectedAttention(budget=3, sinks=0, epsilon=0).score(view)[0, 0] / view.v_BKnV[0, 0].norm(dim=-1)
         drawn_DNH = torch.randn(200_000, 2, 1, 4, generator=generator) @ factor_1NHH.mT
         exponentials_Nn = ((drawn_DNH[:, :, 0] + mean_1NH) @ k_BKnH[0, 0].T).exp().mean(dim=0)
         expected_n = (exponentials_Nn / exponentials_Nn.sum(dim=-1, keepdim=True)).mean(dim=0)
         torch.testing.assert_close(ours_n, expected_n, atol=0, rtol=0.03)  # of 200,000 draws
-        plain_n = ExpectedAttention(budget=3, sinks=0).score(view_of(k_BKnH, signals=OneQuery(mean_1NH)))[0, 0]
+        plain_n = ExpectedAttention(budget=3, sinks=0, epsilon=0).score(view_of(k_BKnH, signals=OneQuery(mean_1NH)))[
+            0, 0
+        ]
         assert ((plain_n / view.v_BKnV[0, 0].norm(dim=-1)) / expected_n - 1).abs().max() > 0.1
 
     def test_epsilon_tells_tokens_apart_by_their_values(self) -> None:
+        assert ExpectedAttention().epsilon == 0.01
         q_BNCH, k_BKnH = tensors(14, 1)
         view = view_of(k_BKnH, signals=OneQuery(q_BNCH[:, :, 0]))
         without, with_epsilon = (ExpectedAttention(budget=5, sinks=0, epsilon=each).score(view) for each in (0.0, 0.5))

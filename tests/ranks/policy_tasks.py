@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from launch.infer import INFER, infer
+from launch.inputs.policies import rank_policies
 from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.config import DecodeName, DecodeOptions
+from runahead.context import even
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
@@ -43,4 +46,14 @@ def refusal(
         engine.generate(prompts, GenerationOptions(max_new_tokens=2, ignore_eos=True))
     except ValueError as error:
         return at, str(error)
+    return "", ""
+
+
+def refusal_of_infer(ranks: Ranks, args: list[str]) -> tuple[str, str]:
+    """The type and the message of the error with which launch/infer.py ends on this rank."""
+    run = INFER.compose(args)
+    try:
+        infer(run, ranks, even, rank_policies(run.policy, run.cache))
+    except Exception as error:
+        return type(error).__name__, str(error)
     return "", ""

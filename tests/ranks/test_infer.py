@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.infer import main
+from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from tests import families
 from tests.exit_status import exit_status, one_line_error
@@ -198,6 +199,18 @@ def test_the_last_line_under_torchrun_is_ours(model, more, status, said):
     assert code.strip().startswith(f"exitcode  : {status} ")
     assert line.startswith(f"  traceback : {said}")
     assert set(border) == {"="}
+
+
+def test_a_model_that_gives_no_numbers_is_a_mistake(model, tmp_path, capfd):
+    """Only a token of the prompt shows it: the check of a loaded model does not see that row of the embeddings."""
+    folder, rare = shutil.copytree(model, tmp_path / "model"), 77
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][rare] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "ids.json").write_text(f"[5, {rare}, 7]")
+    assert exit_status(main, options(folder, f"prompt.ids_file={tmp_path / 'ids.json'}")) == 2
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", f"{NOT_NUMBERS}\n")
 
 
 def test_an_unforeseen_error_is_one_line_with_its_type(model, monkeypatch, capfd):

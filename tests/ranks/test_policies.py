@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +40,7 @@ from runahead.config import CacheOptions, DecodeName, PrefillName, Transfer
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
-from tests.families import prompt
+from tests.families import build, prompt
 from tests.policies.running import Run
 from tests.ranks import policy_tasks
 from tests.ranks.tasks import tiny_model
@@ -296,6 +297,20 @@ def test_a_pool_without_room_is_refused_on_all_ranks_before_a_prompt(rank_pools:
         found = rank_pools.run(2, policy_tasks.refusal, prompts, policies, decode)
         assert found[0] == found[1] and found[0][0] == place
         assert least is None or re.match(rf"policy.pool.bytes=.*; use at least {least}$", found[0][1])
+
+
+def test_what_only_the_loaded_model_tells_is_refused_by_one_rank(rank_pools: RankPools, tmp_path: Path) -> None:
+    """The others end without a line of their own."""
+    (tmp_path / "ids.json").write_text("[[1, 2, 3], [4, 5]]")
+    for family, more, says in (
+        ("bloom", ["policy=snapkv"], "ALiBi"),
+        ("llama", ["policy=exact_topk", "policy.pool.bytes=20KiB", "prompt.batch=2"], "policy.pool.bytes=20480 holds"),
+    ):
+        build(family).save_pretrained(tmp_path / family)
+        args = ["model=hf", f"model.path={tmp_path / family}", f"prompt.ids_file={tmp_path / 'ids.json'}", *more]
+        first, second = rank_pools.run(2, policy_tasks.refusal_of_infer, args)
+        assert first[0] == "ValueError" and says in first[1]
+        assert second == ("SharedError", f"rank 0: {first[1]}")
 
 
 def test_windows_are_left_alone(rank_pools: RankPools) -> None:
