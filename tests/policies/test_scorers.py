@@ -343,7 +343,7 @@ def foretold(
         covariance_HH = turn_HH @ torch.cov(q_CH.T, correction=0) @ turn_HH.T
         exponents = [k @ mean_H / math.sqrt(head_dim) + k @ covariance_HH @ k / (2 * head_dim) for k in keys_nH]
         scores_Kn[head // group, sinks:] += torch.stack(exponents).softmax(dim=0) / group
-    scores_Kn *= v_KnH.norm(dim=-1)
+    scores_Kn = (scores_Kn + 0.01) * v_KnH.norm(dim=-1)  # the default epsilon
     scores_Kn[:, :sinks] = math.inf
     return scores_Kn
 
