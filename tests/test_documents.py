@@ -1,9 +1,11 @@
-"""The Python that README.md, docs/library.md and docs/prompt_cache.md show runs, and commands select tests."""
+"""What README.md, docs/library.md, docs/prompt_cache.md and the tutorial show runs, and commands select tests."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,31 @@ def test_the_script_for_several_ranks_runs_on_them(tmp_path: Path) -> None:
     printed = run_warm(script, given, environment={"RUNAHEAD_CACHE": str(tmp_path / "cache")}).stdout
     chunks = re.findall(r"(\d+) \+ (\d+) tokens$", printed, flags=re.MULTILINE)
     assert len(chunks) == 2 and all(int(first) + int(second) == 160 for first, second in chunks), printed
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_tutorial_shows_a_chain_of_uneven_chunks_with_exact_logits(num_ranks: int) -> None:
+    script = ROOT / "examples" / "tiny_runahead.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 150
+    printed = run_warm(script, [], size=num_ranks).stdout
+    split, _, *layers, bits, error, chain, one_pass = printed.splitlines()
+    chunks = [int(length) for length in re.findall(r"\d+", split.partition("of")[2])]
+    assert sum(chunks) == 1000 and len(chunks) == num_ranks and chunks == sorted(set(chunks), reverse=True)
+    assert len(layers) == 6 and all(line.count("|") == num_ranks - 1 for line in layers)
+    assert bits.endswith("True") and 0 < float(error.split()[-1]) < 1e-12  # sums in another order: 5e-15 is seen
+    tokens = [re.findall(r"\d+", line) for line in (chain, one_pass)]
+    assert tokens[0] == tokens[1] and len(set(tokens[0])) > 4
+
+
+def test_the_tutorial_imports_torch_alone() -> None:
+    tree = ast.parse((ROOT / "examples" / "tiny_runahead.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        name.partition(".")[0]
+        for node in imports
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    assert names - set(sys.stdlib_module_names) == {"torch"}
 
 
 def test_the_commands_of_the_page_for_developers_select_tests(monkeypatch: pytest.MonkeyPatch) -> None:
