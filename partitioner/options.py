@@ -20,7 +20,7 @@ class Objective(Enum):
     modelled = "modelled"
 
 
-class Method(Enum):
+class SearchMethod(Enum):
     """Search method: pattern search from a seed, or the paper's grid."""
 
     seeded = "seeded"
@@ -59,7 +59,7 @@ class SearchOptions:
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096])
     ranks: list[int] | None = None
     objective: Objective = Objective.replayed
-    method: Method = Method.seeded
+    method: SearchMethod = SearchMethod.seeded
     min_stride: int = 32
     reach: float = 0.15
     repeats: int = 3
@@ -72,7 +72,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         self.objective = choice("search.objective", Objective, self.objective)
-        self.method = choice("search.method", Method, self.method)
+        self.method = choice("search.method", SearchMethod, self.method)
         for name in ("lengths", "ranks", "probe_chunks", "probe_prefixes"):
             values, option = getattr(self, name), f"search.{name}"
             if values is not None:

@@ -17,7 +17,7 @@ from partitioner.meshes.options import PlanRun
 from runahead.files import write_whole
 
 if TYPE_CHECKING:
-    from partitioner.meshes.plan import Plan
+    from partitioner.meshes.plan import MeshPlan
 
 HELP = """\
 usage: python -m partitioner.plan model=random model.config=<config.json> gpus=<n> tokens=<n> [name=value ...]
@@ -83,7 +83,7 @@ def _plan(run: PlanRun) -> int:
     return 0
 
 
-def plan_of(run: PlanRun, *, shown: bool = False) -> Plan:
+def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
     """Make the plan that the options ask for.
 
     Args:
@@ -97,28 +97,28 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> Plan:
 
     from partitioner.meshes.model_size import ModelSize
     from partitioner.meshes.plan import make_plan, meshes
-    from partitioner.meshes.request import job_of, machine_of
+    from partitioner.meshes.request import machine_of, workload_of
 
     size = ModelSize.read(run.model, on_gpus=run.on_gpus)
-    machine, job = machine_of(run, size), job_of(run)
-    total = len(list(meshes(size, machine, job)))
+    machine, work = machine_of(run, size), workload_of(run)
+    total = len(list(meshes(size, machine, work)))
     with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:
 
         def tick(text: str) -> None:
             bar.set_postfix_str(text, refresh=False)
             bar.update()
 
-        return make_plan(size, machine, job, tick)
+        return make_plan(size, machine, work, tick)
 
 
-def plan_text(plan: Plan, run: PlanRun) -> str:
+def plan_text(plan: MeshPlan, run: PlanRun) -> str:
     """The plan as text for a terminal."""
     from partitioner.meshes.words import COLUMNS, LEFT, assumptions, launch_commands, rows
 
     machine, size = plan.machine, plan.size
     place = f"{machine.num_gpus} GPUs" if machine.num_gpus > 1 else "1 GPU"
     place += f" in {machine.num_nodes} nodes" if machine.num_nodes > 1 else ""
-    text = f"{plan.job.tokens:,} tokens of {size.shape}, {size.dtype}, on {place}\n\n"
+    text = f"{plan.work.tokens:,} tokens of {size.shape}, {size.dtype}, on {place}\n\n"
     left = [column for column, name in enumerate(COLUMNS) if name in LEFT]
     text += text_table(rows(plan), left=left)
     text += "* the plan; memory of the rank with most of it, time per new token by both ways to decode\n\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partitioner.auto.balance import Balance
-from partitioner.auto.slowness import Seen, Slowness
+from partitioner.auto.slowness import SeenPrompt, Slowness
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link
 from runahead.failures import first_line
@@ -36,7 +36,7 @@ class LearnedSplit:
     cost: FittedCost
     link: Link
     start: tuple[float, ...]
-    prompts: tuple[Seen, ...] = ()
+    prompts: tuple[SeenPrompt, ...] = ()
 
     @classmethod
     def from_balance(cls, cost: FittedCost, balance: Balance) -> LearnedSplit:
@@ -106,13 +106,13 @@ def read_learned(path: Path, purpose: str, num_ranks: int) -> LearnedSplit | Non
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {first_line(error)})") from error
 
 
-def _prompt(value: Any, num_ranks: int) -> Seen:
+def _prompt(value: Any, num_ranks: int) -> SeenPrompt:
     tokens, slowness = value["tokens"], value["slowness"]
     if type(tokens) is not int or not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"it holds a prompt of {tokens!r} tokens")
     if not isinstance(slowness, list) or len(slowness) != num_ranks:
         raise ValueError(f"it does not have {num_ranks} numbers where it must")
-    return Seen(
+    return SeenPrompt(
         tokens=tokens,
         slowness=tuple(None if each is None else _number(each, MOST_LOG) for each in slowness),
         surprise=_numbers(value["surprise"], num_ranks, 2 * MOST_LOG),

@@ -23,7 +23,7 @@ NOISE_FACTOR = 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class SeenPrompt:
     """Slowness of the ranks in one prompt.
 
     Attributes:
@@ -54,7 +54,7 @@ class Slowness:
         pace: log factor by which all ranks took longer in the last prompt than the cost and their slowness say.
     """
 
-    def __init__(self, start: Sequence[float], prompts: Sequence[Seen] = ()) -> None:
+    def __init__(self, start: Sequence[float], prompts: Sequence[SeenPrompt] = ()) -> None:
         self.start, self.prompts, self.pace = tuple(start), list(prompts), 0.0
 
     def at(self, num_tokens: int) -> list[float]:
@@ -84,14 +84,14 @@ class Slowness:
         self.pace = common = fmean(present)
         told = tuple(None if ratio is None else ratio - common for ratio in ratios)
         surprise = tuple(0.0 if log is None else log - before for log, before in zip(told, known, strict=True))
-        self.prompts = [*self.prompts, Seen(tokens=num_tokens, slowness=told, surprise=surprise)][-MEMORY:]
+        self.prompts = [*self.prompts, SeenPrompt(tokens=num_tokens, slowness=told, surprise=surprise)][-MEMORY:]
         if self._has_changed():
             self.prompts = self.prompts[-2:]
 
-    def _about(self, num_tokens: int) -> list[Seen]:
+    def _about(self, num_tokens: int) -> list[SeenPrompt]:
         """The newest prompts of about this length, else of about the nearest one."""
 
-        def distance(seen: Seen) -> float:
+        def distance(seen: SeenPrompt) -> float:
             return abs(math.log(seen.tokens / num_tokens))
 
         nearest = min(map(distance, self.prompts), default=0.0)

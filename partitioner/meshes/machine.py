@@ -13,7 +13,7 @@ from partitioner.simulation.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class PlannedDevice:
     """One GPU, or the processors of one rank, with what it sustains of its stated figures.
 
     Attributes:
@@ -43,7 +43,7 @@ class Machine:
         pass_on_as_landed: as in `Cluster`.
     """
 
-    device: Device
+    device: PlannedDevice
     num_gpus: int
     num_nodes: int
     inside: Link
@@ -99,7 +99,7 @@ class Machine:
         )
 
 
-def counted_cost(size: ModelSize, device: Device, num_shares: int = 1, batch: int = 1) -> WeightBoundCost:
+def counted_cost(size: ModelSize, device: PlannedDevice, num_shares: int = 1, batch: int = 1) -> WeightBoundCost:
     """Compute of one share, counted from the model's shape."""
     shape = size.shape
     cost = WeightBoundCost.from_shape(

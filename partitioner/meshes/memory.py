@@ -19,7 +19,7 @@ halves of that, down to 512, are tried too."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Workload:
     """The work that is planned for: prompts, new tokens, and limits of the mesh.
 
     Attributes:
@@ -76,16 +76,18 @@ class Held:
     room: int
 
 
-def kv_bytes(size: ModelSize, job: Job, num_shares: int, partition: ContextPartition, *, sharded: bool) -> list[int]:
+def kv_bytes(
+    size: ModelSize, work: Workload, num_shares: int, partition: ContextPartition, *, sharded: bool
+) -> list[int]:
     """Bytes of keys and values that a rank of each stage holds, as the runtime allocates them.
 
     A stage has a ring of `layers_in_flight` slabs for its prefix and chunk, the last one a slab per layer for all
     tokens (runahead/prefill/kv_runahead.py). If decoding is sharded, each stage has a ring for its prefix, and slabs of
     all layers for its chunk and some new tokens.
     """
-    layers, each = size.shape.num_layers, job.batch * size.kv_bytes_per_token(num_shares)
-    ring = min(job.layers_in_flight, layers)
-    room = job.new_tokens - 1  # the last new token is not computed
+    layers, each = size.shape.num_layers, work.batch * size.kv_bytes_per_token(num_shares)
+    ring = min(work.layers_in_flight, layers)
+    room = work.new_tokens - 1  # the last new token is not computed
     new = new_by_stage(partition, room)
     held = []
     for stage in range(partition.num_ranks):
@@ -133,7 +135,7 @@ def activation_bytes(size: ModelSize, num_shares: int, num_tokens: int, batch: i
 
 def rank_memory(
     size: ModelSize,
-    job: Job,
+    work: Workload,
     num_shares: int,
     partition: ContextPartition,
     *,
@@ -141,30 +143,32 @@ def rank_memory(
     piece_tokens: int | None = None,
 ) -> list[RankMemory]:
     """Peak memory of a rank of each stage."""
-    held = kv_bytes(size, job, num_shares, partition, sharded=sharded)
+    held = kv_bytes(size, work, num_shares, partition, sharded=sharded)
     weights = size.weight_bytes(num_shares)
     computed = [piece_tokens or len(partition.chunk(stage)) for stage in range(partition.num_ranks)]
     return [
         RankMemory(
             weights=weights,
             kv=kv,
-            activations=activation_bytes(size, num_shares, tokens, job.batch),
-            reserve=job.reserve,
+            activations=activation_bytes(size, num_shares, tokens, work.batch),
+            reserve=work.reserve,
         )
         for kv, tokens in zip(held, computed, strict=True)
     ]
 
 
-def ways(size: ModelSize, memory_bytes: int, job: Job, num_shares: int, partition: ContextPartition) -> Iterator[Held]:
+def ways(
+    size: ModelSize, memory_bytes: int, work: Workload, num_shares: int, partition: ContextPartition
+) -> Iterator[Held]:
     """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
     is_single = len(partition.chain) == 1
-    either = [False, True] if job.sharded is None else [job.sharded]
+    either = [False, True] if work.sharded is None else [work.sharded]
     for sharded in [False] if is_single else either:
         pieces: list[int | None] = [None]
         if is_single:
-            pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < job.tokens]
+            pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < work.tokens]
         for piece in pieces:
-            memory = rank_memory(size, job, num_shares, partition, sharded=sharded, piece_tokens=piece)
+            memory = rank_memory(size, work, num_shares, partition, sharded=sharded, piece_tokens=piece)
             held = Held(
                 sharded=sharded,
                 piece_tokens=piece,

@@ -1,6 +1,6 @@
 """The plan for a prompt: every mesh of a machine as a candidate, those that fit by TTFT, and then the others by need.
 
-A plan is a function of the model's sizes, the machine and the job. Candidates are meshes of p stages x t shares with
+A plan is a function of the model's sizes, the machine and the work. Candidates are meshes of p stages x t shares with
 t inside a node; the split of each is searched on a simulated chain, and decoding is on the last stage or sharded.
 """
 
@@ -14,7 +14,7 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.stage import ALLREDUCES, StageCost
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Machine
-from partitioner.meshes.memory import Held, Job, RankMemory, ways
+from partitioner.meshes.memory import Held, RankMemory, Workload, ways
 from partitioner.meshes.model_size import ModelSize
 from partitioner.searches.best_split import Effort
 from partitioner.searches.equal_work import equal_work
@@ -94,7 +94,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MeshPlan:
     """All candidates, the best first.
 
     Attributes:
@@ -103,7 +103,7 @@ class Plan:
 
     size: ModelSize
     machine: Machine
-    job: Job
+    work: Workload
     candidates: list[Candidate]
     least_gpus: int | None = None
 
@@ -114,8 +114,8 @@ class Plan:
 
 
 def make_plan(
-    size: ModelSize, machine: Machine, job: Job, on_candidate: Callable[[str], None] = lambda text: None
-) -> Plan:
+    size: ModelSize, machine: Machine, work: Workload, on_candidate: Callable[[str], None] = lambda text: None
+) -> MeshPlan:
     """Make the plan.
 
     Args:
@@ -125,16 +125,16 @@ def make_plan(
         ValueError: no mesh has such shares, or measured compute is of another number of layers.
     """
     sizes = shares_that_fit(size, machine.per_node)
-    if job.tensor is not None and job.tensor not in sizes:
+    if work.tensor is not None and work.tensor not in sizes:
         raise ValueError(
-            f"ranks.tensor={job.tensor} is no number of shares for {size.shape.num_heads} heads and "
+            f"ranks.tensor={work.tensor} is no number of shares for {size.shape.num_heads} heads and "
             f"{size.shape.num_kv_heads} KV heads on {machine.per_node} GPUs of a node; it may be "
             f"{', '.join(map(str, sizes))}"
         )
     found = []
-    for num_stages, num_shares in meshes(size, machine, job):
+    for num_stages, num_shares in meshes(size, machine, work):
         on_candidate(f"{num_stages} x {num_shares}")
-        found.append(_candidate(size, machine, job, num_stages, num_shares))
+        found.append(_candidate(size, machine, work, num_stages, num_shares))
     found.sort(key=lambda each: each.held.room, reverse=True)
     fitting = sorted((each for each in found if each.fits), key=lambda each: each.ttft.total if each.ttft else 0.0)
     if fitting and fitting[0].ttft:
@@ -144,8 +144,8 @@ def make_plan(
         best = min(alike, key=lambda each: (each.token_s, each.num_ranks))
         fitting.sort(key=lambda each: each is not best)
     candidates = fitting + [each for each in found if not each.fits]
-    least = None if fitting else least_gpus(size, machine, job)
-    return Plan(size=size, machine=machine, job=job, candidates=candidates, least_gpus=least)
+    least = None if fitting else least_gpus(size, machine, work)
+    return MeshPlan(size=size, machine=machine, work=work, candidates=candidates, least_gpus=least)
 
 
 def shares_that_fit(size: ModelSize, per_node: int) -> list[int]:
@@ -153,10 +153,10 @@ def shares_that_fit(size: ModelSize, per_node: int) -> list[int]:
     return [shares for shares in range(1, per_node + 1) if per_node % shares == 0 and size.fits(shares)]
 
 
-def meshes(size: ModelSize, machine: Machine, job: Job) -> Iterator[tuple[int, int]]:
+def meshes(size: ModelSize, machine: Machine, work: Workload) -> Iterator[tuple[int, int]]:
     """Meshes (stages, shares): with all GPUs, and with half, a quarter, ... of the stages."""
     for num_shares in shares_that_fit(size, machine.per_node):
-        if job.tensor in (None, num_shares):
+        if work.tensor in (None, num_shares):
             num_stages = machine.num_gpus // num_shares
             while num_stages >= 1:
                 num_ranks = num_stages * num_shares
@@ -165,21 +165,21 @@ def meshes(size: ModelSize, machine: Machine, job: Job) -> Iterator[tuple[int, i
                 num_stages //= 2
 
 
-def _candidate(size: ModelSize, machine: Machine, job: Job, num_stages: int, num_shares: int) -> Candidate:
-    cluster = machine.cluster(size, num_stages, num_shares, job.batch)
-    balanced = equal_work(job.tokens, num_stages, cluster.compute)
+def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: int, num_shares: int) -> Candidate:
+    cluster = machine.cluster(size, num_stages, num_shares, work.batch)
+    balanced = equal_work(work.tokens, num_stages, cluster.compute)
 
     def fits(partition: ContextPartition) -> bool:
-        return _fitting(size, machine, job, num_shares, partition).room >= 0
+        return _fitting(size, machine, work, num_shares, partition).room >= 0
 
     partition, is_best = balanced, True
-    if num_stages > 1 and any(fits(start) for start in (balanced, even(job.tokens, num_stages))):
-        searched = EFFORT.split(job.tokens, cluster)
+    if num_stages > 1 and any(fits(start) for start in (balanced, even(work.tokens, num_stages))):
+        searched = EFFORT.split(work.tokens, cluster)
         partition = _evened(searched, fits)
         is_best = partition == searched
-    held = _fitting(size, machine, job, num_shares, partition)
+    held = _fitting(size, machine, work, num_shares, partition)
     last_s, sharded_s = (
-        token_s(size, machine, num_shares, partition, sharded=way, batch=job.batch) for way in (False, True)
+        token_s(size, machine, num_shares, partition, sharded=way, batch=work.batch) for way in (False, True)
     )
     return Candidate(
         num_stages=num_stages,
@@ -213,15 +213,15 @@ def _evened(partition: ContextPartition, fits: Callable[[ContextPartition], bool
     return mixed(high)
 
 
-def _fitting(size: ModelSize, machine: Machine, job: Job, num_shares: int, partition: ContextPartition) -> Held:
+def _fitting(size: ModelSize, machine: Machine, work: Workload, num_shares: int, partition: ContextPartition) -> Held:
     """The faster of the ways to decode that fit; if none fits, the one that needs less."""
 
     def order(held: Held) -> tuple[bool, float]:
         if held.room < 0:
             return True, -held.room
-        return False, token_s(size, machine, num_shares, partition, sharded=held.sharded, batch=job.batch)
+        return False, token_s(size, machine, num_shares, partition, sharded=held.sharded, batch=work.batch)
 
-    return min(ways(size, machine.device.memory_bytes, job, num_shares, partition), key=order)
+    return min(ways(size, machine.device.memory_bytes, work, num_shares, partition), key=order)
 
 
 def _ttft(partition: ContextPartition, cluster: Cluster, piece_tokens: int | None) -> Seconds:
@@ -249,8 +249,8 @@ def _allreduce_s(compute: ComputeCost, num_tokens: int) -> float:
     return times * compute.allreduce_s(num_tokens)
 
 
-def least_gpus(size: ModelSize, machine: Machine, job: Job) -> int | None:
-    """The least number of such GPUs on which the job fits; GPUs are added to a single node, else nodes.
+def least_gpus(size: ModelSize, machine: Machine, work: Workload) -> int | None:
+    """The least number of such GPUs on which the work fits; GPUs are added to a single node, else nodes.
 
     Only even chunks are tried, since they need least where every stage keeps its own.
     """
@@ -258,9 +258,9 @@ def least_gpus(size: ModelSize, machine: Machine, job: Job) -> int | None:
     def fits(num_gpus: int, per_node: int) -> bool:
         for num_shares in shares_that_fit(size, per_node):
             num_stages = num_gpus // num_shares
-            if job.tensor in (None, num_shares) and num_stages <= job.tokens:
-                split = even(job.tokens, num_stages)
-                if any(held.room >= 0 for held in ways(size, machine.device.memory_bytes, job, num_shares, split)):
+            if work.tensor in (None, num_shares) and num_stages <= work.tokens:
+                split = even(work.tokens, num_stages)
+                if any(held.room >= 0 for held in ways(size, machine.device.memory_bytes, work, num_shares, split)):
                     return True
         return False
 

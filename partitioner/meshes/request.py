@@ -1,12 +1,12 @@
-"""From the options of a plan to what it is a function of: the model's sizes, the machine and the job."""
+"""From the options of a plan to what it is a function of: the model's sizes, the machine and the work."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from partitioner.cost.measured import MeasuredCost
-from partitioner.meshes.machine import Device, Machine
-from partitioner.meshes.memory import Job
+from partitioner.meshes.machine import Machine, PlannedDevice
+from partitioner.meshes.memory import Workload
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.options import PlanRun
 from policies.byte_size import num_bytes
@@ -24,7 +24,7 @@ def machine_of(run: PlanRun, size: ModelSize) -> Machine:
     stated, share = run.stated, run.efficiency
     inside, between = run.links()
     return Machine(
-        device=Device(
+        device=PlannedDevice(
             name=run.device or "the device",
             memory_bytes=stated.memory_bytes,
             matmul_flops=share.matmul * stated.matmul_flops,
@@ -42,10 +42,10 @@ def machine_of(run: PlanRun, size: ModelSize) -> Machine:
     )
 
 
-def job_of(run: PlanRun) -> Job:
-    """The job that the options describe."""
+def workload_of(run: PlanRun) -> Workload:
+    """The work that the options describe."""
     assert run.tokens is not None
-    return Job(
+    return Workload(
         tokens=run.tokens,
         batch=run.batch,
         new_tokens=run.new_tokens,

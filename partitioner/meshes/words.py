@@ -11,7 +11,7 @@ from typing import Any
 from partitioner.cost.link import BITS_PER_BYTE, Link
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import RankMemory
-from partitioner.meshes.plan import ALIKE, Candidate, Plan, Seconds
+from partitioner.meshes.plan import ALIKE, Candidate, MeshPlan, Seconds
 from runahead.config import ModelName, ModelOptions, hydra_text
 from runahead.picture_style import seconds
 
@@ -39,7 +39,7 @@ PARTS = {"weights": "weights", "kv": "keys and values", "activations": "activati
 """Names of the parts of a rank's memory."""
 
 
-def rows(plan: Plan) -> list[list[str]]:
+def rows(plan: MeshPlan) -> list[list[str]]:
     """The table of candidates, with memory of the fullest rank; its first row has the headings."""
     made = [list(COLUMNS)]
     for candidate in plan.candidates:
@@ -74,7 +74,7 @@ def way(candidate: Candidate) -> str:
     return "sharded" if candidate.held.sharded else "last"
 
 
-def reason(plan: Plan, candidate: Candidate) -> str:
+def reason(plan: MeshPlan, candidate: Candidate) -> str:
     """Why a candidate is not the plan, in words."""
     memory = plan.machine.device.memory_bytes
     if not candidate.fits:
@@ -88,7 +88,7 @@ def reason(plan: Plan, candidate: Candidate) -> str:
     return f"TTFT {ratio:.2f} times as long: {_cause(plan, candidate, candidate.ttft, best.ttft)}"
 
 
-def _cause(plan: Plan, candidate: Candidate, ttft: Seconds, best: Seconds) -> str:
+def _cause(plan: MeshPlan, candidate: Candidate, ttft: Seconds, best: Seconds) -> str:
     """The cause of most of a slower candidate's additional time."""
     machine = plan.machine
     more = {name: getattr(ttft, name) - getattr(best, name) for name in ("compute", "allreduce", "wait")}
@@ -115,7 +115,7 @@ def most_of(memory: RankMemory) -> str:
     return f"{gib(getattr(memory, largest))} of them {PARTS[largest]}"
 
 
-def nothing_fits(plan: Plan) -> str:
+def nothing_fits(plan: MeshPlan) -> str:
     """One line for a plan without a candidate that fits: what is missing, and what would do."""
     machine = plan.machine
     nearest = max(plan.candidates, key=lambda each: each.held.room)
@@ -125,7 +125,7 @@ def nothing_fits(plan: Plan) -> str:
     if plan.least_gpus is not None:
         more = f"at least {plan.least_gpus} GPUs with {memory}, or {machine.num_gpus} with {total}"
     return (
-        f"gpus={machine.num_gpus} do not fit {plan.job.tokens:,} tokens: the best mesh, {mesh_text(nearest)} with "
+        f"gpus={machine.num_gpus} do not fit {plan.work.tokens:,} tokens: the best mesh, {mesh_text(nearest)} with "
         f"decode={way(nearest)}, needs {need}, on a GPU of {memory}; use {more}, a shorter prompt, or a smaller model"
     )
 
@@ -138,12 +138,12 @@ def ratios(candidate: Candidate) -> list[float]:
     return rounded
 
 
-def launch_commands(plan: Plan, model: ModelOptions) -> dict[str, str]:
+def launch_commands(plan: MeshPlan, model: ModelOptions) -> dict[str, str]:
     """The commands that run the plan, by what each is for. A plan from a config alone names where its weights would be.
 
     Every one can be pasted into a shell; of several nodes, into one on each.
     """
-    best, machine, job = plan.best, plan.machine, plan.job
+    best, machine, work = plan.best, plan.machine, plan.work
     assert best is not None, plan
     num_nodes = -(-best.num_ranks // machine.per_node)
     nodes, where = "--standalone", ""
@@ -157,15 +157,15 @@ def launch_commands(plan: Plan, model: ModelOptions) -> dict[str, str]:
         words += ["partition=ratios", f"partition.ratios=[{listed}]", f"decode={way(best)}"]
     if best.held.piece_tokens is not None:
         words += ["prefill=single", f"prefill.chunk_tokens={best.held.piece_tokens}"]
-    words += [] if job.batch == 1 else [f"prompt.batch={job.batch}"]
-    words.append(f"generation.max_new_tokens={job.new_tokens}")
+    words += [] if work.batch == 1 else [f"prompt.batch={work.batch}"]
+    words.append(f"generation.max_new_tokens={work.new_tokens}")
 
     def command(model: ModelOptions, prompt: str) -> str:
         return f"{start} {shlex.join([*_model_words(model), prompt, *words])}"
 
     if model.name is not ModelName.random:
         return {f"The plan{where}": command(model, "prompt.file=prompt.txt")}
-    timed = {f"Its times, with random weights{where}": command(model, f"prompt.random_tokens={job.tokens}")}
+    timed = {f"Its times, with random weights{where}": command(model, f"prompt.random_tokens={work.tokens}")}
     if model.layers is not None:  # which no checkpoint has
         return timed
     assert model.config is not None, model
@@ -189,22 +189,22 @@ def _model_words(model: ModelOptions) -> list[str]:
     return words
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: MeshPlan) -> dict[str, Any]:
     """The plan as plain values, seconds and bytes."""
     return {
         "model": {**vars(plan.size.shape), "dtype": plan.size.dtype, "weight_bytes": plan.size.weight_bytes()},
         "gpus": plan.machine.num_gpus,
         "nodes": plan.machine.num_nodes,
         "device": vars(plan.machine.device),
-        "tokens": plan.job.tokens,
-        "batch": plan.job.batch,
-        "new_tokens": plan.job.new_tokens,
+        "tokens": plan.work.tokens,
+        "batch": plan.work.batch,
+        "new_tokens": plan.work.new_tokens,
         "candidates": [_candidate_json(plan, candidate) for candidate in plan.candidates],
         "least_gpus": plan.least_gpus,
     }
 
 
-def _candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+def _candidate_json(plan: MeshPlan, candidate: Candidate) -> dict[str, Any]:
     ttft = candidate.ttft
     return {
         "stages": candidate.num_stages,
@@ -239,7 +239,7 @@ def bits(link: Link) -> str:
     return f"{link.bandwidth_Bps * BITS_PER_BYTE / 1e9:.3g} Gbit/s"
 
 
-def assumptions(plan: Plan, shares: dict[str, float]) -> list[str]:
+def assumptions(plan: MeshPlan, shares: dict[str, float]) -> list[str]:
     """The assumptions behind the figures, a line each.
 
     Args:
@@ -258,7 +258,7 @@ def assumptions(plan: Plan, shares: dict[str, float]) -> list[str]:
     else:
         lines.append("compute of one device measured; a share of t does 1/t of it")
     lines.append(
-        f"memory of {gib(device.memory_bytes)}, {gib(plan.job.reserve)} of it for libraries; read at "
+        f"memory of {gib(device.memory_bytes)}, {gib(plan.work.reserve)} of it for libraries; read at "
         f"{device.memory_Bps / 1e9:,.0f} GB/s ({shares['memory']:.0%} of what is stated, assumed)"
     )
     lines.append(_links_text(machine, shares["link"]))
@@ -267,10 +267,10 @@ def assumptions(plan: Plan, shares: dict[str, float]) -> list[str]:
         "their chains send at the same time"
     )
     lines += size.notes
-    if size.max_positions is not None and plan.job.tokens + plan.job.new_tokens > size.max_positions:
+    if size.max_positions is not None and plan.work.tokens + plan.work.new_tokens > size.max_positions:
         lines.append(
             f"the model has {size.max_positions:,} positions, too few for the prompt and its answer, so the command is "
-            f"refused; plan for tokens={size.max_positions - plan.job.new_tokens} or fewer"
+            f"refused; plan for tokens={size.max_positions - plan.work.new_tokens} or fewer"
         )
     return lines
 

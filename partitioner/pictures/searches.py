@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from partitioner.searches.evaluations import SearchResult, Step
+from partitioner.searches.evaluations import Evaluation, SearchResult
 from runahead.picture_style import (
     ACCENT,
     INK,
@@ -110,8 +110,8 @@ def grids_png(search: SearchResult, subject: str = "") -> bytes:
     # A power scale, so that both the coarse grid and the surroundings of the minimum have different colours.
     shades = ScalarMappable(norm=PowerNorm(0.4, 0, WORST_SHOWN), cmap="viridis_r")
     axes_of_levels = panels(figure, len(levels), rows, columns)
-    tried: list[Step] = []
-    start: list[Step] = []
+    tried: list[Evaluation] = []
+    start: list[Evaluation] = []
     for axes, level in zip(axes_of_levels, levels, strict=True):
         path = start + [step for step in level if step.is_best]
         _draw_grid(axes, level, [*tried, *start], shades, best_s)
@@ -132,7 +132,7 @@ def grids_png(search: SearchResult, subject: str = "") -> bytes:
     return png(figure)
 
 
-def _levels(steps: Sequence[Step]) -> list[list[Step]]:
+def _levels(steps: Sequence[Evaluation]) -> list[list[Evaluation]]:
     """Group steps by level. If there are more than `MOST_PANELS`, those with the fewest steps join the one before."""
     levels = [list(group) for _, group in groupby(steps, key=lambda step: step.level)]
     while len(levels) > MOST_PANELS:
@@ -141,11 +141,11 @@ def _levels(steps: Sequence[Step]) -> list[list[Step]]:
     return levels
 
 
-def _all_work(step: Step) -> bool:
+def _all_work(step: Evaluation) -> bool:
     return all(a < b for a, b in pairwise(step.boundaries))
 
 
-def _draw_grid(axes: Any, level: Sequence[Step], tried: Sequence[Step], shades: Any, best_s: float) -> None:
+def _draw_grid(axes: Any, level: Sequence[Evaluation], tried: Sequence[Evaluation], shades: Any, best_s: float) -> None:
     """Draw a cell of a stride's size per split of a level, and per split of earlier levels in the same range."""
     stride = min(step.stride for step in level)
     half = stride / 2
@@ -170,7 +170,7 @@ def _draw_grid(axes: Any, level: Sequence[Step], tried: Sequence[Step], shades: 
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _draw_path(axes: Any, path: Sequence[Step]) -> None:
+def _draw_path(axes: Any, path: Sequence[Evaluation]) -> None:
     halo = [withStroke(linewidth=3.2, foreground="white", alpha=0.85)]
     xs, ys = [step.boundaries[1] for step in path], [step.boundaries[2] for step in path]
     axes.plot(xs, ys, color=INK, linewidth=1.3, marker="o", markersize=3, path_effects=halo, zorder=3)

@@ -5,10 +5,10 @@
 `refinement` adds lengths to a simulated table. Points, record and progress are the same for all of them.
 """
 
-from partitioner.options import Method
+from partitioner.options import SearchMethod
 from partitioner.searches.grid import Grid
 from partitioner.searches.seeded import Seeded
 from partitioner.searches.strategy import Strategy
 
-STRATEGIES: dict[Method, Strategy] = {Method.seeded: Seeded(), Method.grid: Grid()}
+STRATEGIES: dict[SearchMethod, Strategy] = {SearchMethod.seeded: Seeded(), SearchMethod.grid: Grid()}
 """By the value of `search.method`."""

@@ -13,7 +13,7 @@ Cost = Callable[[ContextPartition], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Evaluation:
     """One evaluation of a search.
 
     Attributes:
@@ -35,7 +35,7 @@ class SearchResult:
 
     partition: ContextPartition
     cost_s: float
-    trail: list[Step]
+    trail: list[Evaluation]
 
     @property
     def num_evaluations(self) -> int:
@@ -45,7 +45,7 @@ class SearchResult:
     @classmethod
     def joined(cls, searches: Sequence[SearchResult]) -> SearchResult:
         """Join searches to one: the best result, and all evaluations in order."""
-        best, trail = inf, list[Step]()
+        best, trail = inf, list[Evaluation]()
         for step in (step for search in searches for step in search.trail):
             trail.append(replace(step, is_best=step.cost_s < best))
             best = min(best, step.cost_s)
@@ -81,7 +81,7 @@ class SearchTask:
     leave_out: bool = True
     ranks_alike: bool = False
     max_evaluations: int | None = None
-    on_evaluation: Callable[[Step], None] = lambda step: None
+    on_evaluation: Callable[[Evaluation], None] = lambda step: None
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
@@ -119,7 +119,7 @@ class Evaluations:
     def __init__(self, cost: Cost, task: SearchTask) -> None:
         self.task, self._cost = task, cost
         self._known: dict[tuple[int, ...], float] = {}
-        self.trail: list[Step] = []
+        self.trail: list[Evaluation] = []
         self.best: tuple[int, ...] = ()
         self.best_s = inf
         self.level, self.stride = 0, 0
@@ -139,7 +139,7 @@ class Evaluations:
         is_best = cost_s < self.best_s or not self.trail
         if is_best:
             self.best, self.best_s = boundaries, cost_s
-        step = Step(level=self.level, stride=self.stride, boundaries=boundaries, cost_s=cost_s, is_best=is_best)
+        step = Evaluation(level=self.level, stride=self.stride, boundaries=boundaries, cost_s=cost_s, is_best=is_best)
         self._known[boundaries] = cost_s
         self.trail.append(step)
         self.task.on_evaluation(step)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from partitioner.options import SearchOptions
 from partitioner.searches import STRATEGIES
-from partitioner.searches.evaluations import Cost, SearchTask, Step
+from partitioner.searches.evaluations import Cost, Evaluation, SearchTask
 from runahead.context import ContextPartition
 
 REMEMBERED = 15
@@ -75,7 +75,7 @@ class SearchProgress:
 
         return with_time
 
-    def tick(self, step: Step) -> None:
+    def tick(self, step: Evaluation) -> None:
         """Count an evaluation of this search."""
         self._best_s, self._evaluations = min(self._best_s, step.cost_s), self._evaluations + 1
         self._at_stride = self._at_stride + 1 if step.stride == self._stride else 1

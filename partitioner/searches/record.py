@@ -16,7 +16,7 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
-from partitioner.searches.evaluations import SearchResult, Step
+from partitioner.searches.evaluations import Evaluation, SearchResult
 from partitioner.simulation.cluster import Cluster
 from runahead.config import Transfer
 from runahead.context import ContextPartition
@@ -99,7 +99,7 @@ def _search(plain: Any) -> SearchResult:
         if not (isfinite(cost_s) and cost_s > 0 and stride >= 0):
             raise ValueError("a step without a cost")
         at, cost_s, is_best = partition.boundaries, float(cost_s), bool(is_best)
-        trail.append(Step(level=int(level), stride=int(stride), boundaries=at, cost_s=cost_s, is_best=is_best))
+        trail.append(Evaluation(level=int(level), stride=int(stride), boundaries=at, cost_s=cost_s, is_best=is_best))
     found = min(trail, key=lambda step: step.cost_s)
     if "found" in plain:  # not in the first records; a split that was fitted to its neighbours is not the best one
         [*_, found] = (step for step in trail if step.boundaries == tuple(plain["found"]))

@@ -52,7 +52,7 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
         raise ValueError(f"context partition has {partition.num_ranks} chunks but there are {cluster.num_ranks} ranks")
     if partition.num_tokens < 1:
         raise ValueError("a context partition without tokens cannot be simulated")
-    prefill = _Prefill(partition, cluster)
+    prefill = _SimulatedPrefill(partition, cluster)
     prefill.run()
     size = cluster.num_ranks
     result = Simulated(
@@ -71,7 +71,7 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
     return result
 
 
-class _Prefill:
+class _SimulatedPrefill:
     """State of one simulated prefill. Ranks are positions in the chain.
 
     A message has the number layer * routes + route. A receiver takes messages in ascending order of numbers, so the

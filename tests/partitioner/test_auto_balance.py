@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from partitioner.auto.balance import Balance
-from partitioner.auto.slowness import ALIKE, MEMORY, Seen, Slowness
+from partitioner.auto.slowness import ALIKE, MEMORY, SeenPrompt, Slowness
 from partitioner.cost.link import Link, Links
 from partitioner.searches.best_split import best_split
 from partitioner.searches.equal_work import equal_work
@@ -218,8 +218,8 @@ def test_ranks_without_tokens_keep_what_is_known_of_them() -> None:
 
 
 def test_the_nearest_length_tells_of_one_that_was_never_seen() -> None:
-    def seen(tokens: int, log: float) -> Seen:
-        return Seen(tokens=tokens, slowness=(-log, log), surprise=(0.0, 0.0))
+    def seen(tokens: int, log: float) -> SeenPrompt:
+        return SeenPrompt(tokens=tokens, slowness=(-log, log), surprise=(0.0, 0.0))
 
     slowness = Slowness([0.0, 0.0], [seen(1000, 0.1), seen(1100, 0.2), seen(8000, 0.3)])
     assert slowness.at(900)[1] == pytest.approx(0.15)

@@ -19,7 +19,7 @@ from partitioner.auto.balance import Balance
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.partition import AutoPartition
 from partitioner.auto.probe import combined, counted_cost
-from partitioner.auto.slowness import Seen
+from partitioner.auto.slowness import SeenPrompt
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.table.fingerprint import Fingerprint
@@ -40,7 +40,7 @@ LEARNED = LearnedSplit(
     cost=llama(),
     link=Link(latency_s=1e-5, bandwidth_Bps=1e9),
     start=(0.0, 0.1),
-    prompts=(Seen(tokens=100, slowness=(-0.1, None), surprise=(0.0, 0.2)),),
+    prompts=(SeenPrompt(tokens=100, slowness=(-0.1, None), surprise=(0.0, 0.2)),),
 )
 
 

@@ -29,11 +29,11 @@ from partitioner.cost.collectives import allgather_s, allreduce_s, allreduce_sen
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.meshes.decoding import token_s
-from partitioner.meshes.machine import Device, Machine, counted_cost
-from partitioner.meshes.memory import Job, activation_bytes, kv_bytes
+from partitioner.meshes.machine import Machine, PlannedDevice, counted_cost
+from partitioner.meshes.memory import Workload, activation_bytes, kv_bytes
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.options import PlanRun
-from partitioner.meshes.plan import Plan, make_plan, shares_that_fit
+from partitioner.meshes.plan import MeshPlan, make_plan, shares_that_fit
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.meshes.words import as_json, nothing_fits, ratios, reason
 from partitioner.plan import HELP, PLAN, main, plan_of, plan_text
@@ -66,7 +66,7 @@ def size_of(name: str) -> ModelSize:
 def machine(
     num_gpus: int = 8, num_nodes: int = 1, *, memory: float = 80, step_s: float = 20e-6, **more: Any
 ) -> Machine:
-    device = Device(
+    device = PlannedDevice(
         name="h100",
         memory_bytes=int(memory * GIB),
         matmul_flops=600e12,
@@ -150,19 +150,19 @@ def test_keys_and_values_of_one_rank_are_what_it_allocates(new_tokens: int, tmp_
     options = GenerationOptions(max_new_tokens=new_tokens, ignore_eos=True)
     with Ranks.start(RanksOptions()) as ranks:
         batch = Engine(Model(module), ranks).generate([prompt(40), prompt(40, seed=1)], options)
-    expected = kv_bytes(size, Job(tokens=40, new_tokens=new_tokens, batch=2), 1, even(40, 1), sharded=False)
+    expected = kv_bytes(size, Workload(tokens=40, new_tokens=new_tokens, batch=2), 1, even(40, 1), sharded=False)
     assert [batch.ranks[0].kv_peak_bytes] == expected
 
 
 def test_sharded_decoding_divides_the_keys_and_values_and_new_tokens_go_to_the_emptiest() -> None:
     size, split = size_of("llama-8b"), ContextPartition(boundaries=(0, 600, 1000))
-    job = Job(tokens=1000, new_tokens=101)
-    last = kv_bytes(size, job, 1, split, sharded=False)
-    sharded = kv_bytes(size, job, 1, split, sharded=True)
+    work = Workload(tokens=1000, new_tokens=101)
+    last = kv_bytes(size, work, 1, split, sharded=False)
+    sharded = kv_bytes(size, work, 1, split, sharded=True)
     assert last == [3 * 600 * 4096, 32 * 1100 * 4096]
     assert sharded == [32 * 601 * 4096, (3 * 600 + 32 * 501) * 4096]
-    assert kv_bytes(size, job, 8, split, sharded=False) == [each // 8 for each in last]
-    assert kv_bytes(size, job, 1, ContextPartition(boundaries=(0, 1000, 1000)), sharded=True)[1] == 0
+    assert kv_bytes(size, work, 8, split, sharded=False) == [each // 8 for each in last]
+    assert kv_bytes(size, work, 1, ContextPartition(boundaries=(0, 1000, 1000)), sharded=True)[1] == 0
 
 
 class LiveBytes(TorchDispatchMode):
@@ -247,7 +247,7 @@ def test_one_share_costs_what_a_device_does_to_the_digit() -> None:
     for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s"):
         assert getattr(counted, name) == getattr(plain, name), name
     # A plan of one share is the search of today: the same cluster, the same split, the same TTFT.
-    plan = make_plan(size, one, Job(tokens=8192, tensor=1))
+    plan = make_plan(size, one, Workload(tokens=8192, tensor=1))
     cluster = Cluster(
         compute=counted, speed=[1.0] * 8, links=Links(8, NVLINK), kv_bytes_per_token=4096, pass_on_as_landed=False
     )
@@ -289,31 +289,31 @@ def test_chains_of_the_shares_share_a_node_s_cards() -> None:
 
 
 def test_more_memory_and_faster_links_are_never_slower() -> None:
-    size, job = size_of("llama-8b"), Job(tokens=32768)
-    by_memory = [best_s(make_plan(size, machine(4, memory=each), job)) for each in (2, 8, 20, 80)]
+    size, work = size_of("llama-8b"), Workload(tokens=32768)
+    by_memory = [best_s(make_plan(size, machine(4, memory=each), work)) for each in (2, 8, 20, 80)]
     assert by_memory == sorted(by_memory, reverse=True) and by_memory[0] > by_memory[-1]
     by_link = [
-        best_s(make_plan(size, machine(4, inside=replace(NVLINK, bandwidth_Bps=each * 1e9)), replace(job, tensor=4)))
+        best_s(make_plan(size, machine(4, inside=replace(NVLINK, bandwidth_Bps=each * 1e9)), replace(work, tensor=4)))
         for each in (1, 10, 100, math.inf)
     ]
     assert by_link == sorted(by_link, reverse=True) and by_link[0] > 1.5 * by_link[-1]
 
 
-def best_s(plan: Plan) -> float:
+def best_s(plan: MeshPlan) -> float:
     """TTFT of the plan; infinite if nothing fits."""
     return math.inf if plan.best is None or plan.best.ttft is None else plan.best.ttft.total
 
 
 def test_infinite_links_give_the_perfect_split() -> None:
     size = size_of("llama-8b")
-    plan = make_plan(size, machine(4, inside=FREE), Job(tokens=32768, tensor=1))
+    plan = make_plan(size, machine(4, inside=FREE), Workload(tokens=32768, tensor=1))
     best = plan.candidates[0]
     assert best.partition == equal_work(32768, 4, machine(4).compute(size, 1))
     assert best.ttft is not None and best.ttft.wait < 1e-3 * best.ttft.total
 
 
 def test_a_model_larger_than_a_gpu_is_shared_out_and_the_others_are_told_why() -> None:
-    plan = make_plan(size_of("llama-70b"), machine(8), Job(tokens=8192))
+    plan = make_plan(size_of("llama-70b"), machine(8), Workload(tokens=8192))
     assert plan.best is not None and plan.best.num_shares >= 2 and plan.best.num_ranks == 8
     alone = next(each for each in plan.candidates if each.num_shares == 1)
     assert not alone.fits and alone.ttft is None
@@ -323,12 +323,14 @@ def test_a_model_larger_than_a_gpu_is_shared_out_and_the_others_are_told_why() -
 
 
 def test_slow_links_inside_a_node_are_the_reason_in_words() -> None:
-    plan = make_plan(size_of("llama-8b"), machine(8, inside=replace(NVLINK, bandwidth_Bps=25e9)), Job(tokens=131072))
+    plan = make_plan(
+        size_of("llama-8b"), machine(8, inside=replace(NVLINK, bandwidth_Bps=25e9)), Workload(tokens=131072)
+    )
     assert plan.best is not None and plan.best.num_shares < 8
     tensor = next(each for each in plan.candidates if each.num_shares == 8)
     assert "all-reduces of 8 shares over 25 GB/s take" in reason(plan, tensor)
     slow = machine(2, 2, between=replace(NETWORK, bandwidth_Bps=1e7))
-    plan = make_plan(size_of("llama-8b"), slow, Job(tokens=8192))
+    plan = make_plan(size_of("llama-8b"), slow, Workload(tokens=8192))
     assert plan.best is not None and plan.best.num_stages == 1
     chain = next(each for each in plan.candidates if each.num_stages == 2)
     # A searched chain leaves the second rank next to nothing, and so is hardly slower than one rank.
@@ -337,19 +339,19 @@ def test_slow_links_inside_a_node_are_the_reason_in_words() -> None:
 
 def test_decoding_is_sharded_where_the_keys_and_values_do_not_fit_or_are_most_of_what_is_read() -> None:
     size, four = size_of("llama-8b"), machine(4)
-    short, long = (make_plan(size, four, Job(tokens=tokens, tensor=1)) for tokens in (2048, 524288))
+    short, long = (make_plan(size, four, Workload(tokens=tokens, tensor=1)) for tokens in (2048, 524288))
     assert short.candidates[0].num_stages == long.candidates[0].num_stages == 4
     assert not short.candidates[0].held.sharded and long.candidates[0].held.sharded
-    full = make_plan(size, machine(4, memory=60), Job(tokens=524288, tensor=1))
+    full = make_plan(size, machine(4, memory=60), Workload(tokens=524288, tensor=1))
     assert full.best is not None and full.best.held.sharded
     split = long.candidates[0].partition
     assert token_s(size, four, 1, split, sharded=True) < token_s(size, four, 1, split, sharded=False)
-    forced = make_plan(size, machine(4, memory=60), Job(tokens=524288, tensor=1, sharded=False))
+    forced = make_plan(size, machine(4, memory=60), Workload(tokens=524288, tensor=1, sharded=False))
     assert forced.best is None
 
 
 def test_a_single_stage_computes_pieces_if_its_activations_do_not_fit() -> None:
-    plan = make_plan(size_of("llama-8b"), machine(1), Job(tokens=393216))
+    plan = make_plan(size_of("llama-8b"), machine(1), Workload(tokens=393216))
     assert plan.best is not None and plan.best.held.piece_tokens is not None
     assert plan.best.held.room >= 0 and plan.best.ttft is not None
     whole = machine(1).compute(size_of("llama-8b"), 1)
@@ -358,14 +360,14 @@ def test_a_single_stage_computes_pieces_if_its_activations_do_not_fit() -> None:
 
 
 def test_nothing_fits_tells_the_least_that_would() -> None:
-    size, job = size_of("llama-70b"), Job(tokens=131072)
-    plan = make_plan(size, machine(1), job)
+    size, work = size_of("llama-70b"), Workload(tokens=131072)
+    plan = make_plan(size, machine(1), work)
     assert plan.best is None and plan.least_gpus is not None and plan.least_gpus > 1
     message = nothing_fits(plan)
     assert f"at least {plan.least_gpus} GPUs with 80 GiB" in message and "\n" not in message
-    assert make_plan(size, machine(plan.least_gpus), job).best is not None
-    assert make_plan(size, machine(plan.least_gpus - 1), job).best is None
-    never = make_plan(size, machine(2, memory=8), replace(job, tensor=1))
+    assert make_plan(size, machine(plan.least_gpus), work).best is not None
+    assert make_plan(size, machine(plan.least_gpus - 1), work).best is None
+    never = make_plan(size, machine(2, memory=8), replace(work, tensor=1))
     assert never.best is None and never.least_gpus is None
     assert "GPUs with" in nothing_fits(never)
 
@@ -376,13 +378,13 @@ def test_shares_that_heads_or_nodes_do_not_allow_are_refused() -> None:
     assert shares_that_fit(size, 6) == [1, 2]
     assert shares_that_fit(size, 4) == [1, 2, 4]
     with pytest.raises(ValueError, match=r"ranks.tensor=8 is no number of shares .* it may be 1, 2, 4$"):
-        make_plan(size, machine(16, 4), Job(tokens=1024, tensor=8))
+        make_plan(size, machine(16, 4), Workload(tokens=1024, tensor=8))
 
 
 @given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any))
 def test_ratios_of_the_command_add_up_to_one(lengths: list[int]) -> None:
     ends = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
-    plan = make_plan(size_of("llama-8-heads"), machine(1), Job(tokens=64))
+    plan = make_plan(size_of("llama-8-heads"), machine(1), Workload(tokens=64))
     candidate = replace(plan.candidates[0], partition=ContextPartition(boundaries=tuple(ends)))
     assert sum(ratios(candidate)) == pytest.approx(1, abs=1e-9) and min(ratios(candidate)) >= -1e-3
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from partitioner.meshes.memory import Job, kv_bytes
+from partitioner.meshes.memory import Workload, kv_bytes
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.words import launch_commands
 from partitioner.plan import PLAN, plan_of
@@ -42,7 +42,7 @@ def test_weights_and_keys_and_values_of_a_share(
     assert max(held) == size.weight_bytes(num_shares)
     options = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     [(batch, _), *_] = rank_pools.run(num_shares, tensor_tasks.generate, family, [prompt(40)], options)
-    [expected] = kv_bytes(size, Job(tokens=40, new_tokens=NEW_TOKENS), num_shares, even(40, 1), sharded=False)
+    [expected] = kv_bytes(size, Workload(tokens=40, new_tokens=NEW_TOKENS), num_shares, even(40, 1), sharded=False)
     assert [rank.kv_peak_bytes for rank in batch.ranks] == [expected] * num_shares
 
 
@@ -51,8 +51,8 @@ def test_keys_and_values_of_stages(rank_pools: RankPools, tmp_path: Path, bounda
     size = size_of("llama", tmp_path)
     prompts, options = [prompt(50), prompt(50, seed=1)], PrefillOptions(layers_in_flight=2)
     outcomes = rank_pools.run(2, tasks.prefill, "llama", prompts, boundaries, options, NEW_TOKENS)
-    job = Job(tokens=50, batch=2, new_tokens=NEW_TOKENS, layers_in_flight=2)
-    expected = kv_bytes(size, job, 1, ContextPartition(boundaries=boundaries), sharded=False)
+    work = Workload(tokens=50, batch=2, new_tokens=NEW_TOKENS, layers_in_flight=2)
+    expected = kv_bytes(size, work, 1, ContextPartition(boundaries=boundaries), sharded=False)
     assert [outcome.kv_peak_bytes for outcome in outcomes] == expected
 
 

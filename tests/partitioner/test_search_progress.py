@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from partitioner.options import Method, Objective, SearchOptions
+from partitioner.options import Objective, SearchMethod, SearchOptions
 from partitioner.searches.best_split import simulated_cost
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.evaluations import SearchTask, Step
+from partitioner.searches.evaluations import Evaluation, SearchTask
 from partitioner.searches.grid import Grid
 from partitioner.searches.progress import SearchProgress
 from partitioner.searches.seeded import Seeded
@@ -23,7 +23,7 @@ def test_the_estimate_is_near_what_a_search_asks_and_shrinks(num_ranks: int) -> 
         progress.begin(8192, num_ranks)
         left = [progress.evaluations_left()]
 
-        def tick(step: Step) -> None:
+        def tick(step: Evaluation) -> None:
             progress.tick(step)
             left.append(progress.evaluations_left())
 
@@ -53,7 +53,7 @@ def test_a_grids_estimate(num_ranks: int, least: int) -> None:
 def test_time_left_counts_later_searches_by_their_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("partitioner.searches.progress.time.perf_counter", lambda: now[0])
-    options = SearchOptions(objective=Objective.measured, method=Method.seeded)
+    options = SearchOptions(objective=Objective.measured, method=SearchMethod.seeded)
     with SearchProgress([(1024, 2), (2048, 2), (2048, 4)], options, shown=False) as progress:
         progress.begin(1024, 2)
         assert progress.seconds_left() is None and "all in" not in progress.text()

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.options import Method
+from partitioner.options import SearchMethod
 from partitioner.searches import STRATEGIES
 from partitioner.searches.equal_work import equal_work
-from partitioner.searches.evaluations import Cost, SearchResult, SearchTask, Step
+from partitioner.searches.evaluations import Cost, Evaluation, SearchResult, SearchTask
 from partitioner.simulation.chain import simulate
 from runahead.context import ContextPartition, even
 from tests.examples import examples
@@ -21,12 +21,17 @@ from tests.partitioner.clusters import llama_cluster, random_cluster
 
 
 def searched_by(
-    method: Method, cost: Cost, num_tokens: int, num_ranks: int, seed: ContextPartition | None = None, **limits: Any
+    method: SearchMethod,
+    cost: Cost,
+    num_tokens: int,
+    num_ranks: int,
+    seed: ContextPartition | None = None,
+    **limits: Any,
 ) -> SearchResult:
     return STRATEGIES[method].search(cost, SearchTask(num_tokens=num_tokens, num_ranks=num_ranks, **limits), seed)
 
 
-grid_search, seeded_search = (partial(searched_by, method) for method in (Method.grid, Method.seeded))
+grid_search, seeded_search = (partial(searched_by, method) for method in (SearchMethod.grid, SearchMethod.seeded))
 SEARCHES = [grid_search, seeded_search]
 STRIDE = 256
 
@@ -111,7 +116,7 @@ def test_golden_section_finds_the_minimum_of_a_curve(bottom, stride, num_tokens)
 )
 def test_results_are_partitions_on_the_stride(search, num_ranks, num_tokens, stride, data):
     bottom = sorted(data.draw(st.lists(st.integers(0, num_tokens), min_size=num_ranks - 1, max_size=num_ranks - 1)))
-    seen: list[Step] = []
+    seen: list[Evaluation] = []
     result: SearchResult = search(
         bowl(*bottom), num_tokens, num_ranks, min_stride=stride, max_evaluations=200, on_evaluation=seen.append
     )

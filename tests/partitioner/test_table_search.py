@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from partitioner.options import Method, Objective, SearchOptions, SearchRun
+from partitioner.options import Objective, SearchMethod, SearchOptions, SearchRun
 from partitioner.searches.best_split import best_split, simulated_cost
 from partitioner.searches.evaluations import Cost
 from partitioner.searches.evaluators import LiveEvaluator, SimulatedEvaluator
@@ -137,11 +137,13 @@ def test_searching_twice_gives_the_same_table() -> None:
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        (Method.seeded, [(0, 224, 416, 672, 1024), (0, 896, 1664, 2688, 4096)]),
-        (Method.grid, [(0, 128, 384, 672, 1024), (0, 896, 1664, 2688, 4096)]),
+        (SearchMethod.seeded, [(0, 224, 416, 672, 1024), (0, 896, 1664, 2688, 4096)]),
+        (SearchMethod.grid, [(0, 128, 384, 672, 1024), (0, 896, 1664, 2688, 4096)]),
     ],
 )
-def test_the_tables_of_both_strategies_are_the_recorded_ones(method: Method, expected: list[tuple[int, ...]]) -> None:
+def test_the_tables_of_both_strategies_are_the_recorded_ones(
+    method: SearchMethod, expected: list[tuple[int, ...]]
+) -> None:
     """Entries change only by a commit that means to: tables of users were searched by earlier versions."""
     cluster = llama_cluster(4, 12.5, compute=llama(num_layers=6))
     table = searched(cluster, [1024, 4096], method=method, max_loss=None)
@@ -171,9 +173,9 @@ class SimulatedRanks:
         return cost
 
 
-@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("method", SearchMethod)
 def test_a_live_search_that_was_stopped_goes_on_with_what_it_measured(
-    method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: SearchMethod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = SearchOptions(objective=Objective.measured, lengths=[512, 1024], method=method)
     run = SearchRun(table=str(tmp_path / "t.json"), search=search)
