@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention.masks import MaskRule
-from runahead.attention.op import KVReader, Part, Span, joined
+from runahead.attention.op import Lengths, Part, Step, joined
 from runahead.attention.partial import AttentionTerms, attend_at, cpu_flash, cuda_efficient, fused_kernel
 
 ALIGNMENT = 16
@@ -33,23 +33,27 @@ class DenseAttention:
         self.num_tokens = num_tokens
         self._masks: dict[tuple[MaskRule | None, int], Tensor] = {}
 
-    def attend(self, q_BNCH: Tensor, keys: KVReader, spans: Sequence[Span], terms: AttentionTerms) -> Part:
-        """`op.attend` without skipped scores. `keys` holds the whole prompt."""
+    def attend(self, q_BNCH: Tensor, steps: Sequence[Step], terms: AttentionTerms) -> Part:
+        """`op.attend` without skipped scores, to one run that holds the whole prompt."""
+        [[(keys, spans)], _], *_ = steps
+        assert not isinstance(spans, Lengths), spans
         parts = []
         for span in spans:
-            q = q_BNCH[span.rows, :, -span.num_queries :]
+            q = q_BNCH[span.rows, :, span.queries.start :]
             k, v = (x[span.rows] for x in keys.read(span.pad, self.num_tokens))
             if fused_kernel(q, k, v) is None or terms.needs_scores:
                 positions_S = torch.arange(k.shape[2], device=q.device)
-                parts.append(attend_at(q, k, v, terms, positions_S[span.query :][: span.num_queries], positions_S))
+                parts.append(
+                    attend_at(q, k, v, terms, positions_S[span.positions[0] :][: len(span.queries)], positions_S)
+                )
                 continue
-            mask = self._mask(terms.rule, span.pad, span.query, q)
+            mask = self._mask(terms.rule, span.pad, span.positions[0], q)
             if q.device.type == "cpu":
                 parts.append(cpu_flash(q, k, v, False, terms.scaling, mask[None, None]))
             else:
                 mask = mask.expand(*q.shape[:2], *mask.shape)
                 parts.append(cuda_efficient(q, k, v, False, terms.scaling, mask))
-        return joined(q_BNCH, keys.value_dim, [span.rows for span in spans], parts)
+        return joined(q_BNCH, keys.value_dim, [(span.rows, span.queries) for span in spans], parts)
 
     def _mask(self, rule: MaskRule | None, pad: int, q_start: int, q_BNCH: Tensor) -> Tensor:
         """Additive mask (C, S) without padding: 0 where a query sees a key, -inf where it does not."""

@@ -1,11 +1,12 @@
-"""Attention of new tokens to stored ones: spans say which tokens lie where, and parts of the attention merge exactly.
+"""Attention of new tokens to stored ones: runs of tokens lie in memory, spans say which queries see which of them.
 
 The order is the same on all ranks and for all stores: the queries' own chunk first, which needs nothing of other ranks,
-then what was stored before, which may still arrive. It depends on shapes alone, never on what has arrived, so runs
-repeat bit by bit. A single query takes one call for both.
+then what was stored before on this rank, then what may still arrive. It depends on shapes alone, never on what has
+arrived, so the same prompt has the same bits. A single query takes one call for its own token and the others in its
+memory. What is found in different memory is put together where no query sees both, and else merged exactly.
 """
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, R rows, Q queries, S keys, H head dim, V value dim.
+# Legend: B batch, N query heads, K kv heads, C new tokens, R rows, Q queries of a row, S keys, H head dim, V value dim.
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Protocol, TypeAlias
+from itertools import repeat
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ class KVReader(Protocol):
     def value_dim(self) -> int: ...
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys (B, K, S, H) and values (B, K, S, V) in the slots [start, end)."""
+        """Keys (R, K, S, H) and values (R, K, S, V) in the slots [start, end), of all rows that are stored here."""
 
     @property
     def sequences(self) -> tuple[Tensor, Tensor]:
@@ -49,38 +51,35 @@ def nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Stored tokens of some rows, equally many of each row, in the order of their positions.
+    """Stored tokens of some rows, in the order of their positions, and the new tokens whose queries see them.
 
     Attributes:
-        rows: rows of the batch.
-        pad: left padding of these rows.
-        slots: numbers under which their memory is read.
+        rows: rows of the batch. Each sees a row of the memory, or all of them see its only one.
+        stored: these rows of the memory.
+        pad: left padding of the rows.
+        slots: numbers under which the memory is read.
         at: index in the padded batch of the token in each slot; its position is `at` - `pad`. A slot has its own number
             where tokens are contiguous, or where some were dropped and only the order of those that are left counts.
         at_T: the same on the device that computes, where tokens between these lie elsewhere.
-        start: index of the first of the new tokens, whose queries these are.
-        num_new: number of new tokens, of which some may be padding.
+        queries: numbers of the new tokens.
+        positions: their positions, or later ones where all of them see all slots.
+        positions_Q: the same on the device that computes, where they are not contiguous.
         has_new: whether the last slots hold the new tokens; else all slots are before them.
+        apart: returns spans that take the place of this one where positions count (windows, biases), if this one gives
+            the order of tokens alone.
     """
 
-    rows: slice
+    rows: slice | Tensor
+    stored: slice
     pad: int
     slots: range
     at: Sequence[int]
-    start: int
-    num_new: int
+    queries: range
+    positions: Sequence[int]
     has_new: bool
     at_T: Tensor | None = None
-
-    @property
-    def query(self) -> int:
-        """Position of the first query."""
-        return max(0, self.start - self.pad)
-
-    @property
-    def num_queries(self) -> int:
-        """Number of new tokens that are no padding."""
-        return self.start + self.num_new - self.pad - self.query
+    positions_Q: Tensor | None = None
+    apart: Callable[[], Sequence[Span]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +97,24 @@ class Lengths:
     seen_S: Tensor
     room: int
     may_be_empty: bool = False
+
+
+class Run(NamedTuple):
+    """Tokens in one memory, and spans that say which new tokens see which of them; no new token is in two spans."""
+
+    keys: KVReader
+    spans: Sequence[Span] | Lengths
+
+
+class Step(NamedTuple):
+    """Runs whose parts are put together before they are merged with others: no new token sees two of them.
+
+    Attributes:
+        arrives: tokens before the new ones may still be on their way from other ranks.
+    """
+
+    runs: Sequence[Run]
+    arrives: bool = True
 
 
 def rows_by_pad(pads: Sequence[int]) -> list[tuple[slice, int]]:
@@ -121,49 +138,52 @@ def spans_of(
     """Spans of a left-padded batch in these slots; rows whose new tokens are all padding are in none of them.
 
     Args:
+        start: index of the first of the new tokens.
         at, at_T: as of `Span`; by default the numbers of the slots.
     """
-    return [
-        Span(
-            rows=rows,
-            pad=pad,
-            slots=slots,
-            at=slots if at is None else at,
-            at_T=at_T,
-            start=start,
-            num_new=num_new,
-            has_new=has_new,
-        )
-        for rows, pad in rows_by_pad(pads)
-        if start + num_new > pad
-    ]
+    spans = list[Span]()
+    for rows, pad in rows_by_pad(pads):
+        positions = range(max(0, start - pad), start + num_new - pad)
+        if positions:
+            spans.append(
+                Span(
+                    rows=rows,
+                    stored=rows,
+                    pad=pad,
+                    slots=slots,
+                    at=slots if at is None else at,
+                    at_T=at_T,
+                    queries=range(num_new - len(positions), num_new),
+                    positions=positions,
+                    has_new=has_new,
+                )
+            )
+    return spans
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Cell:
+class _Cell(NamedTuple):
     """One call: the queries of a span and its keys [first, end), by number within the span."""
 
+    keys: KVReader
     span: Span
     first: int
     end: int
 
 
-def _cells(span: Span, rule: MaskRule | None) -> tuple[_Cell | None, _Cell | None]:
+def _cells(keys: KVReader, span: Span, rule: MaskRule | None) -> tuple[_Cell | None, _Cell | None]:
     """The own chunk of several queries, and what they see of earlier tokens; of one query all that it sees."""
     before, own = len(span.slots), None
-    if span.has_new and span.num_queries > 1:
-        before -= span.num_queries
-        own = _Cell(span=span, first=before, end=len(span.slots))
-    first_key = 0 if rule is None else rule.first_key(span.query)
+    if span.has_new and len(span.queries) > 1:
+        before -= len(span.queries)
+        own = _Cell(keys, span, before, len(span.slots))
+    first_key = 0 if rule is None else rule.first_key(span.positions[0])
     first = bisect_left(span.at, first_key + span.pad, hi=before)
-    earlier = _Cell(span=span, first=first, end=before) if first < before else None
-    return own, earlier
+    return own, _Cell(keys, span, first, before) if first < before else None
 
 
 def attend(
     q_BNCH: Tensor,
-    keys: KVReader,
-    spans: Sequence[Span] | Lengths,
+    steps: Sequence[Step],
     terms: AttentionTerms,
     *,
     await_prefix: Callable[[], None] = nothing,
@@ -171,20 +191,41 @@ def attend(
     """Attention of the new tokens of a batch to stored ones, merged in at least float32, without sinks.
 
     Args:
-        keys: of all rows; tokens before the new ones are read only after `await_prefix` has returned.
+        steps: what the new tokens see. Of those that arrive, tokens before the new ones are read only after
+            `await_prefix` has returned.
 
     Returns:
         output in the queries' dtype if it is of one part, else in that of the log-sum-exp; see `finish`.
     """
-    if isinstance(spans, Lengths):
-        return _attend_lengths(q_BNCH, keys, spans, terms)
-    cells = [_cells(span, terms.rule) for span in spans]
-    found = _together(q_BNCH, keys, terms, [own for own, _ in cells if own is not None])
+    first, rule = steps[0].runs[0], terms.rule
+    if isinstance(first.spans, Lengths):
+        return _attend_lengths(q_BNCH, first.keys, first.spans, terms)
+    by_order = (rule is None or rule.sees_everything) and terms.key_bias is None
+    own = list[_Cell]()
+    earlier: tuple[list[list[_Cell]], list[list[_Cell]]] = ([], [])  # stored here, arriving
+    for runs, arrives in steps:
+        cells = list[_Cell]()
+        for keys, spans in runs:
+            assert not isinstance(spans, Lengths), "sequences in tensors of fixed shape are seen alone"
+            for span in spans:
+                for each in (span,) if by_order or span.apart is None else span.apart():
+                    new, before = _cells(keys, each, rule)
+                    if new is not None:
+                        own.append(new)
+                    if before is not None:
+                        cells.append(before)
+        if cells:
+            earlier[arrives and await_prefix is not nothing].append(cells)
+    parts = [_together(q_BNCH, terms, cells) for cells in (own, *earlier[False]) if cells]
     await_prefix()
-    earlier = _together(q_BNCH, keys, terms, [cell for _, cell in cells if cell is not None])
-    if found is None or earlier is None:
-        return found or earlier or _no_part(q_BNCH, keys.value_dim)
-    return merge(*found, *earlier)
+    parts += [_together(q_BNCH, terms, cells) for cells in earlier[True]]
+    if not parts:
+        return _no_part(q_BNCH, first.keys.value_dim)
+    if len(parts) == 1:
+        return parts[0]
+    span = (own or next(iter(earlier[False] or earlier[True])))[0].span
+    sees_own = span.has_new and span.rows is EVERY_ROW and len(span.queries) == q_BNCH.shape[2]
+    return reduce(lambda found, part: merge(*found, *part, may_see_none=not sees_own), parts)
 
 
 def _attend_lengths(q_BN1H: Tensor, keys: KVReader, lengths: Lengths, terms: AttentionTerms) -> Part:
@@ -209,28 +250,38 @@ def finish(part: Part, terms: AttentionTerms, dtype: torch.dtype) -> Tensor:
     return out if out.dtype == dtype else out.to(dtype)
 
 
-def _together(q_BNCH: Tensor, keys: KVReader, terms: AttentionTerms, cells: Sequence[_Cell]) -> Part | None:
-    """The part of cells of different rows; None if there are none. One cell of all queries is its kernel's result."""
-    parts = [_attend_cell(q_BNCH, keys, terms, cell) for cell in cells]
-    return joined(q_BNCH, keys.value_dim, [cell.span.rows for cell in cells], parts) if parts else None
+def _together(q_BNCH: Tensor, terms: AttentionTerms, cells: Sequence[_Cell]) -> Part:
+    """The part of cells that have no query in common. One cell of all queries is its kernel's result."""
+    parts = [_attend_cell(q_BNCH, terms, cell) for cell in cells]
+    spans = [cell.span for cell in cells]
+    places = [(span.rows, span.queries) for span in spans]
+    return joined(q_BNCH, cells[0].keys.value_dim, places, parts)
 
 
-def joined(q_BNCH: Tensor, value_dim: int, rows: Sequence[slice], parts: Sequence[Part]) -> Part:
-    """The part of a batch from those of groups of rows; 0 and -inf on padding.
+def joined(
+    q_BNCH: Tensor, value_dim: int, places: Sequence[tuple[slice | Tensor, range]], parts: Sequence[Part]
+) -> Part:
+    """The part of a batch from those of some of its queries; 0 and -inf of queries that are in none.
 
     Args:
-        rows: of each group; those in no group are all padding.
-        parts: of each group's last tokens.
+        places: rows and numbers of the queries of each part, of which no two have one in common.
     """
     if len(parts) == 1 and parts[0][0].shape[:3] == q_BNCH.shape[:3]:
         return parts[0]
-    if len(parts) == len(q_BNCH) and all(out.shape[2] == q_BNCH.shape[2] for out, _ in parts):  # as in decoding
+    if len(parts) == len(q_BNCH) and all(map(_is_row, places, range(len(q_BNCH)), repeat(q_BNCH.shape[2]))):
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     out_BNCV, lse_BNC = _no_part(q_BNCH, value_dim, [out.dtype for out, _ in parts])
-    for group, (out, lse) in zip(rows, parts, strict=True):
-        out_BNCV[group, :, -out.shape[2] :] = out
-        lse_BNC[group, :, -out.shape[2] :] = lse
+    for (rows, queries), (out, lse) in zip(places, parts, strict=True):
+        place = rows, slice(None), slice(queries.start, queries.stop)
+        out_BNCV[place] = out
+        lse_BNC[place] = lse
     return out_BNCV, lse_BNC
+
+
+def _is_row(place: tuple[slice | Tensor, range], row: int, num_new: int) -> bool:
+    """Whether these are all new tokens of a row, as in decoding."""
+    rows, queries = place
+    return isinstance(rows, slice) and rows.start == row and len(queries) == num_new
 
 
 def _no_part(q_BNCH: Tensor, value_dim: int, dtypes: Sequence[torch.dtype] = ()) -> Part:
@@ -240,20 +291,38 @@ def _no_part(q_BNCH: Tensor, value_dim: int, dtypes: Sequence[torch.dtype] = ())
     return out_BNCV, q_BNCH.new_full(q_BNCH.shape[:3], -math.inf, dtype=wide)
 
 
-def _attend_cell(q_BNCH: Tensor, keys: KVReader, terms: AttentionTerms, cell: _Cell) -> Part:
-    span = cell.span
-    k_RKSH, v_RKSV = keys.read(span.slots.start + cell.first, span.slots.start + cell.end)
-    q_RNQH = q_BNCH if span.num_queries == span.num_new else q_BNCH[:, :, -span.num_queries :]
-    if span.rows != EVERY_ROW:
-        q_RNQH, k_RKSH, v_RKSV = q_RNQH[span.rows], k_RKSH[span.rows], v_RKSV[span.rows]
-    if span.at_T is None:
-        k_start = span.at[cell.first] - span.pad
-        return attend_range(q_RNQH, k_RKSH, v_RKSV, terms, q_start=span.query, k_start=k_start)
-    if span.num_queries == 1 and terms.key_bias is None:
-        rule, query = terms.rule, span.query
-        if rule is None or rule.is_causal(query, query + 1, rule.first_key(query)):  # it sees all of these keys
-            num_keys = cell.end - cell.first
-            return attend_range(q_RNQH, k_RKSH, v_RKSV, replace(terms, rule=None), q_start=num_keys, k_start=0)
-    queries_Q = torch.arange(span.query, span.query + span.num_queries, device=q_BNCH.device)
-    keys_S = span.at_T[cell.first : cell.end] - span.pad
-    return attend_at(q_RNQH, k_RKSH, v_RKSV, terms, queries_Q, keys_S)
+def _attend_cell(q_BNCH: Tensor, terms: AttentionTerms, cell: _Cell) -> Part:
+    keys, span, first, end = cell
+    k_RKSH, v_RKSV = keys.read(span.slots.start + first, span.slots.start + end)
+    q_RNQH = q_BNCH
+    if len(span.queries) != q_BNCH.shape[2]:
+        q_RNQH = q_BNCH[:, :, span.queries.start : span.queries.stop]
+    if span.rows is not EVERY_ROW:
+        q_RNQH = q_RNQH[span.rows]
+    if span.stored is not EVERY_ROW:
+        k_RKSH, v_RKSV = k_RKSH[span.stored], v_RKSV[span.stored]
+    num_rows = len(q_RNQH)
+    if num_rows == len(k_RKSH):
+        return _attend(q_RNQH, k_RKSH, v_RKSV, terms, cell)
+    # All queries see all of these keys: as queries of one row, so that the keys are read once (Hydragen).
+    part = _attend(q_RNQH.transpose(0, 1).flatten(1, 2)[None], k_RKSH, v_RKSV, terms, cell)
+    out_RNQV, lse_RNQ = (x[0].unflatten(1, (num_rows, -1)).transpose(0, 1) for x in part)
+    return out_RNQV, lse_RNQ
+
+
+def _attend(q_RNQH: Tensor, k_RKSH: Tensor, v_RKSV: Tensor, terms: AttentionTerms, cell: _Cell) -> Part:
+    _, span, first, end = cell
+    query, last, key = span.positions[0], span.positions[-1], span.at[first] - span.pad
+    if span.at_T is None and span.positions_Q is None:
+        return attend_range(q_RNQH, k_RKSH, v_RKSV, terms, q_start=query, k_start=key)
+    rule, device, is_own = terms.rule, q_RNQH.device, span.has_new and key == query
+    in_order = is_own or query == last or span.at[end - 1] - span.pad < query
+    if in_order and terms.key_bias is None and (rule is None or rule.is_causal(query, last + 1, min(key, query))):
+        start = 0 if is_own else end - first
+        return attend_range(q_RNQH, k_RKSH, v_RKSV, replace(terms, rule=None), q_start=start, k_start=0)
+    queries_Q, keys_T = span.positions_Q, span.at_T
+    if queries_Q is None:
+        queries_Q = torch.arange(query, last + 1, device=device)
+    keys_S = torch.arange(key, key + end - first, device=device) if keys_T is None else keys_T[first:end] - span.pad
+    num_rows = q_RNQH.shape[2] // len(span.queries)
+    return attend_at(q_RNQH, k_RKSH, v_RKSV, terms, queries_Q.repeat(num_rows), keys_S)

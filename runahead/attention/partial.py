@@ -72,15 +72,23 @@ def attend(
     return blockwise_attention(q_BNCH, k_BKSH, v_BKSV, terms, q_start=q_start, k_start=k_start)
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, may_see_none: bool = True
+) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint key sets: outputs (B, N, C, V), log-sum-exps (B, N, C).
 
     The sigmoid form: weights from differences of log-sum-exps, so that nothing overflows. The output has the dtype of
     the log-sum-exp: it is rounded to the model's once all parts are merged.
+
+    Args:
+        may_see_none: whether a query may see no key of either set.
     """
-    weight_b = torch.sigmoid(lse_b - lse_a).nan_to_num_(0.0)  # nan: neither side saw a key
-    out = torch.lerp(out_a.to(weight_b.dtype), out_b.to(weight_b.dtype), weight_b.unsqueeze(-1))
-    return out, torch.logaddexp(lse_a, lse_b)
+    weight_b = torch.sigmoid(lse_b - lse_a)
+    if may_see_none:
+        weight_b.nan_to_num_(0.0)
+    # A conversion to the same dtype is a call, too.
+    out_a, out_b = (out if out.dtype == weight_b.dtype else out.to(weight_b.dtype) for out in (out_a, out_b))
+    return torch.lerp(out_a, out_b, weight_b.unsqueeze(-1)), torch.logaddexp(lse_a, lse_b)
 
 
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

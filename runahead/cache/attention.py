@@ -46,7 +46,7 @@ class CausalAttention(LayerAttention):
         return self.cache.rotates
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        return self.cache.positions_BC(index_C)
+        return self.cache.positions_BC(index_C, self.start)
 
     def see_ids(self, ids_BC: Tensor) -> None:
         self.tokens.ids_BC = ids_BC

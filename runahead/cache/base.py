@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from runahead.attention.base import LayerInput
-from runahead.attention.op import Part, finish, nothing
+from runahead.attention.marked import attend_marked
+from runahead.attention.op import Part, Step, attend, finish, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
@@ -33,29 +34,40 @@ class ReaderQueries:
 
 
 @dataclass(kw_only=True)
-class SeenKV(ABC):
+class SeenKV:
     """One layer's keys and values together with the queries of the newest tokens, which attend to them.
 
     Attributes:
         q_BNCH: the queries; if positions are re-encoded, rotated to the slots of their tokens.
+        steps: where the tokens lie that they see.
+        whole: all slots in one memory, those of the newest tokens last, where there is one.
+        positions: positions (B, K, n) or (B, 1, n) of the tokens in these slots; called where some keys are marked.
         readers: queries of the layers that have read this one since.
     """
 
     q_BNCH: Tensor
+    steps: Sequence[Step] = ()
+    whole: Callable[[], tuple[Tensor, Tensor]] | None = None
+    positions: Callable[[], Tensor] | None = None
     readers: list[ReaderQueries] = field(default_factory=list, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
 
-    @abstractmethod
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         """Attention of the newest tokens to all tokens up to their own, without the family's sinks.
 
         Args:
             await_prefix: returns once the tokens of earlier ranks are stored; they are not read before.
         """
+        if terms.marked_window is not None:  # a key may be marked by the first token after the prefix
+            await_prefix()
+            assert self.positions is not None, "tokens that are marked are in one memory"
+            return attend_marked(self.q_BNCH, *self.read(), terms, self.positions())
+        return attend(self.q_BNCH, self.steps, terms, await_prefix=await_prefix)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys (B, K, n, H) and values (B, K, n, V), those of the newest tokens last, as cache policies need."""
-        raise NotImplementedError(f"{type(self).__name__} does not hold all keys in one tensor")
+        assert self.whole is not None, "policies look at tokens in one memory"
+        return self.whole()
 
     def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
         """Output (B, N, C, V) of `attend`, with the family's attention sinks, in the queries' dtype."""
@@ -134,8 +146,12 @@ class KVStore:
         """Whether keys are stored unrotated."""
         return False
 
-    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        """Positions of the tokens with these indices in the padded batch; None if they are index - pad."""
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
+        """Positions (B, C) of the tokens with these indices in the padded batch; None if they are index - pad.
+
+        Args:
+            start: the first index, known to the host.
+        """
         return None
 
     @property

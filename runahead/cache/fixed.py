@@ -28,7 +28,7 @@ from runahead.cache.slabs import Index, KVSlab
 from runahead.report import RankReport
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class DeviceIndex(Index):
     """Index of one new token per sequence, on the device; the same for all layers.
 
@@ -114,7 +114,7 @@ class FixedCache(KVStore):
             slab = layer.slab
             if len(stored) > 1:
                 slab = _by_row(slab, stored, chunk, room)
-            self.layers.append(SlabLayer(slab=slab, index=self._index))
+            self.layers.append(SlabLayer(slab=slab, number=layer.number, index=self._index))
 
     @staticmethod
     def takes(cache: KVStore) -> TypeGuard[KVCache | ShardCache]:
@@ -134,7 +134,7 @@ class FixedCache(KVStore):
     def repeats_steps(self) -> bool:
         return True
 
-    def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor:  # noqa: N802
         return self._position_S.expand(self._batch)[:, None]
 
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:

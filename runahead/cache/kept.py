@@ -21,7 +21,7 @@ from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
 from runahead.report import RankReport
@@ -126,7 +126,7 @@ class KeptLayer(LayerStore):
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         # Counted in slots, which are in causal order whichever tokens they hold.
-        return SeenSlab.of(
+        return seen_in(
             self.slab(),
             q_BNCH,
             start=self.end - q_BNCH.shape[2],
@@ -433,7 +433,7 @@ class KeptCache(KVStore):
     def readers(self, layer: int) -> Sequence[int]:
         return self.layers[layer].shape.readers
 
-    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
         if not any(self.gaps):
             return None
         pads = self.layers[0].pads

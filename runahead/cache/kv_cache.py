@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values
-from runahead.attention.marked import attend_marked
-from runahead.attention.op import Lengths, Part, Span, attend, nothing
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.op import Step
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import ALL_TOKENS, Index, KVShape, KVSlab, SplitSlab
+from runahead.cache.slabs import ALL_TOKENS, AfterPrefix, Index, KVShape, KVSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.rotary import Rotary
 
@@ -31,64 +29,37 @@ Allocator: TypeAlias = Callable[[Sequence[int]], list[Tensor]]
 """Allocates byte tensors of given sizes. Raises ValueError or RuntimeError if they do not fit."""
 
 
-@dataclass(kw_only=True)
-class SeenSlab(SeenKV):
+def seen_in(
+    slab: KVSlab,
+    q_BNCH: Tensor,
+    *,
+    start: int,
+    pads: Sequence[int],
+    steps: Sequence[Step] | None = None,
+    rotary: Rotary | None = None,
+    positions_BKn: Tensor | None = None,
+) -> SeenKV:
     """A slab together with the queries of its newest tokens, which attend to it.
 
-    Attributes:
-        start: index of the first of these tokens in the slab's numbering.
-        pads: left padding of each row, in tokens.
-        spans: where the tokens lie that they see.
+    Args:
+        start: number of the slot of the first of these tokens.
+        pads: left padding of each row, in slots.
+        steps: where the tokens lie that they see; by default in the slots up to their own.
+        rotary: keys and queries are unrotated, and are read rotated to their slots.
         positions_BKn: positions of the tokens in the slots, where some were dropped; by default they are contiguous.
     """
+    num_new, device = q_BNCH.shape[2], q_BNCH.device
+    if rotary is not None:
+        slab, q_BNCH = at_slots(rotary, slab, q_BNCH, new=start, pads=pads)
+    if steps is None or rotary is not None:
+        steps = ALL_TOKENS.steps(0, slab, NewTokens(start, list(pads)), num_new)
 
-    slab: KVSlab
-    start: int
-    pads: Sequence[int]
-    spans: Sequence[Span] | Lengths
-    positions_BKn: Tensor | None = None
+    def positions() -> Tensor:
+        if positions_BKn is not None:
+            return positions_BKn
+        return (torch.arange(slab.first, start + num_new, device=device) - row_values(pads, device)[:, None])[:, None]
 
-    @classmethod
-    def of(
-        cls,
-        slab: KVSlab,
-        q_BNCH: Tensor,
-        *,
-        start: int,
-        pads: Sequence[int],
-        spans: Sequence[Span] | Lengths | None = None,
-        rotary: Rotary | None = None,
-        positions_BKn: Tensor | None = None,
-    ) -> SeenSlab:
-        """Create from a slab and queries.
-
-        Args:
-            spans: by default the tokens before the new ones lie in the slots before theirs.
-            rotary: both are unrotated, and are read rotated to their slots.
-        """
-        if spans is None:
-            spans = ALL_TOKENS.spans(NewTokens(start, list(pads)), q_BNCH.shape[2])
-        if rotary is not None:
-            slab, q_BNCH = at_slots(rotary, slab, q_BNCH, new=start, pads=pads)
-        return cls(q_BNCH=q_BNCH, slab=slab, start=start, pads=pads, spans=spans, positions_BKn=positions_BKn)
-
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
-        if terms.marked_window is not None:  # a key may be marked by the first token after the prefix
-            await_prefix()
-            return attend_marked(self.q_BNCH, *self.read(), terms, self._positions())
-        return attend(self.q_BNCH, self.slab, self.spans, terms, await_prefix=await_prefix)
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        end = self.start + self.q_BNCH.shape[2]
-        assert not isinstance(self.spans, Lengths) and all(span.slots.stop == end for span in self.spans), self.spans
-        return self.slab.read(self.slab.first, end)
-
-    def _positions(self) -> Tensor:
-        """Positions of all tokens up to the newest ones (B, K, n), or (B, 1, n)."""
-        if self.positions_BKn is not None:
-            return self.positions_BKn
-        index_n = torch.arange(self.slab.first, self.start + self.q_BNCH.shape[2], device=self.q_BNCH.device)
-        return (index_n - row_values(self.pads, index_n.device)[:, None])[:, None]
+    return SeenKV(q_BNCH=q_BNCH, steps=steps, whole=lambda: slab.read(slab.first, start + num_new), positions=positions)
 
 
 @dataclass(kw_only=True)
@@ -96,11 +67,13 @@ class SlabLayer(LayerStore):
     """One layer in a slab with room for all its tokens.
 
     Attributes:
-        index: where they lie.
+        number: of the layer.
+        index: where they lie, and what else their queries see.
         rotary: of this layer, if keys are stored unrotated.
     """
 
     slab: KVSlab
+    number: int
     index: Index = ALL_TOKENS
     rotary: Rotary | None = None
 
@@ -109,10 +82,12 @@ class SlabLayer(LayerStore):
         if slot is not None:
             self.slab.write(slot, k_BKCH, v_BKCV)
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
-        spans = self.index.spans(tokens, q_BNCH.shape[2])
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        steps = self.index.steps(self.number, self.slab, tokens, q_BNCH.shape[2])
         start, pads = tokens.start, tokens.row_pads
-        return SeenSlab.of(self.slab, q_BNCH, start=start, pads=pads, spans=spans, rotary=self.rotary)
+        if not self.index.is_whole:
+            return SeenKV(q_BNCH=q_BNCH, steps=steps)
+        return seen_in(self.slab, q_BNCH, start=start, pads=pads, steps=steps, rotary=self.rotary)
 
     @property
     def num_bytes(self) -> int:
@@ -172,20 +147,23 @@ class KVCache(KVStore):
                 f"{sum(sizes):,} bytes of keys and values do not fit on {device}; use a shorter prompt, a smaller "
                 "prompt.batch or generation.max_new_tokens, or more memory"
             ) from error
-        self.layers = []
+        slabs = []
         for layer, (shape, (first, end)) in enumerate(zip(shapes, spans, strict=True)):
             flat = self._slabs[layer % self.num_slabs][: layer_bytes[layer]].view(shape.dtype)
             slab_TBKX = flat.view(end - first, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim)
-            slab = KVSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first)
-            if own is not None:
-                after = own.layer(layer)
-                slab = SplitSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first, own=after)
-                assert end == after.first, (end, after.first)
-            self.layers.append(SlabLayer(slab=slab, rotary=None if rotaries is None else rotaries[layer]))
+            slabs.append(KVSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first))
+            assert own is None or end == own.layer(layer).first, (end, own.layer(layer).first)
+        self._by_layer = slabs
+        index, new = (ALL_TOKENS, slabs) if own is None else (AfterPrefix(slabs), own._by_layer)
+        rotary_of = [None] * len(slabs) if rotaries is None else rotaries
+        self.layers = [
+            SlabLayer(slab=slab, number=number, index=index, rotary=rotary)
+            for number, (slab, rotary) in enumerate(zip(new, rotary_of, strict=True))
+        ]
 
     @property
     def num_bytes(self) -> int:
-        return sum(slab.numel() for slab in self._slabs) + (0 if self._own is None else self._own.num_bytes)
+        return sum(memory.numel() for memory in self._slabs) + (0 if self._own is None else self._own.num_bytes)
 
     @property
     def rotates(self) -> bool:
@@ -207,12 +185,22 @@ class KVCache(KVStore):
         """Hand over the layers in order. The memory of each belongs to the caller; this cache is empty afterwards."""
         assert self.num_slabs == self.num_layers, "layers share slabs"
         self._slabs.clear()
+        self._by_layer.clear()
         while self.layers:
             yield self.layers.pop(0)
 
     def layer(self, layer: int) -> KVSlab:
-        """The slab of a layer; in a ring it is valid until layer + num_slabs takes its memory."""
-        return self.layers[layer].slab
+        """The slab of a layer's span; in a ring it is valid until layer + num_slabs takes its memory."""
+        return self._by_layer[layer]
+
+    def tokens(self, layer: int, start: int, end: int) -> Tensor:
+        """The contiguous tokens [start, end) of a layer (S, B, K, X), in its span or after it."""
+        is_after = self._own is not None and start >= self._by_layer[layer].end
+        return (self.layers[layer].slab if is_after else self._by_layer[layer]).tokens(start, end)
+
+    def extent(self, layer: int) -> tuple[int, int]:
+        """The tokens [first, end) of a layer that are stored here, in its span and after it."""
+        return self._by_layer[layer].first, self.layers[layer].slab.end
 
 
 class SlabRow(KVStore):
@@ -222,7 +210,7 @@ class SlabRow(KVStore):
 
     def __init__(self, cache: KVCache, row: int, pad: int) -> None:
         self.device = cache.device
-        self.layers = [SlabLayer(slab=layer.slab.row(row, pad)) for layer in cache.layers]
+        self.layers = [SlabLayer(slab=layer.slab.row(row, pad), number=layer.number) for layer in cache.layers]
 
     @classmethod
     def of(cls, key_dims: Sequence[int], layers_TKX: Sequence[Tensor]) -> SlabRow:
@@ -230,15 +218,15 @@ class SlabRow(KVStore):
         row = cls.__new__(cls)
         row.device = layers_TKX[0].device
         row.layers = [
-            SlabLayer(slab=KVSlab(slab_TBKX=kv_TKX[:, None], key_dim=key_dim, first=0))
-            for kv_TKX, key_dim in zip(layers_TKX, key_dims, strict=True)
+            SlabLayer(slab=KVSlab(slab_TBKX=kv_TKX[:, None], key_dim=key_dim, first=0), number=number)
+            for number, (kv_TKX, key_dim) in enumerate(zip(layers_TKX, key_dims, strict=True))
         ]
         return row
 
     def fork(self) -> SlabRow:
         other = copy(self)
         other.layers = [
-            SlabLayer(slab=replace(layer.slab, slab_TBKX=layer.slab.slab_TBKX.clone())) for layer in self.layers
+            replace(layer, slab=replace(layer.slab, slab_TBKX=layer.slab.slab_TBKX.clone())) for layer in self.layers
         ]
         return other
 

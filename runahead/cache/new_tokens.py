@@ -4,11 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from policies.base import Phase
 from policies.row_values import row_values
+
+T = TypeVar("T")
 
 
 class NewTokens:
@@ -35,6 +40,14 @@ class NewTokens:
         self.chunk_tokens = 0
         self.ids_BC: Tensor | None = None
         self._positions_BC: Tensor | None = None
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns for these tokens, made once for all layers."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
     def positions_BC(self, num_new: int, device: torch.device) -> Tensor:  # noqa: N802
         """Positions (B, c) of the tokens that are left in their rows, below 0 on padding."""
@@ -57,6 +70,7 @@ class NewTokens:
         """Let later layers compute only these of the tokens that are left, as ascending indices into them."""
         self.left_Bc = selected_Bc if self.left_Bc is None else self.left_Bc.gather(1, selected_Bc)
         self.pending_Bc, self._positions_BC = selected_Bc, None
+        self._made.clear()
 
 
 def num_tokens_of(pad: int, chunk: range) -> int:

@@ -9,14 +9,15 @@ cache policy keeps or retrieves from, and a new token is stored by the stage tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from policies.row_values import row_values, sent
 from runahead.attention.base import LayerInput
-from runahead.attention.op import Part, Span, attend, nothing, spans_of
+from runahead.attention.op import Run, Span, Step, spans_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
@@ -24,37 +25,6 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.shard import ShardCache
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
-
-
-@dataclass(kw_only=True)
-class SeenPart(SeenKV):
-    """A stage's slots of one layer together with the queries of the newest tokens, wherever those are stored.
-
-    Attributes:
-        slab: the slots.
-        pads: padding slots on the left of each row.
-        has_new: whether the newest tokens are in the last slots; else all slots are before them.
-        by_position: where the tokens of a layer lie that was never cut back, by their positions.
-    """
-
-    slab: KVSlab
-    pads: Sequence[int]
-    has_new: bool
-    by_position: Callable[[], Sequence[Span]]
-
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
-        sees_all = terms.rule is None or terms.rule.sees_everything
-        spans = self._in_order() if sees_all and terms.key_bias is None else self.by_position()
-        return attend(self.q_BNCH, self.slab, spans, terms)
-
-    def _in_order(self) -> Sequence[Span]:
-        """Slots are in causal order whichever tokens they hold."""
-        slab, num_new = self.slab, self.q_BNCH.shape[2]
-        start, slots = slab.end - num_new if self.has_new else slab.end, range(slab.first, slab.end)
-        return spans_of(slots, start=start, num_new=num_new, pads=self.pads, has_new=self.has_new)
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        return self.slab.read(self.slab.first, self.slab.end)
 
 
 class PartLayer(LayerStore):
@@ -74,14 +44,8 @@ class PartLayer(LayerStore):
             assert q_BNCH.shape[2] == 1, q_BNCH.shape  # so it sees all slots, wherever its own token is
             return self._own.seen(q_BNCH, tokens)
         slab, pads = self._own.slots()
-        seen = SeenPart(
-            q_BNCH=q_BNCH,
-            slab=slab,
-            pads=pads,
-            has_new=self._cache.owns(tokens.start),
-            by_position=lambda: self._cache.by_position(slab, tokens, q_BNCH.shape[2]),
-        )
-        return self._own.with_rest(seen)
+        steps = [Step([Run(slab, self._cache.spans(slab, pads, tokens, q_BNCH.shape[2]))])]
+        return self._own.with_rest(SeenKV(q_BNCH=q_BNCH, steps=steps, whole=lambda: slab.read(slab.first, slab.end)))
 
     @property
     def num_bytes(self) -> int:
@@ -153,18 +117,30 @@ class PartCache(KVStore):
             self.indices += range(tokens.start, tokens.start + num_new)
         return True
 
-    def by_position(self, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Span]:
-        """Where the tokens of a layer lie that was never cut back, as the newest ones see them."""
-        assert slab.end - slab.first == len(self.indices), (slab.first, slab.end, len(self.indices))
-        return spans_of(
-            range(slab.first, slab.end),
-            start=tokens.start,
-            num_new=num_new,
-            pads=self._pads,
-            at=self.indices,
-            at_T=sent(torch.tensor(self.indices), slab.slab_TBKX.device),
-            has_new=False,
-        )
+    def spans(self, slab: KVSlab, pads: Sequence[int], tokens: NewTokens, num_new: int) -> Sequence[Span]:
+        """Where the tokens of a layer lie, as the newest ones see them, wherever those are stored.
+
+        Args:
+            slab: the slots.
+            pads: padding slots on the left of each row.
+        """
+        slots, has_new = range(slab.first, slab.end), self.owns(tokens.start)
+        # Slots are in causal order whichever tokens they hold.
+        start = slab.end - num_new if has_new else slab.end
+        spans = spans_of(slots, start=start, num_new=num_new, pads=pads, has_new=has_new)
+        if len(slots) != len(self.indices):  # in a layer that was cut back only the order of tokens counts
+            return spans
+
+        @cache
+        def apart(number: int) -> Sequence[Span]:
+            at_T = sent(torch.tensor(self.indices), slab.slab_TBKX.device)
+            start, indices = tokens.start, self.indices
+            by_position = spans_of(
+                slots, start=start, num_new=num_new, pads=self._pads, at=indices, at_T=at_T, has_new=False
+            )
+            return by_position if len(spans) == 1 else by_position[number : number + 1]
+
+        return [replace(span, apart=partial(apart, number)) for number, span in enumerate(spans)]
 
 
 def kept_of(cache: ShardCache) -> KeptCache:

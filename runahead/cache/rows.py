@@ -6,15 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from runahead.attention.op import nothing
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.op import Part, Step, attend, joined, nothing
+from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens
+
+
+class SharedKV(Protocol):
+    """Keys and values that several rows see, in memory of others."""
+
+    def steps(self, layer: int, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        """What the new tokens of all rows see in a layer."""
 
 
 class RowsCache(KVStore):
@@ -28,21 +35,30 @@ class RowsCache(KVStore):
         pads: padding of each row.
         counts: of each row, how many of the forward's tokens are its own, the first ones; the others are filled up, and
             are neither stored nor attend to anything. None is all tokens of all rows.
+        shared: what the rows see besides their caches.
     """
 
-    def __init__(self, rows: Sequence[KVStore], pads: Sequence[int], counts: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[KVStore],
+        pads: Sequence[int],
+        counts: Sequence[int] | None = None,
+        *,
+        shared: SharedKV | None = None,
+    ) -> None:
         self._rows, self._pads = list(rows), list(pads)
         split = _SplitTokens(counts)
         # No layer refers to this cache: a cycle would keep the rows that left until the garbage collector comes.
         self.layers = [
-            RowsLayer(rows=list(layers), split=split) for layers in zip(*(row.layers for row in rows), strict=True)
+            RowsLayer(rows=list(layers), number=number, split=split, shared=shared)
+            for number, layers in enumerate(zip(*(row.layers for row in rows), strict=True))
         ]
 
     def split(self, pads: Sequence[int]) -> list[KVStore]:
         return list(self._rows)
 
-    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        own = [row.positions_BC(index_C - pad) for row, pad in zip(self._rows, self._pads, strict=True)]
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
+        own = [row.positions_BC(index_C - pad, start - pad) for row, pad in zip(self._rows, self._pads, strict=True)]
         if all(positions_1C is None for positions_1C in own):
             return None
         return torch.cat(
@@ -58,14 +74,9 @@ class _SplitTokens:
 
     def __init__(self, counts: Sequence[int] | None = None) -> None:
         self._counts = counts
-        self._whole: NewTokens | None = None
-        self._rows: list[NewTokens] = []
 
     def __call__(self, tokens: NewTokens) -> list[NewTokens]:
-        if tokens is not self._whole:
-            self._whole = tokens
-            self._rows = [NewTokens(tokens.start - pad, [0], tokens.phase) for pad in tokens.row_pads]
-        return self._rows
+        return tokens.once(self, lambda: [NewTokens(tokens.start - pad, [0], tokens.phase) for pad in tokens.row_pads])
 
     def own(self, x_BxCx: Tensor) -> list[Tensor]:
         """The own tokens of each row, of (B, heads, C, dim)."""
@@ -79,7 +90,9 @@ class RowsLayer(LayerStore):
     """One layer of all rows."""
 
     rows: list[LayerStore]
+    number: int
     split: _SplitTokens
+    shared: SharedKV | None = None
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
         keys, values = self.split.own(k_BKCH), self.split.own(v_BKCV)
@@ -91,7 +104,8 @@ class RowsLayer(LayerStore):
             row.seen(q_1NCH, own)
             for row, q_1NCH, own in zip(self.rows, self.split.own(q_BNCH), self.split(tokens), strict=True)
         ]
-        return SeenRows(q_BNCH=q_BNCH, rows=rows)
+        steps = () if self.shared is None else self.shared.steps(self.number, tokens, q_BNCH.shape[2])
+        return SeenRows(q_BNCH=q_BNCH, steps=steps, rows=rows)
 
     @property
     def num_bytes(self) -> int:
@@ -100,20 +114,12 @@ class RowsLayer(LayerStore):
 
 @dataclass(kw_only=True)
 class SeenRows(SeenKV):
-    """The rows of one layer, each with its queries."""
+    """The rows of one layer, each with its queries; `steps` are what several of them see."""
 
     rows: list[SeenKV]
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
+    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         parts = [row.attend(terms, await_prefix) for row in self.rows]
-        if len(parts) == 1:
-            return parts[0]
-        num_new = self.q_BNCH.shape[2]
-        outs = [_filled(out, num_new) for out, _ in parts]
-        return torch.cat(outs), torch.cat([_filled(lse[..., None], num_new)[..., 0] for _, lse in parts])
-
-
-def _filled(x_1NCx: Tensor, num_new: int) -> Tensor:
-    """(1, N, C, x) of a row's own tokens, followed by zeros for the others."""
-    missing = num_new - x_1NCx.shape[2]
-    return functional.pad(x_1NCx, (0, 0, 0, missing)) if missing else x_1NCx
+        places = [(slice(row, row + 1), range(out.shape[2])) for row, (out, _) in enumerate(parts)]
+        own = joined(self.q_BNCH, parts[0][0].shape[3], places, parts)
+        return merge(*own, *attend(self.q_BNCH, self.steps, terms)) if self.steps else own

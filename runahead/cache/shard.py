@@ -152,7 +152,7 @@ class ShardCache(KVStore):
     def __init__(self, own: KVCache, shard: Shard, *, pads: Sequence[int]) -> None:
         self.own, self.shard, self.pads = own, shard, list(pads)
         index = ShardIndex(shard, own.device)
-        self.layers = [SlabLayer(slab=layer.slab, index=index) for layer in own.layers]
+        self.layers = [SlabLayer(slab=layer.slab, number=layer.number, index=index) for layer in own.layers]
 
     def take_layers(self) -> Iterator[SlabLayer]:
         """Hand over the slabs, as `KVCache.take_layers`."""

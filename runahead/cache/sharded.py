@@ -129,8 +129,8 @@ class ShardedCache(KVStore):
     def repeats_steps(self) -> bool:
         return self._own.repeats_steps
 
-    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        return self._own.positions_BC(index_C)
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
+        return self._own.positions_BC(index_C, start)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         self._own.look_ahead(layer, given)

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from runahead.attention.op import Lengths, Span, spans_of
+from runahead.attention.op import Lengths, Run, Span, Step, spans_of
 from runahead.cache.new_tokens import NewTokens
 
 
@@ -98,47 +98,17 @@ class KVSlab:
         return slab_BKTX[..., : self.key_dim], slab_BKTX[..., self.key_dim :]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitSlab(KVSlab):
-    """A slab in two pieces of memory: a prefix, which later layers take over, and the tokens after it, which stay.
-
-    Attributes:
-        slab_TBKX: the prefix.
-        own: the tokens after it.
-    """
-
-    own: KVSlab
-
-    @property
-    def end(self) -> int:
-        return self.own.end
-
-    def tokens(self, start: int, end: int) -> Tensor:
-        if start >= self.own.first:
-            return self.own.tokens(start, end)
-        assert self.first <= start <= end <= self.own.first, (self.first, start, end, self.own.first)
-        return self.slab_TBKX[start - self.first : end - self.first]
-
-    def write(self, start: int | Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> None:
-        assert isinstance(start, int) and (start >= self.own.first or start + k_BKSH.shape[2] <= self.own.first)
-        super().write(start, k_BKSH, v_BKSV)
-
-    def _views(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        if start >= self.own.first:
-            return self.own.read(start, end)
-        if end <= self.own.first:
-            return super()._views(start, end)
-        prefix, own = super()._views(start, self.own.first), self.own.read(self.own.first, end)
-        # Only a chunk of one token is read together with its prefix.
-        return torch.cat([prefix[0], own[0]], dim=2), torch.cat([prefix[1], own[1]], dim=2)
-
-
 class Index:
     """Where the tokens of a text lie in the memory of its layers: each in the slot of its index in the padded batch.
 
     An index is a function of a forward's new tokens, which say where in the text they are. So nothing is committed
     after a forward, and nothing is taken back: a later forward that begins earlier stores its tokens over others.
+
+    Attributes:
+        is_whole: whether all tokens that queries see are in a layer's own memory.
     """
+
+    is_whole: bool = True
 
     def slot(self, tokens: NewTokens) -> int | Tensor | None:
         """Where the new tokens are stored; None: another rank stores them.
@@ -149,9 +119,37 @@ class Index:
         return tokens.start
 
     def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span] | Lengths:
-        """The stored tokens that the last `num_new` tokens see, once they are stored."""
+        """The stored tokens that the last `num_new` tokens see, once they are stored, in a layer's own memory."""
         slots = range(tokens.start + num_new)
         return spans_of(slots, start=tokens.start, num_new=num_new, pads=tokens.row_pads)
 
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        """What the last `num_new` tokens see in a layer.
+
+        Args:
+            slab: the layer's own memory.
+        """
+        return [Step([Run(slab, tokens.once((self, num_new), lambda: self.spans(tokens, num_new)))])]
+
 
 ALL_TOKENS = Index()
+
+
+class AfterPrefix(Index):
+    """Index of tokens that follow a prefix in other memory.
+
+    Args:
+        prefixes: the prefix of each layer. Each slot has the number of its token's index in the padded batch.
+    """
+
+    is_whole = False
+
+    def __init__(self, prefixes: Sequence[KVSlab]) -> None:
+        self._prefixes = prefixes
+
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        prefix, start, pads = self._prefixes[layer], tokens.start, tokens.row_pads
+        own = spans_of(range(slab.first, start + num_new), start=start, num_new=num_new, pads=pads)
+        slots = range(prefix.first, prefix.end)
+        before = spans_of(slots, start=start, num_new=num_new, pads=pads, has_new=False)
+        return [Step([Run(slab, own)], arrives=False), Step([Run(prefix, before)])]

@@ -15,7 +15,6 @@ from policies.row_values import row_values, sent
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
 from runahead.cache.fixed import FixedCache
-from runahead.cache.rows import RowsCache
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.row import Row, RowId
 from runahead.model.model import Model
@@ -243,7 +242,7 @@ class Lanes:
         model, stored = self._model, [lane.num_tokens for lane in lanes]
         start, longest = max(stored), max(map(len, ids))
         pads = [start - num for num in stored]
-        cache = RowsCache([lane.cache for lane in lanes], pads, [len(of_row) for of_row in ids])
+        cache = rows_cache([lane.cache for lane in lanes], pads, [len(of_row) for of_row in ids])
         filled = [[*of_row, *[0] * (longest - len(of_row))] for of_row in ids]
         ids_BC = sent(torch.tensor(filled), model.device)
         attention = CausalAttention(cache, start=start, pads=pads)

@@ -174,5 +174,5 @@ class KVTransfer(ABC):
     def part(self, message: Message) -> Tensor:
         """The message's tokens in the cache: a contiguous view (tokens, batch, KV heads, key dim + value dim)."""
         if self._stored is not None and message.chunk == STORED:
-            return self._stored.layer(message.layer).tokens(message.start, message.end)
-        return self.cache.layer(message.layer).tokens(message.start, message.end)
+            return self._stored.tokens(message.layer, message.start, message.end)
+        return self.cache.tokens(message.layer, message.start, message.end)

@@ -234,7 +234,7 @@ class GlooTransfer(KVTransfer):
     def _host_part(self, message: Message) -> Tensor:
         if self._staging is None or (self.lead and message.chunk == STORED):
             return self.part(message)
-        return self._staging.host.layer(message.layer).tokens(message.start, message.end)
+        return self._staging.host.tokens(message.layer, message.start, message.end)
 
 
 class _Lost(RuntimeError):
@@ -248,7 +248,7 @@ class _Staging:
         self.host = KVCache(
             cache.shapes,
             batch=cache.batch,
-            spans=[(layer.slab.first, layer.slab.end) for layer in cache.layers],
+            spans=[cache.extent(layer) for layer in range(cache.num_layers)],
             num_slabs=depth,
             device=torch.device("cpu"),
             pin_memory=True,
@@ -260,16 +260,16 @@ class _Staging:
 
     def take_down(self, cache: KVCache, message: Message) -> None:
         """Copy a message to the host, and wait for the copy, since Gloo reads it at once."""
-        part = cache.layer(message.layer).tokens(message.start, message.end)
-        self.host.layer(message.layer).tokens(message.start, message.end).copy_(part)
+        part = cache.tokens(message.layer, message.start, message.end)
+        self.host.tokens(message.layer, message.start, message.end).copy_(part)
 
     def bring_up(self, cache: KVCache, message: Message) -> None:
         """Queue the copy of a message to the GPU, after the attention that last used the slot."""
         with self._accelerator.on(self._stream):
             if (before := self._attended.pop(message.layer - self._depth, None)) is not None:
                 self._stream.wait_event(before)
-            part = self.host.layer(message.layer).tokens(message.start, message.end)
-            cache.layer(message.layer).tokens(message.start, message.end).copy_(part, non_blocking=True)
+            part = self.host.tokens(message.layer, message.start, message.end)
+            cache.tokens(message.layer, message.start, message.end).copy_(part, non_blocking=True)
             self._uploads[message.layer] = self._stream.record_event()
 
     def await_upload(self, layer: int) -> None:

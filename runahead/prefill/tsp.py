@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from runahead.attention.dense import DenseAttention
-from runahead.attention.op import attend, finish, spans_of
+from runahead.attention.op import Run, Step, attend, finish, spans_of
 from runahead.attention.partial import AttentionTerms
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
@@ -38,7 +38,7 @@ class TSPAttention(ExchangingAttention):
         num_new = q_BNCH.shape[2]
         slots = range(slab.first, self.start + num_new)
         spans = spans_of(slots, start=self.start, num_new=num_new, pads=self.pads)
-        out_BNCV = finish(self._attend(q_BNCH, slab, spans, terms), terms, q_BNCH.dtype)
+        out_BNCV = finish(self._attend(q_BNCH, [Step([Run(slab, spans)])], terms), terms, q_BNCH.dtype)
         self.run.close(layer)
         return out_BNCV
 

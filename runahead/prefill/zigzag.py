@@ -58,8 +58,9 @@ class ZigzagAttention(ExchangingAttention):
             for tokens in _joined(arrived):
                 for part in parts:
                     part.attend(slab, tokens)
-        found = joined(q_BNCH, slab.value_dim, [part.rows for part in parts], [(part.out, part.lse) for part in parts])
-        out_BNCV = finish(found, terms, q_BNCH.dtype)
+        num_new, found = q_BNCH.shape[2], [(part.out, part.lse) for part in parts]
+        places = [(part.rows, range(num_new - part.out.shape[2], num_new)) for part in parts]
+        out_BNCV = finish(joined(q_BNCH, slab.value_dim, places, found), terms, q_BNCH.dtype)
         self.run.close(layer)
         return out_BNCV
 

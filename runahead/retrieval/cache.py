@@ -16,7 +16,7 @@ from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.base import LayerStore, SeenKV
 from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
-from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.cache.slabs import KVSlab
@@ -153,7 +153,7 @@ class RetrievedLayer(LayerStore):
             assert self._retrieval.clamped is not None
             bases = self._retrieval.clamped.bases(self._layer, self._kept, slab.end, pads)
             slab, q_BNCH = at_slots(self._kept.rotary, slab, q_BNCH, new=start, pads=bases)
-        return self.with_rest(SeenSlab.of(slab, q_BNCH, start=start, pads=pads))
+        return self.with_rest(seen_in(slab, q_BNCH, start=start, pads=pads))
 
     def slots(self) -> tuple[KVSlab, list[int]]:
         if self._slab is None or self._fetched is None:

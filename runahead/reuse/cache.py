@@ -2,31 +2,33 @@
 
 A prompt's positions may have gaps, and new tokens may lie between reused ones. A token sees every token of its prompt
 at a lower position. The tokens of a reused part are in ascending order of positions, so a new token sees a leading run
-of them, and consecutive new tokens see the same run. They attend to it in one call, together with those of other
-prompts of the batch, and the outputs merge exactly. For many new tokens all parts that they see are concatenated
-first, which costs less than merging one output per part.
+of them, and consecutive new tokens see the same run. Rows that see the same run attend to it in one call.
 """
 
-# Legend: B batch, N query heads, K kv heads, C new tokens of this forward, T tokens of a part, Q some queries,
+# Legend: B batch, N query heads, K kv heads, C new tokens of this forward, S tokens of a row, T tokens of a part,
 # H head dim, V value dim, X = H + V.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from runahead.attention.merging import FEW_QUERIES, Index, MergedParts
-from runahead.attention.op import nothing
-from runahead.attention.partial import AttentionTerms, attend, attend_at
-from runahead.cache.base import KVStore, LayerStore, SeenKV
+from policies.row_values import row_values, sent
+from runahead.attention.op import EVERY_ROW, Run, Span, Step, spans_of
+from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache, SlabLayer, SlabRow
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import Index, KVSlab
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
+
+FEW_QUERIES = 64
+"""Most queries that attend to each part in place. More of them attend to one copy of all parts that they see, which
+costs less than an output for each part."""
 
 
 class ReusedCache(KVStore):
@@ -38,19 +40,26 @@ class ReusedCache(KVStore):
         shared_TKX: of the reused parts, those that belong to this cache and others like it; one tensor per layer.
     """
 
+    layers: list[SlabLayer]
+
     def __init__(self, own: KVCache | SlabRow, reused: ReusedKV, *, shared_TKX: Sequence[Tensor] = ()) -> None:
         self.own, self.reused, self.shared_TKX = own, reused, shared_TKX
-        views = _Views(reused, own.device)
+        index = ReusedIndex(reused, own.device)
         # No layer refers to the cache: a cycle would keep both until the garbage collector comes.
-        self.layers = [ReusedLayer(views=views, own=layer, number=number) for number, layer in enumerate(own.layers)]
+        self.layers = [SlabLayer(slab=layer.slab, number=layer.number, index=index) for layer in own.layers]
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for the new tokens. Reused parts belong to the segment store or to several caches."""
         return self.own.num_bytes
 
-    def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802
-        return self.reused.positions_BC(index_C.cpu()).to(index_C.device)
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor:  # noqa: N802
+        end, device = start + len(index_C), index_C.device
+        rows = [self.reused.positions(row, start, end) for row in range(len(self.reused.ends))]
+        offsets = [positions.start - start for positions in rows if isinstance(positions, range)]
+        if len(offsets) == len(rows):
+            return index_C + row_values(offsets, device)[:, None]
+        return sent(torch.tensor([list(positions) for positions in rows]), device)
 
     def for_decoding(self) -> ReusedCache:
         """The same cache with reused parts concatenated if that saves time; see `ReusedKV.joined`."""
@@ -68,187 +77,197 @@ class ReusedCache(KVStore):
         return self.own.row_kv(row, pad, num_tokens)
 
 
+class ReusedIndex(Index):
+    """Index of new tokens, each in the slot of its index in the padded batch, whose queries see reused parts, too."""
+
+    is_whole = False
+
+    def __init__(self, reused: ReusedKV, device: torch.device) -> None:
+        self._reused, self._device = reused, device
+
+    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span]:
+        start, pads, end = tokens.start, tokens.row_pads, tokens.start + num_new
+
+        def of_row(row: int, pad: int) -> Span:
+            """The tokens of one row, by their positions."""
+            rows, first = EVERY_ROW if len(pads) == 1 else slice(row, row + 1), max(start, pad)
+            return span_at(
+                self._reused.positions(row, pad, end),
+                self._reused.positions(row, first, end),
+                self._device,
+                rows=rows,
+                stored=rows,
+                slots=range(pad, end),
+                queries=range(first - start, num_new),
+                has_new=True,
+            )
+
+        if len(pads) == 1 or any(pads):
+            return [of_row(row, pad) for row, pad in enumerate(pads) if pad < end]
+        apart = cache(lambda: [of_row(row, pad) for row, pad in enumerate(pads)])
+        every = spans_of(range(end), start=start, num_new=num_new, pads=pads)  # in order all rows are alike
+        return [replace(span, apart=apart) for span in every]
+
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        own = super().steps(layer, slab, tokens, num_new)
+        if not self._reused.parts:
+            return own
+        groups = tokens.once((self, "parts", num_new), lambda: self._groups(tokens, num_new))
+        return [*own, *steps_over(groups, layer, slab, arrives=self._reused.arrives)]
+
+    def _groups(self, tokens: NewTokens, num_new: int) -> list[list[Group]]:
+        start, end = tokens.start, tokens.start + num_new
+        firsts = [min(end, max(start, pad)) for pad in tokens.row_pads]
+        rows = [(first - start, self._reused.positions(row, first, end)) for row, first in enumerate(firsts)]
+        return groups_of(self._reused.parts, rows, self._device)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReusedLayer(LayerStore):
-    """One layer: a slab of new tokens, and the reused parts."""
+class Group:
+    """New tokens that see the same leading tokens of reused parts.
 
-    views: _Views
-    own: SlabLayer
-    number: int
+    Attributes:
+        rows: rows of the batch.
+        span: where the seen tokens lie in the parts, one after another by position.
+        parts: parts, and how many of their tokens are seen.
+        order_T: places of the seen tokens, by position, if the parts lie one after another in another order.
+    """
 
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        self.own.append(k_BKCH, v_BKCV, tokens)
-
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenReused:
-        return SeenReused(q_BNCH=q_BNCH, layer=self, tokens=tokens)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.own.num_bytes
+    rows: tuple[int, ...]
+    span: Span
+    parts: Sequence[tuple[ReusedPart, int]]
+    order_T: Tensor | None
 
 
-@dataclass(kw_only=True)
-class SeenReused(SeenKV):
-    """New tokens and reused parts of one layer together with the queries of the newest tokens."""
-
-    layer: ReusedLayer
-    tokens: NewTokens
-
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
-        return self._merged(terms, await_prefix).result()
-
-    def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
-        out_BNCV, _ = self._merged(terms, await_prefix).result(terms.sinks_N)
-        return out_BNCV
-
-    def _merged(self, terms: AttentionTerms, await_prefix: Callable[[], None]) -> MergedParts:
-        """Parts of the own chunk, of what is reused and of the prefix."""
-        views, slab, start, q_BNCH = self.layer.views, self.layer.own.slab, self.tokens.start, self.q_BNCH
-        pads, num_new = self.tokens.row_pads, q_BNCH.shape[2]
-        merged = MergedParts(q_BNCH, slab.value_dim)
-        positions_BC = views.reused.positions_BC(torch.arange(start, start + num_new))
-
-        def attend_slab(rows: slice, first: int, end: int) -> None:
-            """Add the attention of these rows to the tokens [first, end) of the slab."""
-            offset = max(0, pads[rows.start] - start)  # queries before it are padding
-            positions_C = own_S = positions_BC[rows.start, offset:]
-            if first != start + offset:
-                own_S = views.reused.positions_BC(torch.arange(first, end))[rows.start]
-            k, v = slab.read(first, end)
-            part = _partial(q_BNCH[rows, :, offset:], k[rows], v[rows], terms, positions_C, own_S)
-            merged.add(slice(rows.start * num_new + offset, rows.stop * num_new), *part)
-
-        groups = self._row_groups(terms, positions_BC)
-        for rows in groups:
-            if num_new == 1:  # one query takes one call
-                await_prefix()
-                attend_slab(rows, pads[rows.start], start + 1)
-            else:
-                attend_slab(rows, max(start, pads[rows.start]), start + num_new)
-        found = views.of(self.tokens, positions_BC)
-        if views.reused.arrives:
-            await_prefix()
-        for view in found:
-            kv_1KTX, index = view.kv_TKX(self.layer.number).permute(1, 0, 2)[None], view.queries
-            k_1KTH, v_1KTV = kv_1KTX[..., : slab.key_dim], kv_1KTX[..., slab.key_dim :]
-            positions_Q = positions_BC.flatten()[index.cpu() if isinstance(index, Tensor) else index]
-            merged.add(index, *_partial(merged.queries(index), k_1KTH, v_1KTV, terms, positions_Q, view.positions_T))
-        if not views.reused.arrives:
-            await_prefix()
-        for rows in groups:
-            if num_new > 1 and pads[rows.start] < start:
-                attend_slab(rows, pads[rows.start], start)
-        return merged
-
-    def _row_groups(self, terms: AttentionTerms, positions_BC: Tensor) -> list[slice]:
-        """Rows that attend in one call: all rows if attention depends only on order, else one row each.
-
-        Rows whose new tokens are all padding are in no group.
-        """
-        pads, end = self.tokens.row_pads, self.tokens.start + positions_BC.shape[1]
-        if len(pads) == 1 or (not any(pads) and _is_plain(terms, positions_BC.flatten(), positions_BC.flatten())):
-            return [slice(0, len(pads))]
-        return [slice(row, row + 1) for row, pad in enumerate(pads) if pad < end]
+Rows: TypeAlias = Sequence[tuple[int, Sequence[int]]]
+"""Of each row of a batch, the number of its first new token, and the positions of its new tokens, ascending."""
 
 
-def _queries_by_num_seen(part: ReusedPart, tokens: NewTokens, positions_BC: Tensor) -> dict[int, list[range]]:
-    """Queries that see tokens of a part, as ranges of indices into all rows' queries, by the number that they see."""
-    num_new = positions_BC.shape[1]
-    queries: dict[int, list[range]] = {}
-    for row in part.rows:
-        offset = max(0, tokens.row_pads[row] - tokens.start)
-        if offset >= num_new:
-            continue
-        seen_C = torch.searchsorted(part.positions_T, positions_BC[row, offset:].contiguous())
-        runs, counts = torch.unique_consecutive(seen_C, return_counts=True)
-        at = row * num_new + offset
-        for num_seen, count in zip(runs.tolist(), counts.tolist(), strict=True):
-            if num_seen:
-                queries.setdefault(num_seen, []).append(range(at, at + count))
-            at += count
-    return queries
-
-
-class _Views:
-    """Visible leading runs of reused parts for new tokens, computed once for all layers.
+def groups_of(parts: Sequence[ReusedPart], rows: Rows, device: torch.device) -> list[list[Group]]:
+    """Groups of new tokens by what they see of reused parts; those of a list have no new token in common.
 
     Args:
         device: that computes.
     """
-
-    def __init__(self, reused: ReusedKV, device: torch.device) -> None:
-        self.reused, self._device = reused, device
-        self._found: tuple[tuple[int, int], list[_View]] | None = None
-
-    def of(self, tokens: NewTokens, positions_BC: Tensor) -> list[_View]:
-        """The leading runs of parts that new tokens see, by group of queries. They are the same in all layers."""
-        asked = tokens.start, positions_BC.shape[1]
-        if self._found is not None and self._found[0] == asked:
-            return self._found[1]
-        # One view per part and group of queries; large groups have one view of all parts that they see.
-        parts: list[tuple[list[range], list[tuple[ReusedPart, int]]]] = []
-        by_queries: dict[tuple[range, ...], list[tuple[ReusedPart, int]]] = {}
-        for part in self.reused.parts:
-            for num_seen, ranges in _queries_by_num_seen(part, tokens, positions_BC).items():
-                if tuple(ranges) in by_queries:
-                    by_queries[tuple(ranges)].append((part, num_seen))
-                    continue
-                parts.append((ranges, [(part, num_seen)]))
-                if sum(len(run) for run in ranges) > FEW_QUERIES:
-                    by_queries[tuple(ranges)] = parts[-1][1]
-        views = [_View(parts=seen, queries=_index(ranges, self._device)) for ranges, seen in parts]
-        self._found = asked, views
-        return views
+    found: list[tuple[tuple[int, ...], range, list[tuple[ReusedPart, int]]]] = []
+    many: dict[tuple[tuple[int, ...], range], list[tuple[ReusedPart, int]]] = {}
+    for part in sorted(
+        (part for part in parts if part.at), key=lambda part: part.at[0]
+    ):  # so bits depend on texts alone
+        for (num_seen, queries), of_rows in _queries_by_num_seen(part, rows).items():
+            key = tuple(of_rows), queries
+            if key in many:
+                many[key].append((part, num_seen))
+                continue
+            found.append((*key, [(part, num_seen)]))
+            if len(of_rows) * len(queries) > FEW_QUERIES:
+                many[key] = found[-1][2]
+    steps = list[list[Group]]()
+    for group in (_group(*each, rows, device) for each in found):
+        step = next((step for step in steps if not any(_meet(group, other) for other in step)), None)
+        if step is None:
+            steps.append([group])
+        else:
+            step.append(group)
+    return steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class _View:
-    """The leading tokens of parts that some queries see.
+def _queries_by_num_seen(part: ReusedPart, rows: Rows) -> dict[tuple[int, range], list[int]]:
+    """Rows by how many tokens of a part they see, and which of their new tokens see so many."""
+    found: dict[tuple[int, range], list[int]] = {}
+    for row in part.rows:
+        query, positions = rows[row]
+        runs, counts = [len(part.at)], [len(positions)]
+        if positions and part.at[-1] >= positions[0]:  # new tokens lie between the part's
+            seen_C = torch.searchsorted(part.positions_T, torch.tensor(positions))
+            runs, counts = (x.tolist() for x in seen_C.unique_consecutive(return_counts=True))
+        for num_seen, count in zip(runs, counts, strict=True):
+            if num_seen and count:
+                found.setdefault((num_seen, range(query, query + count)), []).append(row)
+            query += count
+    return found
+
+
+def steps_over(groups: Sequence[Sequence[Group]], layer: int, slab: KVSlab, *, arrives: bool) -> list[Step]:
+    """What new tokens see of reused parts in a layer. `slab` has the layer's own tokens."""
+    return [
+        Step([Run(SeenParts(each.parts, each.order_T, layer, slab), [each.span]) for each in step], arrives)
+        for step in groups
+    ]
+
+
+@dataclass(frozen=True)
+class SeenParts:
+    """Leading tokens of reused parts in one layer, read when attention comes to them: they may arrive until then.
 
     Attributes:
-        parts: each part, and the number of its tokens that are seen.
-        queries: indices of the queries.
+        parts, order_T: as of `Group`.
+        like: has the layer's own tokens.
     """
 
-    parts: list[tuple[ReusedPart, int]]
-    queries: Index
+    parts: Sequence[tuple[ReusedPart, int]]
+    order_T: Tensor | None
+    layer: int
+    like: KVSlab
 
-    @cached_property  # used in every layer
-    def positions_T(self) -> Tensor:  # noqa: N802
-        """Positions of the seen tokens."""
-        return torch.cat([part.positions_T[:num_seen] for part, num_seen in self.parts])
+    @property
+    def value_dim(self) -> int:
+        return self.like.value_dim
 
-    def kv_TKX(self, layer: int) -> Tensor:  # noqa: N802
-        """Keys and values (T, K, H + V) of the seen tokens: a view of a single part, else a copy."""
-        seen = [part.layers_TKX[layer][:num_seen] for part, num_seen in self.parts]
-        return seen[0] if len(seen) == 1 else torch.cat(seen)
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """As of `KVReader`: views of a single part, else a copy."""
+        if len(self.parts) == 1:
+            kv_TKX = self.parts[0][0].layers_TKX[self.layer]
+            if (start, end) != (0, len(kv_TKX)):
+                kv_TKX = kv_TKX[start:end]
+        else:
+            kv_TKX = torch.cat([part.layers_TKX[self.layer][:num_seen] for part, num_seen in self.parts])
+            kv_TKX = kv_TKX[start:end] if self.order_T is None else kv_TKX[self.order_T[start:end]]
+        k_1KTH, v_1KTV = kv_TKX.transpose(0, 1)[None].split([self.like.key_dim, self.value_dim], dim=3)
+        return k_1KTH, v_1KTV
 
-
-def _index(ranges: list[range], device: torch.device) -> Index:
-    """Indices of queries: a slice if the ranges are contiguous, else a tensor."""
-    if all(a.stop == b.start for a, b in pairwise(ranges)):
-        return slice(ranges[0].start, ranges[-1].stop)
-    return torch.cat([torch.arange(run.start, run.stop) for run in ranges]).to(device)
-
-
-def _is_plain(terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor) -> bool:
-    """Whether attention of these tokens depends only on their order: every query sees every key before it, no bias."""
-    if terms.needs_scores:
-        return False
-    if terms.rule is None or terms.rule.sees_everything:
-        return True
-    first, last = int(positions_T.min()), int(positions_Q.max())
-    start = int(positions_Q.min())
-    return terms.rule.is_causal(start, last + 1, min(first, start))
+    @property
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """Parts are not in tensors of fixed shape."""
+        raise AssertionError
 
 
-def _partial(
-    q_BNQH: Tensor, k_BKTH: Tensor, v_BKTV: Tensor, terms: AttentionTerms, positions_Q: Tensor, positions_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries over keys that are their own tokens, or all come before them."""
-    own = positions_Q is positions_T
-    if _is_plain(terms, positions_Q, positions_T):
-        start = 0 if own else len(positions_T)
-        return attend(q_BNQH, k_BKTH, v_BKTV, replace(terms, rule=None), q_start=start, k_start=0)
-    device = q_BNQH.device
-    return attend_at(q_BNQH, k_BKTH, v_BKTV, terms, positions_Q.to(device), positions_T.to(device))
+def span_at(at: Sequence[int], positions: Sequence[int], device: torch.device, **others: Any) -> Span:
+    """A span of stored tokens and queries by their positions, which are on `device`, too, where they have gaps."""
+    at_T, positions_Q = (None if isinstance(x, range) else sent(torch.tensor(x), device) for x in (at, positions))
+    return Span(pad=0, at=at, at_T=at_T, positions=positions, positions_Q=positions_Q, **others)
+
+
+def _group(
+    of_rows: tuple[int, ...], queries: range, parts: list[tuple[ReusedPart, int]], rows: Rows, device: torch.device
+) -> Group:
+    at, order_T = parts[0][0].at[: parts[0][1]], None
+    if len(parts) > 1:
+        positions_T, order_T = torch.cat([part.positions_T[:num_seen] for part, num_seen in parts]).sort()
+        at = ReusedPart(layers_TKX=(), positions_T=positions_T, rows=of_rows).at
+        order_T = None if bool((order_T[1:] > order_T[:-1]).all()) else sent(order_T, device)
+
+    def of_row(row: int) -> Span:
+        first, positions = rows[row]
+        return span_at(
+            at,
+            positions[queries.start - first : queries.stop - first],
+            device,
+            rows=EVERY_ROW if len(rows) == 1 else slice(row, row + 1),
+            stored=EVERY_ROW,
+            slots=range(len(at)),
+            queries=queries,
+            has_new=False,
+        )
+
+    span = of_row(of_rows[0])
+    if len(of_rows) > 1:
+        together = EVERY_ROW if len(of_rows) == len(rows) else row_values(of_rows, device)
+        span = replace(span, rows=together, apart=cache(lambda: [of_row(row) for row in of_rows]))
+    return Group(rows=of_rows, span=span, parts=parts, order_T=order_T)
+
+
+def _meet(a: Group, b: Group) -> bool:
+    """Whether a new token is in both."""
+    ours, theirs = a.span.queries, b.span.queries
+    return ours.start < theirs.stop and theirs.start < ours.stop and not set(a.rows).isdisjoint(b.rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,6 +41,13 @@ class ReusedPart:
     first: int = 0
     clusters_TKx: Sequence[Tensor] | None = None
 
+    @cached_property
+    def at(self) -> Sequence[int]:
+        """`positions_T`: a range where they are contiguous."""
+        positions = self.positions_T.tolist()
+        is_range = bool(positions) and positions[-1] - positions[0] == len(positions) - 1
+        return range(positions[0], positions[-1] + 1) if is_range else positions
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReusedKV:
@@ -60,6 +68,23 @@ class ReusedKV:
     arrives: bool = False
     blended: list[ReusedPart] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
+
+    @cached_property
+    def _in_line(self) -> list[int]:
+        """Index of each row in the padded batch from which on its new tokens follow each other up to the generated."""
+        num_new = self.positions_BS.shape[1]
+        line_BS = torch.tensor(self.ends)[:, None] + torch.arange(-num_new, 0)
+        return [
+            int(apart_S.nonzero().max()) + 1 if bool(apart_S.any()) else 0 for apart_S in self.positions_BS != line_BS
+        ]
+
+    def positions(self, row: int, first: int, end: int) -> Sequence[int]:
+        """Positions of a row's tokens with the indices [first, end) in the padded batch, generated ones too."""
+        if first >= self._in_line[row]:
+            offset = self.ends[row] - self.positions_BS.shape[1]
+            return range(first + offset, end + offset)
+        positions: list[int] = self.positions_BC(torch.arange(first, end))[row].tolist()
+        return positions
 
     def without_blended(self) -> ReusedKV:
         """The same once the new tokens are stored: the blended parts are among them."""

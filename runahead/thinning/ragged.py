@@ -18,7 +18,7 @@ from torch import Tensor
 
 from policies.row_values import row_values, sent
 from runahead.attention.marked import attend_marked
-from runahead.attention.op import Part, attend, nothing, spans_of
+from runahead.attention.op import EVERY_ROW, Part, Run, Span, Step, attend, nothing, spans_of
 from runahead.attention.partial import AttentionTerms, attend_sequences, merge, takes_sequences
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
@@ -344,17 +344,23 @@ class SeenRagged(SeenKV):
         # Counted in slots, which are in causal order whichever tokens they hold.
         q_SGCH = q_BNCH.unflatten(1, (shape.num_kv_heads, -1)).flatten(0, 1)
         pads = [pad for pad in self.new_pads for _ in range(shape.num_kv_heads)]
-        parts = []
-        for q_1GCH, slab, pad in zip(q_SGCH.split(1), layer.sequences(pads), pads, strict=True):
-            spans = spans_of(range(slab.first, slab.end), start=slab.end - num_new, num_new=num_new, pads=[pad])
-            parts.append(attend(q_1GCH, slab, spans, terms))
-        out_SGCV, lse_SGC = (torch.cat(list(each)) for each in zip(*parts, strict=True))
+        runs = [
+            Run(slab, _span_of(slab, number, pad, num_new))
+            for number, (slab, pad) in enumerate(zip(layer.sequences(pads), pads, strict=True))
+        ]
+        out_SGCV, lse_SGC = attend(q_SGCH, [Step(runs)], terms)
         return out_SGCV.reshape(*q_BNCH.shape[:3], -1), lse_SGC.reshape(q_BNCH.shape[:3])
 
     def read(self) -> tuple[Tensor, Tensor]:
         """A copy of all keys (B, K, n, H) and values (B, K, n, V), padded on the left to the longest head."""
         kv_BKnX, key_dim = self.layer.kv_BKnX(), self.layer.shape.key_dim
         return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
+
+
+def _span_of(slab: KVSlab, number: int, pad: int, num_new: int) -> list[Span]:
+    """The tokens of a sequence, as a row of their own."""
+    spans = spans_of(range(slab.first, slab.end), start=slab.end - num_new, num_new=num_new, pads=[pad])
+    return [replace(span, rows=slice(number, number + 1), stored=EVERY_ROW) for span in spans]
 
 
 def _starts_of(lengths: Sequence[int], room: int) -> list[int]:

@@ -25,9 +25,8 @@ from runahead.attention.probabilities import QuerySignals
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.kv_cache import SeenSlab
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVSlab, SplitSlab
+from runahead.cache.slabs import AfterPrefix, KVSlab
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.thinning.cutting import cut_back
@@ -138,23 +137,23 @@ class ReplayLayer(LayerStore):
     """A row of a layer with temporary tokens after its own, which are in other memory.
 
     Attributes:
-        slab: both.
+        stored: the row's tokens.
+        own: the temporary ones.
     """
 
-    slab: KVSlab
+    own: KVSlab
 
     def __init__(self, stored: KVSlab) -> None:
-        self._stored = stored
+        self.stored, self._index = stored, AfterPrefix([stored])
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        stored = self._stored
+        stored = self.stored
         slab_CBKX = stored.slab_TBKX.new_empty(k_BKCH.shape[2], *stored.slab_TBKX.shape[1:])
-        own = KVSlab(slab_TBKX=slab_CBKX, key_dim=stored.key_dim, first=stored.end)
-        own.write(stored.end, k_BKCH, v_BKCV)
-        self.slab = SplitSlab(slab_TBKX=stored.slab_TBKX, key_dim=stored.key_dim, first=stored.first, own=own)
+        self.own = KVSlab(slab_TBKX=slab_CBKX, key_dim=stored.key_dim, first=stored.end)
+        self.own.write(stored.end, k_BKCH, v_BKCV)
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenSlab:
-        return SeenSlab.of(self.slab, q_BNCH, start=tokens.start, pads=tokens.row_pads)
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        return SeenKV(q_BNCH=q_BNCH, steps=self._index.steps(0, self.own, tokens, q_BNCH.shape[2]))
 
     @property
     def num_bytes(self) -> int:
@@ -211,12 +210,13 @@ class ReplayAttention(CausalAttention):
 
     def _view(self, layer: int, seen: SeenKV, terms: AttentionTerms) -> LayerView:
         """The chunk as its repetition sees it, among the sinks and the repetition itself."""
-        replay, chunk, slab = self._policy.replay, self._chunk, self.cache.layers[layer].slab
+        replay, chunk, stored = self._policy.replay, self._chunk, self.cache.layers[layer]
         assert replay is not None
         q_1NCH = seen.q_BNCH
         own = range(self.start, self.start + q_1NCH.shape[2])
         parts = [range(min(replay.sinks, chunk.start)), chunk, own]
-        read = [slab.read(part.start, part.stop) for part in parts]
+        slabs = stored.stored, stored.stored, stored.own
+        read = [slab.read(part.start, part.stop) for slab, part in zip(slabs, parts, strict=True)]
         positions_1n = sent(torch.cat([torch.arange(part.start, part.stop) for part in parts]), q_1NCH.device)[None]
         signals = QuerySignals(
             q_1NCH,

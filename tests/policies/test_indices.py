@@ -27,7 +27,7 @@ from policies.sparq import SparQ
 from policies.squeezed_attention import SqueezedAttention
 from policies.threshold_clusters import ThresholdClusters
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.kv_cache import seen_in
 from runahead.cache.slabs import KVSlab
 from runahead.config import Positions
 from runahead.retrieval.cache import SeenWithRest
@@ -338,7 +338,7 @@ def test_the_mean_value_has_the_share_that_the_chosen_tokens_leave() -> None:
     slab = KVSlab(slab_TBKX=torch.cat([k, v], dim=-1).permute(2, 0, 1, 3), key_dim=DIM, first=0)
     seen = SeenWithRest(
         q_BNCH=q,
-        fetched=SeenSlab.of(slab, q, start=7, pads=[0]),
+        fetched=seen_in(slab, q, start=7, pads=[0]),
         rest=Rest(out_BNV=mean, lse_BN=((1 - alpha) / alpha).log(), is_relative=True),
         own=(k[:, :, 7:], v[:, :, 7:]),
     )

@@ -14,7 +14,7 @@ from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import Conversation, Engine, GenerationOptions, PrefillOptions
 from runahead.cache.kept import NEW_ROOM
-from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.kv_cache import seen_in
 from runahead.cache.quantised import groups
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
 from runahead.cache.quantised.layer import QuantisedLayer, quantised_bytes
@@ -94,7 +94,7 @@ def test_attention_is_that_to_the_dequantised_tokens(
             monkeypatch.setattr(
                 QuantisedLayer,
                 "seen",
-                lambda layer, q, tokens: SeenSlab.of(layer.slab(), q, start=layer.end - q.shape[2], pads=layer.pads),
+                lambda layer, q, tokens: seen_in(layer.slab(), q, start=layer.end - q.shape[2], pads=layer.pads),
             )
         talk = Talk(family, policies_of(*policies), lengths)
         assert talk.layer().parts[0].num_tokens == 2 * GROUP

@@ -18,7 +18,7 @@ from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, GenerationOptions, PrefillOptions
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
-from runahead.cache.kv_cache import SeenSlab
+from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.groups import GROUP
 from runahead.cache.quantised.layer import QuantisedLayer, SeenQuantised
@@ -116,7 +116,7 @@ def as_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         QuantisedLayer,
         "seen",
-        lambda layer, q, tokens: SeenSlab.of(layer.slab(), q, start=layer.end - q.shape[2], pads=layer.pads),
+        lambda layer, q, tokens: seen_in(layer.slab(), q, start=layer.end - q.shape[2], pads=layer.pads),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions
-from runahead.attention import merging
+from runahead.attention import op
 from runahead.cache.kv_cache import KVCache
 from runahead.config import PrefillName, PrefillOptions
 from runahead.reuse import cache as reused_cache
@@ -78,8 +78,7 @@ def test_a_long_text_sees_all_parts_at_once(family: str, monkeypatch: pytest.Mon
     segments = random_segments(draw)
     prompts = [random_prompt(draw, segments) for _ in range(4)]
     few = serve(model, prompts, following=(5, 7))
-    for module in (merging, reused_cache):
-        monkeypatch.setattr(module, "FEW_QUERIES", 0)
+    monkeypatch.setattr(reused_cache, "FEW_QUERIES", 0)
     many = serve(model, prompts, following=(5, 7))
     assert few is not None and many is not None
     for ours, theirs in zip(many.logits, few.logits, strict=True):
@@ -92,11 +91,11 @@ def test_a_long_text_sees_all_parts_at_once(family: str, monkeypatch: pytest.Mon
 def test_parts_are_put_together_for_a_long_text_alone() -> None:
     calls: list[tuple[int, int]] = []
 
-    def counting(q_BNQH: Tensor, k_BKTH: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def counting(q_BNQH: Tensor, k_BKTH: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
         calls.append((q_BNQH.shape[2], k_BKTH.shape[2]))
-        return partial_attention(q_BNQH, k_BKTH, *rest)
+        return attend(q_BNQH, k_BKTH, *rest, **more)
 
-    partial_attention = reused_cache._partial
+    attend = op.attend_range
     model = tiny_model("llama")
     uses = [
         SegmentUse(
@@ -106,7 +105,7 @@ def test_parts_are_put_together_for_a_long_text_alone() -> None:
         for start in (0, 10, 20)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reused_cache, "_partial", counting)
+        patch.setattr(op, "attend_range", counting)
         for num_new, seen in ((reused_cache.FEW_QUERIES, [10, 10, 10]), (reused_cache.FEW_QUERIES + 1, [30])):
             new = range(30, 30 + num_new)
             asked = ReusingPrompt(uses=tuple(uses), new_ids=tuple(prompt(num_new)), new_positions=tuple(new))

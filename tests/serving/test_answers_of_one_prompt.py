@@ -18,10 +18,10 @@ from policies.h2o import H2O
 from policies.kvzip import KVzip
 from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Ranks
+from runahead.attention import op
 from runahead.attention.partial import attend
 from runahead.cache.attention import CausalAttention
 from runahead.config import Device, RanksOptions
-from runahead.reuse import rows as reuse_rows
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.estimate import TimeEstimate
@@ -129,7 +129,7 @@ def test_answers_attend_to_their_prompt_in_one_product() -> None:
     with throughout(served.model.dtype):
         served.prefill([DOCUMENT] * 3, [SAMPLED] * 3)
         assert served.executor.live.num_bytes == (len(DOCUMENT) + 3 * 6) * token_bytes
-        with mock.patch.object(reuse_rows, "attend", counting):
+        with mock.patch.object(op, "attend_range", counting):
             served.executor._step()
         assert calls == [(1, 1), (1, 1), (1, 1), (3, len(DOCUMENT))] * served.model.num_layers
         served.require_answers()

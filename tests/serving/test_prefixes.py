@@ -19,14 +19,14 @@ from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
 from policies.retriever import Retriever
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
+from runahead.attention import op
 from runahead.attention.partial import attend
 from runahead.cache.attention import CausalAttention
 from runahead.cache.rows import RowsCache
 from runahead.config import CacheOptions, Carrier, Device, RanksOptions, Speculate, Transfer
 from runahead.context import ContextPartition
-from runahead.reuse import rows as reuse_rows
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
-from runahead.reuse.rows import SharingRows, rows_cache
+from runahead.reuse.rows import rows_cache
 from runahead.reuse.tree.tiers import Tier
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
@@ -197,11 +197,11 @@ def test_rows_that_share_parts_attend_as_each_would_alone_and_read_them_once(fam
         pads, rows = [start - each.num_tokens for each in live], [each.cache for each in live]
         ids_B1 = torch.tensor([[row.ids[-1]] for row in serving.executor.live._rows.values()])
         sharing = rows_cache(rows, pads)
-        assert isinstance(sharing, SharingRows)
         logits = []
         for cache in (RowsCache(rows, pads), sharing):  # which store the same in the same places
+            calls.clear()
             attention = CausalAttention(cache, start=start, pads=pads, phase=Phase.decode)
-            with mock.patch.object(reuse_rows, "attend", counting):
+            with mock.patch.object(op, "attend_range", counting):
                 logits.append(model.forward(ids_B1, attention, start=start, pads=pads))
         assert largest_difference(*logits) < EXACT
         if family == "llama":  # without windows

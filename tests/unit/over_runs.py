@@ -17,9 +17,8 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from runahead.attention.merging import MergedParts
-from runahead.attention.op import EVERY_ROW, Part, Span
-from runahead.attention.op import attend as attend_to_spans
+from runahead.attention.op import EVERY_ROW, Part, Run, Span, Step, finish, joined
+from runahead.attention.op import attend as attend_to_steps
 from runahead.attention.partial import AttentionTerms, attend, attend_at, merge
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, blocks
 from runahead.cache.quantised.layer import QuantisedRows
@@ -40,7 +39,7 @@ class Codec:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class TextRun:
     """Tokens of some KV heads.
 
     Attributes:
@@ -82,47 +81,72 @@ class Run:
         dtype = self.kv_TKX.dtype
         return self._few_bits.read_keys(first, end, dtype), self._few_bits.values.read(first, end, dtype)
 
-    def attended_by(self, q_1nQH: Tensor, terms: AttentionTerms, positions_Q: Tensor) -> Part:
-        """Attention of new tokens: first to themselves, if there are several, then to all that come before."""
-        if self._few_bits is None and _in_line(positions_Q):
-            return self._attended_by_spans(q_1nQH, terms, positions_Q)
-        total, num_own = len(self.positions_T), self.num_own if self.num_own > 1 else 0
-        first = 0 if terms.rule is None else terms.rule.first_key(int(positions_Q[0]))
-        first = int((self.positions_T < first).sum())  # the earlier ones may be no numbers
+    def attended_by(self, q_BnCH: Tensor, terms: AttentionTerms, positions: Sequence[Tensor]) -> Part:
+        """Attention of the new tokens of all rows to these tokens, by this run's query heads."""
+        num_new = q_BnCH.shape[2]
+        if self.is_exact:
+            return attend_to_steps(q_BnCH, [self.step(positions, num_new)], terms)
+        found = [
+            self._attended_in_few_bits(q_BnCH[row : row + 1, :, queries.start :], terms, positions[row])
+            for row, queries in self._places(positions, num_new)
+        ]
+        held = [(slice(row, row + 1), queries) for row, queries in self._places(positions, num_new)]
+        return joined(q_BnCH, self._value_dim, held, found)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the numbers are stored as they are."""
+        return self._few_bits is None
+
+    def step(self, positions: Sequence[Tensor], num_new: int) -> Step:
+        """The tokens in memory of their own, which the rows read together if they have as many new tokens."""
+        slab = KVSlab(slab_TBKX=self.kv_TKX[:, None], key_dim=self.key_dim, first=0)
+        places = self._places(positions, num_new)
+        spans = [self._span(row, queries, positions[row]) for row, queries in places]
+        if len({span.queries for span in spans}) == 1 and len(spans) > 1:
+            rows, apart = torch.tensor([row for row, _ in places]), list(spans)
+            spans = [replace(spans[0], rows=rows, apart=lambda: apart)]
+        return Step([Run(slab, spans)])
+
+    def _places(self, positions: Sequence[Tensor], num_new: int) -> list[tuple[int, range]]:
+        """Rows that read the run, and numbers of their new tokens."""
+        return [(row, range(num_new - len(positions[row]), num_new)) for row in self.rows if len(positions[row])]
+
+    def _span(self, row: int, queries: range, positions_Q: Tensor) -> Span:
+        slots = range(len(self.positions_T))
+        return Span(
+            rows=slice(row, row + 1),
+            stored=EVERY_ROW,
+            pad=0,
+            slots=slots,
+            at=self.positions_T.tolist(),
+            at_T=None if not slots or _in_line(self.positions_T) else self.positions_T,
+            queries=queries,
+            positions=positions_Q.tolist(),
+            positions_Q=None if _in_line(positions_Q) else positions_Q,
+            has_new=self.num_own > 0,
+        )
+
+    def _attended_in_few_bits(self, q_1nQH: Tensor, terms: AttentionTerms, positions_Q: Tensor) -> Part:
+        """Attention of the new tokens of a row: first to themselves, if there are several, then to all before."""
+        codes, total, num_own = self._few_bits, len(self.positions_T), self.num_own if self.num_own > 1 else 0
+        assert codes is not None
         before = total - num_own
-        codes, in_order = self._few_bits, _in_order(terms) and not terms.needs_scores
-        if codes is not None and isinstance(codes.keys, ChannelGroups) and in_order and len(positions_Q) == 1 and total:
+        in_order = _in_order(terms) and not terms.needs_scores
+        if isinstance(codes.keys, ChannelGroups) and in_order and len(positions_Q) == 1 and total:
             return codes.attend_one(q_1nQH, terms.scaling)
         ranges = [(before, total, True)] if num_own else []
-        ranges += (
-            [(min(first, before), before, False)] if codes is None else [(*block, False) for block in blocks(before)]
-        )
+        ranges += [(*block, False) for block in blocks(before)]
         parts = [
             _part(q_1nQH, *self.read(start, end), terms, positions_Q, self.positions_T[start:end], is_own)
             for start, end, is_own in ranges
         ]
         return reduce(lambda found, part: merge(*found, *part), parts)
 
-    def _attended_by_spans(self, q_1nQH: Tensor, terms: AttentionTerms, positions_Q: Tensor) -> Part:
-        """Attention to numbers as they are, in a slab."""
-        slots = range(len(self.positions_T))
-        span = Span(
-            rows=EVERY_ROW,
-            pad=0,
-            slots=slots,
-            at=self.positions_T.tolist(),
-            at_T=None if _in_order(terms) or not slots or _in_line(self.positions_T) else self.positions_T,
-            start=int(positions_Q[0]),
-            num_new=len(positions_Q),
-            has_new=self.num_own > 0,
-        )
-        slab = KVSlab(slab_TBKX=self.kv_TKX[:, None], key_dim=self.key_dim, first=0)
-        return attend_to_spans(q_1nQH, slab, [span], terms)
-
 
 def attend_to_runs(
     q_BNCH: Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[TextRun],
     terms: AttentionTerms,
     positions: Sequence[Tensor],
     *,
@@ -135,27 +159,18 @@ def attend_to_runs(
         positions: of each row's new tokens, which are the last ones of C.
         heads: number of KV heads.
     """
-    num_new, group = q_BNCH.shape[2], q_BNCH.shape[1] // heads
-    merged = MergedParts(q_BNCH, value_dim)
-
-    def index_of(row: int) -> slice:
-        return slice((row + 1) * num_new - len(positions[row]), (row + 1) * num_new)
-
-    for run in runs:
-        rows = [row for row in run.rows if len(positions[row])]
+    group = q_BNCH.shape[1] // heads
+    wide = torch.promote_types(q_BNCH.dtype, torch.float32)
+    found = q_BNCH.new_zeros(*q_BNCH.shape[:3], value_dim), q_BNCH.new_full(q_BNCH.shape[:3], -torch.inf, dtype=wide)
+    whole = [run for run in runs if run.is_exact and len(run.heads) == heads]
+    if whole:
+        found = attend_to_steps(q_BNCH, [run.step(positions, q_BNCH.shape[2]) for run in whole], terms)
+    for run in (run for run in runs if run not in whole):
         of_run = slice(run.heads.start * group, run.heads.stop * group)
-        together: list[tuple[slice | Tensor, Tensor]] = [(index_of(row), positions[row]) for row in rows]
-        if len(rows) > 1 and _in_order(terms):  # all queries of all rows see all of it: in one call
-            places = torch.cat([torch.arange(q_BNCH.shape[0] * num_new)[index_of(row)] for row in rows])
-            together = [(places, torch.cat([positions[row] for row in rows]))]
-        for index, positions_Q in together:
-            q_1NQH = merged.queries(index)
-            out_1nQV, lse_1nQ = run.attended_by(q_1NQH[:, of_run], _of_heads(terms, of_run), positions_Q)
-            out = out_1nQV.new_zeros(*q_1NQH.shape[:3], value_dim)
-            lse = lse_1nQ.new_full(q_1NQH.shape[:3], -torch.inf)
-            out[:, of_run], lse[:, of_run] = out_1nQV, lse_1nQ
-            merged.add(index, out, lse)
-    return merged.result(terms.sinks_N)
+        out, lse = (torch.zeros_like(found[0]), torch.full_like(found[1], -torch.inf))
+        out[:, of_run], lse[:, of_run] = run.attended_by(q_BNCH[:, of_run], _of_heads(terms, of_run), positions)
+        found = merge(*found, out, lse)
+    return finish(found, terms, q_BNCH.dtype), found[1]
 
 
 def _in_order(terms: AttentionTerms) -> bool:

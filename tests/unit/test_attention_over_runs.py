@@ -22,7 +22,7 @@ from transformers.masking_utils import chunked_causal_mask_function, sliding_win
 
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from tests.unit.over_runs import Codec, Run, attend_to_runs
+from tests.unit.over_runs import Codec, TextRun, attend_to_runs
 
 TOLERANCE = 1e-9
 """In float64. Outputs are averages of normal values; log-sum-exps reach 1,000 under a bias."""
@@ -48,7 +48,7 @@ class Text:
     """
 
     q_BNCH: Tensor
-    runs: list[Run]
+    runs: list[TextRun]
     positions: list[Tensor]
     heads: int
     value_dim: int
@@ -81,7 +81,7 @@ class Writer:
         first: int,
         is_uneven: bool = False,
         num_own: int = 0,
-    ) -> list[Run]:
+    ) -> list[TextRun]:
         """Tokens at some of these positions in each head.
 
         Args:
@@ -103,7 +103,7 @@ class Writer:
             kv_TKX.copy_(self.normal(*kv_TKX.shape))
             if codec is None:
                 kv_TKX[at_T < first] = math.nan
-            found.append(Run(rows, group, kv_TKX, KEY_DIM, at_T, codec, num_own))
+            found.append(TextRun(rows, group, kv_TKX, KEY_DIM, at_T, codec, num_own))
         return found
 
 
@@ -121,7 +121,7 @@ def texts(draw: DrawFn, num_new: int, rule: MaskRule | None) -> Text:
     of_all = draw(PIECES)
     shared_at = writer.positions(0, [length for _, length, _ in of_all])
     end = max((int(at_T[-1]) + 1 for at_T in shared_at if len(at_T)), default=0)
-    runs, positions, firsts = list[Run](), list[Tensor](), list[int]()
+    runs, positions, firsts = list[TextRun](), list[Tensor](), list[int]()
     for row in range(batch):
         num_own = num_new if row == 0 else draw(st.sampled_from([0, 1, num_new // 2, num_new]))
         pieces, num_exact, is_uneven = draw(PIECES), draw(LENGTHS), draw(st.booleans())

@@ -12,7 +12,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from runahead.attention.dense import DenseAttention
 from runahead.attention.masks import MaskRule
-from runahead.attention.op import attend, spans_of
+from runahead.attention.op import Run, Step, attend, spans_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVShape
@@ -51,9 +51,9 @@ def test_equals_causal_attention_for_any_chunk_and_padding(
     num, pads, cache = min(num, NUM_TOKENS - start), [*pads, 0], filled_cache()
     slab, dense = cache.layer(0), DenseAttention(NUM_TOKENS)
     spans = spans_of(range(start + num), start=start, num_new=num, pads=pads)
-    expected = attend(queries(num), slab, spans, terms)
+    expected = attend(queries(num), [Step([Run(slab, spans)])], terms)
     for _ in range(2):  # the second time with the mask at hand
-        part = dense.attend(queries(num), slab, spans, terms)
+        part = dense.attend(queries(num), [Step([Run(slab, spans)])], terms)
         for actual, wanted in zip(part, expected, strict=True):
             torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=0)
 
@@ -64,7 +64,7 @@ def test_masked_keys_are_computed(terms: AttentionTerms) -> None:
     cache = filled_cache()
     cache.layer(0).slab_TBKX[9:, ..., 4:] = math.nan
     spans = spans_of(range(9), start=3, num_new=6, pads=[0] * BATCH)
-    causal, _ = attend(queries(6), cache.layer(0), spans, terms)
-    dense, _ = DenseAttention(NUM_TOKENS).attend(queries(6), cache.layer(0), spans, terms)
+    causal, _ = attend(queries(6), [Step([Run(cache.layer(0), spans)])], terms)
+    dense, _ = DenseAttention(NUM_TOKENS).attend(queries(6), [Step([Run(cache.layer(0), spans)])], terms)
     assert causal.isfinite().all()
     assert dense.isnan().all()

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from runahead.attention.masks import MaskRule
-from runahead.attention.op import attend, spans_of
+from runahead.attention.op import Run, Step, attend, spans_of
 from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
@@ -92,8 +92,7 @@ def test_prefix_is_not_read_before_it_arrived(start: int) -> None:
     spans = spans_of(range(NUM_TOKENS), start=start, num_new=NUM_TOKENS - start, pads=[0] * BATCH)
     out, _ = attend(
         q_BNSH[:, :, start:],
-        slab,
-        spans,
+        [Step([Run(slab, spans)])],
         AttentionTerms(scaling=0.5),
         await_prefix=lambda: slab.write(0, k_BKSH[:, :, :start], v_BKSH[:, :, :start]),
     )
@@ -126,12 +125,12 @@ def test_tokens_of_two_places_make_the_whole(
             at_T=torch.tensor(indices, dtype=torch.long),
             has_new=False,
         )
-        parts.append(attend(q_BNCH, slab, spans, terms))
+        parts.append(attend(q_BNCH, [Step([Run(slab, spans)])], terms))
     out, lse_BNC = merge(*parts[0], *parts[1])
     cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
     cache.layer(0).write(0, k_BKSH, v_BKSH)
     spans = spans_of(range(NUM_TOKENS), start=start, num_new=num_new, pads=pads)
-    expected, expected_lse = attend(q_BNCH, cache.layer(0), spans, terms)
+    expected, expected_lse = attend(q_BNCH, [Step([Run(cache.layer(0), spans)])], terms)
     torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(lse_BNC, expected_lse, atol=TOLERANCE, rtol=0)
 

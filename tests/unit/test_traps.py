@@ -31,7 +31,7 @@ from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import largest_difference, prompt, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit.over_runs import Codec, Run
+from tests.unit.over_runs import Codec, TextRun
 from tests.unit.test_attention_over_runs import Text, dense
 
 TOLERANCE = 1e-9  # float64
@@ -132,7 +132,7 @@ class InFewBits(LayerAttention):
         total, num_new, heads = len(kv_TKX), q_BNCH.shape[2], kv_TKX.shape[1]
         spans = [(0, self.num_coded, self._codec), (self.num_coded, total, None)]
         runs = [
-            Run((0,), range(heads), kv_TKX[first:end], k_BKCH.shape[3], torch.arange(first, end), codec)
+            TextRun((0,), range(heads), kv_TKX[first:end], k_BKCH.shape[3], torch.arange(first, end), codec)
             for first, end, codec in spans
         ]
         text = Text(q_BNCH, runs, [torch.arange(total - num_new, total)], heads, v_BKCV.shape[3])

@@ -48,8 +48,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("strategy", "boundaries", "options", "more"),
     [
-        (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.relay), [0, 6, 6]),
-        (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.direct), [0, 6, 6]),
+        (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.relay), [0, 5, 5]),
+        (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.direct), [0, 5, 5]),
         (Zigzag(), ZIGZAG, PrefillOptions(exchange=Exchange.all_gather), [6, 14, 8]),
     ],
     ids=["relay", "direct", "zigzag"],

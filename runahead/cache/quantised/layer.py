@@ -306,8 +306,8 @@ class SeenQuantised(SeenKV):
 
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         parts = [self._attend_rows(part, self.q_BNCH[part.rows], terms) for part in self.layer.parts]
-        rows = [part.rows for part in self.layer.parts]
-        return joined(self.q_BNCH, self.layer.shape.value_dim, rows, parts)
+        places = [(part.rows, range(self.q_BNCH.shape[2])) for part in self.layer.parts]
+        return joined(self.q_BNCH, self.layer.shape.value_dim, places, parts)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """As of `SeenKV`; all of a layer is dequantised for it."""

@@ -13,11 +13,12 @@ from torch import Tensor
 from policies.row_values import sent
 from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
-from runahead.cache.kv_cache import SeenSlab, SlabRow
+from runahead.cache.kv_cache import SlabRow, seen_in
 from runahead.model.model import Model, PrefillEndsHere
 
-Observe = Callable[[int, SeenSlab, AttentionTerms], object]
+Observe = Callable[[int, SeenKV, AttentionTerms], object]
 """Called after each layer's attention with the number of the layer, its keys, values and queries, and the terms."""
 
 
@@ -78,7 +79,7 @@ class _Observed(LayerAttention):
         self._whole, self._each_layer = whole, each_layer
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        seen = SeenSlab.of(self._whole.layers[layer].slab, q_BNCH, start=self.start, pads=[0])
+        seen = seen_in(self._whole.layers[layer].slab, q_BNCH, start=self.start, pads=[0])
         out_BNCV = seen.output(terms)
         self._each_layer(layer, seen, terms)
         if layer == len(self._whole.layers) - 1:

@@ -11,9 +11,9 @@ import torch
 from policies.base import Policy
 from policies.row_values import sent
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.base import KVStore
+from runahead.cache.base import KVStore, SeenKV
 from runahead.cache.kept import NEW_ROOM, KeptCache
-from runahead.cache.kv_cache import SeenSlab, SlabRow
+from runahead.cache.kv_cache import SlabRow
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
 from runahead.decoding.lanes import Lanes
@@ -61,7 +61,7 @@ class PolicyDrafter(GeneratedDrafter):
         steps = PolicySteps(model, self._policies, tokens, prompt_tokens=len(ids), room=NEW_ROOM)
         kept = KeptCache.empty(model.kv_shapes, batch=1, device=model.device)
 
-        def cut_back(layer: int, seen: SeenSlab, terms: AttentionTerms) -> None:
+        def cut_back(layer: int, seen: SeenKV, terms: AttentionTerms) -> None:
             kept.put(layer, steps.run(layer, as_kept(model, whole, layer, len(ids)), seen, terms))
 
         observe(model, whole, ids, tokens.start, cut_back)

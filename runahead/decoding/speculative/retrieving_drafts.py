@@ -17,7 +17,7 @@ from torch import Tensor
 from policies.retriever import Retriever
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import SeenSlab, SlabLayer, SlabRow
+from runahead.cache.kv_cache import SlabLayer, SlabRow, seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
 from runahead.decoding.lanes import Lanes
@@ -87,7 +87,7 @@ class RetrievedRow(KVStore):
         positions_1C = torch.arange(start, len(ids), device=model.device)[None]
         room = whole.layers[0].slab.end - len(ids)
 
-        def index(layer: int, seen: SeenSlab, terms: AttentionTerms) -> None:
+        def index(layer: int, seen: SeenKV, terms: AttentionTerms) -> None:
             if self.retrieval.in_pool[layer]:
                 self.retrieval.store_prompt(layer, seen.q_BNCH, positions_1C, terms, room=room, was_cut=False)
 
@@ -129,7 +129,7 @@ class RetrievedDrafts(LayerStore):
         own = slab.read(num_verified, end)
         chosen.write(chosen.end - num_drafted, *own)
         start = chosen.end - q_BNCH.shape[2]
-        seen = SeenSlab.of(chosen, q_BNCH, start=start, pads=fetched.pads)
+        seen = seen_in(chosen, q_BNCH, start=start, pads=fetched.pads)
         if fetched.rest is None:
             return seen
         return SeenWithRest(q_BNCH=q_BNCH, fetched=seen, rest=fetched.rest, own=own)
