@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runahead.features.refused import REFUSED
+from runahead.features.refused import others_by_first
 
 PAGE = "docs/combinations.md"
 BEGIN, END = "<!-- table: python -m tests.combinations -->\n", "<!-- end of the table -->\n"
@@ -12,11 +12,7 @@ BEGIN, END = "<!-- table: python -m tests.combinations -->\n", "<!-- end of the 
 
 def table() -> str:
     """The table as Markdown: a line per first fact, with what else the rows name."""
-    lines: dict[str, list[str]] = {}
-    for row in REFUSED:
-        first, *others = row.facts
-        lines.setdefault(first, []).append(" with ".join(others) or "anything")
-    rows = [f"|{first}|{'; '.join(others)}|\n" for first, others in lines.items()]
+    rows = [f"|{first}|{'; '.join(others)}|\n" for first, others in others_by_first().items()]
     return "".join(["|this|not with|\n", "|---|---|\n", *rows])
 
 

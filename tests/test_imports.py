@@ -69,7 +69,7 @@ ROOMS = {
         ("program",),
         ("inputs", "outputs"),
         ("server",),
-        ("infer", "serve", *(door.split(".")[1] for door in DOORS)),
+        ("infer", "serve", "combinations", *(door.split(".")[1] for door in DOORS)),
         ("__init__",),
     ),
     "benchmarks": (

@@ -212,6 +212,16 @@ def _model(holds: Callable[[Any], Any]) -> Fact:
     return lambda setup: None if setup.model is None else _if(holds(setup.model), setup.model_name)
 
 
+def _share(holds: Callable[[Any], Any]) -> Fact:
+    """The model, if something holds for it that does not where each rank has the whole model."""
+
+    def fact(setup: Setup) -> Words:
+        splits = setup.prefill is None or setup.prefill.name is PrefillName.tensor or setup.num_shares != 1
+        return _model(holds)(setup) if setup.model is not None or splits else ""
+
+    return fact
+
+
 def _lacks(part: str) -> Fact:
     """Why a model lacks a part, as the ValueError says that asking for it raises."""
 
@@ -262,6 +272,8 @@ def _comes_twice(setup: Setup) -> Words:
 
 def _looks_ahead(setup: Setup) -> Words:
     """A policy that retrieves and predicts queries a layer ahead on the model's device."""
+    if setup.policies is not None and setup.retriever is None:
+        return ""
     if setup.model is None:
         return None
     return _step(lambda step: step.retrieves and step.looks_ahead_on(setup.model.device))(setup)
@@ -338,6 +350,38 @@ def _windows(model: Any) -> bool:
     return any(rule is not None and not rule.sees_everything for rule in model.rules)
 
 
+OF_MODEL: dict[str, Fact] = {
+    "marks": _marks,
+    "no marks": _no_marks,
+    "shared KV layers": _shared_kv,
+    "norms by head": _norms_by_head,
+    "windows": _model(_windows),
+    "ALiBi": _model(lambda model: model.has_key_bias),
+    "angles by length": _model(lambda model: model.rotates_by_length),
+    "own positions": _model(lambda model: model.uneven_limit is not None),
+    "KV heads that ranks copy": _share(lambda model: model.copies_kv_heads),
+    "a share of a model": _share(lambda model: model.num_shards > 1),
+    "rotations unknown": _lacks("rotations"),
+    "positions that cannot be re-encoded": _of_last(_lacks("rotaries")),
+    "output projections unknown": _lacks("output_projections"),
+    "attention inputs unknown": _lacks("attention_input_dims"),
+    "queries that cannot be predicted": _lacks("query_prediction"),
+    "no list of layers": _model(lambda model: not model.has_layers),
+    "no layers to merge": _no_pairs,
+    "a policy that looks ahead": _looks_ahead,
+    "policy.recent of all positions": _no_positions_left,
+}
+"""Facts that the model decides, by its config or once it is loaded."""
+
+OF_RANKS: dict[str, Fact] = {
+    "decode other than last on several stages": _may_shard,
+    "one stage": lambda setup: None if setup.num_stages is None else _if(setup.num_stages == 1, "one stage"),
+    "several stages": _number("num_stages"),
+    "several stages with decode=last": _last_keeps_all,
+    "a prompt in several chunks": _is_split,
+}
+"""Facts that the number of ranks decides, and the length of the prompt."""
+
 FACTS: dict[str, Fact] = {
     # of options
     "prefill=tsp or zigzag": _choice("prefill", "tsp", "zigzag"),
@@ -348,7 +392,6 @@ FACTS: dict[str, Fact] = {
     "prefill.chunk_tokens": _option("prefill.chunk_tokens", "prefill"),
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
-    "decode other than last on several stages": _may_shard,
     "cache.bits": _of_last(_option("cache.bits", "cache")),
     "generation.speculate": _draft(Speculate.lookup, Speculate.policy, Speculate.model),
     "generation.speculate=lookup or model": _draft(Speculate.lookup, Speculate.model),
@@ -359,10 +402,6 @@ FACTS: dict[str, Fact] = {
     "option ranks.tensor": _option("ranks.tensor"),
     "option policy.positions": _option("policy.positions"),
     "ranks.tensor": _number("num_shares", "ranks.tensor={}"),
-    "one stage": lambda setup: None if setup.num_stages is None else _if(setup.num_stages == 1, "one stage"),
-    "several stages": _number("num_stages"),
-    "several stages with decode=last": _last_keeps_all,
-    "a prompt in several chunks": _is_split,
     "prompt.skip_invalid": _option("prompt.skip_invalid"),
     "prompt.question": _option("prompt.question"),
     "prompt.ids_file": _option("prompt.ids_file"),
@@ -398,7 +437,6 @@ FACTS: dict[str, Fact] = {
     "a policy": _name_of_a_policy,
     "a retrieving policy": _retriever(_named),
     "policy.clamped=true": _retriever(lambda policy: _if(policy.clamps, "policy.clamped=true")),
-    "policy.recent of all positions": _no_positions_left,
     "policy.pool.bytes": _retriever(
         lambda policy: _if(policy.pool.bytes is not None, f"policy.pool.bytes={policy.pool.bytes}")
     ),
@@ -417,7 +455,6 @@ FACTS: dict[str, Fact] = {
     "a policy that turns queries": _step(lambda step: step.queries_from is not None),
     "a policy that needs output projections": _step(lambda step: step.needs_output_projection),
     "a policy that needs attention inputs": _step(lambda step: step.needs_attention_input),
-    "a policy that looks ahead": _looks_ahead,
     "a sequence": lambda setup: _if(len(setup.steps) > 1, _named(setup.steps[0]) if setup.steps else ""),
     "a policy twice": _comes_twice,
     "unequal heads": _step(lambda step: step.keeps_ragged),
@@ -444,23 +481,7 @@ FACTS: dict[str, Fact] = {
         lambda policies: policies.deciding is not None or policies.merging is not None or policies.ragged
     ),
     "drafts by policy.positions=reencoded": _drafting(lambda policies: policies.positions is Positions.reencoded),
-    # of the model
-    "marks": _marks,
-    "no marks": _no_marks,
-    "shared KV layers": _shared_kv,
-    "norms by head": _norms_by_head,
-    "windows": _model(_windows),
-    "ALiBi": _model(lambda model: model.has_key_bias),
-    "angles by length": _model(lambda model: model.rotates_by_length),
-    "own positions": _model(lambda model: model.uneven_limit is not None),
-    "KV heads that ranks copy": _model(lambda model: model.copies_kv_heads),
-    "a share of a model": _model(lambda model: model.num_shards > 1),
-    "rotations unknown": _lacks("rotations"),
-    "positions that cannot be re-encoded": _of_last(_lacks("rotaries")),
-    "output projections unknown": _lacks("output_projections"),
-    "attention inputs unknown": _lacks("attention_input_dims"),
-    "queries that cannot be predicted": _lacks("query_prediction"),
-    "no list of layers": _model(lambda model: not model.has_layers),
-    "no layers to merge": _no_pairs,
+    **OF_MODEL,
+    **OF_RANKS,
 }
 """By the words that users know."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from runahead.features.facts import FACTS, Setup
+from runahead.features.facts import FACTS, OF_MODEL, OF_RANKS, Setup
 
 PLACES = ("last", "others")
 """Places in the chain that have policies of their own."""
@@ -53,14 +53,40 @@ class Refused:
 
 def check(setup: Setup) -> None:
     """Check that what is known of a run goes together. Raises: ValueError, with the first row that refuses it."""
-    policies = setup.policies
-    is_alike = policies is None or policies.last == policies.others
-    places = [setup] if is_alike else [replace(setup, place=place) for place in PLACES]
+    places = _places(setup)
     known: list[dict[str, str | None]] = [{} for _ in places]
     for row in REFUSED:
         for each, asked in zip(places, known, strict=True):
             if message := row.message(each, asked):
                 raise ValueError(message)
+
+
+def undecided(setup: Setup) -> list[tuple[str, ...]]:
+    """For each row that may still refuse it, the facts that are not known yet: all of the model, ranks or prompt."""
+    found: dict[tuple[str, ...], None] = {}
+    for row in REFUSED:
+        for each in _places(setup):
+            words = {name: FACTS[name](each) for name in row.facts}
+            unknown = tuple(name for name, word in words.items() if word is None)
+            if "" not in words.values() and unknown and all(name in OF_MODEL or name in OF_RANKS for name in unknown):
+                found[unknown] = None
+    return list(found)
+
+
+def others_by_first() -> dict[str, list[str]]:
+    """The table in words: for the first fact of each row, what it does not go with."""
+    others: dict[str, list[str]] = {}
+    for row in REFUSED:
+        first, *rest = row.facts
+        others.setdefault(first, []).append(" with ".join(rest) or "anything")
+    return others
+
+
+def _places(setup: Setup) -> list[Setup]:
+    """The setup for each place that facts are asked of; one, if the policies of both are alike."""
+    policies = setup.policies
+    is_alike = policies is None or policies.last == policies.others
+    return [setup] if is_alike else [replace(setup, place=place) for place in PLACES]
 
 
 REFUSED = (
