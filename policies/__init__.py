@@ -7,11 +7,35 @@ docs/policies.md. A policy is a dataclass; its fields are the options of the com
 from __future__ import annotations
 
 from collections import UserDict
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policies.base import Policy
+    from policies.base import Budget, LayerPairs, LayerView, ModelFacts, Phase, Policy, PromptPart, Replay, Signals
+    from policies.retriever import Choice, Index, PromptView, Retriever, Slots
+    from policies.scorer import Scorer
+
+__all__ = [
+    "POLICIES",
+    "WRAPPERS",
+    "Budget",
+    "Choice",
+    "Index",
+    "LayerPairs",
+    "LayerView",
+    "ModelFacts",
+    "Phase",
+    "Policy",
+    "PolicyTable",
+    "PromptPart",
+    "PromptView",
+    "Replay",
+    "Retriever",
+    "Scorer",
+    "Signals",
+    "Slots",
+]
 
 
 class PolicyTable(UserDict[str, Any]):
@@ -70,8 +94,14 @@ WRAPPERS = PolicyTable({"adakv": "policies.adakv:AdaKV", "criticalkv": "policies
 """Policies that choose by the scores of another one, their `scorer`."""
 
 
+FOR_AUTHORS = ("policies.base", "policies.retriever", "policies.scorer")
+"""Modules of what the author of a policy imports from this package: the other names of `__all__`."""
+
+
 def __getattr__(name: str) -> Any:
-    """A policy by its class, as in `from policies import SnapKV`; imported when it is asked for."""
+    """A policy by its class, as in `from policies import SnapKV`, or what its author needs; imported when asked for."""
+    if name in __all__:
+        return next(vars(module)[name] for module in map(import_module, FOR_AUTHORS) if name in vars(module))
     for table in (POLICIES, WRAPPERS):
         for policy, place in table.data.items():
             if place.endswith(f":{name}"):

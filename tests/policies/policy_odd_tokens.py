@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView
-from policies.scorer import Scorer
+from policies import LayerView, Scorer
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import policies
 from benchmarks.evaluation.contenders import contenders
 from launch.evaluate import main as evaluate
 from launch.infer import INFER, main
@@ -28,8 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from policies.base import LayerView
-from policies.scorer import Scorer
+from policies import LayerView, Scorer
 
 
 class Which(Enum):
@@ -51,6 +51,32 @@ class EverySecond(Scorer):
 def path(tmp_path: Path) -> Path:
     (tmp_path / "my policy.py").write_text(SOURCE, encoding="utf-8")
     return tmp_path / "my policy.py"
+
+
+def test_what_the_author_of_a_policy_imports_stays() -> None:
+    """Files outside the repository import these names: a name that goes breaks them, wherever it is defined."""
+    names = [
+        "Budget",
+        "Choice",
+        "Index",
+        "LayerPairs",
+        "LayerView",
+        "ModelFacts",
+        "Phase",
+        "Policy",
+        "PromptPart",
+        "PromptView",
+        "Replay",
+        "Retriever",
+        "Scorer",
+        "Signals",
+        "Slots",
+    ]
+    found = {name: getattr(policies, name) for name in names}
+    assert set(names) == set(policies.__all__) - {"POLICIES", "WRAPPERS", "PolicyTable"}
+    assert issubclass(found["Scorer"], found["Policy"]) and issubclass(found["Retriever"], found["Policy"])
+    with pytest.raises(AttributeError, match="module 'policies' has no attribute 'Unheard'"):
+        policies.Unheard  # noqa: B018
 
 
 def made(*overrides: str) -> list[Any]:
@@ -177,7 +203,7 @@ FAILS_AT_ONCE = SOURCE + "\n    def __post_init__(self):\n        self.nothing.a
             ],
             f"draft.policy.path={{path}} line {LINE} in score: KeyError",
         ),
-        (FAILS_AT_ONCE, ["policy=file", "policy.path={path}"], "policy.path={path} line 25 in __post_init__: Attr"),
+        (FAILS_AT_ONCE, ["policy=file", "policy.path={path}"], "policy.path={path} line 24 in __post_init__: Attr"),
         ("x = 1\nx.y\n", ["policy=file", "policy.path={path}"], "policy.path={path} line 2 in <module>: Attribute"),
         (
             "x = 1\nx.y\n",
