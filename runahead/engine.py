@@ -14,7 +14,6 @@ import torch
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from policies.retriever import Retriever
 from runahead.attention.op import nothing
-from runahead.cache.sharded import ShardedCache
 from runahead.config import (
     DecodeName,
     DecodeOptions,
@@ -583,7 +582,7 @@ class Engine:
         else:
             cache = fastest_form(prefilled.cache, self.model, pads=pads, num_tokens=num_tokens, apart=may_draft)
         if gather is not None:
-            cache = ShardedCache(cache, gather)
+            cache = cache.over_ranks(gather)
         prefilled.cache = cache
         forward = forward_over(
             self.model,

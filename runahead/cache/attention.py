@@ -59,7 +59,7 @@ class CausalAttention(LayerAttention):
         store = self.cache.open(layer, q_BNCH, terms, self.tokens)
         store.append(k_BKCH, v_BKCV, self.tokens)
         seen = store.seen(q_BNCH, self.tokens)
-        out_BNCV = seen.output(terms)
+        out_BNCV = seen.output(terms, gather=self.cache.gather)
         self._attended(layer, store, seen, terms)
         self._on_layer()
         return out_BNCV
@@ -71,7 +71,7 @@ class CausalAttention(LayerAttention):
         if skipped:
             tokens = NewTokens(tokens.start + skipped, tokens.row_pads, tokens.phase)
         seen = self.cache.layers[source].seen(q_BNCH, tokens)
-        out_BNCV = seen.output(terms)
+        out_BNCV = seen.output(terms, gather=self.cache.gather)
         if source in self._unread:
             _, stored, _ = self._unread[source]
             stored.readers.append(ReaderQueries(layer=layer, q_BNCH=seen.q_BNCH, terms=terms))

@@ -5,23 +5,36 @@ of layers that a policy cuts back, of host memory or of reused segments: `append
 `keep`.
 """
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, n stored tokens, m kept ones, H head dim, V value dim.
+# Legend: P ranks that store parts of a text, B batch, N query heads, K kv heads, C new tokens, n stored tokens, m kept
+# ones, H head dim, V value dim.
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from runahead.attention.base import LayerInput
 from runahead.attention.marked import attend_marked
 from runahead.attention.op import Part, Step, attend, finish, nothing
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.partial import AttentionTerms, merge_parts
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
+
+
+class Gather(Protocol):
+    """All-gather between the ranks that store parts of a text."""
+
+    def __call__(self, own: Tensor, /) -> Tensor:
+        """The tensors (P, ...) of all of them in their order, on every rank."""
+
+    def settle(self) -> None:
+        """Wait until all that was gathered is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +64,7 @@ class SeenKV:
     positions: Callable[[], Tensor] | None = None
     readers: list[ReaderQueries] = field(default_factory=list, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
+    _lse_PBNC: Tensor | None = field(default=None, init=False, repr=False)
 
     def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
         """Attention of the newest tokens to all tokens up to their own, without the family's sinks.
@@ -69,13 +83,32 @@ class SeenKV:
         assert self.whole is not None, "policies look at tokens in one memory"
         return self.whole()
 
-    def output(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Tensor:
-        """Output (B, N, C, V) of `attend`, with the family's attention sinks, in the queries' dtype."""
-        out_BNCV, self._lse_BNC = self.attend(terms, await_prefix)
-        return finish((out_BNCV, self._lse_BNC), terms, self.q_BNCH.dtype)
+    def output(
+        self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing, *, gather: Gather | None = None
+    ) -> Tensor:
+        """Output (B, N, C, V) of `attend`, with the family's attention sinks, in the queries' dtype.
+
+        Args:
+            gather: if other ranks store tokens that the queries see, too; what all ranks found is merged.
+        """
+        out, lse = self.attend(terms, await_prefix)
+        if gather is None:
+            self._lse_BNC = lse
+        else:
+            found = gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], dim=-1))
+            self._lse_PBNC = found[..., -1]
+            out = merge_parts(found[..., :-1], self._lse_PBNC)
+            if terms.sinks_N is not None:
+                lse = self.lse()
+        return finish((out, lse), terms, self.q_BNCH.dtype)
 
     def lse(self) -> Tensor:
-        """Log-sum-exp (B, N, C) of the scores of all tokens that the queries see, once `output` was called."""
+        """Log-sum-exp (B, N, C) of the scores of all tokens that the queries see, once `output` was called.
+
+        Where ranks gather, it is asked for before they do so the next time.
+        """
+        if self._lse_PBNC is not None:
+            return torch.logsumexp(self._lse_PBNC, dim=0)
         assert self._lse_BNC is not None, "output() comes first"
         return self._lse_BNC
 
@@ -131,11 +164,19 @@ class KVStore:
         layers: one per layer of the model.
         peak_bytes: most bytes allocated at any call of `note_peak`.
         shared_TKX: keys and values of each layer that this cache and others have in common; no part of `num_bytes`.
+        gather: between ranks of which each stores a part of the text and runs the same forwards; None: all is here.
     """
 
     layers: Sequence[LayerStore]
     peak_bytes: int = 0
     shared_TKX: Sequence[Tensor] = ()
+    gather: Gather | None = None
+
+    def over_ranks(self, gather: Gather) -> Self:
+        """This cache, of whose text other ranks store the rest: its queries see all of it from now on."""
+        self.gather = gather
+        self.await_device_by(gather.settle)
+        return self
 
     @property
     def num_layers(self) -> int:
@@ -192,10 +233,12 @@ class KVStore:
 
     def agreed(self, fine_1: Tensor) -> Tensor:
         """Whether `fine_1` (1,) is 1 on all ranks that store parts of the text; each of them calls this."""
-        return fine_1
+        return fine_1 if self.gather is None else self.gather(fine_1).amin(dim=0)
 
     def await_device(self) -> None:
         """Called before the host asks the device for a value after an exchange of the ranks that store parts."""
+        if self.gather is not None:
+            self.gather.settle()
 
     def await_device_by(self, settle: Callable[[], None]) -> None:
         """Told what waits for the exchanges of ranks that store parts, if this is one part: see `await_device`."""

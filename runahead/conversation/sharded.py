@@ -17,7 +17,6 @@ from torch import Tensor
 from runahead.cache.attention import CausalAttention
 from runahead.cache.part import PartCache, kept_of
 from runahead.cache.shard import ShardCache, emptiest, shards
-from runahead.cache.sharded import ShardedCache
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
 from runahead.conversation.conversation import Conversation
@@ -220,10 +219,9 @@ class ShardedConversation(Conversation):
             self.num_tokens += num_new
         return logits
 
-    def _sharded(self, num_new: int) -> ShardedCache:
+    def _sharded(self, num_new: int) -> PartCache:
         assert self._part is not None
-        gather = self._gathering(num_new)
-        return ShardedCache(self._part, gather)
+        return self._part.over_ranks(self._gathering(num_new))
 
     def _gathering(self, num_new: int) -> Gathering:
         most = len(self.pads) * (PIECE_TOKENS if num_new > 1 else 1)

@@ -226,7 +226,7 @@ class Lanes:
         """A plain step of all rows of a batch, also of those that left."""
         batch.last_ids |= last_ids
         lanes = list(self._lanes.values())
-        if isinstance(batch.cache, FixedCache):
+        if isinstance(batch.cache, FixedCache) and batch.cache.gather is None:
             wanted = [min(lane.num_tokens, batch.cache.lengths.room - 1) for lane in lanes]
             if wanted != batch.on_device:
                 batch.cache.set_lengths(wanted)

@@ -20,7 +20,6 @@ from torch import Tensor
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.shard import Shard, ShardCache, shard_bytes, shards
-from runahead.cache.sharded import ShardedCache
 from runahead.config import DecodeName, DecodeOptions
 from runahead.context import ContextPartition
 from runahead.decoding.forward import fastest_form, forward_over
@@ -241,7 +240,7 @@ class Placement:
         cache = fastest_form(cache, self._model, pads=pads, num_tokens=num_tokens)
         is_told = False
         if gather is not None:
-            cache, is_told = ShardedCache(cache, gather), not gather.is_last
+            cache, is_told = cache.over_ranks(gather), not gather.is_last
         forward = forward_over(self._model, cache, [], pads=pads, prompt_tokens=num_tokens, is_told=is_told)
         return lambda ids_B1: forward(ids_B1, next(index))
 

@@ -21,7 +21,6 @@ from runahead.cache.base import KVStore
 from runahead.cache.fixed import FixedCache
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.shard import Shard, ShardCache
-from runahead.cache.sharded import ShardedCache
 from runahead.config import Attention, PrefillName
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.kv_transfer.gathering import LoneGathering
@@ -73,7 +72,7 @@ def by_steps(loaded: Model, lengths: tuple[int, ...], *, fixed: bool = False, sh
     assert is_fixed == (fixed and attention._kernel is KERNEL)
     cache: KVStore = FixedCache(stored, pads=pads, num_tokens=end) if is_fixed else stored
     if shard:
-        cache = ShardedCache(cache, LoneGathering(alone(), [0]))
+        cache = cache.over_ranks(LoneGathering(alone(), [0]))
     forward = forward_over(loaded, cache, [], pads=pads, prompt_tokens=end)
     assert isinstance(forward, FixedForward) == is_fixed
     logits += [forward(ids_BS[:, step : step + 1], step).clone() for step in range(end, end + NEW)]

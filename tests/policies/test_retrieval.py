@@ -17,7 +17,6 @@ from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
 from policies.snapkv import SnapKV
 from runahead.attention.base import LayerAttention
-from runahead.cache.sharded import ShardedCache
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model.model import Model
@@ -628,6 +627,6 @@ def test_exchanges_are_awaited_before_the_host_asks_the_device(name: str, option
     )
     turns.prefill()
     assert turns.conversation.cache is not None
-    ShardedCache(turns.conversation.cache, gather)
+    turns.conversation.cache.await_device_by(gather.settle)
     turns.decode(GENERATED)
     assert (gather.num_settled > 0) == waits

@@ -14,8 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runahead import DecodeOptions, Engine, GenerationOptions, Model, Ranks
-from runahead.cache.base import LayerStore
-from runahead.cache.sharded import ShardedCache
+from runahead.cache.base import KVStore, LayerStore
 from runahead.config import DecodeName
 from runahead.kv_transfer import copy, gloo
 from runahead.prefill.chain_attention import ChainAttention
@@ -182,15 +181,15 @@ SIGKILL, SIGSTOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 def _sharded(ranks: Ranks, failing: int, action: Any, step: int = 3) -> tuple[str, float]:
     """Decode on all ranks; the failing one runs `action` before a step."""
     steps = itertools.count()
-    open_cache = ShardedCache.open
+    open_cache = KVStore.open
 
-    def open_with_action(self: ShardedCache, layer: int, *args: Any) -> LayerStore:
+    def open_with_action(self: KVStore, layer: int, *args: Any) -> LayerStore:
         if layer == 0 and next(steps) == step:
             action()
         return open_cache(self, layer, *args)
 
     if ranks.rank == failing:
-        ShardedCache.open = open_with_action  # type: ignore[method-assign]
+        KVStore.open = open_with_action  # type: ignore[method-assign]
     return generate(ranks, max_new_tokens=8, decode=DecodeName.sharded)
 
 

@@ -16,7 +16,6 @@ from runahead.attention.partial import attend_sequences
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import FixedCache
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.sharded import ShardedCache
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.model.model import Model
 from runahead.ranks.graphs import Graphs
@@ -189,8 +188,8 @@ def test_ranks_that_share_a_text_agree_by_their_gathering() -> None:
     cache, _ = prefilled(Model(build("llama")), [0])
     fine_1 = torch.ones(1, dtype=torch.long)
     assert cache.agreed(fine_1).tolist() == [1]
-    assert ShardedCache(cache, WithOther(0)).agreed(fine_1).tolist() == [0]
-    assert ShardedCache(cache, WithOther(1)).agreed(fine_1).tolist() == [1]
+    assert cache.over_ranks(WithOther(0)).agreed(fine_1).tolist() == [0]
+    assert cache.over_ranks(WithOther(1)).agreed(fine_1).tolist() == [1]
 
 
 def test_a_rank_without_a_graph_says_so_to_the_others() -> None:

@@ -50,7 +50,7 @@ CALLS: dict[str, Calls] = {
     "4 padded rows": Calls(42, 8, 0),
     "8 answers of one prompt": Calls(107, 32, 0),
     "slabs": Calls(10, 3, 0),
-    "sharded": Calls(21, 7, 0),
+    "sharded": Calls(20, 7, 0),
     "4 tokens in turn, 4 bits": Calls(463.75, 163.75, 20),
     "64 tokens after 128": Calls(15, 8, 0),
     "snapkv": Calls(25, 4, 5),

@@ -15,7 +15,6 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
 from runahead.cache.fixed import FixedCache
 from runahead.cache.shard import shards
-from runahead.cache.sharded import ShardedCache
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.decoding.forward import forward_over
@@ -92,7 +91,7 @@ def answers(
             own: KVStore = prefilled.cache.for_decoding()
             if FixedCache.takes(prefilled.cache):  # as on an accelerator
                 own = FixedCache(prefilled.cache, pads=[0], num_tokens=NUM_TOKENS)
-            whole = ShardedCache(own, gather)
+            whole = own.over_ranks(gather)
             forward = forward_over(
                 model,
                 whole,

@@ -24,7 +24,6 @@ from runahead import Engine, GenerationOptions, Model, Ranks
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.shard import Shard, ShardCache
-from runahead.cache.sharded import ShardedCache
 from runahead.config import CacheOptions
 from runahead.context import ContextPartition
 from runahead.decoding.forward import FixedForward, fastest_form, forward_in_turn, forward_over
@@ -212,7 +211,7 @@ def over_a_shard(model: Model, prompt: list[int]) -> Forward:
     model.forward(on_device(model, prompt), CausalAttention(own, start=0, pads=[0]), start=0, pads=[0])
     shard = Shard(chunk=range(num), num_tokens=num, is_own=(True,) * TO_TOKEN)
     part = fastest_form(ShardCache(own, shard, pads=[0]), model, pads=[0], num_tokens=num)
-    cache = ShardedCache(part, LoneGathering(ranks_of(model), [0]))
+    cache = part.over_ranks(LoneGathering(ranks_of(model), [0]))
     forward = forward_over(model, cache, [], pads=[0], prompt_tokens=num)
     return lambda start: forward(token, start)
 
