@@ -14,6 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.hf import build_with_attention
 from runahead.model.loading.quiet import quiet
 from runahead.model.seam import ATTENTION_NAME, register
@@ -54,7 +55,7 @@ def small_config(model_type: str, sizes: Sizes, **options: Any) -> PreTrainedCon
     kind = CONFIG_MAPPING[model_type]
     with quiet():
         default = kind()
-        text = default.get_text_config(decoder=True)
+        text = decoder_config(default)
         values = _small(default, sizes)
         options = {**_MISSING.get(model_type, {}), **options}
         inner = next((name for name in default.sub_configs if getattr(default, name) is text), None)

@@ -29,7 +29,7 @@ def verdict(model_type: str) -> str:
             return f"has {', '.join(kinds)} layers"
         module = small_model(config)
     except ImportError:  # of a package for images, which a text does not need
-        return verdict(default.get_text_config(decoder=True).model_type)
+        return verdict(decoder_config(default).model_type)
     except Exception:  # transformers' own code may raise anything
         return NOT_BUILT
     try:

@@ -19,6 +19,7 @@ from runahead.attention.base import LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
+from runahead.model.layer_kinds import decoder_config
 
 ATTENTION_NAME = "runahead"
 
@@ -156,4 +157,4 @@ def set_attention(module: PreTrainedModel, name: str) -> None:
     for child in module.modules():
         if isinstance(child, PreTrainedModel):
             child.config._attn_implementation = name
-            child.config.get_text_config(decoder=True)._attn_implementation = name
+            decoder_config(child.config)._attn_implementation = name

@@ -19,6 +19,7 @@ from benchmarks.families.small import VOCABULARY, Sizes, small_config, small_mod
 from benchmarks.families.verdicts import RIGHT, verdicts_of_page
 from runahead import PrefillOptions
 from runahead.config import Attention, Exchange, PrefillName, Transfer
+from runahead.model.layer_kinds import decoder_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -120,7 +121,7 @@ def _config(model_type: str, random: Random) -> PreTrainedConfig:
         window=random.randint(2, 20),
     )
     options: dict[str, Any] = {}
-    plain = small_config(model_type, Sizes()).get_text_config(decoder=True)
+    plain = decoder_config(small_config(model_type, Sizes()))
     rope = getattr(plain, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("rope_type") == "default" and random.random() < 0.5:
         options["rope_parameters"] = {**rope, **random.choice(ROPE)}

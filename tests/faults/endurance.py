@@ -137,7 +137,7 @@ def make_prompts(seed: int, count: int, longest: int, overrides: Sequence[str]) 
     draw = random.Random(seed)
     model = infer.INFER.compose(overrides).model
     tokenizer = loading.load_tokenizer(model)
-    limit = max_positions(loading.load_config(model).get_text_config(decoder=True))
+    limit = max_positions(loading.load_decoder_config(model))
     assert tokenizer is not None and limit is not None and limit > longest
     story = tokenizer(TEXT.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
 

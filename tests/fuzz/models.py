@@ -164,7 +164,7 @@ def check_model(path: Path, folder: Path, *, trusted: bool = False) -> Outcome:
     options = ModelOptions(name="hf", path=str(path), trust_remote_code=trusted)  # type: ignore[arg-type]
 
     def read() -> list[int]:
-        config = loading.load_config(options).get_text_config(decoder=True)
+        config = loading.load_decoder_config(options)
         tokenizer = loading.load_tokenizer(options)
         vocab_size = config.vocab_size
         prompt = PromptOptions(random_tokens=5) if tokenizer is None else PromptOptions(text="the letters")

@@ -112,7 +112,7 @@ def build_share(
     """
     config = copy.deepcopy(make.config)
     if untied:
-        for each in (config, config.get_text_config(decoder=True)):
+        for each in (config, decoder_config(config)):
             each.tie_word_embeddings = False
         for name, source in untied.items():
             prefix = model_class.base_model_prefix
