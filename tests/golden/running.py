@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from runahead import (
 )
 from runahead.config import DecodeName, PrefillName, Speculate
 from runahead.context import Partitioner
+from runahead.features.refused import REFUSED
 from runahead.model.shares import shard_model
 from runahead.report import TokenLogprobs
 from runahead.serving.arrangement import chunks
@@ -59,6 +62,13 @@ PREFILLS = {
     "zigzag": PrefillOptions(name=PrefillName.zigzag),
     "tsp": PrefillOptions(name=PrefillName.tsp),
 }
+OTHER_REFUSALS = (
+    r"transformers has no tensor-parallel plan for \w+, so ranks cannot share a model of it; .*",
+    r"pads=.* must give the padding of \d rows, below \d+ tokens",
+    r".* counts positions from the start of the longest prompt, so prompts of different lengths cannot run at once; .*",
+)
+"""Messages of refusals that are not in the table, since they depend on more than which features are combined."""
+
 DRAFT: dict[str, Any] = {"name": "streaming_llm", "budget": 24, "sinks": 2}
 
 
@@ -117,7 +127,8 @@ def answers(
 ) -> list[Answer] | str:
     """Answers of all rows, those of a second turn after those of the first one; or why they are refused.
 
-    Every rank returns the same, but for a server's answers, which are on the rank that decodes.
+    Every rank returns the same, but for a server's answers, which are on the rank that decodes. An error that is no
+    refusal is raised.
 
     Args:
         seed: of the prompts.
@@ -132,8 +143,19 @@ def answers(
         case = _Case(ranks=ranks, model=model, smaller=smaller, combination=combination, seed=seed)
         with throughout(dtype):
             return USES[combination["use"]](case)
-    except ValueError as error:
+    except NotOffered as error:
         return str(error)
+    except ValueError as error:
+        if not is_refusal(str(error)):
+            raise
+        return str(error)
+
+
+def is_refusal(message: str) -> bool:
+    """Whether an error is a refusal of a combination, and no mistake of the code or of the set."""
+    rows = ("; ".join(part for part in (row.why, row.remedy) if part) for row in REFUSED)
+    patterns = chain(OTHER_REFUSALS, (".*".join(map(re.escape, re.split(r"\{[^}]*\}", row))) for row in rows))
+    return any(re.fullmatch(pattern, message) for pattern in patterns)
 
 
 @cache

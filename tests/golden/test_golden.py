@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from runahead.config import DecodeName, DecodeOptions, PrefillName, PrefillOptions
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from tests.conftest import RankPools
 from tests.families import FAMILIES, MARKING, SHARING
 from tests.golden.combinations import DIMENSIONS, covering, every_pair, pairs_of, plain
 from tests.golden.comparing import answers_of, differences, differing, root_mean_square
 from tests.golden.records import Record, load, save
+from tests.golden.running import is_refusal
 
 RECORDS = load()
 MOST_MORE, MOST_MORE_IN_ALL = 2.0, 1.25
@@ -44,6 +48,14 @@ def test_every_pair_that_goes_together_alone_is_recorded(rank_pools: RankPools) 
         if pair not in covered:
             found = answers_of(rank_pools.run, plain(pair), 0)
             assert isinstance(found, str), f"{pair} goes together by now; add it by: python -m tests.golden record"
+
+
+def test_an_error_is_a_refusal_only_if_a_row_of_the_table_says_so() -> None:
+    """Any other one would hide that a combination, or the set itself, is broken."""
+    with pytest.raises(ValueError) as raised:
+        check(Setup(decode=DecodeOptions(name=DecodeName.sharded), prefill=PrefillOptions(name=PrefillName.tsp)))
+    assert is_refusal(str(raised.value))
+    assert not is_refusal("not enough values to unpack (expected 2, got 1)")
 
 
 def test_errors_in_bfloat16_are_no_larger_than_recorded(rank_pools: RankPools) -> None:
