@@ -28,6 +28,9 @@ from runahead.attention.partial import attend as attend_range
 Part: TypeAlias = tuple[Tensor, Tensor]
 """Output (B, N, C, V) and log-sum-exp (B, N, C) of attention to some keys; 0 and -inf of a query that sees none."""
 
+OnDevice: TypeAlias = Tensor | Callable[[], Tensor]
+"""Positions on the device that computes, or what sends them there when they are needed."""
+
 EVERY_ROW = slice(None)
 
 
@@ -60,10 +63,10 @@ class Span:
         slots: numbers under which the memory is read.
         at: index in the padded batch of the token in each slot; its position is `at` - `pad`. A slot has its own number
             where tokens are contiguous, or where some were dropped and only the order of those that are left counts.
-        at_T: the same on the device that computes, where tokens between these lie elsewhere.
+        at_T: the same on the device that computes, or what returns it, where tokens between these lie elsewhere.
         queries: numbers of the new tokens.
         positions: their positions, or later ones where all of them see all slots.
-        positions_Q: the same on the device that computes, where they are not contiguous.
+        positions_Q: the same on the device that computes, or what returns it, where they are not contiguous.
         has_new: whether the last slots hold the new tokens; else all slots are before them.
         apart: returns spans that take the place of this one where positions count (windows, biases), if this one gives
             the order of tokens alone.
@@ -77,8 +80,8 @@ class Span:
     queries: range
     positions: Sequence[int]
     has_new: bool
-    at_T: Tensor | None = None
-    positions_Q: Tensor | None = None
+    at_T: OnDevice | None = None
+    positions_Q: OnDevice | None = None
     apart: Callable[[], Sequence[Span]] | None = None
 
 
@@ -132,7 +135,7 @@ def spans_of(
     num_new: int,
     pads: Sequence[int],
     at: Sequence[int] | None = None,
-    at_T: Tensor | None = None,
+    at_T: OnDevice | None = None,
     has_new: bool = True,
 ) -> list[Span]:
     """Spans of a left-padded batch in these slots; rows whose new tokens are all padding are in none of them.
@@ -201,7 +204,7 @@ def attend(
     if isinstance(first.spans, Lengths):
         return _attend_lengths(q_BNCH, first.keys, first.spans, terms)
     by_order = (rule is None or rule.sees_everything) and terms.key_bias is None
-    own = list[_Cell]()
+    own, sees_own = list[_Cell](), False
     earlier: tuple[list[list[_Cell]], list[list[_Cell]]] = ([], [])  # stored here, arriving
     for runs, arrives in steps:
         cells = list[_Cell]()
@@ -216,16 +219,16 @@ def attend(
                         cells.append(before)
         if cells:
             earlier[arrives and await_prefix is not nothing].append(cells)
-    parts = [_together(q_BNCH, terms, cells) for cells in (own, *earlier[False]) if cells]
+    found: Part | None = None
+    for cells in (own, *earlier[False]):
+        if cells:
+            found = _merged(q_BNCH, terms, cells, found, sees_own)
+            sees_own = sees_own or _sees_own(q_BNCH, cells)
     await_prefix()
-    parts += [_together(q_BNCH, terms, cells) for cells in earlier[True]]
-    if not parts:
-        return _no_part(q_BNCH, first.keys.value_dim)
-    if len(parts) == 1:
-        return parts[0]
-    span = (own or next(iter(earlier[False] or earlier[True])))[0].span
-    sees_own = span.has_new and span.rows is EVERY_ROW and len(span.queries) == q_BNCH.shape[2]
-    return reduce(lambda found, part: merge(*found, *part, may_see_none=not sees_own), parts)
+    for cells in earlier[True]:
+        found = _merged(q_BNCH, terms, cells, found, sees_own)
+        sees_own = sees_own or _sees_own(q_BNCH, cells)
+    return _no_part(q_BNCH, first.keys.value_dim) if found is None else found
 
 
 def _attend_lengths(q_BN1H: Tensor, keys: KVReader, lengths: Lengths, terms: AttentionTerms) -> Part:
@@ -250,12 +253,30 @@ def finish(part: Part, terms: AttentionTerms, dtype: torch.dtype) -> Tensor:
     return out if out.dtype == dtype else out.to(dtype)
 
 
-def _together(q_BNCH: Tensor, terms: AttentionTerms, cells: Sequence[_Cell]) -> Part:
-    """The part of cells that have no query in common. One cell of all queries is its kernel's result."""
+def _sees_own(q_BNCH: Tensor, cells: Sequence[_Cell]) -> bool:
+    """Whether a cell has the own token of each query, so that none sees nothing."""
+    span = cells[0].span
+    return span.has_new and span.rows is EVERY_ROW and len(span.queries) == q_BNCH.shape[2]
+
+
+def _merged(q_BNCH: Tensor, terms: AttentionTerms, cells: Sequence[_Cell], found: Part | None, sees_own: bool) -> Part:
+    """What was found so far, if anything, with the part of cells that have no query in common.
+
+    One cell of all queries is its kernel's result. One of some queries is merged into these alone.
+
+    Args:
+        sees_own: each query has found its own token.
+    """
     parts = [_attend_cell(q_BNCH, terms, cell) for cell in cells]
-    spans = [cell.span for cell in cells]
-    places = [(span.rows, span.queries) for span in spans]
-    return joined(q_BNCH, cells[0].keys.value_dim, places, parts)
+    span, (out, lse) = cells[0].span, parts[0]
+    if found is not None and len(cells) == 1 and lse.shape != q_BNCH.shape[:3]:
+        place = span.rows, slice(None), slice(span.queries.start, span.queries.stop)
+        all_out, all_lse = found[0].to(found[1].dtype), found[1]
+        all_out[place], all_lse[place] = merge(all_out[place], all_lse[place], out, lse, may_see_none=not sees_own)
+        return all_out, all_lse
+    places = [(cell.span.rows, cell.span.queries) for cell in cells]
+    part = joined(q_BNCH, cells[0].keys.value_dim, places, parts)
+    return part if found is None else merge(*found, *part, may_see_none=not sees_own)
 
 
 def joined(
@@ -320,7 +341,7 @@ def _attend(q_RNQH: Tensor, k_RKSH: Tensor, v_RKSV: Tensor, terms: AttentionTerm
     if in_order and terms.key_bias is None and (rule is None or rule.is_causal(query, last + 1, min(key, query))):
         start = 0 if is_own else end - first
         return attend_range(q_RNQH, k_RKSH, v_RKSV, replace(terms, rule=None), q_start=start, k_start=0)
-    queries_Q, keys_T = span.positions_Q, span.at_T
+    queries_Q, keys_T = (x() if callable(x) else x for x in (span.positions_Q, span.at_T))
     if queries_Q is None:
         queries_Q = torch.arange(query, last + 1, device=device)
     keys_S = torch.arange(key, key + end - first, device=device) if keys_T is None else keys_T[first:end] - span.pad

@@ -128,17 +128,16 @@ class PartCache(KVStore):
         # Slots are in causal order whichever tokens they hold.
         start = slab.end - num_new if has_new else slab.end
         spans = spans_of(slots, start=start, num_new=num_new, pads=pads, has_new=has_new)
-        if len(slots) != len(self.indices):  # in a layer that was cut back only the order of tokens counts
-            return spans
 
         @cache
+        def by_position() -> Sequence[Span]:
+            assert len(slots) == len(self.indices), "of a layer that was cut back only the order of tokens is known"
+            start, indices, at_T = tokens.start, self.indices, sent(torch.tensor(self.indices), slab.slab_TBKX.device)
+            pads = self._pads
+            return spans_of(slots, start=start, num_new=num_new, pads=pads, at=indices, at_T=at_T, has_new=False)
+
         def apart(number: int) -> Sequence[Span]:
-            at_T = sent(torch.tensor(self.indices), slab.slab_TBKX.device)
-            start, indices = tokens.start, self.indices
-            by_position = spans_of(
-                slots, start=start, num_new=num_new, pads=self._pads, at=indices, at_T=at_T, has_new=False
-            )
-            return by_position if len(spans) == 1 else by_position[number : number + 1]
+            return by_position() if len(spans) == 1 else by_position()[number : number + 1]
 
         return [replace(span, apart=partial(apart, number)) for number, span in enumerate(spans)]
 

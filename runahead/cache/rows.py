@@ -1,4 +1,4 @@
-"""KV caches of rows that have nothing in common but the model, as one cache: rows join and leave without a copy."""
+"""KV caches of rows that are decoded together, as one cache: rows join and leave without a copy."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
 

@@ -2,7 +2,8 @@
 
 A prompt's positions may have gaps, and new tokens may lie between reused ones. A token sees every token of its prompt
 at a lower position. The tokens of a reused part are in ascending order of positions, so a new token sees a leading run
-of them, and consecutive new tokens see the same run. Rows that see the same run attend to it in one call.
+of them, and consecutive new tokens see the same run. Rows with as many new tokens that see the same run attend to it in
+one call.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens of this forward, S tokens of a row, T tokens of a part,
@@ -10,7 +11,7 @@ of them, and consecutive new tokens see the same run. Rows that see the same run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeAlias
@@ -143,11 +144,14 @@ Rows: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 """Of each row of a batch, the number of its first new token, and the positions of its new tokens, ascending."""
 
 
-def groups_of(parts: Sequence[ReusedPart], rows: Rows, device: torch.device) -> list[list[Group]]:
+def groups_of(
+    parts: Sequence[ReusedPart], rows: Rows, device: torch.device, *, joins: bool = True
+) -> list[list[Group]]:
     """Groups of new tokens by what they see of reused parts; those of a list have no new token in common.
 
     Args:
         device: that computes.
+        joins: many new tokens attend to a copy of all parts that they see, but for those that are mapped.
     """
     found: list[tuple[tuple[int, ...], range, list[tuple[ReusedPart, int]]]] = []
     many: dict[tuple[tuple[int, ...], range], list[tuple[ReusedPart, int]]] = {}
@@ -156,11 +160,11 @@ def groups_of(parts: Sequence[ReusedPart], rows: Rows, device: torch.device) -> 
     ):  # so bits depend on texts alone
         for (num_seen, queries), of_rows in _queries_by_num_seen(part, rows).items():
             key = tuple(of_rows), queries
-            if key in many:
+            if key in many and not part.is_mapped:
                 many[key].append((part, num_seen))
                 continue
             found.append((*key, [(part, num_seen)]))
-            if len(of_rows) * len(queries) > FEW_QUERIES:
+            if joins and not part.is_mapped and len(of_rows) * len(queries) > FEW_QUERIES:
                 many[key] = found[-1][2]
     steps = list[list[Group]]()
     for group in (_group(*each, rows, device) for each in found):
@@ -179,7 +183,7 @@ def _queries_by_num_seen(part: ReusedPart, rows: Rows) -> dict[tuple[int, range]
         query, positions = rows[row]
         runs, counts = [len(part.at)], [len(positions)]
         if positions and part.at[-1] >= positions[0]:  # new tokens lie between the part's
-            seen_C = torch.searchsorted(part.positions_T, torch.tensor(positions))
+            seen_C = torch.searchsorted(part.positions_T, torch.tensor(list(positions)))
             runs, counts = (x.tolist() for x in seen_C.unique_consecutive(return_counts=True))
         for num_seen, count in zip(runs, counts, strict=True):
             if num_seen and count:
@@ -233,16 +237,21 @@ class SeenParts:
 
 
 def span_at(at: Sequence[int], positions: Sequence[int], device: torch.device, **others: Any) -> Span:
-    """A span of stored tokens and queries by their positions, which are on `device`, too, where they have gaps."""
-    at_T, positions_Q = (None if isinstance(x, range) else sent(torch.tensor(x), device) for x in (at, positions))
+    """A span of stored tokens and queries by their positions, which are sent to `device` where they have gaps."""
+
+    def on_device(positions: Sequence[int]) -> Callable[[], Tensor] | None:
+        return None if isinstance(positions, range) else cache(lambda: sent(torch.tensor(list(positions)), device))
+
+    at_T, positions_Q = on_device(at), on_device(positions)
     return Span(pad=0, at=at, at_T=at_T, positions=positions, positions_Q=positions_Q, **others)
 
 
 def _group(
     of_rows: tuple[int, ...], queries: range, parts: list[tuple[ReusedPart, int]], rows: Rows, device: torch.device
 ) -> Group:
-    at, order_T = parts[0][0].at[: parts[0][1]], None
-    if len(parts) > 1:
+    [(part, num_seen), *others], order_T = parts, None
+    at = part.at if num_seen == len(part.at) else part.at[:num_seen]
+    if others:
         positions_T, order_T = torch.cat([part.positions_T[:num_seen] for part, num_seen in parts]).sort()
         at = ReusedPart(layers_TKX=(), positions_T=positions_T, rows=of_rows).at
         order_T = None if bool((order_T[1:] > order_T[:-1]).all()) else sent(order_T, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -44,9 +45,35 @@ class ReusedPart:
     @cached_property
     def at(self) -> Sequence[int]:
         """`positions_T`: a range where they are contiguous."""
-        positions = self.positions_T.tolist()
-        is_range = bool(positions) and positions[-1] - positions[0] == len(positions) - 1
-        return range(positions[0], positions[-1] + 1) if is_range else positions
+        if len(self.positions_T) == 0:
+            return []
+        first, last = int(self.positions_T[0]), int(self.positions_T[-1])
+        positions: list[int] = [] if last - first == len(self.positions_T) - 1 else self.positions_T.tolist()
+        return positions or range(first, last + 1)
+
+
+@dataclass(frozen=True)
+class RowPositions(Sequence[int]):
+    """Positions of a row's tokens [first, end): the given ones may have gaps, generated ones follow from `after` on."""
+
+    given: Sequence[int]
+    after: int
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @overload
+    def __getitem__(self, number: int) -> int: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[int]: ...
+    def __getitem__(self, number: int | slice) -> int | Sequence[int]:
+        if isinstance(number, slice):
+            start, stop, _ = number.indices(len(self))
+            return replace(self, first=self.first + start, end=self.first + max(start, stop))
+        index = range(self.first, self.end)[number]
+        return self.given[index] if index < len(self.given) else self.after + index - len(self.given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +110,12 @@ class ReusedKV:
         if first >= self._in_line[row]:
             offset = self.ends[row] - self.positions_BS.shape[1]
             return range(first + offset, end + offset)
-        positions: list[int] = self.positions_BC(torch.arange(first, end))[row].tolist()
-        return positions
+        return RowPositions(self._given[row], self.ends[row], first, end)
+
+    @cached_property
+    def _given(self) -> list[list[int]]:
+        given: list[list[int]] = self.positions_BS.tolist()
+        return given
 
     def without_blended(self) -> ReusedKV:
         """The same once the new tokens are stored: the blended parts are among them."""

@@ -1,4 +1,4 @@
-"""Rows that are decoded together and reuse parts of the same texts: each part is read once for all of them.
+"""Rows that are decoded together and reuse parts of the same texts: a step reads each part once for all of them.
 
 As Hydragen (Juravsky et al., 2024): the queries of all rows attend to a shared part in one product, each row attends to
 its own tokens, and the outputs merge exactly. Which rows share what is found when they are put together.
@@ -64,4 +64,4 @@ class SharedParts:
             row, count = self._rows.get(number), num_new if self._counts is None else self._counts[number]
             first = tokens.start - pad
             rows.append((0, [] if row is None else row.reused.positions(0, first, first + count)))
-        return groups_of(self._parts, rows, next(iter(self._rows.values())).own.device)
+        return groups_of(self._parts, rows, next(iter(self._rows.values())).own.device, joins=False)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
+from runahead.attention import op
 from runahead.attention.masks import MaskRule
-from runahead.attention.op import Run, Step, attend, spans_of
+from runahead.attention.op import EVERY_ROW, Run, Span, Step, attend, spans_of
 from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
@@ -151,3 +152,40 @@ def test_sinks_are_added_once_however_many_parts_there_are() -> None:
     with_sink = torch.cat([scores, sinks_N[None, :, None, None].expand(BATCH, 4, 1, 1)], dim=-1).softmax(dim=-1)
     expected = with_sink[..., :-1] @ v_BKSH.repeat_interleave(2, dim=1)
     torch.testing.assert_close(outs[0], expected[:, :, 0], atol=TOLERANCE, rtol=0)
+
+
+def test_a_part_that_some_queries_see_is_merged_into_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each of many parts would take an output of all queries."""
+    q_BNSH, k_BKSH, v_BKSH = _inputs()
+    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+    slab = cache.layer(0)
+    slab.write(0, k_BKSH, v_BKSH)
+    num_new, merged = 6, list[int]()
+    merge_parts = op.merge
+
+    def noting(out_a: Tensor, lse_a: Tensor, *others: Tensor, **more: bool) -> tuple[Tensor, Tensor]:
+        merged.append(lse_a.shape[2])
+        return merge_parts(out_a, lse_a, *others, **more)
+
+    def seen_by(first_slot: int, end_slot: int, first_query: int) -> Step:
+        slots = range(first_slot, end_slot)
+        queries, positions = range(first_query, num_new), range(8 + first_query, 8 + num_new)
+        span = Span(
+            rows=EVERY_ROW,
+            stored=EVERY_ROW,
+            pad=0,
+            slots=slots,
+            at=slots,
+            queries=queries,
+            positions=positions,
+            has_new=False,
+        )
+        return Step([Run(slab, [span])])
+
+    own = spans_of(range(8, NUM_TOKENS), start=8, num_new=num_new, pads=[0] * BATCH)
+    steps = [Step([Run(slab, own)]), seen_by(0, 4, 0), seen_by(4, 8, 4)]
+    monkeypatch.setattr(op, "merge", noting)
+    out, _ = attend(q_BNSH[:, :, 8:], steps, AttentionTerms(scaling=0.5))
+    assert merged == [6, 2]
+    expected = _reference([0] * BATCH, None)[:, :, 12:]  # the last two see all
+    torch.testing.assert_close(out[:, :, 4:], expected, atol=TOLERANCE, rtol=0)
