@@ -260,7 +260,7 @@ def _sees_own(q_BNCH: Tensor, cells: Sequence[_Cell]) -> bool:
 
 
 def _merged(q_BNCH: Tensor, terms: AttentionTerms, cells: Sequence[_Cell], found: Part | None, sees_own: bool) -> Part:
-    """What was found so far, if anything, with the part of cells that have no query in common.
+    """Merge the part of cells that have no query in common into what was found so far, if anything.
 
     One cell of all queries is its kernel's result. One of some queries is merged into these alone.
 

@@ -43,7 +43,7 @@ class NewTokens:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns for these tokens, made once for all layers."""
+        """Call `make` once for these tokens, for all layers, and return its value."""
         if key not in self._made:
             self._made[key] = make()
         made: T = self._made[key]

@@ -21,7 +21,7 @@ class SharedKV(Protocol):
     """Keys and values that several rows see, in memory of others."""
 
     def steps(self, layer: int, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        """What the new tokens of all rows see in a layer."""
+        """Steps over them for the new tokens of all rows in a layer."""
 
 
 class RowsCache(KVStore):

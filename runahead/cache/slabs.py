@@ -124,7 +124,7 @@ class Index:
         return spans_of(slots, start=tokens.start, num_new=num_new, pads=tokens.row_pads)
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        """What the last `num_new` tokens see in a layer.
+        """Steps over all that the last `num_new` tokens see in a layer.
 
         Args:
             slab: the layer's own memory.

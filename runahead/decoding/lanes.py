@@ -64,6 +64,11 @@ class _Batch:
     is_split: bool = False
     is_in_step: bool = True
 
+    @property
+    def fixed(self) -> FixedCache | None:
+        """The cache, if it is of fixed shape and rows may have any number of tokens in it; in a shard they may not."""
+        return self.cache if isinstance(self.cache, FixedCache) and self.cache.gather is None else None
+
 
 class Lanes:
     """The keys and values of rows that are decoded together, though they may begin, advance and end differently.
@@ -208,7 +213,7 @@ class Lanes:
         """From now on rows may advance by different numbers of tokens."""
         self._groups, batch = None, self._batch
         if batch is not None:  # a single row has nothing to be in step with
-            batch.is_in_step = len(batch.pads) == 1 or isinstance(batch.cache, FixedCache)
+            batch.is_in_step = len(batch.pads) == 1 or batch.fixed is not None
 
     def take_back(self, row: RowId, num: int) -> None:
         """Forget the last tokens of a row that are stored, so that others are stored in their place."""
@@ -226,10 +231,10 @@ class Lanes:
         """A plain step of all rows of a batch, also of those that left."""
         batch.last_ids |= last_ids
         lanes = list(self._lanes.values())
-        if isinstance(batch.cache, FixedCache) and batch.cache.gather is None:
-            wanted = [min(lane.num_tokens, batch.cache.lengths.room - 1) for lane in lanes]
+        if (fixed := batch.fixed) is not None:
+            wanted = [min(lane.num_tokens, fixed.lengths.room - 1) for lane in lanes]
             if wanted != batch.on_device:
-                batch.cache.set_lengths(wanted)
+                fixed.set_lengths(wanted)
             batch.on_device = [num + 1 for num in wanted]
         start = max(lane.num_tokens + pad for lane, pad in zip(lanes, batch.pads.values(), strict=True))
         logits_BV = batch.forward(self._ids(batch.last_ids.values()), start)

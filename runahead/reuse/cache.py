@@ -141,7 +141,7 @@ class Group:
 
 
 Rows: TypeAlias = Sequence[tuple[int, Sequence[int]]]
-"""Of each row of a batch, the number of its first new token, and the positions of its new tokens, ascending."""
+"""Number of the first new token and ascending positions of all new tokens, by row of the batch."""
 
 
 def groups_of(
@@ -155,9 +155,8 @@ def groups_of(
     """
     found: list[tuple[tuple[int, ...], range, list[tuple[ReusedPart, int]]]] = []
     many: dict[tuple[tuple[int, ...], range], list[tuple[ReusedPart, int]]] = {}
-    for part in sorted(
-        (part for part in parts if part.at), key=lambda part: part.at[0]
-    ):  # so bits depend on texts alone
+    in_order = sorted((part for part in parts if part.at), key=lambda part: part.at[0])  # so bits depend on texts alone
+    for part in in_order:
         for (num_seen, queries), of_rows in _queries_by_num_seen(part, rows).items():
             key = tuple(of_rows), queries
             if key in many and not part.is_mapped:
@@ -193,7 +192,7 @@ def _queries_by_num_seen(part: ReusedPart, rows: Rows) -> dict[tuple[int, range]
 
 
 def steps_over(groups: Sequence[Sequence[Group]], layer: int, slab: KVSlab, *, arrives: bool) -> list[Step]:
-    """What new tokens see of reused parts in a layer. `slab` has the layer's own tokens."""
+    """Steps over the reused parts that new tokens see in a layer. `slab` has the layer's own tokens."""
     return [
         Step([Run(SeenParts(each.parts, each.order_T, layer, slab), [each.span]) for each in step], arrives)
         for step in groups
@@ -219,7 +218,7 @@ class SeenParts:
         return self.like.value_dim
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """As of `KVReader`: views of a single part, else a copy."""
+        """Keys and values of some of these tokens (`KVReader.read`): views of a single part, else a copy."""
         if len(self.parts) == 1:
             kv_TKX = self.parts[0][0].layers_TKX[self.layer]
             if (start, end) != (0, len(kv_TKX)):

@@ -53,7 +53,7 @@ class SharedParts:
         self._rows, self._counts = rows, counts
 
     def steps(self, layer: int, tokens: NewTokens, num_new: int) -> list[Step]:
-        """What the new tokens of all rows see of these parts in a layer."""
+        """Steps over these parts for the new tokens of all rows in a layer."""
         slab = next(iter(self._rows.values())).own.layers[layer].slab
         groups = tokens.once((self, num_new), lambda: self._groups(tokens, num_new))
         return steps_over(groups, layer, slab, arrives=False)
