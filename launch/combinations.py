@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def known_of(run: RunOptions) -> Setup:
-    """What is known of a run before any weight is read. Raises: ValueError, OSError."""
+    """Collect the facts that are known of a run before any weight is read. Raises: ValueError, OSError."""
     setup = replace(run.setup, prefixes="", config=_config(run))
     if "file" not in names_of(run.policy):  # whose policies are known once the file is loaded
         setup = replace(setup, policies=rank_policies(run.policy, run.cache))

@@ -138,7 +138,7 @@ def _last_byte(opened: IO[bytes]) -> bytes:
 
 
 def _parsed(text: str | bytes) -> Any:
-    """What a line says in JSON; None if it is none."""
+    """Parse a line as JSON; None if it is not JSON."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return None

@@ -33,7 +33,7 @@ PAGES = ROOT / "docs" / "studies"
 """Pages and pictures of studies."""
 
 Variant = dict[str, Any]
-"""What is measured at a time, by the names that its lines have for it."""
+"""Variant of a study: one thing that is measured, by the names that its lines have for it."""
 
 
 def nothing(options: Namespace) -> AbstractContextManager[Any]:

@@ -167,7 +167,7 @@ def _policies(words: Callable[[Any], str]) -> Fact:
 
 
 def _of_last(fact: Fact) -> Fact:
-    """What is a fact of the rank that decodes alone: it does not hold for the place of earlier ranks."""
+    """Mark a fact of the rank that decodes alone: it does not hold for the place of earlier ranks."""
     return lambda setup: fact(setup) if setup.place == "last" else ""
 
 
