@@ -154,11 +154,11 @@ def test_heads_of_a_sharded_answer_are_cut_back_behind_no_message(monkeypatch: p
 
 
 @pytest.mark.parametrize("transfer", list(Transfer))
-def test_reused_segments_are_attended_to_behind_no_message(transfer: Transfer) -> None:
+def test_no_host_waits_to_attend_to_reused_segments(transfer: Transfer) -> None:
     """By queries of two rows that are not neighbours."""
     kv_TKX = torch.randn(5, 2, 16, dtype=torch.float64)
     parts = [ReusedPart(layers_TKX=[kv_TKX] * 3, positions_T=torch.arange(5), rows=(0, 2))]
     reused = ReusedKV(parts=parts, positions_BS=torch.arange(5, 21).expand(3, -1), ends=[21] * 3)
     options = PrefillOptions(transfer=transfer)
     outcome = prefill(KVRunahead(), (0, 7, 11, 16), options, rows=3, reused=reused, choose=transfers_late)
-    assert outcome.synchronizations > 0
+    assert outcome.synchronizations == 0
