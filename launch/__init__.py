@@ -1,0 +1,1 @@
+"""The programs of the command line, and the server."""

@@ -1,4 +1,4 @@
-"""Draws and tabulates what launch/evaluate.py measured, from its lines alone:
+"""Draws and tabulates what launch/evaluate.py measured, from its lines alone.
 
 python -m benchmarks.evaluation.plot --lines eval.jsonl [--out docs] [--table]
 """

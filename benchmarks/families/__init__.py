@@ -1,0 +1,1 @@
+"""Every causal family of transformers: whether the runtime computes it, and small models of it."""

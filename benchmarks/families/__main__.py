@@ -1,4 +1,6 @@
-"""Writes the list of families in docs/models.md: python -m benchmarks.families
+"""Writes the list of families in docs/models.md.
+
+python -m benchmarks.families
 
 It builds a small model of every causal family of the installed transformers and checks it as a model is checked when it
 is loaded, which takes a minute.

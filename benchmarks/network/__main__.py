@@ -1,4 +1,4 @@
-"""A distributed program on hosts joined by a slow link, all on this machine; needs root:
+"""A distributed program on hosts joined by a slow link, all on this machine; needs root.
 
 python -m benchmarks.network gbps=1 [hosts=2] [nproc=1] -- launch/infer.py prompt.random_tokens=4096
 """

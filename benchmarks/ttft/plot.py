@@ -1,4 +1,4 @@
-"""Draws and tabulates what launch/bench.py measured, from its lines alone:
+"""Draws and tabulates what launch/bench.py measured, from its lines alone.
 
 python -m benchmarks.ttft.plot [--results benchmarks/results/bench.jsonl] [--out docs/studies] [--table]
 """
