@@ -16,7 +16,7 @@ LONGEST = (
     "tests/virtual/test_budgets.py",
     "tests/policies/test_matrix.py",
     "tests/ranks/",
-    "tests/unit/test_compose.py",
+    "tests/launch/test_compose.py",
     "tests/differential/",
     "tests/golden/",
     "tests/bench/",
@@ -25,7 +25,7 @@ LONGEST = (
     "tests/partitioner/",
     "tests/policies/",
     "tests/prompt_cache/",
-    "tests/unit/test_loading_",
+    "tests/model/",
 )
 """Files that take long, the longest first: what begins last decides when all are done."""
 

@@ -17,7 +17,7 @@ import runahead
 from runahead import Model, ModelOptions
 from runahead.report import GenerationBatch
 from tests.families import save_tiny_llama
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 from tests.warm_program import run_warm
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -29,7 +29,7 @@ from launch.evaluate import EVALUATE
 from policies.duo_table import GATES
 from runahead import Model, ModelOptions, Ranks
 from tests.families import build
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 @pytest.fixture(scope="module")

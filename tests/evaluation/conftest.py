@@ -10,7 +10,7 @@ import pytest
 from benchmarks.evaluation.material import Material, Text
 from runahead import Model
 from tests.families import build
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 POSITIONS = 512
 

@@ -47,7 +47,7 @@ def make(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.faults.drills import LAYERS
-    from tests.unit.tokenizers_for_tests import byte_level
+    from tests.tokenizers_for_tests import byte_level
 
     torch.manual_seed(0)
     config = LlamaConfig(

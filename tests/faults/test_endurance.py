@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.faults.endurance import Prompts, Run, differing, endurance, grown, make_prompts, missing
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 @pytest.fixture(scope="module")

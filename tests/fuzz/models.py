@@ -29,7 +29,7 @@ from tests.fuzz.mutations import PLACES, changed_bytes, changed_json, paths_of, 
 from tests.fuzz.target import Target
 from tests.fuzz.tensors import tensor_files
 from tests.prompt_cache.serving import one_rank
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 CPU = torch.device("cpu")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -118,7 +118,7 @@ def sharded() -> Files:
 
 @cache
 def gguf_file() -> bytes:
-    from tests.unit.test_loading_gguf import write_gguf
+    from tests.model.test_loading_gguf import write_gguf
 
     with tempfile.TemporaryDirectory() as folder:
         write_gguf(Path(folder) / "tiny.gguf")

@@ -31,7 +31,7 @@ from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.models import whole
 from tests.fuzz.prompts import VOCAB_SIZE
 from tests.fuzz.target import Target
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 def _prompt(**source: str) -> object:

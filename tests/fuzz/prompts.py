@@ -15,7 +15,7 @@ from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import changed_bytes, changed_json
 from tests.fuzz.target import Target
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 VOCAB_SIZE = 330
 

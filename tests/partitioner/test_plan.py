@@ -47,7 +47,7 @@ from runahead.config import ModelName
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
 from tests.families import build, prompt
-from tests.unit.test_loading_gguf import write_gguf
+from tests.model.test_loading_gguf import write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "benchmarks" / "models"

@@ -23,7 +23,7 @@ from runahead.report import report_json
 from tests.conftest import RankPools
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_report import OF_A_RUN, batch, generation
+from tests.test_report import OF_A_RUN, batch, generation
 
 TABLE = table_of(entry([0, 60, 100]), entry([0, 120, 200]))
 

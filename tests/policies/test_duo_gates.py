@@ -24,7 +24,7 @@ from tests.policies.running import Run
 from tests.policies.test_kvzip import CHUNK, SINKS, scores_by_hand
 from tests.policies.test_relations import FILLER, PASSAGE, STARTS, conversation, model, nll, text_ids
 from tests.ranks.tasks import tiny_model
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 def logits_of(tiny: Model, attention: GatedAttention, ids: list[int]) -> Tensor:

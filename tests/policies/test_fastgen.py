@@ -21,7 +21,7 @@ from tests.policies.test_adakv import kept_by
 from tests.policies.test_retrieval_heads import Noting
 from tests.policies.test_scorers import view_of
 from tests.ranks.tasks import tiny_model
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 # Legend: B batch, N query heads, K kv heads, G query heads of a KV head, C new tokens, n tokens.
 

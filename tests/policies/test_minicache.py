@@ -228,7 +228,7 @@ def assert_same(ours: GenerationBatch, theirs: GenerationBatch) -> None:
 
 
 class TestRanks:
-    """Chains and chunks; ranks that share a model are in test_mesh.py."""
+    """Chains and chunks; ranks that share a model are in test_mesh_places.py."""
 
     def test_the_last_of_a_chain_merges_what_one_rank_does(self, rank_pools: RankPools) -> None:
         alone = answers(rank_pools, (0, NUM_TOKENS))

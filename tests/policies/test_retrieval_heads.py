@@ -23,7 +23,7 @@ from tests.exit_status import exit_status, one_line_error
 from tests.families import build, prompt, throughout
 from tests.policies.test_relations import FILLER, PASSAGE, STARTS, conversation, model, nll, text_ids
 from tests.ranks.tasks import tiny_model
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 # Legend: N query heads, C new tokens, n keys.
 

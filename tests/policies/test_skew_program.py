@@ -18,7 +18,7 @@ from runahead.config import ModelName, ModelOptions
 from tests.exit_status import exit_status, one_line_error
 from tests.families import build, prompt
 from tests.ranks.tasks import tiny_model
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 @pytest.fixture(scope="module")

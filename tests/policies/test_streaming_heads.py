@@ -30,7 +30,7 @@ from tests.families import prompt, throughout
 from tests.policies.running import Run, model_with
 from tests.policies.test_adakv import kept_by
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_ragged_layer import KEY_DIM, PROMPT, SCALING, TOLERANCE, Both
+from tests.thinning.test_ragged_layer import KEY_DIM, PROMPT, SCALING, TOLERANCE, Both
 
 # Legend: B batch, N query heads, K kv heads, n stored slots, m kept ones, H key dim.
 

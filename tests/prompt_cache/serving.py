@@ -30,7 +30,7 @@ from runahead.reuse.reuse import Reuse, ReuseReport
 from runahead.reuse.store import SegmentStore, StoreLimits
 from tests.families import VOCAB_SIZE, build, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 def one_rank() -> Ranks:

@@ -37,7 +37,7 @@ from tests.prompt_cache.serving import (
     serve_on_ranks,
 )
 from tests.ranks.tasks import tiny_model
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 EXACT = 1e-9
 """float64: what is left is rounding."""

@@ -13,7 +13,7 @@ from policies.prompt_cache import PMLError, Prompt, PromptCache, Schema
 from policies.prompt_cache.xml_reader import MAX_BYTES, Element, read_xml
 from policies.reuse import PromptTooLong, ReusingPrompt
 from tests.prompt_cache.serving import chatting
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -10,7 +10,7 @@ from policies.prompt_cache import PMLError, PromptCache, Schema, prompt_program
 from policies.prompt_cache.program import system, user
 from policies.prompt_cache.schema import Module, Param, Union
 from tests.prompt_cache.serving import chatting
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 @prompt_program(days=6)

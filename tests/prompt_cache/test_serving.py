@@ -40,7 +40,7 @@ from tests.prompt_cache.serving import (
     written_out_logits,
 )
 from tests.ranks.tasks import tiny_model
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 FAMILIES = {
     "llama": "grouped queries, rotary",

@@ -1,4 +1,4 @@
-"""Tasks of ranks in test_mesh.py: top-level functions, since they run in other processes."""
+"""Tasks of ranks in test_mesh_places.py: top-level functions, since they run in other processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from runahead.engine import Engine
 from tests import families
 from tests.exit_status import exit_status, one_line_error
 from tests.families import save_tiny_llama
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 from tests.warm_program import WarmProgram, run_warm
 
 INFER = Path(__file__).resolve().parents[2] / "launch" / "infer.py"

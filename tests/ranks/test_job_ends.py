@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 from tests.warm_program import WarmJob
 
 INFER = Path(__file__).resolve().parents[2] / "launch" / "infer.py"

@@ -15,7 +15,7 @@ from runahead.engine import Engine
 from tests.exit_status import exit_status, one_line_error
 from tests.families import save_tiny_llama
 from tests.ranks.test_infer import INFER, options
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 from tests.waiting import until
 from tests.warm_program import WarmProgram
 

@@ -18,12 +18,12 @@ from runahead import ModelOptions
 from runahead.config import ModelName
 from tests.conftest import RankPools
 from tests.families import FAMILIES, build, prompt
+from tests.model.test_loading_forms import FP8, to_fp8
+from tests.model.test_loading_gguf import write_gguf
+from tests.model.test_loading_hf import edit_config
 from tests.rank_pool import RankPool
 from tests.ranks import share_tasks as tasks
 from tests.ranks.tensor_tasks import SIZES
-from tests.unit.test_loading_forms import FP8, to_fp8
-from tests.unit.test_loading_gguf import write_gguf
-from tests.unit.test_loading_hf import edit_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

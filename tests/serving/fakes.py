@@ -34,7 +34,7 @@ from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.ranges import Ranges
 from runahead.timeline.trace import Span
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 from tests.waiting import until
 
 POSITIONS = 4096

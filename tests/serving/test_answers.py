@@ -10,7 +10,7 @@ from launch.server.answer.row_text import RowText
 from runahead.config import GenerationOptions
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.report import TokenLogprobs
-from tests.unit.tokenizers_for_tests import KINDS, byte_level
+from tests.tokenizers_for_tests import KINDS, byte_level
 
 
 @pytest.mark.parametrize("kind", KINDS)

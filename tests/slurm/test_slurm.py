@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from launch.infer import main
 from tests.slurm.cluster import Cluster, Job, text_of, wait_until
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 pytestmark = pytest.mark.slurm
 

@@ -16,7 +16,7 @@ from runahead.model import loading
 from runahead.model.loading import hf, load, memory, random_weights
 from runahead.model.loading.memory import Footprint, cgroup_limits, require_room
 from tests import families
-from tests.unit.test_loading_hf import ATTENTION, CPU, load_hf, refusal
+from tests.model.test_loading_hf import ATTENTION, CPU, load_hf, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 10**9

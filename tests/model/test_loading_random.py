@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from runahead.config import ModelOptions
 from runahead.model.loading import LoadedWeights, load, load_config, load_tokenizer
 from tests import families
-from tests.unit.test_loading_hf import ATTENTION, CPU, edit_config, refusal
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.model.test_loading_hf import ATTENTION, CPU, edit_config, refusal
+from tests.tokenizers_for_tests import byte_level
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from runahead.config import ModelOptions
 from runahead.model.loading import LoadedWeights, checkpoint, hf, load, load_config, load_tokenizer
 from runahead.model.loading.quiet import LONGEST_REASON, one_line
 from tests import families
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 CPU = torch.device("cpu")
 ATTENTION = "loading_test"

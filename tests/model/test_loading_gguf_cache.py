@@ -14,8 +14,8 @@ from gguf import GGMLQuantizationType
 
 from runahead.config import ModelOptions
 from runahead.model.loading import gguf_cache, hf, load, load_config, load_tokenizer
-from tests.unit.test_loading_gguf import write_gguf
-from tests.unit.test_loading_hf import ATTENTION, CPU, load_hf, refusal
+from tests.model.test_loading_gguf import write_gguf
+from tests.model.test_loading_hf import ATTENTION, CPU, load_hf, refusal
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 
 from launch.outputs.answers import Answers, AnswerStream
 from runahead.report import Generation
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from transformers.masking_utils import chunked_causal_mask_function, sliding_win
 
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
-from tests.unit.over_runs import Codec, TextRun, attend_to_runs
+from tests.attention.over_runs import Codec, TextRun, attend_to_runs
 
 TOLERANCE = 1e-9
 """In float64. Outputs are averages of normal values; log-sum-exps reach 1,000 under a bias."""

@@ -17,7 +17,7 @@ from transformers import BartConfig, BartForConditionalGeneration, WhisperConfig
 from runahead.config import ModelOptions
 from runahead.model.loading import load, load_config
 from tests import families
-from tests.unit.test_loading_hf import ATTENTION, CPU, edit_config, edit_weights, load_hf, refusal
+from tests.model.test_loading_hf import ATTENTION, CPU, edit_config, edit_weights, load_hf, refusal
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

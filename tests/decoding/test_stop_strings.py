@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from runahead.decoding.stop_strings import REPLACEMENT, Detokenizer, StopStrings
-from tests.unit.tokenizers_for_tests import KINDS, byte_level, sentencepiece
+from tests.tokenizers_for_tests import KINDS, byte_level, sentencepiece
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT))
 

@@ -29,10 +29,10 @@ from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
+from tests.attention.over_runs import Codec, TextRun
+from tests.attention.test_over_runs import Text, dense
 from tests.families import largest_difference, prompt, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit.over_runs import Codec, TextRun
-from tests.unit.test_attention_over_runs import Text, dense
 
 TOLERANCE = 1e-9  # float64
 RESIDUAL = 8

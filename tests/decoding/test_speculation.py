@@ -54,10 +54,10 @@ from runahead.decoding.speculative.speculator import Draft
 from runahead.report import GenerationBatch, SpeculationReport
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
+from tests.cache.test_fixed_cache import Gpu
 from tests.families import VOCAB_SIZE, WINDOW, build, prompt, save_tiny_llama
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_fixed_cache import Gpu
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 NUM_NEW = 12
 PLAIN = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)

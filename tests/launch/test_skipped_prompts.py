@@ -13,7 +13,7 @@ from launch.inputs.options import PromptOptions, ineffective_settings
 from launch.inputs.prompts import Prompts, read_prompts
 from launch.outputs.answers import Answers
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.tokenizers_for_tests import byte_level
 
 LINES = [
     '"the ice"',

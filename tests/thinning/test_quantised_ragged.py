@@ -18,7 +18,7 @@ from runahead.cache.slabs import KVShape
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.quantised_ragged import QuantisedRagged, ragged_bytes
 from runahead.thinning.ragged import RaggedLayer
-from tests.unit.test_ragged_layer import Dense
+from tests.thinning.test_ragged_layer import Dense
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, n stored tokens, m kept ones, S sequences, X = H + V.
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from runahead.model.loading.sharing import HeadCopies
 from runahead.model.shares import check_shares
 from runahead.ranks.mesh import one_of
-from tests.unit.test_loading_hf import refusal
+from tests.model.test_loading_hf import refusal
 
 
 def check(model_type: str, heads: int, kv_heads: int, num_shares: int) -> None:

@@ -12,7 +12,7 @@ from runahead.config import PrefillOptions
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import ROPE_THRESHOLD, build
-from tests.unit.tokenizers_for_tests import byte_level, sentencepiece
+from tests.tokenizers_for_tests import byte_level, sentencepiece
 
 TEMPLATE = (
     "{% for message in messages %}<bos>{{ message['role'] }}: {{ message['content'] }}<|end|>{% endfor %}"

@@ -21,7 +21,7 @@ from runahead.config import CacheOptions, DType, PrefillOptions
 from runahead.files import ensure_writable, write_whole
 from runahead.report import Generation, GenerationBatch, RankReport, RetrievalReport, TokenLogprobs, report_json
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def rank_report(rank: int, chunk_tokens: int) -> RankReport:

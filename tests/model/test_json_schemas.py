@@ -16,7 +16,7 @@ from runahead.config import GenerationOptions
 from runahead.decoding.sampling import Sampler, next_tokens
 from runahead.model import json_schemas
 from runahead.model.json_schemas import JSONSchemas
-from tests.unit.tokenizers_for_tests import KINDS, byte_level
+from tests.tokenizers_for_tests import KINDS, byte_level
 
 CPU = torch.device("cpu")
 PERSON = {

@@ -17,8 +17,8 @@ from runahead.model import loading
 from runahead.model.loading import load, load_config, load_tokenizer
 from runahead.model.loading.gguf_header import read_header
 from tests import families
-from tests.unit.test_loading_hf import ATTENTION, CPU, load_hf, refusal
-from tests.unit.tokenizers_for_tests import byte_level
+from tests.model.test_loading_hf import ATTENTION, CPU, load_hf, refusal
+from tests.tokenizers_for_tests import byte_level
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,9 @@ from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
+from tests.decoding.test_speculation import VOCAB_SIZE, knowing
 from tests.families import WINDOW, prompt, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_speculation import VOCAB_SIZE, knowing
 
 GREEDY = GenerationOptions(max_new_tokens=14, ignore_eos=True, speculate=Speculate.lookup, speculate_always=True)
 OPTIONS = [
@@ -78,7 +78,7 @@ class Decoding:
 @pytest.mark.sampled(3)
 def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(family, always, monkeypatch):
     """It fails if a row's number of stored tokens is that of the longest draft, or rows get each other's logits."""
-    monkeypatch.setattr("tests.unit.test_live_drafts.OPTIONS", [replace(x, speculate_always=always) for x in OPTIONS])
+    monkeypatch.setattr(f"{__name__}.OPTIONS", [replace(x, speculate_always=always) for x in OPTIONS])
     decoding = Decoding(family)
     with throughout(decoding.engine.model.dtype):
         expected = decoding.alone()
@@ -121,7 +121,7 @@ def test_right_drafts_are_accepted_and_a_row_ends_inside_one(monkeypatch):
     with throughout(model.dtype):
         expected = decoding.alone()
         end = next(at for at in range(4, 14) if expected[0][at] not in expected[0][:at])
-        monkeypatch.setattr("tests.unit.test_live_drafts.OPTIONS", [ends, *OPTIONS[1:]])
+        monkeypatch.setattr(f"{__name__}.OPTIONS", [ends, *OPTIONS[1:]])
         monkeypatch.setattr(Model, "eos_token_ids", {expected[0][end]})
         with knowing([ids + new for ids, new in zip(PROMPTS, expected, strict=True)], right=1.0):
             decoding.join(1, 2)

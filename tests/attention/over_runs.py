@@ -2,7 +2,7 @@
 
 A run is a rectangle: some tokens of some KV heads, which some rows read, in one codec. Whatever stores keys and values
 consists of such rectangles, so whoever changes how they are stored or attended to changes this file, and the contract
-in test_attention_over_runs.py stays.
+in test_over_runs.py stays.
 """
 
 # Legend: B batch, N query heads, K kv heads of a run, n its query heads, C new tokens, Q queries of some rows, T tokens

@@ -21,8 +21,8 @@ from runahead.model.loading import load_config
 from runahead.model.loading.overrides import overridden
 from runahead.reuse.store import model_key
 from tests import families
-from tests.unit.test_loading_gguf import write_gguf
-from tests.unit.test_loading_hf import CPU, load_hf, refusal
+from tests.model.test_loading_gguf import write_gguf
+from tests.model.test_loading_hf import CPU, load_hf, refusal
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGER = {"rope_parameters": YARN, "max_position_embeddings": 256}
