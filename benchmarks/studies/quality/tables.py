@@ -29,12 +29,12 @@ def tables(found: list[Line]) -> str:
 
 
 def main_tables(found: list[Line]) -> str:
-    """The table of docs/quality.md for each model: of its setting with most questions."""
+    """The table of docs/quality.md for each model: of its setting with most questions, without the single tasks."""
     largest: dict[str, tuple[int, str]] = {}
     for setting, group, of_setting in compared(found):
         questions = num_questions(of_setting)
         if questions > largest.get(setting[0], (0, ""))[0]:
-            largest[setting[0]] = questions, with_heading(setting, group, of_setting)
+            largest[setting[0]] = questions, with_heading(setting, group, of_setting, of_tasks=False)
     return "\n".join(text for _, text in largest.values())
 
 
@@ -46,11 +46,13 @@ def compared(found: list[Line]) -> Iterator[tuple[Setting, list[Line], list[Poli
             yield setting, group, of_setting
 
 
-def with_heading(setting: Setting, group: Sequence[Line], of_setting: Sequence[PolicyRow]) -> str:
+def with_heading(
+    setting: Setting, group: Sequence[Line], of_setting: Sequence[PolicyRow], *, of_tasks: bool = True
+) -> str:
     """A table behind a line with its setting, number of questions, and the dates and commits that measured it."""
     model, protocol, length = setting
     heading = f"**{model}, {PROTOCOLS[protocol]}, {length}**: {num_questions(of_setting)} questions, {measured(group)}"
-    return f"{heading}\n\n{markdown(table(of_setting))}"
+    return f"{heading}\n\n{markdown(table(of_setting, of_tasks=of_tasks))}"
 
 
 def num_questions(of_setting: Sequence[PolicyRow]) -> int:
@@ -58,9 +60,9 @@ def num_questions(of_setting: Sequence[PolicyRow]) -> int:
     return max(row.pairs for row in of_setting)
 
 
-def table(of_setting: Sequence[PolicyRow]) -> Rows:
-    """Rows of one setting, in Markdown's cells."""
-    kinds = sorted({kind for row in of_setting for kind in row.scores}, key=ORDER.index)
+def table(of_setting: Sequence[PolicyRow], *, of_tasks: bool = True) -> Rows:
+    """Rows of one setting, in Markdown's cells; with `of_tasks` a column with the score in each task."""
+    kinds = sorted({kind for row in of_setting for kind in row.scores}, key=ORDER.index) if of_tasks else []
     made: Rows = [("policy", "budget", "kept", "saw", *kinds, "score over full", "loss over full", "prompt", "n")]
     for row in of_setting:
         scores = (f"{row.scores[kind]:.0%}" if kind in row.scores else "-" for kind in kinds)
