@@ -1,13 +1,17 @@
 """Cache policies, one file each.
 
-To add one: its file, a line in the table below, a YAML in conf/policy/, a row in the test matrix and a line in
-docs/policies.md. A policy is a dataclass; its fields are the options of the command line.
+A policy is a file of this folder, or of experiments/, with a dataclass that says its name: `class SnapKV(Scorer,
+name="snapkv")`. That line is all that makes it known; its fields are the options of the command line.
+docs/development.md has the steps.
 """
 
 from __future__ import annotations
 
-from collections import UserDict
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
-    "WRAPPERS",
     "Budget",
     "Choice",
     "Index",
@@ -38,60 +41,50 @@ __all__ = [
 ]
 
 
-class PolicyTable(UserDict[str, Any]):
-    """Policies by name, made from their places, "module:Class". A module is imported when its policy is looked up."""
+NAMED = re.compile(r'^class (\w+)\(.*\bname="(\w+)"\):', re.MULTILINE)
+"""The line that makes a class a policy: its class and name."""
+
+
+class PolicyTable(Mapping[str, "type[Policy]"]):
+    """Policies by name. A file is read for the line that names its policy, and imported when this is looked up.
+
+    Args:
+        folders: packages whose files are read, with their folders.
+    """
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self._folders = folders
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """The place of each policy, "module:Class"; the full cache first, the others by name."""
+        found: dict[str, str] = {}
+        for package, folder in self._folders.items():
+            for path in folder.glob("*.py"):
+                for kind, name in NAMED.findall(path.read_text(encoding="utf-8")):
+                    place = f"{package}.{path.stem}:{kind}"
+                    assert name not in found, f"{found[name]} and {place} have one name"
+                    found[name] = place
+        return dict(sorted(found.items(), key=lambda item: (item[0] != "full", item[0])))
 
     def __getitem__(self, name: str) -> type[Policy]:
         if name not in self:
             raise KeyError(f"policy={name} is not one of {', '.join(self)}")
-        policy: type[Policy] = resolve_name(self.data[name])
+        policy: type[Policy] = resolve_name(self.places[name])
         return policy
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self.data
+        return isinstance(name, str) and name in self.places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
-POLICIES = PolicyTable(
-    {
-        "full": "policies.full:Full",
-        "window": "policies.window:Window",
-        "streaming_llm": "policies.streaming_llm:StreamingLLM",
-        "h2o": "policies.h2o:H2O",
-        "snapkv": "policies.snapkv:SnapKV",
-        "pyramidkv": "policies.pyramidkv:PyramidKV",
-        "keydiff": "policies.keydiff:KeyDiff",
-        "tova": "policies.tova:TOVA",
-        "expected_attention": "policies.expected_attention:ExpectedAttention",
-        "lagkv": "policies.lagkv:LagKV",
-        "chunkkv": "policies.chunkkv:ChunkKV",
-        "r_kv": "policies.r_kv:RKV",
-        "kvzip": "policies.kvzip:KVzip",
-        "zigzagkv": "policies.zigzagkv:ZigZagKV",
-        "kvzap": "policies.kvzap:KVzap",
-        "dms": "policies.dms:DMS",
-        "scissorhands": "policies.scissorhands:Scissorhands",
-        "keyformer": "policies.keyformer:Keyformer",
-        "k_centers": "policies.k_centers:KCenters",
-        "fastgen": "policies.fastgen:FastGen",
-        "razor_attention": "policies.razor_attention:RazorAttention",
-        "duo_attention": "policies.duo_attention:DuoAttention",
-        "minicache": "policies.minicache:MiniCache",
-        "pyramidinfer": "policies.pyramidinfer:PyramidInfer",
-        "infinigen": "policies.infinigen:InfiniGen",
-        "quest": "policies.quest:Quest",
-        "shadowkv": "policies.shadowkv:ShadowKV",
-        "sparq": "policies.sparq:SparQ",
-        "clusterkv": "policies.clusterkv:ClusterKV",
-        "squeezed_attention": "policies.squeezed_attention:SqueezedAttention",
-        "retroinfer": "policies.retroinfer:RetroInfer",
-        "infllm": "policies.infllm:InfLLM",
-        "exact_topk": "policies.exact_topk:ExactTopK",
-        "offload": "policies.offload:Offload",
-    }
-)
-
-WRAPPERS = PolicyTable({"adakv": "policies.adakv:AdaKV", "criticalkv": "policies.criticalkv:CriticalKV"})
-"""Policies that choose by the scores of another one, their `scorer`."""
+HERE = Path(__file__).parent
+POLICIES = PolicyTable({"policies": HERE, "policies.experiments": HERE / "experiments"})
 
 
 FOR_AUTHORS = ("policies.base", "policies.retriever", "policies.scorer")
@@ -102,8 +95,7 @@ def __getattr__(name: str) -> Any:
     """A policy by its class, as in `from policies import SnapKV`, or what its author needs; imported when asked for."""
     if name in __all__:
         return next(vars(module)[name] for module in map(import_module, FOR_AUTHORS) if name in vars(module))
-    for table in (POLICIES, WRAPPERS):
-        for policy, place in table.data.items():
-            if place.endswith(f":{name}"):
-                return table[policy]
+    for policy, place in POLICIES.places.items():
+        if place.endswith(f":{name}"):
+            return POLICIES[policy]
     raise AttributeError(f"module 'policies' has no attribute '{name}'")

@@ -23,7 +23,7 @@ from policies.wrapper import Wrapper
 
 
 @dataclass(kw_only=True)
-class AdaKV(Wrapper):
+class AdaKV(Wrapper, name="adakv"):
     """Share out the budget of a layer over its KV heads.
 
     Attributes:

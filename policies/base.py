@@ -346,6 +346,9 @@ class LayerPairs:
 class Policy:
     """Base of all policies. A policy holds its options only; the state of a sequence is in the `LayerView`."""
 
+    name: ClassVar[str | None] = None
+    """Name on the command line, for a policy of this package: `class SnapKV(Scorer, name="snapkv")`."""
+
     retrieves: ClassVar[bool] = False
     """Whether it is a `Retriever`, which keeps all tokens and reads some."""
 
@@ -390,6 +393,10 @@ class Policy:
 
     needs_token_kinds: ClassVar[bool] = False
     """Whether the policy asks for `LayerView.new_kinds_BC`."""
+
+    def __init_subclass__(cls, *, name: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.name = name
 
     @property
     def queries_from(self) -> int | None:

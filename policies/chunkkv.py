@@ -16,7 +16,7 @@ from policies.snapkv import SnapKV
 
 
 @dataclass(kw_only=True)
-class ChunkKV(SnapKV):
+class ChunkKV(SnapKV, name="chunkkv"):
     """Score: mean vote of the token's chunk. The window itself is kept; the budget may cut the last chunk short.
 
     Attributes:

@@ -23,7 +23,7 @@ from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need
 
 
 @dataclass(kw_only=True)
-class ClusterKV(Retriever):
+class ClusterKV(Retriever, name="clusterkv"):
     """Retrieve clusters of similar keys, `fetch` slots in total.
 
     Attributes:

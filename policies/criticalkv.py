@@ -21,7 +21,7 @@ from policies.wrapper import Wrapper
 
 
 @dataclass(kw_only=True)
-class CriticalKV(Wrapper):
+class CriticalKV(Wrapper, name="criticalkv"):
     """Choose part of the budget by the scores of another policy times the length of the projected values.
 
     Attributes:

@@ -18,7 +18,7 @@ from policies.base import LayerView, Phase, Policy, marked_slots, require_least
 
 
 @dataclass(kw_only=True)
-class DMS(Policy):
+class DMS(Policy, name="dms"):
     """Evict what the next query does not see.
 
     Attributes:

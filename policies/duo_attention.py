@@ -15,7 +15,7 @@ from policies.streaming_heads import StreamingHeads, best_heads
 
 
 @dataclass(kw_only=True)
-class DuoAttention(StreamingHeads):
+class DuoAttention(StreamingHeads, name="duo_attention"):
     """Keep all tokens in the KV heads with the largest gates, and in all others the first and last ones.
 
     Attributes:

@@ -50,7 +50,7 @@ class StoredKeys(Index):
 
 
 @dataclass(kw_only=True)
-class ExactTopK(Retriever):
+class ExactTopK(Retriever, name="exact_topk"):
     """Retrieve `fetch` slots for every KV head, by the layer's own query."""
 
     fetch: Budget | None = 0.1

@@ -22,7 +22,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class ExpectedAttention(Scorer):
+class ExpectedAttention(Scorer, name="expected_attention"):
     """Score: expected attention probability, averaged over a KV head's group, times the length of the value.
 
     The first `sinks` tokens neither count as queries, as theirs are outliers, nor in the softmax. While decoding, the

@@ -31,7 +31,7 @@ from policies.base import (
 
 
 @dataclass(kw_only=True)
-class FastGen(Policy):
+class FastGen(Policy, name="fastgen"):
     """Keep in each KV head what the cheapest rule keeps that recovers `recovered` of every query head's attention.
 
     Attributes:

@@ -8,5 +8,5 @@ from policies.base import Policy
 
 
 @dataclass(kw_only=True)
-class Full(Policy):
+class Full(Policy, name="full"):
     """The whole KV cache, which other policies are compared with."""

@@ -16,7 +16,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class H2O(Scorer):
+class H2O(Scorer, name="h2o"):
     """Score: attention probabilities summed over all queries since the token was stored, by KV head.
 
     Attributes:

@@ -76,7 +76,7 @@ class PartialKeys(Columns):
 
 
 @dataclass(kw_only=True)
-class InfiniGen(Retriever):
+class InfiniGen(Retriever, name="infinigen"):
     """Retrieve the tokens whose approximate score is within alpha of the largest one.
 
     Attributes:

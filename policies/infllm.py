@@ -120,7 +120,7 @@ class Blocks(Index):
 
 
 @dataclass(kw_only=True)
-class InfLLM(Retriever):
+class InfLLM(Retriever, name="infllm"):
     """Retrieve blocks of tokens, `fetch` slots in total, beside the first and the last ones.
 
     Attributes:

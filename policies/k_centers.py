@@ -24,7 +24,7 @@ BLOCK_DISTANCES = 1 << 20
 
 
 @dataclass(kw_only=True)
-class KCenters(Scorer):
+class KCenters(Scorer, name="k_centers"):
     """Score: the earlier a token becomes a centre, the higher. Recent and sink tokens are centres from the start.
 
     Attributes:

@@ -16,7 +16,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class KeyDiff(Scorer):
+class KeyDiff(Scorer, name="keydiff"):
     """Score: minus the cosine of a key and the mean of all keys, each at unit length."""
 
     def score(self, view: LayerView) -> Tensor:

@@ -17,7 +17,7 @@ from policies.h2o import H2O
 
 
 @dataclass(kw_only=True)
-class Keyformer(H2O):
+class Keyformer(H2O, name="keyformer"):
     """Score: softmax((x + noise) / tau) of the logits x, summed over all queries since the token was stored.
 
     Attributes:

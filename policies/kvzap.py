@@ -23,7 +23,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class KVzap(Scorer):
+class KVzap(Scorer, name="kvzap"):
     """Score: predicted logarithm of a token's KVzip+ score in a KV head.
 
     Attributes:

@@ -27,7 +27,7 @@ from policies.kept_slots import first_slots
 
 
 @dataclass(kw_only=True)
-class KVzip(Policy):
+class KVzip(Policy, name="kvzip"):
     """Score: largest attention probability from what repeats the prompt, over the query heads of a KV head.
 
     Attributes:

@@ -20,7 +20,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class LagKV(Scorer):
+class LagKV(Scorer, name="lagkv"):
     """Score: rank in its partition, so that each partition keeps the same share.
 
     The last whole partition, which no other follows, and the tokens after it stay, or the newest of them if the budget

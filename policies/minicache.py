@@ -14,7 +14,7 @@ from policies.base import LayerPairs, Policy, require
 
 
 @dataclass(kw_only=True)
-class MiniCache(Policy):
+class MiniCache(Policy, name="minicache"):
     """Merge the upper layers in pairs.
 
     Attributes:

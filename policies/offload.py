@@ -18,7 +18,7 @@ from policies.retriever import Choice, Index, PromptView, Retriever, Slots
 
 
 @dataclass(kw_only=True)
-class Offload(Retriever):
+class Offload(Retriever, name="offload"):
     """Fetch all tokens of a layer while the layer before computes."""
 
     min_tokens: int | None = 0

@@ -49,7 +49,7 @@ class Select(Enum):
 
 
 @dataclass(kw_only=True)
-class PyramidInfer(Policy):
+class PyramidInfer(Policy, name="pyramidinfer"):
     """Compute and keep fewer tokens with every layer.
 
     Attributes:

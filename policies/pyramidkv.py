@@ -13,7 +13,7 @@ from policies.snapkv import SnapKV
 
 
 @dataclass(kw_only=True)
-class PyramidKV(SnapKV):
+class PyramidKV(SnapKV, name="pyramidkv"):
     """SnapKV with a budget per layer.
 
     Attributes:

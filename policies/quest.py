@@ -113,7 +113,7 @@ class Pages(Index):
 
 
 @dataclass(kw_only=True)
-class Quest(Retriever):
+class Quest(Retriever, name="quest"):
     """Retrieve whole pages with about `fetch` slots in total, including the first and the last ones.
 
     Attributes:

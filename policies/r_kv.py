@@ -24,7 +24,7 @@ BLOCK_COSINES = 1 << 20
 
 
 @dataclass(kw_only=True)
-class RKV(SnapKV):
+class RKV(SnapKV, name="r_kv"):
     """Score: `importance` times the token's share of the pooled votes, minus the rest times its redundancy.
 
     The queries that vote are the last `window` ones before a layer is cut back. These tokens are kept.

@@ -16,7 +16,7 @@ from policies.streaming_heads import StreamingHeads, best_heads
 
 
 @dataclass(kw_only=True)
-class RazorAttention(StreamingHeads):
+class RazorAttention(StreamingHeads, name="razor_attention"):
     """Keep all tokens in heads that look for copies; in others the first and last ones, and the mean of the rest.
 
     A KV head looks for copies as much as any of its query heads does.

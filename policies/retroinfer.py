@@ -23,7 +23,7 @@ from policies.retriever import Choice, Group, Index, Rest, Slots, need_of_group
 
 
 @dataclass(kw_only=True)
-class RetroInfer(ClusterKV):
+class RetroInfer(ClusterKV, name="retroinfer"):
     """Retrieve clusters of similar keys, `fetch` slots in total, and estimate the attention to others.
 
     Attributes:

@@ -16,7 +16,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class Scissorhands(Scorer):
+class Scissorhands(Scorer, name="scissorhands"):
     """Score: minus the number of queries that neglected the token, averaged over a KV head's group.
 
     After a prompt the whole budget is used. Queries count since `window` tokens before a layer is cut back, or since it

@@ -89,7 +89,7 @@ class ShadowPages(Pages):
 
 
 @dataclass(kw_only=True)
-class ShadowKV(Quest):
+class ShadowKV(Quest, name="shadowkv"):
     """Retrieve whole pages, about `fetch` slots in total, of which values alone are fetched; outliers come on top.
 
     Attributes:

@@ -23,7 +23,7 @@ class Pooling(Enum):
 
 
 @dataclass(kw_only=True)
-class SnapKV(Scorer):
+class SnapKV(Scorer, name="snapkv"):
     """Score: pooled votes of the window, averaged over a KV head's group. The window itself is kept.
 
     Attributes:

@@ -84,7 +84,7 @@ class LargeDims(Columns):
 
 
 @dataclass(kw_only=True)
-class SparQ(Retriever):
+class SparQ(Retriever, name="sparq"):
     """Retrieve the tokens with the highest scores in the dims in which the query is largest.
 
     Attributes:

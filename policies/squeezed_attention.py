@@ -26,7 +26,7 @@ from policies.threshold_clusters import ThresholdClusters, Thresholds
 
 
 @dataclass(kw_only=True)
-class SqueezedAttention(ClusterKV):
+class SqueezedAttention(ClusterKV, name="squeezed_attention"):
     """Retrieve the clusters of similar keys with scores above a threshold.
 
     Attributes:

@@ -11,7 +11,7 @@ from policies.window import Window
 
 
 @dataclass(kw_only=True)
-class StreamingLLM(Window):
+class StreamingLLM(Window, name="streaming_llm"):
     """A window with sink tokens."""
 
     sinks: int = 4

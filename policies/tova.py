@@ -16,7 +16,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class TOVA(Scorer):
+class TOVA(Scorer, name="tova"):
     """Score: attention probability of the newest token's query, averaged over all heads of the layer.
 
     Nothing but the budget protects a token: there are no sinks and no recent window unless they are asked for. One

@@ -13,7 +13,7 @@ from policies.scorer import Scorer
 
 
 @dataclass(kw_only=True)
-class Window(Scorer):
+class Window(Scorer, name="window"):
     """Score: the position of the token."""
 
     chooses_alike: ClassVar[bool] = True

@@ -22,7 +22,7 @@ from policies.snapkv import SnapKV
 
 
 @dataclass(kw_only=True)
-class ZigZagKV(SnapKV):
+class ZigZagKV(SnapKV, name="zigzagkv"):
     """SnapKV with a budget per layer and KV head, decided once all layers have voted.
 
     Attributes:

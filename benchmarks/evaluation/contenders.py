@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from launch.inputs.policies import options_of, policies_of
+from launch.inputs.policies import options_of, policies_of, wraps
 from launch.inputs.policy_file import policy_class, policy_files
-from policies import POLICIES, WRAPPERS
+from policies import POLICIES
 from policies.base import Budget
 from policies.pyramidinfer import Schedule, Select
 from policies.retriever import Retriever
@@ -203,7 +203,7 @@ def _keeper(settings: Any) -> Keeper | None:
     name = settings.get("name")
     if name == "sequence":
         return _keeper_of_steps(settings)
-    if name in WRAPPERS:
+    if isinstance(name, str) and wraps(name):
         scorer = _keeper(settings.get("scorer", _default_scorer(settings)))
         return scorer and replace(scorer, entry=lambda options: settings | {"scorer": scorer.entry(options)})
     if name == "file" and isinstance(settings.get("options", {}), dict):

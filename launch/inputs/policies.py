@@ -11,10 +11,11 @@ from functools import cache
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from launch.program.typed_options import merged_into, typed
-from policies import POLICIES, WRAPPERS
+from policies import POLICIES
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from runahead.config import CacheOptions, Positions, choice, not_one_of
 
@@ -81,13 +82,10 @@ COMBINED: dict[str, type] = {
 }
 """Choices of policy= that are not policies themselves, with the dataclasses of their options."""
 
-NAMES = (*POLICIES, *WRAPPERS, *COMBINED)
+NAMES = (*POLICIES, *COMBINED)
 
-CLAMPING = frozenset({"infllm"})
-"""Policies that clamp distances, unless they are told not to (`clamped`)."""
-
-ALIKE = frozenset({"window", "streaming_llm", "tova"})
-"""Policies that give a token one score for all KV heads."""
+for _name in NAMES:  # the choices of policy=, in place of a config file for each
+    ConfigStore.instance().store(group="policy", name=_name, node={"name": _name})
 
 PARTS = ("steps", "ranks", "last", "others", "scorer", "retrieve")
 """Options that are policies themselves, or lead to some."""
@@ -95,15 +93,22 @@ PARTS = ("steps", "ranks", "last", "others", "scorer", "retrieve")
 
 def options_of(name: str) -> type:
     """Dataclass whose fields are the options of a policy."""
-    if name in WRAPPERS:
-        return _wrapper_options(name)
-    return POLICIES[name] if name in POLICIES else COMBINED[name]
+    if name in COMBINED:
+        return COMBINED[name]
+    return _wrapper_options(name) if wraps(name) else POLICIES[name]
+
+
+def wraps(name: str) -> bool:
+    """Whether a policy chooses by the scores of another one, its `scorer`."""
+    from policies.wrapper import Wrapper
+
+    return name in POLICIES and issubclass(POLICIES[name], Wrapper)
 
 
 @cache
 def _wrapper_options(name: str) -> type:
     """The fields of a policy that wraps another, but for its `scorer`, which is a name or {name: ..., option: ...}."""
-    kind, hints = WRAPPERS[name], get_type_hints(WRAPPERS[name])
+    kind, hints = POLICIES[name], get_type_hints(POLICIES[name])
     options: list[tuple[str, Any, Any]] = [
         (each.name, hints[each.name], field(default=each.default))
         for each in fields(kind)  # type: ignore[arg-type]
@@ -240,7 +245,7 @@ def policies_of(step: Any, option: str, file_option: str = "policy") -> list[Pol
         file = _made(name, FileOptions, settings, option)
         kind = policy_class(file.path, file_option)
         return [_made(kind.__name__, kind, file.options, option)]
-    if name in WRAPPERS:
+    if wraps(name):
         from policies.scorer import Scorer
         from policies.wrapper import no_scorer
 
@@ -251,9 +256,9 @@ def policies_of(step: Any, option: str, file_option: str = "policy") -> list[Pol
         scorers = policies_of(scorer, f"{option}.scorer", file_option)
         if len(scorers) != 1 or not isinstance(scorers[0], Scorer):
             raise no_scorer(f"{option}.scorer={scorer}")
-        return [WRAPPERS[name](**values | {"scorer": scorers[0]})]
+        return [POLICIES[name](**values | {"scorer": scorers[0]})]
     if name not in POLICIES:
-        raise ValueError(f"{option}={name} {not_one_of(name, [*POLICIES, *WRAPPERS, 'sequence', 'file'])}")
+        raise ValueError(f"{option}={name} {not_one_of(name, [*POLICIES, 'sequence', 'file'])}")
     policy = _made(name, POLICIES[name], settings, option)
     return [] if name == "full" else [policy]
 
@@ -276,14 +281,21 @@ def names_of(step: Any) -> Iterator[str]:
     return (each["name"] for each in steps_of(step) if isinstance(each.get("name"), str))
 
 
+def _kind_of(step: Mapping[str, Any]) -> type[Policy]:
+    """Class of a policy; `Policy` for one that is made of others, or of a file."""
+    from policies.base import Policy
+
+    return POLICIES.get(str(step.get("name")), Policy)
+
+
 def clamps(step: Any) -> bool:
     """Whether a policy, or one that it is made of, clamps distances, and so stores keys before RoPE."""
-    return any(each.get("name") in CLAMPING and each.get("clamped", True) for each in steps_of(step))
+    return any(each.get("clamped", getattr(_kind_of(each), "clamped", False)) for each in steps_of(step))
 
 
 def _chooses_alike(step: Any) -> bool:
-    """Whether a step keeps the same tokens in all KV heads, as `Policy.chooses_alike` says once modules are loaded."""
-    return all(name in ALIKE or name == "pyramidinfer" for name in names_of(step))
+    """Whether a step keeps the same tokens in all KV heads."""
+    return all(_kind_of(each).chooses_alike for each in steps_of(step) if "name" in each)
 
 
 def ineffective_options(policy: Any, option: str = "policy", *, has_turns: bool = False) -> list[str]:
@@ -301,13 +313,14 @@ def ineffective_options(policy: Any, option: str = "policy", *, has_turns: bool 
         # A prompt that a policy with clamped distances takes in chunks is indexed after each of them, as after a turn.
         if step.get("turn_tokens") and not has_turns and not clamps(step):
             sentences.append(f"{option}.turn_tokens has no effect here: only a Conversation in Python has later turns")
-        scorer = next(names_of(step.get("scorer")), None)
-        by_head = scorer == "tova" and step in after_choice_by_head
-        if step.get("name") == "adakv" and scorer in ALIKE and not by_head:
-            sentences.append(
-                f"{option}=adakv shares nothing out over {scorer}, whose scores are the same in all KV heads; use a "
-                "scorer that tells heads apart, such as snapkv"
-            )
+        for scorer in list(steps_of(step.get("scorer")))[:1]:
+            kind, name = _kind_of(scorer), step.get("name")
+            by_head = kind.votes_over_heads and step in after_choice_by_head
+            if kind.chooses_alike and not by_head and _kind_of(step).keeps_ragged:
+                sentences.append(
+                    f"{option}={name} shares nothing out over {scorer['name']}, whose scores are the same in all KV "
+                    "heads; use a scorer that tells heads apart, such as snapkv"
+                )
     return sentences
 
 
@@ -325,7 +338,7 @@ def _option_inside(name: str, settings: Mapping[str, Any], setting: str, others:
     value = settings[setting]
     if name == "file":
         return f"policy.options.{setting}={value}"
-    if name in WRAPPERS:
+    if wraps(name):
         scorer = next(names_of(settings.get("scorer", options_of(name)().scorer)), None)
         if scorer not in others:
             return None

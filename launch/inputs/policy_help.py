@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from launch.inputs.policies import options_of
-from policies import POLICIES, WRAPPERS
+from policies import POLICIES
 
 WIDTH, COLUMN = 118, 32
 """Width of a line, and column in which the meaning of an option begins."""
@@ -28,9 +28,7 @@ def choices(option: str, names: Sequence[str]) -> str:
 def policy_help(name: str) -> str:
     """Help text of a policy: its options, their defaults and meanings."""
     kind = options_of(name)
-    about = (
-        [inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")] if name in POLICIES or name in WRAPPERS else []
-    )
+    about = [inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")] if name in POLICIES else []
     about.append(inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0].partition("\n\nRaises:")[0])
     lines = list(_lines(kind, "policy")) or ["It has no options."]
     return "\n\n".join([f"policy={name}", *about, "\n".join(lines)]) + "\n"

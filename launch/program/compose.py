@@ -17,6 +17,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -174,14 +175,22 @@ def _own_groups(program: Program[Any]) -> Mapping[str, str | None]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check that a user's folder of config files exists and that conf/ hides none of its files."""
+    """Check that a user's folder of config files exists and has none of the programs' own names."""
     if not folder.is_dir():
         raise ValueError(f"--config-dir {folder} is not a folder; check the path")
-    for ours in CONF.rglob("*.yaml"):
-        name = ours.relative_to(CONF)
-        theirs = folder / name
-        if theirs.is_file() and not theirs.samefile(ours):
-            raise ValueError(f"--config-dir {folder}: {name} would not be read, since conf/ has one; rename the file")
+    for name in _own_names():
+        ours, theirs = CONF / name, folder / name
+        if theirs.is_file() and not (ours.is_file() and theirs.samefile(ours)):
+            raise ValueError(
+                f"--config-dir {folder}: {name} would not be read, since Runahead has one; rename the file"
+            )
+
+
+def _own_names() -> Iterator[str]:
+    """Names of the programs' own configs, such as policy/h2o.yaml: files, and choices that Python stores."""
+    yield from (path.relative_to(CONF).as_posix() for path in CONF.rglob("*.yaml"))
+    groups = ConfigStore.instance().repo
+    yield from (f"policy/{choice}" for choice in groups.get("policy", {}))
 
 
 def _where(flags: Mapping[str, str]) -> str:

@@ -63,7 +63,7 @@ def test_a_wrong_option_is_one_sentence(option: str, says: str, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("entries", "budgets", "says"),
     [
-        (["snapkw"], [0.5], "policies=snapkw is not one of full, window"),
+        (["snapkw"], [0.5], "policies=snapkw is not one of full, adakv"),
         ([3], [0.5], "policies has 3, which is neither a name nor {name:"),
         ([{"kernel": 3}], [0.5], "is neither a policy's name nor {name:"),
         ([{"name": "window", "kernel": 3}], [0.5], "policies: window has no option kernel; it has budget"),

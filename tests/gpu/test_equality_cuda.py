@@ -19,7 +19,7 @@ from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
 from benchmarks.families.small import Sizes, small_config, small_model
-from policies import POLICIES, WRAPPERS
+from policies import POLICIES
 from policies.base import Policy
 from policies.retriever import Retriever
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions
@@ -44,16 +44,12 @@ FEW_NEW = 6
 TOLERANCE = 2e-3
 """Of log-probabilities: the kernels of two devices add in another order, and the weights here are wide."""
 
-NAMES, EXAMPLES = [*POLICIES, *WRAPPERS], [*FAMILIES, *SHARING, *MARKING]
+NAMES, EXAMPLES = [*POLICIES], [*FAMILIES, *SHARING, *MARKING]
 CLUSTERING = ("clusterkv", "squeezed_attention", "retroinfer", "k_centers")
 """Policies that choose clusters or centres, in which close tokens may change places."""
 
 NOT_IN_FEW_BITS = {"dms": "a model that marks tokens", "minicache": "layers share what they store"}
 """Policies that go without cache.bits, and why."""
-
-
-def kind_of(name: str) -> type[Policy]:
-    return WRAPPERS[name] if name in WRAPPERS else POLICIES[name]
 
 
 def chosen(name: str, *, in_few_bits: bool = False) -> Policy:
@@ -62,7 +58,7 @@ def chosen(name: str, *, in_few_bits: bool = False) -> Policy:
     Args:
         in_few_bits: it keeps more than a group of 32 tokens and the window of exact ones.
     """
-    kind = kind_of(name)
+    kind = POLICIES[name]
     if issubclass(kind, Retriever):
         return test_retrieval.policy(name, test_retrieval.SOME[name])
     if kind.follows_marks:
@@ -182,10 +178,10 @@ QUICK = [*FEW_BITS, "h2o", "adakv", "kvzip", "dms", "minicache", "pyramidinfer",
 
 @pytest.mark.parametrize(("name", "way"), cases(NAMES, quick=QUICK, quick_in_turns=["snapkv", "fastgen", "quest"]))
 def test_every_policy(name: str, way: str) -> None:
-    family = "llama_dms" if kind_of(name).follows_marks else "llama"
+    family = "llama_dms" if POLICIES[name].follows_marks else "llama"
     says = partial(WAYS[way], family=family, policies=RankPolicies.everywhere([chosen(name)]))
     said = require_equal(says, rounds=name in CLUSTERING)
-    keeps_all = name in ("full", "minicache") or issubclass(kind_of(name), Retriever)
+    keeps_all = name in ("full", "minicache") or issubclass(POLICIES[name], Retriever)
     assert way == "turns" or keeps_all == (said.kept == [LENGTHS[0]] * len(said.kept)), "the policy does nothing here"
 
 
@@ -208,7 +204,7 @@ def test_every_policy_in_few_bits(name: str, way: str, bits: int) -> None:
 
 @pytest.mark.parametrize("name", NOT_IN_FEW_BITS)
 def test_no_policy_is_left_out_of_few_bits_without_a_reason(name: str) -> None:
-    family = "llama_dms" if kind_of(name).follows_marks else "llama"
+    family = "llama_dms" if POLICIES[name].follows_marks else "llama"
     with pytest.raises(ValueError, match=r"cache\.bits=4"):
         in_batch(CPU, family, RankPolicies.everywhere([chosen(name)], storage=CacheOptions(bits=4)))
 

@@ -111,7 +111,10 @@ def test_mistakes_in_the_flags(own):
 
 def test_a_file_that_ours_would_hide_is_refused(own):
     write(own / "policy" / "h2o.yaml", "name: h2o\nbudget: 0.9\n")
-    assert "policy/h2o.yaml would not be read, since conf/ has one; rename the file" in mistake("--config-dir", own)
+    assert "policy/h2o.yaml would not be read, since Runahead has one; rename the file" in mistake("--config-dir", own)
+    (own / "policy" / "h2o.yaml").unlink()
+    write(own / "decode" / "last.yaml", "name: last\n")
+    assert "decode/last.yaml would not be read, since Runahead has one" in mistake("--config-dir", own)
     assert run_of("--config-dir", CONF) == RunOptions()
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+import policies as package
 from benchmarks.evaluation import options as evaluation_options
 from benchmarks.evaluation.options import EvaluateRun
 from launch.infer import INFER
 from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
 from launch.inputs.policies import NAMES, ineffective_options, options_of, rank_policies
-from launch.program.compose import CONF
 from launch.server.options import ServeRun, warnings
-from policies import POLICIES
+from policies import POLICIES, PolicyTable
 from policies.adakv import AdaKV
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
@@ -39,11 +39,27 @@ def policies(*overrides: str) -> RankPolicies:
 
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:
-    assert {path.stem for path in (CONF / "policy").glob("*.yaml")} == set(NAMES) > set(POLICIES)
+    for name in NAMES:
+        settings = {"sequence": ["policy.steps=[h2o]"], "per_rank": ["policy.ranks.last=h2o"]}.get(name, [])
+        assert INFER.compose([f"policy={name}", *settings]).policy["name"] == name
+    with pytest.raises(ValueError, match=re.escape(f"policy=? is not one of {', '.join(sorted(NAMES))}")):
+        INFER.compose(["policy=?"])
+
+
+def test_a_policy_is_found_by_its_line_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('@dataclass(kw_only=True)\nclass Mine(Scorer, name="mine"):\n    size: int = 3\n')
+    (tmp_path / "pages.py").write_text('class Pages(Index):\n    name = "pages"\n')
+    assert PolicyTable({"place": tmp_path}).places == {"mine": "place.mine:Mine"}
+
+
+def test_a_policy_is_a_file_of_its_name() -> None:
+    for name, kind in POLICIES.items():
+        assert kind.__module__.rpartition(".")[2] == kind.name == name
+        assert getattr(package, kind.__name__) is kind
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="policy=magicpig is not one of full, window"):
+    with pytest.raises(KeyError, match="policy=magicpig is not one of full, adakv"):
         POLICIES["magicpig"]
     assert "magicpig" not in POLICIES and [1] not in POLICIES
 
@@ -138,7 +154,7 @@ def test_ranks_may_differ() -> None:
     [
         (["policy=magicpig"], "policy=magicpig is not one of"),
         (["policy=h2o", "policy.window=3"], "h2o has no option window; it has budget"),
-        (["policy.budget=3"], "policy.budget=3 has no effect with policy=full; add policy=window|"),
+        (["policy.budget=3"], "policy.budget=3 has no effect with policy=full; add policy=chunkkv|"),
         (["policy=snapkv", "policy.budget=0"], "policy.budget=0 must be"),
         (
             ["policy=snapkv", "policy.budget=half"],
@@ -161,8 +177,8 @@ def test_ranks_may_differ() -> None:
             "adakv has no option budget; use policy.scorer='{name:h2o,budget:64}'",
         ),
         (["policy=adakv", "policy.scorer=h2o", "policy.window=64"], "adakv has no option window; it has scorer, alpha"),
-        (["policy=sequence", "policy.budget=64"], "no option budget; use policy.steps='[{name:window,budget:64}]'"),
-        (["policy=per_rank", "policy.budget=64"], "use policy.ranks.last='{name:window,budget:64}'"),
+        (["policy=sequence", "policy.budget=64"], "no option budget; use policy.steps='[{name:chunkkv,budget:64}]'"),
+        (["policy=per_rank", "policy.budget=64"], "use policy.ranks.last='{name:chunkkv,budget:64}'"),
         (["policy=file", "policy.budget=64"], "file has no option budget; use policy.options.budget=64"),
         (
             ["policy=sequence", "policy.steps=[expected_attention,{name:adakv,scorer:expected_attention}]"],
@@ -183,7 +199,7 @@ def test_ranks_may_differ() -> None:
         (["policy=infinigen", "policy.pool=max"], "policy.pool=max is not one option but several: policy.pool.bytes"),
         (["policy=infinigen", "policy.pool.victim=random"], "policy.pool.victim=random is not one of fifo, lru"),
         (["policy=pyramidinfer", "policy.budget=0.5"], "whole number of tokens for pyramidinfer; shares"),
-        (["policy.name=h3o"], "policy=h3o is not one of full, window"),
+        (["policy.name=h3o"], "policy=h3o is not one of full, adakv"),
         (["policy=h2o", "prefill=tsp"], "needs prefill=kv_runahead or prefill=single"),
         (["policy=kvzap"], "needs policy.predictor=<file.safetensors>, made for the model; make it with python -m"),
         (["policy=kvzap", "policy.predictor=a, b"], "policy.predictor=a, b: there is no such file; make it with"),

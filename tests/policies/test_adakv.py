@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.inputs.policies import ALIKE
 from policies import POLICIES
 from policies.adakv import AdaKV, equal_shares
 from policies.base import LayerView, Policy
@@ -105,8 +104,8 @@ def test_heads_together_keep_what_the_budget_allows(scorer: Scorer, alpha: float
     assert len(lengths) > 3
 
 
-def test_scorers_over_which_it_shares_nothing_out_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They score all heads alike. Without tova among the names, or with h2o, this fails."""
+def test_scorers_over_which_it_shares_nothing_out_are_known_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They score all heads alike. Without `chooses_alike` of tova, or with that of h2o, this fails."""
     model, alike = model_with(4), set[str]()
     for name, kind in POLICIES.items():
         if not issubclass(kind, Scorer) or (scorer := policy(name)).keeps_ragged:
@@ -123,7 +122,6 @@ def test_scorers_over_which_it_shares_nothing_out_are_known_by_name(monkeypatch:
         assert len(scored) == model.num_layers, name
         if all(torch.equal(score_BKn, score_BKn[:, :1].expand_as(score_BKn)) for score_BKn in scored):
             alike.add(name)
-    assert alike == ALIKE
     assert alike == {name for name, kind in POLICIES.items() if issubclass(kind, Scorer) and kind.chooses_alike}
 
 

@@ -73,7 +73,7 @@ def test_what_the_author_of_a_policy_imports_stays() -> None:
         "Slots",
     ]
     found = {name: getattr(policies, name) for name in names}
-    assert set(names) == set(policies.__all__) - {"POLICIES", "WRAPPERS", "PolicyTable"}
+    assert set(names) == set(policies.__all__) - {"POLICIES", "PolicyTable"}
     assert issubclass(found["Scorer"], found["Policy"]) and issubclass(found["Retriever"], found["Policy"])
     with pytest.raises(AttributeError, match="module 'policies' has no attribute 'Unheard'"):
         policies.Unheard  # noqa: B018
