@@ -70,6 +70,7 @@ ROOMS = {
         ("inputs", "outputs"),
         ("server",),
         ("infer", "serve", "combinations", *(door.split(".")[1] for door in DOORS)),
+        ("duo_gates", "encode", "fit_kvzap", "retrieval_heads", "skew"),
         ("__init__",),
     ),
     "benchmarks": (

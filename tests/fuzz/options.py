@@ -18,21 +18,21 @@ from benchmarks.evaluation.options import ineffective_settings as without_effect
 from benchmarks.ttft.options import ineffective_settings as without_effect_in_bench
 from launch import infer
 from launch.bench import BENCH
+from launch.duo_gates import GATES
+from launch.encode import ENCODE
 from launch.evaluate import EVALUATE
+from launch.fit_kvzap import FIT
 from launch.infer import INFER
 from launch.inputs.options import ineffective_settings
 from launch.inputs.policies import NAMES, options_of, rank_policies
 from launch.program.compose import CommandLine, Program
 from launch.program.typed_options import leaf_names, option_kinds
+from launch.retrieval_heads import HEADS
+from launch.skew import SKEW
 from partitioner.plan import PLAN
 from partitioner.search import SEARCH
 from policies import POLICIES
 from policies.byte_size import num_bytes
-from policies.duo_gates import GATES
-from policies.fit_kvzap import FIT
-from policies.prompt_cache.encode import ENCODE
-from policies.retrieval_heads import HEADS
-from policies.skew import SKEW
 from runahead import context
 from tests.fuzz.harness import Outcome, judged, run_main
 from tests.fuzz.models import tiny_model
@@ -437,11 +437,11 @@ TARGETS = (
     _program_target(EVALUATE, "launch/evaluate.py", use_evaluate, 6),
     _program_target(PLAN, "partitioner/plan.py", lambda run: None, 4, ("tokens=9", "device=h100")),
     _program_target(SEARCH, "partitioner/search.py", lambda run: None, 6, ("table=x.json",)),
-    _program_target(ENCODE, "policies/prompt_cache/encode.py", lambda run: None, 3, ("schema=x.xml",)),
-    _program_target(HEADS, "policies/retrieval_heads.py", lambda run: None, 2, ("out=x",)),
-    _program_target(GATES, "policies/duo_gates.py", lambda run: None, 2, ("out=x",)),
-    _program_target(SKEW, "policies/skew.py", lambda run: None, 3, ("out=x",)),
-    _program_target(FIT, "policies/fit_kvzap.py", lambda run: None, 3, ("out=x",)),
+    _program_target(ENCODE, "launch/encode.py", lambda run: None, 3, ("schema=x.xml",)),
+    _program_target(HEADS, "launch/retrieval_heads.py", lambda run: None, 2, ("out=x",)),
+    _program_target(GATES, "launch/duo_gates.py", lambda run: None, 2, ("out=x",)),
+    _program_target(SKEW, "launch/skew.py", lambda run: None, 3, ("out=x",)),
+    _program_target(FIT, "launch/fit_kvzap.py", lambda run: None, 3, ("out=x",)),
     Target(
         name="sizes in bytes",
         reads="policies/byte_size.py num_bytes",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -14,10 +15,16 @@ import pytest
 import policies as package
 from benchmarks.evaluation import options as evaluation_options
 from benchmarks.evaluation.options import EvaluateRun
+from launch.duo_gates import GATES
+from launch.encode import ENCODE
+from launch.fit_kvzap import FIT
 from launch.infer import INFER
 from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
 from launch.inputs.policies import NAMES, ineffective_options, options_of, rank_policies
+from launch.program.compose import Program
+from launch.retrieval_heads import HEADS
 from launch.server.options import ServeRun, warnings
+from launch.skew import SKEW
 from policies import POLICIES, PolicyTable
 from policies.adakv import AdaKV
 from policies.expected_attention import ExpectedAttention
@@ -97,6 +104,13 @@ def test_help_does_not_wait_for_torch_and_what_a_policy_is_loads_no_method() -> 
     assert has_torch == "False"
     assert "policies.base" in modules.split()
     assert not methods & set(modules.split())
+
+
+@pytest.mark.parametrize("program", [ENCODE, FIT, GATES, HEADS, SKEW], ids=lambda program: program.module)
+def test_what_makes_files_for_policies_runs_by_the_name_in_its_help(program: Program[Any]) -> None:
+    assert program.help.startswith(f"usage: python -m {program.module} ")
+    main = resolve_name(f"{program.module}:main")
+    assert main.__module__ == f"launch.{program.name}"
 
 
 def test_nothing_said_keeps_everything() -> None:

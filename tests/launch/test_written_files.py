@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.ttft.benchmark import _check
 from launch.bench import BENCH
+from launch.fit_kvzap import FIT
+from launch.fit_kvzap import _prepare as prepare_fit
 from launch.infer import INFER
 from launch.program.written_files import ensure_outputs
 from partitioner.plan import main as plan
 from partitioner.search import SEARCH, _prepare
-from policies.fit_kvzap import FIT
-from policies.fit_kvzap import _prepare as prepare_fit
 from runahead.context import even
 from runahead.ranks.mesh import Mesh
 from tests.exit_status import one_line_error

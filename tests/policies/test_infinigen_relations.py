@@ -13,7 +13,7 @@ from statistics import mean
 import pytest
 import torch
 
-from policies.skew import skew_of
+from launch.skew import skew_of
 from runahead import Model, ModelOptions
 from tests.policies.attention_mass import (
     ALL_COLUMNS,

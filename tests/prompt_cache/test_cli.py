@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.encode import main as encode
 from launch.infer import main as infer
-from policies.prompt_cache.encode import main as encode
 from tests.exit_status import exit_status
 from tests.families import save_tiny_llama
 from tests.prompt_cache.serving import chatting

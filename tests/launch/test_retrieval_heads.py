@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch.retrieval_heads import main, random_ids, scores_of
 from policies.base import ModelFacts
 from policies.head_scores import FILES, HeadScores
 from policies.razor_attention import RazorAttention
-from policies.retrieval_heads import main, random_ids, scores_of
 from policies.streaming_heads import best_heads
 from runahead import Model
 from runahead.attention.partial import AttentionTerms

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from policies.skew import main, skew_of
+from launch.skew import main, skew_of
 from policies.skewing import Skew, typical_queries
 from runahead import Model
 from runahead.attention.partial import AttentionTerms
@@ -149,7 +149,7 @@ def test_a_model_without_a_tokenizer_is_told(
 def test_more_ranks_than_one_are_refused(
     folder: Path, sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from policies.skew import SkewRun, _prepare
+    from launch.skew import SkewRun, _prepare
 
     class TwoRanks:
         size = 2

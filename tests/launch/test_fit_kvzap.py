@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from policies.fit_kvzap import SINKS, fitted, fitted_on, main, scored
+from launch.fit_kvzap import SINKS, fitted, fitted_on, main, scored
 from policies.kvzap import KVzap
 from policies.kvzip import KVzip
 from policies.ridge import Ridge, explained
@@ -18,8 +18,8 @@ from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import score_prompt
 from tests.exit_status import exit_status, one_line_error
 from tests.families import prompt, throughout
+from tests.launch.test_skew_program import folder as folder
 from tests.policies.running import Run
-from tests.policies.test_skew_program import folder as folder
 from tests.ranks.tasks import tiny_model
 
 

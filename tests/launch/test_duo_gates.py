@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch.duo_gates import By, GatesRun, by_kvzip, by_optimising, main, passkey_text
 from policies.duo_attention import DuoAttention
-from policies.duo_gates import By, GatesRun, by_kvzip, by_optimising, main, passkey_text
 from policies.duo_table import DuoTable
 from policies.streaming_llm import StreamingLLM
 from runahead import Model
