@@ -225,7 +225,7 @@ def check_fault(what: str, outcome: Outcome, timeout_s: float, num_reports: int)
 
 
 def fault_s(outcome: Outcome) -> float | None:
-    """When the fault happened, in seconds since the epoch; None if it did not."""
+    """Moment of the fault, in seconds since the epoch; None if it did not happen."""
     for line in outcome.ranks[-1].output.splitlines():
         with suppress(ValueError, TypeError, KeyError):
             return float(json.loads(line)["fault_s"])

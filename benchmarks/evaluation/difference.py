@@ -22,7 +22,7 @@ class Difference:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Difference:
-        """By the percentile bootstrap: pairs are drawn with replacement, the same draws whenever it is called."""
+        """Mean, with an interval by the percentile bootstrap; the same draws with replacement every time."""
         if len(differences) < LEAST_PAIRS:
             return cls(mean=mean(differences), interval=None)
         values_n = np.asarray(differences)

@@ -22,7 +22,7 @@ def perplexity(scores: Sequence[float], weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What a score is.
+    """Name of a score, its range, and how scores of cases are combined.
 
     Attributes:
         name: with its unit, as in tables and lines.

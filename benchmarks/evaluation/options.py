@@ -28,7 +28,7 @@ RULER_TASKS = (
 )
 """Tasks of RULER, as published."""
 RULER_SETS = ("niah_multivalue", "niah_multiquery", "cwe", "fwe")
-"""Those that ask for several strings, which are right in any order."""
+"""Tasks that ask for several strings, which are right in any order."""
 RULER_FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}
 """Option that names the file of a task's questions."""
 TEXT_TASKS = ("perplexity", "copy", "needle", "ruler")
@@ -36,7 +36,7 @@ TEXT_TASKS = ("perplexity", "copy", "needle", "ruler")
 
 
 class Question(Enum):
-    """When a policy sees the question: in a separate turn after the thinned context, or together with the context."""
+    """Place of the question: in a separate turn after the thinned context, or together with the context."""
 
     separate = "separate"
     with_context = "with_context"

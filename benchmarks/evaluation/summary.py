@@ -108,7 +108,7 @@ def read(path: Path) -> list[Line]:
 
 
 def latest(found: Sequence[Line]) -> list[Line]:
-    """For every task, the lines comparable with its last one; the last line of each repeated measurement."""
+    """The lines of every task that are comparable with its last one; the last line of each repeated measurement."""
     comparison = {line["task"]: line["comparison"] for line in found}
     by_key = {line["key"]: line for line in found if line["comparison"] == comparison[line["task"]]}
     return list(by_key.values())

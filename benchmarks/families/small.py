@@ -135,7 +135,7 @@ _RULES: tuple[tuple[str, str], ...] = (
 
 
 def _small(config: Any, sizes: Sizes) -> dict[str, Any]:
-    """What is given to a config class for a small config."""
+    """Arguments of a config class for a small config."""
     values, kept = config.to_dict(), dict[str, Any]()
     defaults = _class_defaults(type(config))
     width = sizes.heads * sizes.head_dim

@@ -1,4 +1,4 @@
-"""Which causal families of transformers the runtime computes, by their default configs, and why it refuses others."""
+"""Verdicts on transformers' causal families, by their default configs: which the runtime computes, why not others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def verdict(model_type: str) -> str:
 
 
 def part_of_page(found: Mapping[str, str], version: str) -> str:
-    """What docs/models.md says of families, in Markdown.
+    """The list of families in docs/models.md, in Markdown.
 
     Args:
         found: verdict of each family.

@@ -117,6 +117,6 @@ def _step_s(batches: Sequence[GenerationBatch]) -> float:
 
 
 def _spoken(batch: GenerationBatch) -> dict[str, Any]:
-    """What the doctor's check of exactness compares."""
+    """Tokens and logits that the doctor's check of exactness compares."""
     [generation] = batch.generations
     return {"tokens": generation.new_token_ids, "top5": generation.first_token_logits_top5}

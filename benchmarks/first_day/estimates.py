@@ -1,4 +1,4 @@
-"""What each figure should be, by estimate. None was measured by us: a first day shows where they are wrong.
+"""Estimates of what each figure should be. None was measured by us: a first day shows where they are wrong.
 
 A GPU's own figures are those that its maker states, or for one that is not known (`KNOWN`) measured ones.
 """
@@ -175,4 +175,4 @@ ESTIMATES = {
         unit="times one GPU", of=lambda gpu, ranks: CHAIN_SHARE * ranks, because="12% of the time is not compute"
     ),
 }
-"""By kind of figure."""
+"""Estimates by kind of figure."""

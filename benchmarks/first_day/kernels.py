@@ -75,7 +75,7 @@ def _cudnn(q_BNCH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, own: bool) -> tuple[T
 
 
 KERNELS: dict[str, Attend] = {"flash": _ours, "cudnn": _cudnn}
-"""By kind of estimate: the runtime's own way, and one that it might take."""
+"""Kernels by kind of estimate: the runtime's own way, and one that it might take."""
 
 
 def _results(visit: Visit) -> None:
@@ -157,7 +157,7 @@ def _sequence(q_SNH: Tensor, k_TUH: Tensor, v_TUH: Tensor, starts: Tensor) -> tu
 
 
 def _decoding(visit: Visit, *, num_tokens: int) -> None:
-    """With grouped queries, and without: as it is, and with every query twice, so that the kernel splits the keys."""
+    """Decoding with grouped queries and without, also with every query twice, so that the kernel splits the keys."""
     q_SNH = torch.randn(1, N, H, device=visit.device, dtype=torch.bfloat16)
     starts = torch.tensor([0, num_tokens], device=visit.device, dtype=torch.int32)
     for name, num_heads, queries in (
@@ -171,7 +171,7 @@ def _decoding(visit: Visit, *, num_tokens: int) -> None:
 
 
 def _blockwise(visit: Visit) -> None:
-    """What windows, soft caps and ALiBi take."""
+    """Time of attention block by block, which windows, soft caps and ALiBi need."""
     num_tokens, terms = BLOCKWISE, AttentionTerms(scaling=SCALING)
     q_BNCH, (k_BKTH, v_BKTH) = _queries(visit, num_tokens), _keys_and_values(visit, num_tokens)
     ms = visit.median_ms(lambda: blockwise_attention(q_BNCH, k_BKTH, v_BKTH, terms, q_start=0, k_start=0), times=1)

@@ -1,4 +1,4 @@
-"""What one GPU tells of NCCL: options, an exchange with oneself, capture, and the end with and without a live graph."""
+"""NCCL on one GPU: options, an exchange with oneself, capture, and the end with and without a live graph."""
 
 from __future__ import annotations
 

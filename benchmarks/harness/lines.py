@@ -58,7 +58,7 @@ def read(
 
 
 def measured(found: Sequence[Line]) -> str:
-    """When lines were measured and by which commits, for a table's heading: "2026-11-24 to 2026-11-25, commit a, b"."""
+    """Days and commits of lines, for a table's heading: "2026-11-24 to 2026-11-25, commit a, b"."""
     days = sorted({str(line["date"])[:10] for line in found if line.get("date")})
     commits = ", ".join(sorted({str(line["commit"]) for line in found}))
     return ", ".join([*([" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []), f"commit {commits}"])

@@ -428,7 +428,7 @@ def panels(found: list[Line]) -> list[Panel]:
 
 
 def set_scales(axes: Any, found: list[Line]) -> None:
-    """Both logarithmic."""
+    """Make both axes logarithmic."""
     set_lengths(axes, sorted({line["context"] for line in found}))
     axes.set_yscale("log")
 

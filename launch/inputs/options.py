@@ -213,7 +213,7 @@ class RunOptions:
 
     @cached_property
     def setup(self) -> Setup:
-        """What the options say of the run. Its policies are made once."""
+        """Facts that the options give of the run. Its policies are made once."""
         prompt, draft = self.prompt, self.draft
         options = {
             "prompt.skip_invalid": prompt.skip_invalid,
@@ -238,7 +238,7 @@ def only_outer(profile: Profile) -> Profile:
 
 
 def setup_of(run: Any, options: Mapping[str, Any]) -> Setup:
-    """What options say of the run of a program that generates.
+    """Facts that options give of the run of a program that generates.
 
     Args:
         options: those of the program alone, as of `Setup`.

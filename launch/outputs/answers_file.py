@@ -29,7 +29,7 @@ WEIGHTS = "weights"
 """Name of the weights' fingerprint among the settings of a line."""
 
 BEGIN = b'{"index": '
-"""What every line of `Answers` begins with."""
+"""Beginning of every line of `Answers`."""
 
 
 def settings_of(run: Any, defaults: Any, files: Collection[str], *, num_chunks: int | None = None) -> dict[str, str]:
@@ -56,7 +56,7 @@ def settings_of(run: Any, defaults: Any, files: Collection[str], *, num_chunks: 
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """What a line says of its prompt: a digest of the token ids."""
+    """Digest of a prompt's token ids, by which a line names it."""
     return digest_of(json.dumps(list(ids)).encode())[:16]
 
 

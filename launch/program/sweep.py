@@ -94,7 +94,7 @@ class Job:
 
 
 def _launcher(num_ranks: int) -> list[str]:
-    """What starts the ranks of a job: torchrun on this host, or srun where the sweep has several nodes of SLURM."""
+    """Command to start the ranks of a job: torchrun on this host, or srun where a sweep has several nodes of SLURM."""
     module = [sys.executable, "-m"]
     if num_ranks == 1:
         return module

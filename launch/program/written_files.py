@@ -74,7 +74,7 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _place(path: str | os.PathLike[str]) -> object:
-    """What is the same for all names of a file; None for what is no file, such as a device or a folder."""
+    """Key that all names of a file have in common; None for what is no file, such as a device or a folder."""
     try:
         about = os.stat(path)
     except FileNotFoundError:

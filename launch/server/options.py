@@ -134,7 +134,7 @@ class ServeRun:
 
     @cached_property
     def setup(self) -> Setup:
-        """What the options say of the run. Its policies are made once."""
+        """Facts that the options give of the run. Its policies are made once."""
         options: dict[str, Any] = {"a server": True, "serve.decode_ranks": self.serve.decode_ranks}
         if self.policy["name"] == "prompt_cache":
             policy = prompt_cache_options(self.policy)

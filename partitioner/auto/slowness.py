@@ -19,7 +19,7 @@ CLOSE = 0.1
 CHANGE = 0.03
 """Least log change of a rank's slowness that counts as a change of the machine if two prompts in a row show it."""
 NOISE_FACTOR = 2.5
-"""Such a change also exceeds this many times the median surprise so far."""
+"""Least ratio of such a change to the median surprise so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class ComputeCost(Protocol):
         """Embedding, norm and projections of layer 0, until its keys and values are known."""
 
     def between(self, c: float) -> float:
-        """From one attention to the next: output projection, MLP, and norm and projections of the next layer."""
+        """Steps from one attention to the next: output projection, MLP, and norm and projections of the next layer."""
 
     def own(self, c: float) -> float:
         """Causal attention of the chunk to itself in one layer."""
@@ -37,7 +37,7 @@ class ComputeCost(Protocol):
         """Attention of the chunk to its prefix in one layer, with the merge; 0 without a prefix."""
 
     def last(self, c: float) -> float:
-        """After the last attention: output projection, MLP, norm, and the logits of one token."""
+        """Steps after the last attention: output projection, MLP, norm, and the logits of one token."""
 
 
 def layer_s(cost: ComputeCost, c: float, P: float) -> float:

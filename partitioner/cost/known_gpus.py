@@ -51,7 +51,7 @@ KNOWN = {
     r"RTX 4090": _gpu(24, 1008, 165, PCIE4_BPS),
     r"RTX 3090": _gpu(24, 936, 71, PCIE4_BPS),
 }
-"""By a pattern of words of the name that CUDA gives; the first that fits counts."""
+"""Figures by a pattern of words of the name that CUDA gives; the first pattern that fits counts."""
 
 NAMES = [pattern.replace(".*", " ") for pattern in KNOWN]
 """A name that each pattern finds, for messages."""

@@ -1,4 +1,4 @@
-"""From the options of a plan to what it is a function of: the model's sizes, the machine and the work."""
+"""Request of a plan, read from its options: the model's sizes, the machine and the work."""
 
 from __future__ import annotations
 

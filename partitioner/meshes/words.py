@@ -33,7 +33,7 @@ COLUMNS = (
 LEFT = ("stages x shares", "decode", "why not")
 
 PORT = 29500
-"""At which ranks of several nodes meet: torchrun's own default."""
+"""Port at which ranks of several nodes meet: torchrun's own default."""
 
 PARTS = {"weights": "weights", "kv": "keys and values", "activations": "activations", "reserve": "reserve"}
 """Names of the parts of a rank's memory."""

@@ -11,4 +11,4 @@ from partitioner.searches.seeded import Seeded
 from partitioner.searches.strategy import Strategy
 
 STRATEGIES: dict[SearchMethod, Strategy] = {SearchMethod.seeded: Seeded(), SearchMethod.grid: Grid()}
-"""By the value of `search.method`."""
+"""Strategies by the value of `search.method`."""

@@ -71,7 +71,7 @@ class KVTransfer(ABC):
 
     @classmethod
     def backend_links(cls, ranks: Ranks, links: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of the directed links that need the backend."""
+        """The directed links that need the backend."""
         return links
 
     @property

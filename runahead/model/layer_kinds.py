@@ -1,4 +1,4 @@
-"""Which kinds of layers the runtime computes, and in one sentence why it does not compute a model that has others.
+"""Kinds of layers that the runtime computes, and for a model that has others one sentence that says why it does not.
 
 Every layer has to attend once, by transformers' attention interface, to keys and values of its own or an earlier
 layer's: to all that are stored, those in a sliding window or those in a chunk, and to none of later tokens.
@@ -24,7 +24,7 @@ _OTHERS = {
     "compressed_sparse_attention": "compresses keys",
     "heavily_compressed_attention": "compresses keys",
 }
-"""What some other layers are or do."""
+"""Layer types that the runtime does not compute, and what these layers are or do."""
 
 
 def decoder_config(config: Any) -> Any:

@@ -178,7 +178,7 @@ def routes_to_experts(module: nn.Module) -> bool:
 
 @dataclass(kw_only=True)
 class LayerIO:
-    """What the attention of one layer is given and returns (B, S, D), in a forward of the short text."""
+    """Input and output (B, S, D) of the attention of one layer, in a forward of the short text."""
 
     x_BSD: Tensor
     out_BSD: Tensor

@@ -170,7 +170,7 @@ class ControlMessages(Waiting):
 
 
 def _told(error: Exception | None) -> tuple[str | None, bool]:
-    """What other ranks are told of an error: its message, None without one, and whether it is a user's mistake."""
+    """Message of an error for the other ranks, None without one, and whether it is a user's mistake."""
     return (None, False) if error is None else (line_of(error), is_mistake(error))
 
 

@@ -146,7 +146,7 @@ class StoppedRanks:
         self._looked_s = time.monotonic()
 
     def look(self) -> dict[Presence, float]:
-        """Those that have been stopped for longer than the timeout, each with the seconds for which it was seen so."""
+        """Ranks that have been stopped for longer than the timeout, each with the seconds for which it was seen so."""
         elapsed_s = time.monotonic() - self._looked_s
         if elapsed_s >= LOOK_S:
             self._looked_s += elapsed_s

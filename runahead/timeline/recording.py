@@ -24,7 +24,7 @@ ANCHOR = "the clock of this rank"
 LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 NUM_ANCHORS = 7
-"""Such ranges, of which the shortest counts, as in Cristian's algorithm (`ControlMessages.clock_offset_s`)."""
+"""Number of these ranges; the shortest counts, as in Cristian's algorithm (`ControlMessages.clock_offset_s`)."""
 
 
 @dataclass(kw_only=True)

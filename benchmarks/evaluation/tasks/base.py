@@ -84,7 +84,7 @@ class KVUse:
         return mean(masses) if masses else None
 
     def seen_share_of(self, report: RetrievalReport | None) -> float:
-        """As `seen_share`, by the statistics of retrieval; None if the policy does not retrieve."""
+        """`seen_share` by these statistics of retrieval; None are those of a policy that does not retrieve."""
         kept = [tokens / self.num_tokens for tokens in self.kept_tokens]
         fetched: Sequence[float | None] = [None] * len(kept) if report is None else report.fetched_share
         return mean(share * (1.0 if of_it is None else of_it) for share, of_it in zip(kept, fetched, strict=True))

@@ -31,7 +31,7 @@ METRICS: dict[Score, Metric] = {
     Score.perplexity: metrics.PERPLEXITY,
 }
 KEYS = ("prompt", "question", "answers", "metric")
-"""What a line of a user's own may have."""
+"""Keys that a line of a user's own may have."""
 LONGBENCH = {
     "narrativeqa": 128,
     "qasper": 128,
@@ -43,7 +43,7 @@ LONGBENCH = {
 }
 """Data sets of LongBench (Bai et al., 2024, arXiv 2308.14508) that are scored by F1, and their most new tokens."""
 CONTINUED = ("triviaqa",)
-"""Those whose input continues the context's examples; answers are read up to the first line break."""
+"""Data sets whose input continues the context's examples; answers are read up to the first line break."""
 UNNAMED = "LongBench"
 """Kind of LongBench's lines that name no data set."""
 LONGBENCH_ASKED = "\n\nAnswer in as few words as you can.\nQuestion: {question}\nAnswer:"

@@ -121,7 +121,7 @@ def table(found: list[Line]) -> str:
 
 
 def verdict(found: list[Line], options: Namespace) -> str | None:
-    """What of the last run is slower than the options allow; None if nothing is."""
+    """Words on what is slower in the last run than the options allow; None if nothing is."""
     latest, slower = last_run(found), list[str]()
     ratio, _, _ = mean(list(map(ratios, latest)))
     if options.most_mean is not None and ratio > options.most_mean:

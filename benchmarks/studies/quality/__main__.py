@@ -40,7 +40,7 @@ KEY_VALUE = "key_value"
 TASKS = [*(name for name in RULER_TASKS if name not in RULER_FILES), KEY_VALUE]
 """Tasks that need no file of questions."""
 EXPECTED = "{name:expected_attention,epsilon:0.01}"
-"""As NVIDIA's leaderboard has it under AdaKV."""
+"""Expected Attention as NVIDIA's leaderboard has it under AdaKV."""
 POLICIES = ["snapkv", "pyramidkv", "h2o", "keydiff", "tova", EXPECTED, "streaming_llm", "pyramidinfer"]
 RETRIEVING = ["infinigen", "{name:quest,fetch:0.1}", "{name:exact_topk,fetch:0.1}"]
 

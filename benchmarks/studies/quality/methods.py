@@ -71,7 +71,7 @@ def told(name: str, options: Settings, file: str | None = None) -> str:
 
 
 EPSILON = 0.01
-"""Of Expected Attention, as NVIDIA's leaderboard has it under AdaKV."""
+"""Epsilon of Expected Attention, as NVIDIA's leaderboard has it under AdaKV."""
 
 DROPPING = (
     scored("window"),

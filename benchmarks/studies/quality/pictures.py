@@ -53,7 +53,7 @@ def seen(row: PolicyRow) -> float:
 
 
 def score(row: PolicyRow) -> Difference:
-    """In percentage points."""
+    """Score over the full cache in percentage points."""
     interval = row.score.interval
     in_points = None if interval is None else (100 * interval[0], 100 * interval[1])
     return Difference(mean=100 * row.score.mean, interval=in_points)

@@ -22,7 +22,7 @@ ADAPTERS: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
     "gptj": (GPTJAttention, "_attn", gptj.attend),
     "mpt": (MptAttention, "forward", alibi.mpt_forward),
 }
-"""By model_type: the attention class of a family, and the function that replaces a method of it and calls ours."""
+"""Attention class of a family, and function that replaces a method of it and calls ours, by model_type."""
 
 
 def adapt(model: PreTrainedModel, model_type: str) -> None:

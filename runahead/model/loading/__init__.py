@@ -56,7 +56,7 @@ FINDERS: dict[ModelName, Callable[..., Checkpoint]] = {
     ModelName.hf: checkpoints.find,
     ModelName.random: random_weights.find,
 }
-"""By source: the function that finds a checkpoint, and downloads it if necessary.
+"""Function of each source that finds a checkpoint, and downloads it if necessary.
 
 With `weights=False` only config and tokenizer need be there. Raises a ValueError or an OSError of one line with the
 remedy if there is none.
@@ -213,7 +213,7 @@ def _as_stored(make: hf.ModelMaker, small: Checkpoint) -> hf.ModelMaker:
 
 
 def _small_files(checkpoint: Checkpoint) -> Checkpoint:
-    """Where config and tokenizer are read: for a GGUF file that was converted before, there."""
+    """The checkpoint of which config and tokenizer are read: the conversion of a GGUF file, if there is one."""
     return checkpoint if checkpoint.gguf is None else gguf_cache.known(checkpoint) or checkpoint
 
 

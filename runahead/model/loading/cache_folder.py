@@ -79,7 +79,7 @@ def obtain(
 
 
 def work_folder(folder: Path) -> Path:
-    """Where this host makes `folder`."""
+    """The folder in which this host makes `folder`, before it is renamed."""
     return folder.with_name(f"{folder.name}.{socket.gethostname()}.partial")
 
 

@@ -113,7 +113,7 @@ def _copies_heads(plan: Mapping[str, str]) -> bool:
 
 
 def copies_of_heads(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """By name of a parameter that has copies of each KV head: how many, and the rows of a head."""
+    """Number of copies of each KV head, and rows of a head, by the names of the parameters that have copies."""
     return getattr(module, COPIES, {})
 
 

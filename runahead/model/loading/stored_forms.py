@@ -46,8 +46,8 @@ SPARE = {
     ),
     "causal masks": re.compile(r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$|\.masked_bias$"),
 }
-"""What checkpoints hold besides the text decoder, by the names of its tensors; masks are those that earlier versions of
-transformers stored."""
+"""Parts of checkpoints besides the text decoder, by patterns of their tensors' names; earlier versions of transformers
+stored masks."""
 
 ENCODER = {
     "the encoder": re.compile(r"(^|\.)(encoder|shared)\.|\.encoder_attn\w*\."),
@@ -237,7 +237,7 @@ def require_taken(model: PreTrainedModel, names: Mapping[str, str], checkpoint: 
 
 
 def _kind(model: PreTrainedModel, name: str, unexpected: Mapping[str, str]) -> str | None:
-    """What a tensor is for that a text decoder can do without; None if it is none of that."""
+    """Part of a checkpoint that this tensor is of and a text decoder can do without; None for any other tensor."""
     config = decoder_config(model.config)
     if getattr(config, "tie_word_embeddings", False) and name.endswith("lm_head.weight"):
         return "a head that is tied to the embeddings"

@@ -81,7 +81,7 @@ SOURCES = {
     "squad": "dev-v2.0.json of SQuAD 2.0, from https://rajpurkar.github.io/SQuAD-explorer",
     "hotpotqa": "hotpot_dev_distractor_v1.json of HotpotQA, from https://hotpotqa.github.io",
 }
-"""Where the files are, by option."""
+"""Places of the files on the web, by option."""
 
 
 @cache

@@ -77,7 +77,7 @@ class Ruler(Answering):
         return recall(answer, item.answers)
 
     def _of_set(self, name: str) -> Case:
-        """What a case has of a task whose answer is generated in any case; lines without it had another score."""
+        """Further entry of a case whose answer is generated in any case; lines without it had another score."""
         return {"new_tokens": self._new_tokens(name)} if name in RULER_SETS else {}
 
     def _new_tokens(self, name: str) -> int:
