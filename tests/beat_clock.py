@@ -10,7 +10,7 @@ from runahead.ranks.ranks import Ranks
 
 
 class BeatClock:
-    """In the place of the module `time`: counts the beats of all ranks but the one that is to fall silent.
+    """Replaces the module `time`: counts the beats of all ranks but the one that is to fall silent.
 
     It goes on from the time at which it is made, since a watcher that runs takes the difference of the two.
     """
@@ -27,7 +27,7 @@ class BeatClock:
 
 
 def give_up_silent(ranks: Ranks, timeout_s: float, silent: int) -> None:
-    """From now on a rank is given up that is silent for so long by this clock, so only the one that is to be."""
+    """Give up, from now on, a rank that is silent for so long by this clock, so only the one that is to be."""
     assert ranks._heartbeat is not None and ranks._watcher is not None
     watcher.time = BeatClock(ranks._heartbeat, silent)  # type: ignore[assignment]
     ranks.timeout_s = ranks._watcher._timeout_s = timeout_s

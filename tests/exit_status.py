@@ -9,7 +9,7 @@ import pytest
 
 
 class Exited(BaseException):
-    """In place of os._exit, which would end the tests."""
+    """Raised in place of os._exit, which would end the tests."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"os._exit({status})")

@@ -342,7 +342,7 @@ CASTS = {
     (torch.Tensor, "softmax"): Float64.casting(torch.Tensor.softmax),  # that of torch.nn.functional calls it
     (torch, "softmax"): Float64.casting(torch.softmax),
 }
-"""What stands where while a `Float64` is open."""
+"""Attributes that a `Float64` replaces while it is open, and their values."""
 
 
 def throughout(dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What tests need of a machine beside Python: a program, root, a kernel that makes networks."""
+"""Needs of tests beside Python: a program, root, a kernel that makes networks."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def short_lived_pool(size: int) -> Iterator[RankPool]:
 
 
 def give_up_after(ranks: Ranks, timeout_s: float) -> None:
-    """From now on a peer that is silent for so long is given up. Ranks meet, and load modules, with more patience."""
+    """Give up, from now on, a peer that is silent for so long. Ranks meet, and load modules, with more patience."""
     ranks.timeout_s = ranks._watcher._timeout_s = timeout_s
 
 

@@ -1,4 +1,4 @@
-"""Which tests a run has and in which order, and what it says of those that failed; a plugin of pytest."""
+"""Choice and order of a run's tests, and what it says of those that failed; a plugin of pytest."""
 
 from __future__ import annotations
 

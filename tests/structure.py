@@ -164,7 +164,7 @@ FEATURE = re.compile(
     r"\b(?:prefill|decode|cache|policy|generation|serve|prompt|draft|ranks|partition)(?:=|\.\w+)|\bpolicy \{|"
     r"\bpolicies\b|\bmodel \{|\{name\} |\bsegments?\b|\bconversation\b|\bKV heads?\b|\bin a sequence\b|\bstages\b"
 )
-"""What a message calls a feature: an option, policies, a model, reused segments."""
+"""Words for a feature in a message: an option, policies, a model, reused segments."""
 
 
 def refusals(source: Source) -> list[str]:

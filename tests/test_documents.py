@@ -1,4 +1,4 @@
-"""What README.md, docs/library.md, docs/prompt_cache.md and the tutorial show runs, and commands select tests."""
+"""Code of README.md, docs/library.md, docs/prompt_cache.md and the tutorial runs, and commands select tests."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ X = torch.ones(2, 2, dtype=torch.float64)
 
 
 def casts(x: Tensor) -> list[Tensor]:
-    """What transformers writes for float32."""
+    """Casts that transformers writes for float32."""
     return [
         x.float(),
         x.to(torch.float32),

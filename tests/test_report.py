@@ -139,7 +139,7 @@ def test_summary_tells_the_figures_of_one_prompt():
 
 
 def test_what_is_kept_is_a_share_of_the_whole_prompt():
-    """Of 40 tokens 10 were computed, and 30 are those of segments."""
+    """10 of 40 tokens were computed, and 30 are those of segments."""
     cut = batch(generation(prompt_tokens=40))
     cut.ranks[-1].kept_tokens = [40, 20]
     assert "75.0% of the prompt's tokens" in summary([cut])

@@ -97,7 +97,7 @@ def test_every_page_is_in_the_index() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/studies/")])
 def test_tables_of_figures_say_when_and_by_which_commit(page: str) -> None:
-    """In their section, or in one around it."""
+    """The section of a table says it, or one around it."""
     around: dict[int, str] = {}
     for section in re.split(r"^(?=#)", read(ROOT / page), flags=re.MULTILINE):
         level = len(section) - len(section.lstrip("#"))
@@ -142,7 +142,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 def test_numbers_of_examples_grow_with_the_profile() -> None:
-    """Else `make test-slow` tries those of `make test` again. Properties inside a test have other parameters."""
+    """With fixed ones `make test-slow` would try those of `make test` again. Properties inside a test have others."""
     fixed = [
         path for path in sorted((ROOT / "tests").rglob("*.py")) if re.search(r"^@settings\(", read(path), re.MULTILINE)
     ]

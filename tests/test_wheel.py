@@ -130,7 +130,7 @@ def test_programs_run_without_the_checkout(installed: Installed) -> None:
 
 @pytest.mark.slow
 def test_the_doctor_runs_without_the_checkout(installed: Installed) -> None:
-    """On its own model's shape, of which it has few layers here."""
+    """It takes its own model's shape, with few layers."""
     few = ["model.layers=2", "doctor.lengths=[64]", "doctor.rounds=1", "ranks.device=cpu", "doctor.out=page"]
     assert "exactness" in installed.run("launch.doctor", *few)
     assert (installed.folder / "page" / "doctor.json").is_file()

@@ -19,7 +19,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Outputs(NamedTuple):
-    """What the ranks of a job have written, one rank after the other."""
+    """Output of the ranks of a job, one rank after the other."""
 
     stdout: str
     stderr: str

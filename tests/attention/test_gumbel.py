@@ -13,7 +13,7 @@ from runahead.attention.gumbel import gumbel
 
 
 def test_it_is_gumbel_noise() -> None:
-    """In mean, variance and upper tail, of 480,000 numbers; positions follow each other, as they do in a text."""
+    """Mean, variance and upper tail are those of 480,000 numbers; positions follow each other, as they do in a text."""
     noise_BNqn = gumbel(0, 3, 0, 3, torch.arange(400)[None], torch.arange(400)[None, None])
     assert noise_BNqn.shape == (1, 3, 400, 400) and noise_BNqn.dtype == torch.float32
     assert noise_BNqn.isfinite().all() and noise_BNqn.max() < 17
@@ -23,7 +23,7 @@ def test_it_is_gumbel_noise() -> None:
 
 
 def test_places_do_not_have_each_others_noise() -> None:
-    """Neither neighbouring queries nor keys, heads, layers or seeds."""
+    """Neighbouring queries, keys, heads, layers and seeds have noise of their own."""
     places = torch.arange(200)[None], torch.arange(200)[None, None]
     noise_NX = gumbel(0, 0, 0, 3, *places)[0].flatten(1)
     others = [gumbel(0, 1, 0, 1, *places), gumbel(1, 0, 0, 1, *places), gumbel(0, 0, 0, 1, places[0] + 1, places[1])]
@@ -35,7 +35,7 @@ def test_places_do_not_have_each_others_noise() -> None:
 
 
 def test_it_depends_on_positions_alone() -> None:
-    """Not on the row, on padding before it, on which other keys and queries there are, or on the rank's share."""
+    """The row, padding before it, other keys and queries, and the rank's share do not matter."""
     whole = gumbel(7, 2, 0, 4, torch.arange(20)[None], torch.arange(20)[None, None])
     padded = torch.arange(25) - torch.tensor([[5], [0]])
     batch = gumbel(7, 2, 0, 4, padded[:, 10:], padded[:, None])

@@ -77,7 +77,7 @@ def test_a_causal_rule_sees_no_later_key(name: str) -> None:
 @every_function
 @given(data=st.data())
 def test_is_causal_looks_at_every_query_and_key(name: str, data: st.DataObject) -> None:
-    """Although the answer is found from a few rows."""
+    """is_causal() samples a few rows; the answer must hold for all of them."""
     start = data.draw(st.integers(0, 39))
     end = data.draw(st.integers(start + 1, 40))
     first = data.draw(st.integers(0, start))
@@ -95,7 +95,7 @@ def test_is_causal_looks_at_every_query_and_key(name: str, data: st.DataObject) 
     ],
 )
 def test_transformers_hands_its_own_rule_through(create: Callable[..., Any], name: str) -> None:
-    """In place of the mask that it would build: in the positions of the sequence, whatever chunk the forward has."""
+    """It takes the place of the mask, and has the positions of the sequence, whatever chunk the forward has."""
     register()
     config = AutoConfig.for_model(
         "llama", sliding_window=5, attention_chunk_size=6, num_hidden_layers=1, attn_implementation=ATTENTION_NAME

@@ -155,7 +155,7 @@ def test_sinks_are_added_once_however_many_parts_there_are() -> None:
 
 
 def test_a_part_that_some_queries_see_is_merged_into_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each of many parts would take an output of all queries."""
+    """Merged into all, each of many parts would take an output of all queries."""
     q_BNSH, k_BKSH, v_BKSH = _inputs()
     cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
     slab = cache.layer(0)

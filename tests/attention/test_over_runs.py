@@ -25,7 +25,7 @@ from runahead.attention.partial import AttentionTerms
 from tests.attention.over_runs import Codec, TextRun, attend_to_runs
 
 TOLERANCE = 1e-9
-"""In float64. Outputs are averages of normal values; log-sum-exps reach 1,000 under a bias."""
+"""Tolerances in float64. Outputs are averages of normal values; log-sum-exps reach 1,000 under a bias."""
 
 KEY_DIM = 8
 CODECS = [None, *(Codec(bits, by_token) for bits in (4, 2) for by_token in (False, True))]
@@ -144,7 +144,7 @@ def texts(draw: DrawFn, num_new: int, rule: MaskRule | None) -> Text:
 
 @st.composite
 def terms(draw: DrawFn, rule: MaskRule | None, num_heads: int, *, changes_scores: bool) -> AttentionTerms:
-    """What families add to attention."""
+    """Terms that families add to attention."""
     slopes_N1 = torch.linspace(0.5, 0.02, num_heads, dtype=torch.float64)[:, None]
     sinks_N = torch.linspace(-3, 2, num_heads, dtype=torch.float64)
     return AttentionTerms(
@@ -191,7 +191,7 @@ def dense(text: Text, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_any_runs_are_one_dense_softmax(kind: str, num_new: int, data: st.DataObject) -> None:
-    """Also of rows without tokens, of queries that see no key, and of tokens that are stored elsewhere."""
+    """Some rows have no tokens, some queries see no key, and some tokens are stored elsewhere."""
     rule, changes_scores = KINDS[kind]
     text = data.draw(texts(num_new, rule))
     given_terms = data.draw(terms(rule, text.q_BNCH.shape[1], changes_scores=changes_scores))

@@ -42,7 +42,7 @@ class Case:
         return self.q_start + self.q_BNCH.shape[2]
 
     def attend(self, terms: AttentionTerms, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """To the keys [start, end) alone."""
+        """Attention to the keys [start, end) alone."""
         k, v = self.k_BKSH[:, :, start:end], self.v_BKSV[:, :, start:end]
         return attend(self.q_BNCH, k, v, terms, q_start=self.q_start, k_start=start)
 

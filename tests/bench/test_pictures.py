@@ -1,4 +1,4 @@
-"""Which pictures there are lines for, and what they show."""
+"""Pictures for which there are lines, and what they show."""
 
 from __future__ import annotations
 

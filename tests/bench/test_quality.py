@@ -155,7 +155,7 @@ def test_sets_have_a_score_and_no_loss() -> None:
 
 
 def test_a_policy_that_wraps_a_scorer_is_compared_with_the_scorers_own_choice_too() -> None:
-    """By the same questions and the same budget alone: of `snapkv` there are more of both."""
+    """The same questions and the same budget count: of `snapkv` there are more of both."""
     found = []
     for sample, (full, alone, shared_out) in enumerate([(1.0, 0.5, 0.75), (1.0, 0.0, 0.0), (1.0, 1.0, None)]):
         found.append(line("full", sample, full))
@@ -303,7 +303,7 @@ def test_the_recall_of_what_retrieves_is_drawn_over_what_attention_saw() -> None
 @pytest.mark.parametrize("method", [*DROPPING, *RETRIEVING], ids=lambda method: method.name)
 @pytest.mark.sampled(3)
 def test_a_method_is_an_entry_of_policies(method: Method) -> None:
-    """With files that are not read here."""
+    """The entries name files, which are not read here."""
     read = [option for option in ("heads", "predictor") if option in str(method.entries[0])]
     if read:
         pytest.skip("needs a file of a model")

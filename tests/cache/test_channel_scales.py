@@ -33,7 +33,7 @@ def error_by_channel(read_BKTD: Tensor, k_BKTD: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_first", [32, 512])
 def test_large_channels_do_not_set_the_step_of_the_others(dtype: torch.dtype, num_first: int) -> None:
-    """Those of their own group least of all. Seen to fail: without the middle; without the scale."""
+    """Channels of their own group least of all. Seen to fail: without the middle; without the scale."""
     k_BKTD = keys(dtype=dtype)
     scaled, alone = read(ChannelScales.of(k_BKTD[:, :, :num_first]), k_BKTD), TokenGroups.of(k_BKTD, 4)
     errors, before = error_by_channel(scaled, k_BKTD), error_by_channel(alone.read(0, 512, dtype), k_BKTD)

@@ -125,7 +125,7 @@ class TestCache:
     def test_ring_holds_the_latest_layers_in_the_bytes_of_its_largest(
         self, layers: list[tuple[KVShape, tuple[int, int]]], num_slots: int, batch: int
     ) -> None:
-        """Also when layers that share a slot differ in shape, dtype and span."""
+        """Layers that share a slot may differ in shape, dtype and span."""
         cache = KVCache(
             [shape for shape, _ in layers],
             batch=batch,

@@ -121,7 +121,7 @@ def test_tokens_are_taken_by_head() -> None:
 
 
 def test_numbers_beyond_the_range_of_16_bits_become_its_largest() -> None:
-    """As infinity would make every number of a query that sees it NaN."""
+    """Infinity would make every number of a query that sees it NaN."""
     x = torch.tensor([1e6, -1e6, 65504.0, 0.1, 0.0], dtype=torch.float32)
     assert torch.equal(narrowed(x, torch.float16), torch.tensor([65504.0, -65504.0, 65504.0, 0.1, 0.0]).half())
     assert narrowed(x, torch.float32) is x

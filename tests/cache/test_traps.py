@@ -1,4 +1,4 @@
-"""What is easily lost when keys and values are stored in another way: forwards inside forwards, flushes, errors."""
+"""Properties easily lost when keys and values are stored in another way: forwards inside forwards, flushes, errors."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H key dim, V value dim, X = H + V, T tokens.
 

@@ -161,7 +161,7 @@ def test_bytes_are_those_of_what_is_kept() -> None:
 
 
 def test_chunks_may_be_kept_whole_until_the_last_one() -> None:
-    """So that a policy sees the whole prompt, as if it came at once."""
+    """A policy then sees the whole prompt, as if it came at once."""
     policy = SnapKV(budget=12, window=4, kernel=3)
     whole, pieces = conversation(policy), conversation(policy)
     feed(whole, IDS)

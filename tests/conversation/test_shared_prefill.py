@@ -111,7 +111,7 @@ def test_conversations_do_not_write_into_each_others_memory(model: Model) -> Non
 
 
 def test_what_several_policies_ask_is_computed_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by one key for each question: without noise in it `keyformer` has `h2o`'s sums, without weights KVzip+'s."""
+    """Each question has one key: without noise in it `keyformer` has `h2o`'s sums, without weights KVzip+'s."""
     each = [policy for share in (0.3, 0.6) for policy in (H2O(budget=share), Keyformer(budget=share))]
     each += [KVzip(budget=0.3), KVzip(budget=0.6), KVzip(budget=0.3, plus=True)]
     together = [Conversation(model, RankPolicies.everywhere([policy])) for policy in each]

@@ -97,7 +97,7 @@ def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(famil
 
 
 def test_plain_steps_follow_what_rows_have_accepted():
-    """Of two rows one accepts a draft. If their group keeps its padding, it fails."""
+    """One of two rows accepts a draft. If their group keeps its padding, it fails."""
     decoding = Decoding("llama")
     with throughout(decoding.engine.model.dtype):
         expected = decoding.alone()
@@ -133,7 +133,7 @@ def test_right_drafts_are_accepted_and_a_row_ends_inside_one(monkeypatch):
 
 
 def test_nothing_remains_of_rows_that_left():
-    """Of one that is dropped and of one that ends in a verification. If rates or texts of either stay, it fails."""
+    """One row is dropped, one ends in a verification. If rates or texts of either stay, it fails."""
     decoding = Decoding("llama")
     with throughout(decoding.engine.model.dtype):
         texts = [ids + new for ids, new in zip(PROMPTS, decoding.alone(), strict=True)]
@@ -169,7 +169,7 @@ def test_a_row_that_gives_no_numbers_leaves_and_others_go_on(monkeypatch):
 
 @pytest.mark.parametrize("cancelled", [[], [0]])
 def test_tokens_of_a_step_are_told_place_by_place(cancelled):
-    """Of two rows that accept drafts of two tokens and of one. A row that is cancelled at a place has no later one."""
+    """One row accepts a draft of two tokens, the other of one. A row that is cancelled at a place has no later one."""
     decoding, told = Decoding("llama"), list[list[NewToken]]()
     with throughout(decoding.engine.model.dtype):
         expected = decoding.alone()

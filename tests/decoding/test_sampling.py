@@ -27,7 +27,7 @@ def model() -> PreTrainedModel:
 
 
 def generate(options: GenerationOptions, **settings: Any) -> Any:
-    """With transformers: what it returns, with raw logits and processed scores."""
+    """Generate with transformers: what it returns, with raw logits and processed scores."""
     ids_1S = torch.tensor([prompt(20)])
     torch.manual_seed(0)
     bias = {(token,): value for token, value in options.logit_bias.items()}
@@ -71,7 +71,7 @@ def test_greedy_tokens_equal_generate(penalty: float) -> None:
 
 
 def test_repetition_penalty_changes_what_is_chosen() -> None:
-    """Else the test above would pass without one."""
+    """The test above would pass without a penalty."""
     plain, penalized = (generate(GenerationOptions(repetition_penalty=penalty)) for penalty in (1.0, 5.0))
     assert plain.sequences.tolist() != penalized.sequences.tolist()
 
@@ -176,7 +176,7 @@ def test_drawing_equals_torchs_own(dtype: torch.dtype) -> None:
 
 
 def test_seed_alone_decides_what_is_drawn() -> None:
-    """Not the global generator, and not other rows."""
+    """The global generator and other rows have no effect."""
     options, logits = GenerationOptions(do_sample=True), torch.zeros(1000)
 
     def draws(seed: int) -> list[int]:

@@ -153,7 +153,7 @@ def test_rows_without_speculation_beside_rows_with_it() -> None:
 
 
 def test_a_row_ends_inside_a_draft() -> None:
-    """At a token that ends texts, at a stop string, at the most new tokens, or as a reader cancels it.
+    """It ends at a token that ends texts, at a stop string, at the most new tokens, or as a reader cancels it.
 
     Where tokens of its draft are still chosen then, it fails.
     """
@@ -186,7 +186,7 @@ def test_a_row_ends_inside_a_draft() -> None:
 
 
 def test_plain_steps_follow_what_is_taken_back() -> None:
-    """Of one row alone, so that rows are at another distance. If their forward keeps its padding, it fails."""
+    """One row takes tokens back, so rows are at another distance. If their forward keeps its padding, it fails."""
     model, longest, pads = tiny_model("llama"), len(PROMPTS[0]), [0, len(PROMPTS[0]) - len(PROMPTS[1])]
     cache = model.empty_cache(longest + 3, batch=2)
     ids_BS = torch.tensor([PROMPTS[0], [0] * pads[1] + PROMPTS[1]])
@@ -270,7 +270,7 @@ def by_the_rule(drafted: dict[Sampler, list[int]]) -> Choose:
 
 
 def as_published(drafted: dict[Sampler, list[int]]) -> Choose:
-    """As the middle level of TriForce does: what takes the place of a rejected token is drawn from the whole law."""
+    """The rule of TriForce's middle level: what takes the place of a rejected token is drawn from the whole law."""
 
     def choose(samplers: Sequence[Sampler | None], logits_BV: Tensor | None) -> list[int | None]:
         chosen = choose_alone(samplers, logits_BV)
@@ -284,7 +284,7 @@ def as_published(drafted: dict[Sampler, list[int]]) -> Choose:
 
 
 def chi_square(rule: Callable[[dict[Sampler, list[int]]], Choose]) -> float:
-    """Of the texts that are drawn against their law, over its standard deviations above its mean if they follow it."""
+    """Chi-square of drawn texts against their law, in its standard deviations above its mean if they follow it."""
     options = replace(
         DRAFTED, max_new_tokens=NUM_DRAWN, do_sample=True, temperature=0.8, top_k=3, speculate_tokens=NUM_DRAWN
     )

@@ -1,4 +1,4 @@
-"""What a rank does for a case: a top-level function, since it runs in another process."""
+"""Work of a rank for a case: a top-level function, since it runs in another process."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.families import throughout
 
 NUM_CASES, NUM_SLOW_CASES = 120, 1500
 TOLERANCE = 1e-6
-"""Of log-probabilities, in float64: some families round to float32 where `throughout` cannot see it."""
+"""Tolerance of log-probabilities in float64: some families round to float32 where `throughout` cannot see it."""
 
 REFUSALS = (
     "cannot run at once",

@@ -65,7 +65,7 @@ def test_a_rank_that_a_signal_ends_is_told_with_its_name(crew: Crew) -> None:
 
 
 def test_a_rank_that_cannot_be_killed_does_not_stop_the_day(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a process that waits in a driver's call: it outlives its kill."""
+    """A process that waits in a driver's call outlives its kill."""
     left: list[int] = []
     monkeypatch.setattr(crews_of_jobs, "DEATH_S", 0.1)
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: left.append(process.pid))

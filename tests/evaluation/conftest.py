@@ -22,7 +22,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """To load with model=hf."""
+    """Folder to load with model=hf."""
     import torch
 
     path = tmp_path_factory.mktemp("model")

@@ -293,7 +293,7 @@ def test_no_output_is_a_file_that_the_run_reads(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """By whatever name, and a file that does not exist yet too. Nothing is written."""
+    """It may have any name, and need not exist yet. Nothing is written."""
     monkeypatch.chdir(tmp_path)
     Path("again.jsonl").symlink_to(written(tmp_path / "mine.jsonl", own()))
     Path("my.py").write_text("")

@@ -158,7 +158,7 @@ def of_file(path: Path, body: str) -> dict[str, object]:
 
 
 def test_a_policy_of_a_file_comes_under_every_budget(tmp_path: Path) -> None:
-    """By itself, as a scorer, and as a step; an option of its own stays."""
+    """It may stand by itself, as a scorer, and as a step; an option of its own stays."""
     own = of_file(tmp_path / "mine.py", "class Mine(Scorer):\n    power: float = 1.0\n    def score(self, view): ...")
     powerful = own | {"options": {"power": 2.0}}
     sequence = {"name": "sequence", "steps": ["pyramidinfer", own]}

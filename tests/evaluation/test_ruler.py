@@ -19,7 +19,7 @@ from benchmarks.evaluation.tasks.ruler import NEW_TOKENS
 from benchmarks.evaluation.tasks.ruler.task import Ruler
 
 LENGTHS = [2400, 3800]
-"""In tokens of a tokenizer with hardly more than a token per letter."""
+"""Lengths in tokens of a tokenizer with hardly more than a token per letter."""
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 NEEDLE = re.compile(r"A secret (?:number|code) of (\S+) is (\S+)\.")
 Asked = tuple[dict[str, Any], Item, str]
@@ -104,7 +104,7 @@ def test_all_thirteen_take_turns_and_are_as_long_as_there_is_room(everything: Ru
 
 
 def test_answers_that_are_sets_are_generated_as_published_and_scored_in_any_order(material: Material) -> None:
-    """Also where other tasks generate nothing; a case says so, which lines with another score do not."""
+    """Other tasks may generate nothing meanwhile; a case says so, which lines with another score do not."""
     tasks = ["niah_single_1", "niah_multivalue", "niah_multiquery", "cwe", "fwe"]
     task = ruler(material, tasks=tasks, samples=1, lengths=[2400], new_tokens=0)
     single, *sets = items(task)

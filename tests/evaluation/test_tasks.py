@@ -106,7 +106,7 @@ def test_copy_nll_of_the_full_cache_is_the_models_own(runtime: Runtime, material
 def test_the_loss_of_the_text_that_follows_is_measured_in_place_of_the_passage(
     runtime: Runtime, material: Material, folder: Path
 ) -> None:
-    """Not after it. A policy that retrieves is fed token by token, and tells what it found."""
+    """The text does not follow the passage. A policy that retrieves is fed token by token, and tells what it found."""
     task = Copying(EvaluateRun(copy=CopyOptions(passage=20, filler=50, following=15, samples=1, timed=False)), material)
     [case], read = task.cases, material.text_ids[:85]
     entry = {"name": "quest", "page": 4, "fetch": 0.3, "first_layer": 0, "sample_every": 1}

@@ -39,7 +39,7 @@ with atheris.instrument_imports(include=list(PARSERS)):
 
 
 def examples() -> dict[str, tuple[Sequence[bytes], Callable[[bytes], object]]]:
-    """By target: contents to begin with, and the input that a content is made into."""
+    """Contents to begin with, and the input that a content is made into, by target."""
     as_prompt = prompts.PromptFile
     return {
         "prompt cache, schemas": ([pml.SCHEMA.encode(), pml.SMALL.encode()], bytes),

@@ -160,7 +160,7 @@ def check_gguf(content: bytes, folder: Path) -> Outcome:
 
 
 def check_model(path: Path, folder: Path, *, trusted: bool = False) -> Outcome:
-    """As a run does: the small files on rank 0, the prompt, the weights, two tokens."""
+    """Load as a run does: the small files on rank 0, the prompt, the weights, two tokens."""
     options = ModelOptions(name="hf", path=str(path), trust_remote_code=trusted)  # type: ignore[arg-type]
 
     def read() -> list[int]:

@@ -196,7 +196,7 @@ def check_file_of_model(given: tuple[str, str], folder: Path) -> Outcome:
 
 
 def _hangs(given: tuple[str, str, str]) -> bool:
-    """As it should: somebody may still write into the pipe."""
+    """Wait as it should: somebody may still write into the pipe."""
     return given[0] in WAITING and given[1] == "a pipe"
 
 

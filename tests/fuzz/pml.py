@@ -174,7 +174,7 @@ def check_schema(content: bytes, folder: Path) -> Outcome:
 
 
 def _attribute(text: str) -> str:
-    """As XML writes it."""
+    """An attribute as XML writes it."""
     for character, escaped in (
         ("&", "&amp;"),
         ("<", "&lt;"),

@@ -12,7 +12,7 @@ from tests.golden.records import Record
 from tests.golden.running import Answer, Noise, answers, arrangement
 
 TOLERANCE = 1e-9
-"""Of log-probabilities in float64, relative to the largest. Sums in another order, on another CPU, make 1e-13."""
+"""Tolerance of log-probabilities in float64, relative to the largest. Sums in another order make 1e-13."""
 
 Run = Callable[..., list[list[Answer] | str]]
 """Runs a task on some ranks: their number, the task and its arguments -> the result of each rank."""

@@ -18,7 +18,7 @@ INDEX, NUMBERS = Path(__file__).with_name("golden.json"), Path(__file__).with_na
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What the code computed for a combination.
+    """Result of the code for a combination.
 
     Attributes:
         seed: of the prompts.

@@ -1,4 +1,4 @@
-"""What a rank does for a combination of the golden set, by the ways in which users come: a task of a `RankPool`."""
+"""Work of a rank for a combination of the golden set, by the ways in which users come: a task of a `RankPool`."""
 
 from __future__ import annotations
 

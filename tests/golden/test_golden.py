@@ -93,7 +93,7 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_combinations_cover_what_is_allowed_and_nothing_else() -> None:
-    """With made-up refusals: a pair that is never allowed, and one that needs a third value."""
+    """Refusals are made up: a pair that is never allowed, and one that needs a third value."""
 
     def is_allowed(chosen: dict[str, str]) -> bool:
         if chosen["bits"] == "4" and chosen["speculate"] != "none":

@@ -31,7 +31,7 @@ def a_gpu(own_cache: object) -> Iterator[None]:
 
 @pytest.fixture
 def is_virtual() -> None:
-    """For tests of the virtual GPU itself, which are skipped where there is a real one."""
+    """Skips tests of the virtual GPU itself where there is a real one."""
     if HAS_GPU:
         pytest.skip("a real GPU is here")
 

@@ -29,11 +29,11 @@ from tests.gpu.models import ids, model
 
 SHARES = {1: [1.0], 2: [0.6, 0.4], 3: [0.5, 0.3, 0.2]}
 LENGTHS = [[60], [300], [300, 170], [2], [50]]
-"""Of the prompts of each batch. Arenas grow at the second and the third; of two tokens a rank has none."""
+"""Lengths of the prompts of each batch. Arenas grow at the second and the third; of two tokens a rank has none."""
 
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True)
 LATE_S = 0.5
-"""From the other rank's first layer on. It would be through with all of them by then if it did not wait."""
+"""Seconds of sleep after the other rank's first layer. Without a wait it would be through with all of them by then."""
 
 COPY = PrefillOptions(carrier=Carrier.copy)
 
@@ -115,7 +115,7 @@ def _model(ranks: Ranks, num_shares: int) -> Model:
 
 
 def arenas(ranks: Ranks, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """After each prompt: the arenas that this rank has made so far, and those of them that are not freed."""
+    """The arenas after each prompt: those that this rank has made so far, and those of them that are not freed."""
     found = []
     for length in lengths:
         answers(ranks, COPY, lengths=[[length]])

@@ -42,7 +42,7 @@ FEW_NEW = 6
 """Generated tokens where no policy cuts back."""
 
 TOLERANCE = 2e-3
-"""Of log-probabilities: the kernels of two devices add in another order, and the weights here are wide."""
+"""Tolerance of log-probabilities: the kernels of two devices add in another order, and the weights here are wide."""
 
 NAMES, EXAMPLES = [*POLICIES], [*FAMILIES, *SHARING, *MARKING]
 CLUSTERING = ("clusterkv", "squeezed_attention", "retroinfer", "k_centers")

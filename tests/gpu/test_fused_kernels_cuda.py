@@ -34,7 +34,7 @@ LENGTHS, CHUNK, NEW = (200, 131), 128, 6
 """Tokens of the prompts, how many of them are computed at a time, and tokens that follow: most by a replayed graph."""
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Of logits, most of which are in [-1, 1]: some units in the last place."""
+"""Tolerance of logits, most of which are in [-1, 1]: some units in the last place."""
 
 TURING, AMPERE = (7, 5), (8, 0)
 """Compute capabilities of GPUs that lack FlashAttention, and of the first ones that have it."""
@@ -81,7 +81,7 @@ def by_steps(loaded: Model, lengths: tuple[int, ...], *, fixed: bool = False, sh
 
 
 def by_heads_of_different_lengths(loaded: Model, lengths: tuple[int, ...]) -> Tensor:
-    """As `by_steps`, where a policy keeps few tokens of some heads."""
+    """`by_steps` where a policy keeps few tokens of some heads."""
     ids_BS, pads = ids_of(lengths)
     conversation = Conversation(loaded, RankPolicies.everywhere([Duo(sinks=4, recent=30)]))
     first_BV = conversation.feed(ids_BS[:, :-NEW], pads=pads)

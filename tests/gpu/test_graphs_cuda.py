@@ -63,7 +63,7 @@ def require_near(found: Tensor, expected: Tensor) -> None:
 
 
 class Noted:
-    """What is known of graphs.
+    """Notes about graphs.
 
     Attributes:
         pools: that of each graph that was captured; the first one of a pool stays in it.
@@ -134,7 +134,7 @@ def test_a_float32_forward_is_replayed_with_the_same_result(gpu: Accelerator) ->
 
 @pytest.mark.usefixtures("_ends_failed_captures")
 class TestAfterAFailedCapture:
-    """Where a host waits unseen by torch's debug mode, so that a step is captured that cannot be."""
+    """The host waits unseen by torch's debug mode, so that a step is captured that cannot be."""
 
     @pytest.fixture(params=[False, True], ids=["torch 2.11", "torch 2.13"])
     def _ends_failed_captures(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_graphs_end_before_groups_are_destroyed(
 
 
 def test_a_graph_ends_with_the_process() -> None:
-    """Else NCCL's own destructors would wait for it."""
+    """NCCL's own destructors would wait for a graph that lives."""
     gpu = accelerator_for(CUDA)
     assert gpu is not None
     x = torch.ones(1, device=gpu.device)

@@ -1,4 +1,4 @@
-"""What one GPU can tell of NCCL: its options, an exchange with itself, operations in a graph, the end of a group.
+"""NCCL on one GPU: its options, an exchange with itself, operations in a graph, the end of a group.
 
 NCCL waits until no graph holds its operations before it destroys or aborts a communicator.
 """
@@ -21,7 +21,7 @@ def test_a_graph_repeats_an_exchange_also_between_others(nccl_ranks: RankPools) 
 
 @pytest.mark.parametrize("end", ["destroy", "abort"])
 def test_a_group_ends_while_a_graph_with_its_operations_is_held(nccl_ranks: RankPools, end: str) -> None:
-    """As after an error, whose traceback holds the step that the graph is of."""
+    """After an error the traceback holds the step of which the graph is."""
     assert nccl_ranks.run(1, rank_tasks.ends_with_a_graph, end) == [True]
     nccl_ranks.close()  # the rank has left its group
 

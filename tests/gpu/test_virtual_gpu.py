@@ -1,4 +1,4 @@
-"""What the virtual GPU refuses and counts; its values are checked by the other tests of this folder."""
+"""Refusals and counts of the virtual GPU; its values are checked by the other tests of this folder."""
 
 from __future__ import annotations
 

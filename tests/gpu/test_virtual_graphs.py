@@ -50,7 +50,7 @@ def test_a_capture_runs_nothing_and_a_replay_computes_in_the_same_memory() -> No
 
 
 def test_numbers_and_tensors_of_the_host_are_those_of_the_capture() -> None:
-    """What calls the step again, in place of a replay, fails here."""
+    """A call of the step in place of a replay fails here."""
     x, number, scalar, page_locked = torch.ones(2, device=GPU), 2, torch.tensor(3.0), torch.full((2,), 4.0).pin_memory()
     graph, result = captured(lambda: x * number * scalar + page_locked.to("cuda", non_blocking=True))
     number = 5

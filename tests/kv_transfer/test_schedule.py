@@ -86,7 +86,7 @@ def jobs(draw: st.DrawFn) -> Job:
 
 
 def sent(schedule: TransferSchedule, layer: int) -> list[Message]:
-    """In the order of issue: what is stored, the own chunk, then what is passed on."""
+    """Messages in the order of issue: what is stored, the own chunk, then what is passed on."""
     own = schedule.feeds(layer) + schedule.sends(layer)
     return own + [each for _, onward in schedule.onward(layer) for each in onward]
 

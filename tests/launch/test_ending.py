@@ -159,7 +159,7 @@ MISTAKES: dict[str, tuple[Callable[[Sequence[str]], int], list[str], str]] = {
     "duo_gates": (duo_gates.main, [*RUN, "out=no/such/x"], "no/such"),
     "encode": (encode.main, [*RUN, "schema=no/such.xml", "out=x"], "no/such"),
 }
-"""By program, a mistake that is not found by reading the command line."""
+"""A mistake that is not found by reading the command line, by program."""
 
 
 @pytest.mark.parametrize("name", MISTAKES)

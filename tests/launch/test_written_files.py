@@ -1,4 +1,4 @@
-"""What a run writes is never what it reads, in whatever program."""
+"""No program writes a file that it reads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refusal(options: list[str], **written: list[str | None]) -> str:
     ],
 )
 def test_every_kind_of_input_is_known(options: list[str], read: str, files: dict[str, str]) -> None:
-    """By its own name, by a link, and before it exists."""
+    """A file is known by its own name, by a link, and before it exists."""
     path = read.partition("=")[2]
     os.symlink(path, "link")
     for output in (path, "link"):

@@ -62,14 +62,14 @@ def test_every_layer_attends_once_and_in_order(layers: list[int], says: str | No
 
 
 def test_layers_of_a_decoder_are_counted_where_its_encoder_has_more() -> None:
-    """As distil-whisper's has: 32 and 2."""
+    """distil-whisper's encoder has 32, and its decoder 2."""
     config = small_config("whisper", Sizes(layers=4), decoder_layers=2)
     assert Model(small_model(config)).num_layers == 2
 
 
 @pytest.mark.parametrize("kind", [BartForConditionalGeneration, BartForCausalLM], ids=["with its encoder", "alone"])
 def test_a_decoder_is_planned_by_its_own_layers(kind: type[PreTrainedModel], tmp_path: Path) -> None:
-    """Also from a checkpoint of the decoder alone, whose config says that there is no encoder."""
+    """The config of a checkpoint of the decoder alone says that there is no encoder."""
     kind(small_config("bart", Sizes(layers=4), decoder_layers=2)).save_pretrained(tmp_path)
     options = ModelOptions(name=ModelName.hf, path=str(tmp_path))
     assert load_decoder_config(options).num_hidden_layers == 2

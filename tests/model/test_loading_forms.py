@@ -220,7 +220,7 @@ def test_tensors_without_a_place_are_refused_by_name_and_number(
 
 
 def told(folder: Path) -> list[str]:
-    """What is said about tensors that are not used."""
+    """Sentence about tensors that are not used."""
     options = ModelOptions(name="hf", path=str(folder))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -277,7 +277,7 @@ def test_the_encoder_of_a_checkpoint_is_told_and_left_out(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_stored_twice", [False, True])
 def test_a_decoder_has_the_embeddings_that_its_encoder_shares(tmp_path: Path, is_stored_twice: bool) -> None:
-    """As BART's, which transformers stores once, by a name that the decoder alone does not know."""
+    """transformers stores BART's once, by a name that the decoder alone does not know."""
     module = BartForConditionalGeneration(BartConfig(**SMALL_HALVES))
     module.save_pretrained(tmp_path)
     embeddings = module.model.shared.weight.data

@@ -1,4 +1,4 @@
-"""Which numbers of shares a model's heads allow, and copies of KV heads."""
+"""Numbers of shares that a model's heads allow, and copies of KV heads."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_rows_of_a_batch_get_the_tables_of_their_own_lengths(
 
 @pytest.mark.parametrize("case", [case for case in CASES if "sliding" not in case])
 def test_tables_change_behind_the_threshold(case: str) -> None:
-    """Else the tests above would say nothing."""
+    """The tests above say nothing of tables that do not change."""
     rotary, keywords = OLD[case]
     positions = torch.arange(ROPE_THRESHOLD)[None]
     seen = []

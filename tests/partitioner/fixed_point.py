@@ -93,7 +93,7 @@ def _serve(
     seen: Moments,
     left: Moments,
 ) -> Moments:
-    """When every message lands; `left` is brought up to date."""
+    """Moment at which every message lands; `left` is brought up to date."""
     eligible: Moments = {}
     links: dict[Sent, Link | None] = {}
     for message in messages:

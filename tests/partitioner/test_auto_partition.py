@@ -229,7 +229,7 @@ def test_ranks_are_alike_unless_they_differ_clearly() -> None:
 
 
 def choice(ranks: Ranks, table: Path | None) -> tuple[str, str | None, list[int]]:
-    """Which kind of partitioner partition=auto becomes, the paper's name of its split, and a split."""
+    """Kind of partitioner that partition=auto becomes, the paper's name of its split, and a split."""
     os.environ["RUNAHEAD_CACHE"] = str(table.parent if table else os.environ["RUNAHEAD_CACHE"])
     options = PartitionOptions(table=None if table is None else str(table))
     run = RunOptions(partition=options)

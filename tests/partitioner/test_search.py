@@ -51,7 +51,7 @@ def options(config: Path, table: Path, *more: str) -> list[str]:
 
 
 QUICK = ("link.gbps=10", "search.lengths=[128]", "search.ranks=[1,2]")
-"""Of tests that are not about what is found."""
+"""Options of tests that are not about what is found."""
 
 
 def ended(args: list[str]) -> int:

@@ -34,7 +34,7 @@ def prefilled(ranks: Ranks, family: str, ids: list[int]) -> Prefilled:
 
 
 def arenas(ranks: Ranks, family: str, lengths: list[int]) -> tuple[list[int], list[int]]:
-    """After each prompt: the arenas that this rank has made so far, and its open files and threads."""
+    """Arenas that this rank has made so far, its open files and its threads, after each prompt."""
     made, counts = [], []
     for length in lengths:
         prefilled(ranks, family, prompt(length))

@@ -32,7 +32,7 @@ Case = tuple[PrefillOptions, tuple[int, ...] | None]
 def first_logits(
     ranks: Ranks, num_shares: int, family: str, ids: list[int], cases: Sequence[Case], **sizes: Any
 ) -> list[tuple[list[float] | None, int, int, int]]:
-    """For every case this rank's logits (V) after the prompt, if it decodes; bytes sent, received and held at most."""
+    """This rank's logits (V) after the prompt of each case, if it decodes; bytes sent, received and held at most."""
     outcomes = []
     with arranged(ranks, num_shares):
         model = shared_model(ranks, family, torch.float64, num_shares, **sizes)

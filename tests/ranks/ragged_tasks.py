@@ -25,7 +25,7 @@ Kept = list[list[list[list[int]]]]
 
 @dataclass(kw_only=True)
 class KVzapOfShare(MadeUpKVzap):
-    """With the scores that the whole model's heads have."""
+    """KVzap with the scores that the whole model's heads have."""
 
     def predicted(self, view: LayerView) -> Tensor:
         assert view.input_BCD is not None
@@ -40,7 +40,7 @@ def kept_by(
     new_tokens: Sequence[int],
     chunk_tokens: int | None,
 ) -> list[tuple[Kept, list[list[list[float]]]]]:
-    """For each policy what this rank keeps of the prompts and new tokens, and the logits (B, V) after each of these."""
+    """What this rank keeps of prompts and new tokens under each policy, and the logits (B, V) after each token."""
     found = []
     with arranged(ranks, num_shares), throughout(torch.float64), torch.inference_mode():
         model = shared_model(ranks, "llama", torch.float64, num_shares)

@@ -28,7 +28,7 @@ Case = tuple[list[list[int]], tuple[int, ...], GenerationOptions, PrefillOptions
 
 
 def sharded(ranks: Ranks, family: str, cases: Sequence[Case]) -> list[tuple[list[list[int]], list[list[float]], str]]:
-    """For each case new tokens of every row, logits of the last token on the rank that chooses, and where KV were."""
+    """New tokens of every row of each case, logits of the last token on the rank that chooses, and where KV were."""
     found = []
     seen: list[Tensor] = []
     choose = together.next_tokens
@@ -85,7 +85,7 @@ def kv_bytes(
 def over_the_backend(
     ranks: Ranks, family: str, prompts: list[list[int]], options: GenerationOptions, bounds: tuple[int, ...]
 ) -> tuple[GenerationBatch, str]:
-    """As `generate`, on ranks that map no memory for decoding; and the class that gathered."""
+    """`generate` on ranks that map no memory for decoding, and the class that gathered."""
     made: list[str] = []
     begin = gathering.Gathering.__init__
 
@@ -104,7 +104,7 @@ def over_the_backend(
 def auto(
     ranks: Ranks, family: str, lengths: Sequence[int], gains_s: dict[int, float], free: Sequence[int]
 ) -> tuple[list[str], list[int]]:
-    """Where decode=auto puts keys and values of prompts of these lengths, and the lengths that it timed.
+    """Places that decode=auto chooses for keys and values of prompts of these lengths, and the lengths that it timed.
 
     Args:
         gains_s: seconds that sharding gains at the lengths that are timed.

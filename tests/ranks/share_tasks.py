@@ -77,7 +77,7 @@ def tokens_of_shares(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tup
 
 
 def refused_policies(ranks: Ranks, options: ModelOptions, names: list[str]) -> list[str]:
-    """Which of these policies, or of steps a+b, do not run on this rank's share."""
+    """Those of these policies, or of steps a+b, that do not run on this rank's share."""
     model, refused = shared_model(options, ranks), []
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""Which device a rank takes: of the GPUs that it sees, and never one that another rank has."""
+"""The device that a rank takes: one of the GPUs that it sees, and never one that another rank has."""
 
 import socket
 from types import SimpleNamespace

@@ -42,7 +42,7 @@ WAYS = [(transfer, carrier) for transfer in Transfer for carrier in (Carrier.cop
 def first_logits(
     rank_pools: RankPools, family: str, ids: list[int], bounds: tuple[int, ...], options: PrefillOptions
 ) -> list[float]:
-    """From the one rank that has them."""
+    """Logits after the prompt, from the one rank that has them."""
     outcomes = rank_pools.run(len(bounds) - 1, tasks.prefill, family, [ids], bounds, options)
     (logits,) = [outcome.logits for outcome in outcomes if outcome.logits is not None]
     return logits[0]
@@ -129,7 +129,7 @@ def test_single_prefill_leaves_all_work_to_the_last_rank(rank_pools: RankPools, 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text", "llama", "bloom", "gemma2"])
 def test_float32_with_transformers_own_choice_of_kernels(rank_pools: RankPools, family: str) -> None:
-    """As users run it: the other tests are in float64, where the experts take another path."""
+    """The other tests are in float64, where the experts take another path than users'."""
     ids = prompt(PROMPT_TOKENS)
     expected = oracle_logits(family, tuple(ids), torch.float32)
     for transfer in Transfer:
@@ -141,12 +141,12 @@ def test_float32_with_transformers_own_choice_of_kernels(rank_pools: RankPools, 
 
 @pytest.mark.parametrize("family", ["phi3_longrope", "llama_dynamic_ntk"])
 class TestRopeThatDependsOnLength:
-    """Which rotary table a chunk takes is decided by the whole prompt, and by nothing before it."""
+    """The whole prompt decides which rotary table a chunk takes, and nothing before it does."""
 
     LONG, SHORT = PROMPT_TOKENS, ROPE_THRESHOLD - 10
 
     def test_the_tables_do_differ(self, family: str) -> None:
-        """Else the other tests of this class would say nothing: the first tokens' logits with the two tables."""
+        """The other tests of this class need tables that differ: the first tokens' logits with the two tables."""
         ids = prompt(self.LONG)
         module = build(family)
         with torch.inference_mode():

@@ -231,7 +231,7 @@ def test_settings_without_effect_are_warned_of(model, capfd):
 
 
 def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
-    """And a stored tensor that is not used is told by one of them, in one line."""
+    """One of them tells of a stored tensor that is not used, in one line."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")

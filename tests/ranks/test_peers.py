@@ -32,7 +32,7 @@ VARIANTS: dict[str, PrefillOptions] = {
     "zigzag direct": PrefillOptions(name="zigzag", exchange="direct"),
 }
 CONTIGUOUS = {name: options for name, options in VARIANTS.items() if options.name is PrefillName.tsp}
-"""For families whose positions cannot be given."""
+"""Families whose positions cannot be given."""
 
 SELECTED = [
     "llama",
@@ -75,7 +75,7 @@ def test_first_logits_equal_transformers_for_every_family(rank_pools: RankPools,
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.sampled(8)
 def test_first_logits_equal_transformers_for_any_length(rank_pools: RankPools, family: str, size: int) -> None:
-    """Also for lengths that no number of chunks divides, and for fewer tokens than ranks or chunks."""
+    """No number of chunks divides some lengths, and some are fewer tokens than ranks or chunks."""
 
     @seed(zlib.crc32(f"{size} {family}".encode()))
     @settings(max_examples=3, phases=[Phase.generate])
@@ -180,7 +180,7 @@ def test_timeline_shows_every_layer_and_send(rank_pools: RankPools, variant: str
 def test_a_profile_of_every_rank_has_its_layers_messages_and_operators(
     rank_pools: RankPools, prefill: PrefillOptions
 ) -> None:
-    """On the clock of the timeline: what is posted lies inside the layer whose keys and values are sent."""
+    """The clock is the timeline's: what is posted lies inside the layer whose keys and values are sent."""
     batch = rank_pools.run(
         2, peer_tasks.generate_with_timeline, "llama_deep", [prompt(PROMPT_TOKENS)], prefill, 3, Profile.torch
     )[0]

@@ -114,7 +114,7 @@ ROOMY: dict[str, Policy] = {
     "offload": Offload(),
     "retroinfer": RetroInfer(min_tokens=0, fetch=8, cluster=1, first_layer=0, sinks=2, recent=4),
 }
-"""With room for all tokens, or with an estimate of the others that is exact."""
+"""Policies with room for all tokens, or with an estimate of the others that is exact."""
 
 
 def run(
@@ -234,7 +234,7 @@ def chunks(bounds: tuple[int, ...]) -> list[tuple[int, PromptPart]]:
 @pytest.mark.parametrize("name", ROOMY)
 @pytest.mark.sampled(4)
 def test_with_room_for_all_tokens_the_answer_is_that_of_one_rank(rank_pools: RankPools, name: str, family: str) -> None:
-    """In windows of some layers and with attention sinks, too."""
+    """Some families have windows in some layers, or attention sinks."""
     if name == "pyramidinfer" and family != "llama":
         pytest.skip("it is refused for windows")
     prompts = [prompt(NUM_TOKENS), prompt(31, seed=4)]
@@ -389,7 +389,7 @@ def test_attention_is_over_what_the_ranks_retrieved(rank_pools: RankPools, name:
 def test_each_rank_retrieves_the_highest_scores_of_its_own_tokens(
     rank_pools: RankPools, bounds: tuple[int, ...], policy: Policy
 ) -> None:
-    """And the first tokens of the text and the last ones, each of which is on one rank."""
+    """It also has the first and the last tokens of the text, each of which is on one rank."""
     seen = run(rank_pools, policy, bounds)
     partition = ContextPartition(boundaries=bounds)
     parts = shards(partition, NUM_NEW - 1, by_share=True)
@@ -538,7 +538,7 @@ def test_bytes_are_the_share_of_the_budget_and_a_ring(
 
 
 def test_bytes_are_those_of_the_tokens_of_each_head(rank_pools: RankPools) -> None:
-    """And of the places where heads begin and end, in layers whose heads keep different numbers."""
+    """Layers whose heads keep different numbers have places where heads begin and end, which count."""
     bounds, num_new = (0, 44, 70), 6
     options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
     policy = AdaKV(scorer=SnapKV(budget=28, window=7), alpha=0.1)

@@ -46,7 +46,7 @@ GENERATED = [5, 7, 11, 13]
 
 every_family = pytest.mark.parametrize("family", SHARING)
 one_family = pytest.mark.parametrize("family", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
-"""For what is the same code for both."""
+"""One of two families, for what is the same code for both."""
 
 
 @every_family
@@ -135,7 +135,7 @@ def prompts() -> list[list[int]]:
 @every_policy
 @pytest.mark.sampled(2)
 def test_policies_drop_tokens_once_all_layers_have_read_them(policy: Policy, family: str) -> None:
-    """So the logits after a prompt are those of the full cache; the layers with windows keep their tokens."""
+    """The logits after a prompt are then those of the full cache; the layers with windows keep their tokens."""
     model = tiny_model(family)
     run, full = Run(model, [policy], prompts()), Run(model, [], prompts())
     expected = full.prefill()
@@ -190,7 +190,7 @@ class Noting(CausalAttention):
 
 @every_family
 def test_the_queries_of_layers_that_read_vote_too(family: str) -> None:
-    """For the layer that stores: its window's, and the last token's of each layer that reads it."""
+    """The layer that stores has the queries of its window, and the last token's of each layer that reads it."""
     model, ids = tiny_model(family), prompt(40)
     noting = Noting(model, 40)
     with throughout(torch.float64):

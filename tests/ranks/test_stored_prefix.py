@@ -196,7 +196,7 @@ def test_a_small_tree_changes_no_number(rank_pools: RankPools) -> None:
 def test_a_prefix_found_damaged_on_its_way_is_computed_by_its_stage_while_others_wait(
     rank_pools: RankPools, tmp_path: Path, size: int, prefill: PrefillOptions, layer: int
 ) -> None:
-    """Also in the last layer, which only the last stage reads."""
+    """It may be found in the last layer, which only the last stage reads."""
     texts = [DOCUMENT, DOCUMENT + prompt(33, seed=1), DOCUMENT + prompt(20, seed=2)]
     found = rank_pools.run(size, prefix_tasks.generate_from_damaged_files, tmp_path, texts, OPTIONS, prefill, layer)
     turns, told = found[-1]

@@ -24,7 +24,7 @@ from tests.rank_pool import RankPool, short_lived_pool
 from tests.ranks import tensor_tasks as tasks
 
 TOLERANCE = 1e-9
-"""As in test_exactness.py: another order of sums costs about 1e-14 in float64, the least mistake above 1e-4."""
+"""Tolerance of test_exactness.py: another order of sums costs about 1e-14 in float64, the least mistake above 1e-4."""
 
 FLOAT32_TOLERANCE = 1e-4
 
@@ -49,7 +49,7 @@ FAMILIES = [
     "mixtral",
     "qwen3_moe",
 ]
-"""Those of tests/families.py for which every supported transformers has a plan, one of each kind."""
+"""Families of tests/families.py for which every supported transformers has a plan, one of each kind."""
 
 TWELVE_HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
 NINE_HEADS = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}

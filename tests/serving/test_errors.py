@@ -247,7 +247,7 @@ ERRORS: dict[str, tuple[Ask, tuple[int, str, str | None, str | None]]] = {
     "no numbers in a stream": (prepared(without_numbers, {"prompt": "a", "stream": True}), (200, SERVER, None, None)),
     "own mistake": (prepared(failing_inside), (500, SERVER, None, None)),
 }
-"""By name: what gets an error, and the error's status, type, code and param. A stream's error comes after its 200."""
+"""Requests by name, with the status, type, code and param of their error. A stream's error comes after its 200."""
 
 UNSEEN = "the client has gone"
 """The error that nobody is there to get."""

@@ -40,7 +40,7 @@ def request(length: int, *, num_rows: int = 1, arrived_s: float = 0.0, num_new: 
 
 
 def begin(queue: RequestQueue, requests: list[Request]) -> Batch:
-    """As the scheduler begins requests."""
+    """Begin requests as the scheduler does."""
     number = len(queue.batches)
     prompts = [ids for each in requests for ids in each.prompts]
     item = Prefill(

@@ -81,7 +81,7 @@ def generate(model: Model, policies: RankPolicies | None = None, *, record: bool
 
 
 def test_without_a_profile_layers_and_steps_are_called_as_they_are() -> None:
-    """So it costs nothing in a layer or a step: no hook, no wrapper, and one context manager for all of them."""
+    """It costs nothing in a layer or a step: no hook, no wrapper, and one context manager for all of them."""
     model = model_with(Profile.none)
     layers = model._layers
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
@@ -224,7 +224,7 @@ def event(cat: str, name: str, at: tuple[int, int], ts: float, **more) -> dict:
 
 
 def test_kernels_stand_below_the_spans_of_their_rank() -> None:
-    """As torch's profiler writes them: a process per GPU with its streams, and arrows from launches to kernels."""
+    """torch's profiler writes a process per GPU with its streams, and arrows from launches to kernels."""
     host, stream = (4711, 4711), (0, 7)
     of_rank = [
         event("cpu_op", "aten::mm", host, 10.0),

@@ -85,7 +85,7 @@ def counting_calls() -> Iterator[Counter[str]]:
 
 
 def calls_of(name: str) -> Calls:
-    """What a way of decoding calls in float32, on average of some steps."""
+    """Torch calls of a way of decoding in float32, on average of some steps."""
     decode, num_kv_heads = WAYS[name]
     steps = []
     for num_layers in (FEW_LAYERS, MORE_LAYERS):

@@ -204,7 +204,7 @@ class Marks(Clock):
 
 
 def connect_stages(ranks: VirtualRanks, shares: int) -> None:
-    """As loading a model in shares does: before anything is queued, since it waits for the whole GPU."""
+    """Connect stages as loading a model in shares does: before anything is queued, since it waits for the whole GPU."""
     ranks.arrange(shares)
     if shares > 1:
         ranks.nccl_in_stage()

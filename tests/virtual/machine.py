@@ -181,7 +181,7 @@ class Machine:
         self.streams[operation.rank, operation.stream].pop(0)
 
     def _open(self, operation: Operation) -> None:
-        """From now on a message may arrive at any moment, so what is in its place is of no use."""
+        """Let a message arrive at any moment from now on, so what is in its place is of no use."""
         for half in operation.halves if self.has_data else ():
             self._parts[half] = half.part
             if not half.is_send:

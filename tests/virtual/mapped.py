@@ -71,5 +71,5 @@ class VirtualMemory(MappedMemory):
         return self._job.arenas[int.from_bytes(handle[:8], "little") - 1]
 
     def _close(self, opened: Tensor) -> None:
-        """As a driver may: it unmaps memory once the device has done all that is queued. Raises: Unwatched."""
+        """Close as a driver may, which unmaps memory once the device has done all that is queued. Raises: Unwatched."""
         self._job.gpus[self.rank].synchronize()

@@ -98,7 +98,7 @@ def test_the_environment_is_prepared_before_the_gpu_is_looked_for(environment: p
 
 
 class Options:
-    """In the place of NCCL's options, which a PyTorch for CPUs does not have."""
+    """Stands for NCCL's options, which a PyTorch for CPUs does not have."""
 
     def __init__(self, is_high_priority_stream: bool) -> None:
         self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=None)
@@ -164,7 +164,7 @@ def _short_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_short_aborts")
 def test_an_error_aborts_all_communicators_within_a_deadline() -> None:
-    """Else the process would wait at its end for operations whose peer is gone."""
+    """Without it the process would wait at its end for operations whose peer is gone."""
     groups = [Group(NEVER), Group(RETURNED), Group(RETURNED)]
     with pytest.raises(RuntimeError, match="out of luck"), rank_with(*groups):  # which would never be left
         raise RuntimeError("out of luck")

@@ -1,4 +1,4 @@
-"""What each way of decoding asks of a GPU: kernels per layer and token, and how often the host waits.
+"""Demands of each way of decoding on a GPU: kernels per layer and token, and how often the host waits.
 
 The numbers are pinned as they were found. A commit that changes one says why. Other versions of torch and transformers
 than those of constraints.txt may launch other kernels, so that only waits are compared then.
@@ -303,7 +303,7 @@ FAMILIES = [
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(2)
 def test_a_family_waits_for_its_tokens_alone(family: str, padded: bool) -> None:
-    """Also beyond the length at which rotary tables change."""
+    """It holds beyond the length at which rotary tables change, too."""
     model = Model(build(family).to(device=GPU, dtype=torch.float32).eval())
     lengths = [ROPE_THRESHOLD + more for more in ((2, 9) if padded else (2,))]
     prompts = [[number % VOCAB_SIZE for number in ids(length)] for length in lengths]

@@ -66,7 +66,7 @@ def test_copies_take_no_multiprocessors() -> None:
 
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_a_relaying_rank_makes_few_copies_wherever_it_is(size: int) -> None:
-    """Its own chunk and the prefix, in each of four layers."""
+    """It copies its own chunk and the prefix in each of four layers."""
     job = Job(size, hosts=[0] * size)
     job.run(chain(size, Transfer.relay, carrier=CopyTransfer))
     copies = [sum(each.kind == "copy" for each in program) / 4 for program in job.programs]

@@ -26,7 +26,7 @@ def has_guard() -> None:
 
 
 def names() -> list[object]:
-    """What torch has under the names that the virtual GPU takes."""
+    """Objects of torch under the names that the virtual GPU takes."""
     of_gpus = [vars(torch.cuda)[name] for name in CUDA]
     return [*of_gpus, torch.empty, torch.as_tensor, torch.Generator, torch.Tensor.pin_memory, torch.Tensor.is_pinned]
 

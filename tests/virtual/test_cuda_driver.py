@@ -113,7 +113,7 @@ def test_a_copy_to_memory_that_was_unmapped_meanwhile_is_an_error(cells: tuple[C
 
 
 class TestMemoryOfARank:
-    """What the driver refuses is said, and given back."""
+    """A refusal of the driver is told, and what was taken is given back."""
 
     @pytest.fixture
     def segments(self) -> dict[int, Segment]:

@@ -70,7 +70,7 @@ def test_a_layer_has_few_kernels(
 @pytest.mark.parametrize("name", [None, *OPTIONS])
 @pytest.mark.sampled(2)
 def test_the_host_waits_for_no_value_and_copies_none(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a prefill of a prompt without padding."""
+    """The prompt has no padding."""
     monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)  # a check that only a CPU makes
     policies = [] if name is None else [POLICIES[name](**OPTIONS[name])]
     outcome = prefill(KVRunahead(), BOUNDARIES, PrefillOptions(), policies=policies)
@@ -78,7 +78,7 @@ def test_the_host_waits_for_no_value_and_copies_none(name: str | None, monkeypat
 
 
 STEP = [(47.0, 1.0), (47.0, 2.0)]
-"""Of each rank: kernels per layer and step, and waits of the host per step. The last one chooses the tokens besides."""
+"""Kernels of each rank per layer and step, and waits of its host per step. The last one chooses the tokens besides."""
 
 
 def test_a_step_of_several_ranks_asks_for_no_more_than_before() -> None:

@@ -49,7 +49,7 @@ def test_one_hardware_queue_is_enough_without_direct_links(name: str) -> None:
 
 
 def test_links_and_sums_that_do_not_fit_at_once_get_stuck() -> None:
-    """Even in a relay, which by itself needs no multiprocessor for ever."""
+    """Even a relay does, which by itself needs no multiprocessor for ever."""
     issued = programs(BODIES["relay"](3, 2), 6, LARGE_MESSAGE_CTAS)
     assert any(stuck_after(issued, Budget(multiprocessors=LARGE_MESSAGE_CTAS), seed) for seed in range(4))
 

@@ -115,7 +115,7 @@ def test_ctas_are_few_where_links_are_many() -> None:
 
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_a_relaying_rank_has_few_messages_wherever_it_is(size: int) -> None:
-    """Its own chunk and the prefix, in and out, in each of four layers, but the first has no prefix to pass on."""
+    """It has its own chunk and the prefix, in and out, in each of four layers; the first rank passes no prefix on."""
     job = Job(size)
     job.run(chain(size, Transfer.relay))
     warm_ups = Counter(rank for link in zip(range(size), range(1, size), strict=False) for rank in link)

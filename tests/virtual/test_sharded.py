@@ -120,6 +120,6 @@ def test_tokens_do_not_depend_on_when_messages_arrive(boundaries: tuple[int, ...
 @pytest.mark.parametrize("policy", [H2O(budget=400), PyramidInfer(mean_keep=1.0)], ids=["h2o", "pyramidinfer"])
 @pytest.mark.sampled(3)
 def test_policies_on_each_rank_do_not_depend_on_it_either(policy: Policy, order: str) -> None:
-    """With room for all tokens, which are copied out of the ring, scored and attended to by slots."""
+    """The policies have room for all tokens, which are copied out of the ring, scored and attended to by slots."""
     found = answers((0, 7, 11, 16), ORDERS[order], RankPolicies.everywhere([policy]))
     assert found == [alone()] * 3

@@ -86,7 +86,7 @@ def test_memory_of_shorter_prompts_is_unmapped_behind_no_message(
 @pytest.mark.parametrize("transfer", list(Transfer))
 @pytest.mark.parametrize("choose", [transfers_early, transfers_late])
 def test_rows_of_a_server_are_decoded_inside_a_prefill_behind_no_message(transfer: Transfer, choose: Choose) -> None:
-    """On the last of three stages, after each layer, and a short prompt is computed there."""
+    """The last of three stages decodes them after each layer, and computes a short prompt there."""
     tokens = list[int]()
 
     def body(ranks: VirtualRanks) -> None:
@@ -119,7 +119,7 @@ DROPPING = [name for name in test_matrix.KEEPING if name != "kvzap"]  # which a 
 POLICIES = {name: partial(test_matrix.policy, name) for name in [*DROPPING, "adakv", "criticalkv"]}
 POLICIES |= {name: partial(test_retrieval.policy, name, test_retrieval.SOME[name]) for name in test_retrieval.NAMES}
 ASKING = ["adakv", "duo_attention", "fastgen", "infinigen", "kvzip", "razor_attention", "shadowkv", "zigzagkv"]
-"""Those for which the host waits for the device in a prompt."""
+"""Policies for which the host waits for the device in a prompt."""
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_heads_of_a_sharded_answer_are_cut_back_behind_no_message(monkeypatch: p
     policy.evict_every = 1
 
     def waits(policies: RankPolicies) -> dict[int, int]:
-        """Of the host of each rank, after its last token."""
+        """Waits of the host of each rank, after its last token."""
         found = dict[int, int]()
 
         def note(rank: int, device: Deferred) -> None:
@@ -155,7 +155,7 @@ def test_heads_of_a_sharded_answer_are_cut_back_behind_no_message(monkeypatch: p
 
 @pytest.mark.parametrize("transfer", list(Transfer))
 def test_no_host_waits_to_attend_to_reused_segments(transfer: Transfer) -> None:
-    """By queries of two rows that are not neighbours."""
+    """The queries are of two rows that are not neighbours."""
     kv_TKX = torch.randn(5, 2, 16, dtype=torch.float64)
     parts = [ReusedPart(layers_TKX=[kv_TKX] * 3, positions_T=torch.arange(5), rows=(0, 2))]
     reused = ReusedKV(parts=parts, positions_BS=torch.arange(5, 21).expand(3, -1), ends=[21] * 3)

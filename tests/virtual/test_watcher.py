@@ -98,7 +98,7 @@ def test_so_does_one_in_the_thread_of_collectives(transfer: NcclTransfer) -> Non
 
 
 def test_the_main_thread_is_watched_after_the_other_thread_has_waited(transfer: NcclTransfer) -> None:
-    """As in a forward over shares of layers: a wait of the forward ends, then an all-reduce never does."""
+    """A wait of a forward over shares of layers ends, then an all-reduce never does."""
     ranks, all_reduce = transfer.ranks, threading.Event()
     body = forward(transfer, SlowEvent(0.15), all_reduce.wait)
     error = error_of(lambda: ranks.collectively("the other ranks' shares", body))
@@ -163,7 +163,7 @@ class TestACallThatNeverEnds:
 
     @pytest.fixture
     def seconds(self) -> list[float]:
-        """What the ranks' clock shows."""
+        """Seconds that the ranks' clock shows."""
         return [0.0]
 
     @pytest.fixture
@@ -207,7 +207,7 @@ class TestACallThatNeverEnds:
         assert self.ends(ranks, seconds, LIMIT_FACTOR * 100).startswith("no rank made progress")
 
     def test_at_once_where_it_waits_for_a_rank_itself(self, ranks: Any) -> None:
-        """As a forward does for keys and values of the stage before."""
+        """A forward waits so for keys and values of the stage before."""
 
         def arrives(block_s: float) -> bool:
             time.sleep(block_s)

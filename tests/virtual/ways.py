@@ -44,7 +44,7 @@ HAS_PINNED_VERSIONS = all(
     for module in (torch, transformers)
 )
 FEW_LAYERS, MORE_LAYERS = 2, 4
-"""What a layer more asks for is what two layers more ask for: some policies take layers in pairs."""
+"""Numbers of layers whose difference is what a layer more asks for, twice: some policies take layers in pairs."""
 
 FROM_TOKEN, TO_TOKEN = 3, 7
 """Tokens between which a run is counted. Policies cut back every 4 tokens, and a graph is captured before the first."""
@@ -86,7 +86,7 @@ def ids(num_tokens: int, *, seed: int = 2) -> list[int]:
 
 @dataclass
 class Window:
-    """What was counted at each of the tokens that `step` is told of; `read` returns what was counted so far."""
+    """Counts at each of the tokens that `step` is told of; `read` returns the counts so far."""
 
     read: Callable[[], Counter[str]]
     seen: list[Counter[str]] = field(default_factory=list)
@@ -113,7 +113,7 @@ def generated(
     before: list[int] | None = None,
     **options: Any,
 ) -> Decode:
-    """What `Engine.generate` decodes. `before` is a prompt from whose keys and values it goes on."""
+    """Tokens that `Engine.generate` decodes. `before` is a prompt from whose keys and values it goes on."""
 
     def run(model: Model, window: Window) -> None:
         given = GenerationOptions(max_new_tokens=TO_TOKEN + 1, ignore_eos=True, **options)
@@ -127,7 +127,7 @@ def generated(
 
 
 def served(prompts: list[list[int]], policies: Sequence[Policy] = (), *, answers: int = 1) -> Decode:
-    """What a server decodes: rows of prompts that came one by one, with so many answers to each."""
+    """Tokens that a server decodes: rows of prompts that came one by one, with so many answers to each."""
 
     def run(model: Model, window: Window) -> None:
         options, serving = GenerationOptions(max_new_tokens=TO_TOKEN + 3, ignore_eos=True), engine(model, policies)
@@ -153,7 +153,7 @@ def prefilled(model: Model, prompts: list[list[int]], policies: Sequence[Policy]
 
 
 def drafted(prompts: list[list[int]]) -> Decode:
-    """What speculation decodes: drafts of three tokens, whichever of them it would take."""
+    """Tokens that speculation decodes: drafts of three tokens, whichever of them it would take."""
 
     def run(model: Model, window: Window) -> None:
         longest, cache = max(map(len, prompts)), prefilled(model, prompts, num_new=3 * (TO_TOKEN + 1)).cache
@@ -331,7 +331,7 @@ def so_far(counts: Counts) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a GPU.
+    """Demands on a GPU.
 
     Attributes:
         kernels: operations of torch on the GPU that neither are views nor only allocate, per layer and step.
@@ -345,7 +345,7 @@ class Asked:
 
 
 def asked_of_gpu(name: str) -> Asked:
-    """What a way of decoding asks of the virtual GPU. Raises: AssertionError: it copies from pageable memory."""
+    """Demands of a way of decoding on the virtual GPU. Raises: AssertionError: it copies from pageable memory."""
     decode, num_kv_heads = WAYS[name]
     # Steps that no graph holds, but where it is the graph that is counted.
     without_graph = nullcontext() if name.startswith("replayed") else patch.object(FixedForward, "WARM_UP", 99)

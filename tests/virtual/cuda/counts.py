@@ -23,7 +23,7 @@ SYNC_MODES = ("default", "warn", "error")
 
 @dataclass
 class Counts:
-    """What was counted in one `counting`.
+    """Counts of one `counting`.
 
     Attributes:
         kernels: launches, by operation.

@@ -132,7 +132,7 @@ LAUNCHES_NOTHING = _names(
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What is known of an operation by its name and schema, which torch tells slowly.
+    """Facts about an operation by its name and schema, which torch tells slowly.
 
     Attributes:
         is_composite: torch takes it apart for every device.

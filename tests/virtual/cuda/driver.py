@@ -45,7 +45,7 @@ ERRORS = {
 """CUresult, and the driver's words for it."""
 
 ON_DEVICE = 1 << 48
-"""What is added to the address of page-locked memory to get the device's, so that the two are not mixed up."""
+"""Offset that is added to the address of page-locked memory to get the device's, so that the two are not mixed up."""
 
 MAPPINGS_BYTES = 8
 """Behind an allocation: the number of other processes that have it mapped."""

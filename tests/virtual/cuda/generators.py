@@ -8,7 +8,7 @@ import torch
 
 
 class Generator(torch.Generator):
-    """As torch.Generator, which a CPU build has for no GPU. It is not checked that it is used on its own device."""
+    """Stands for torch.Generator, which a CPU build has for no GPU. Nothing checks that its own device uses it."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]

@@ -33,7 +33,7 @@ FAILED_BEFORE = "CUDA error: operation failed due to a previous error during cap
 
 
 class Allocator:
-    """What torch's allocator knows of pools and captures.
+    """Pools and captures, as torch's allocator knows them.
 
     Attributes:
         num_uses: of each pool that is used, by its `MemPool` and by graphs.
@@ -109,7 +109,7 @@ ALLOCATOR = Allocator()
 
 
 class MemPool:
-    """As torch.cuda.MemPool."""
+    """Stands for torch.cuda.MemPool."""
 
     def __init__(self) -> None:
         self.id = ALLOCATOR.new_pool(by_user=True)
@@ -166,7 +166,7 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a stream was told in a capture: a copy between processes, an event, an operation of NCCL."""
+    """Work that a stream was told in a capture: a copy between processes, an event, an operation of NCCL."""
 
     stream: int
     do: Callable[[], None]
@@ -177,7 +177,7 @@ class _Task:
 
 
 class CUDAGraph:
-    """As torch.cuda.CUDAGraph.
+    """Stands for torch.cuda.CUDAGraph.
 
     Attributes:
         is_captured: it can be replayed.

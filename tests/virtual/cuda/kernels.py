@@ -232,7 +232,7 @@ def _heads_inside(out_BNCH: Tensor) -> Tensor:
 
 
 def _require_flash(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What FlashAttention wants of queries, keys and values (..., heads, H). Raises: Refused."""
+    """Check queries, keys and values (..., heads, H) as FlashAttention does. Raises: Refused."""
     require(q.dtype in HALF, "FlashAttention takes float16 and bfloat16", q.dtype)
     require(q.dtype == k.dtype == v.dtype, "queries, keys and values have one dtype", q.dtype, k.dtype, v.dtype)
     head_dim = q.shape[-1]

@@ -69,7 +69,7 @@ class PageLocked:
         return any(begin <= address < begin + num_bytes for begin, num_bytes in ranges.items())
 
     def stats(self) -> dict[str, int]:
-        """As torch.cuda.host_memory_stats, which knows torch's own alone; torch rounds up to a power of two."""
+        """Stands for torch.cuda.host_memory_stats, which knows torch's own alone; torch rounds up to a power of two."""
         self._purge()
         sizes = [num_bytes for _, num_bytes in self._storages.values()]
         return {"allocated_bytes.current": sum(1 << (size - 1).bit_length() for size in sizes if size)}

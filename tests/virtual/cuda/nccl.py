@@ -22,7 +22,7 @@ from tests.virtual.cuda.torch_cuda import Event, Stream, current_stream
 
 
 class VirtualWork:
-    """As `dist.Work`."""
+    """Stands for `dist.Work`."""
 
     def __init__(self) -> None:
         self.ended = Happening()
@@ -92,7 +92,7 @@ _destroy_process_group, _made = dist.destroy_process_group, weakref.WeakSet[Virt
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """As `dist.destroy_process_group`. Raises: RuntimeError, as `VirtualCommunicator.abort`."""
+    """Stands for `dist.destroy_process_group`. Raises: RuntimeError, as `VirtualCommunicator.abort`."""
     if _made and ALLOCATOR.has_graphs():
         raise RuntimeError("a process group is destroyed while there is a graph")
     _destroy_process_group(group)
@@ -101,7 +101,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 def communicator(
     gpu: Accelerator, ranks: Sequence[int] | None, timeout: timedelta, num_ctas: int | None = None
 ) -> Communicator:
-    """In place of `Accelerator.communicator`."""
+    """Stands for `Accelerator.communicator`."""
     members = None if ranks is None else list(ranks)
     made = VirtualCommunicator(dist.new_group(members, backend="gloo", timeout=timeout))
     _made.add(made)

@@ -28,7 +28,7 @@ from tests.virtual.cuda.memory import DEVICE, HOST, TOTAL_BYTES
 
 
 class Stream(torch.cuda.Stream):
-    """As torch.cuda.Stream, of which it is one for `isinstance`, without torch's set-up."""
+    """Stands for torch.cuda.Stream, of which it is one for `isinstance`, without torch's set-up."""
 
     _numbers = itertools.count()
 
@@ -83,7 +83,7 @@ class Stream(torch.cuda.Stream):
 
 
 class Event(torch.cuda.Event):
-    """As torch.cuda.Event, likewise."""
+    """Stands for torch.cuda.Event, likewise."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Event:
         return object.__new__(cls)
@@ -138,7 +138,7 @@ _current = _Current()
 
 
 def current_stream(device: object = None) -> Stream:
-    """As torch.cuda.current_stream."""
+    """Stands for torch.cuda.current_stream."""
     return _current.stream
 
 
