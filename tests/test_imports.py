@@ -33,8 +33,11 @@ EDGE_MODULES = (
 )
 DOORS = ("launch.bench", "launch.doctor", "launch.evaluate", "launch.first_day")
 HYDRA = ("hydra", "omegaconf")
+EXPERIMENTS = "policies.experiments"
+"""Policies that may import what the runtime has, and that nothing imports: they are found by name."""
 MAY_IMPORT = {
     "policies": ("policies",),
+    EXPERIMENTS: ("policies", "runahead"),
     "runahead": ("runahead", "policies.base", "policies.retriever", "policies.pool", "policies.row_values"),
     "partitioner": ("partitioner", "runahead", "policies.byte_size"),
     "launch": ("launch", "policies", "runahead", "partitioner"),
@@ -113,10 +116,12 @@ def refusal(candidates: list[str], module: str) -> str | None:
         return None if knows else name
     if name.split(".")[0] not in PACKAGES:
         return None
+    if is_inside(name, EXPERIMENTS) and not is_inside(module, EXPERIMENTS):
+        return name
     if is_inside(module, "launch") or is_inside_any(module, EDGE_MODULES):
         allowed = PACKAGES if module in DOORS else MAY_IMPORT["launch"]
     else:
-        allowed = MAY_IMPORT[package]
+        allowed = MAY_IMPORT[EXPERIMENTS if is_inside(module, EXPERIMENTS) else package]
         if package != "benchmarks" and any(map(is_edge, candidates)):
             return name
     if not any(is_inside_any(candidate, allowed) for candidate in candidates):
@@ -285,6 +290,9 @@ def test_no_folder_has_too_many_files(sources: dict[str, str]) -> None:
         ("partitioner/__init__.py", "from . import show"),
         ("policies/h2o.py", "from runahead.cache.slabs import KVCache"),
         ("policies/__init__.py", "from .skew import main"),
+        ("policies/snapkv.py", "from policies.experiments.minicache import MiniCache"),
+        ("launch/infer.py", "from policies import experiments"),
+        ("policies/experiments/dms.py", "from launch.program import compose"),
         ("launch/infer.py", "from benchmarks.harness import lines"),
         ("launch/inputs/prompts.py", "from benchmarks import ttft"),
         ("launch/program/run.py", "from ..inputs import prompts"),
@@ -309,6 +317,7 @@ def test_a_wrong_import_is_found(path: str, source: str) -> None:
         ("partitioner/search.py", "import hydra\nfrom policies import POLICIES\nfrom launch.program import compose"),
         ("policies/h2o.py", "from .base import Policy\nimport torch"),
         ("policies/skew.py", "from omegaconf import OmegaConf\nfrom runahead import Engine"),
+        ("policies/experiments/dms.py", "from policies.base import Policy\nfrom runahead.cache.base import KVStore"),
         ("launch/infer.py", "from hydra import compose\nimport runahead, partitioner, policies\nprint(1)"),
         ("launch/bench.py", "from benchmarks.ttft import record"),
         ("launch/doctor.py", "from benchmarks.doctor import findings"),

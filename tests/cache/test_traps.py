@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from policies.adakv import AdaKV
 from policies.base import Policy
+from policies.experiments.minicache import MiniCache
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
-from policies.minicache import MiniCache
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer
 from policies.quest import Quest

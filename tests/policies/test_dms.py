@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from policies.dms import DMS
+from policies.experiments.dms import DMS
 from policies.snapkv import SnapKV
 from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import CacheOptions, DecodeName, Device, PrefillName, Speculate

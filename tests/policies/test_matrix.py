@@ -15,7 +15,7 @@ from policies import POLICIES
 from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.criticalkv import CriticalKV
-from policies.minicache import MiniCache
+from policies.experiments.minicache import MiniCache
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
 from policies.snapkv import SnapKV

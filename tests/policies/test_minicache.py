@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.minicache import MiniCache
+from policies.experiments.minicache import MiniCache
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
 from runahead import Conversation, GenerationOptions, PrefillOptions

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from benchmarks.evaluation.tasks.retrieval import FILLER as SENTENCES
 from policies.base import LayerView, Policy
+from policies.experiments.minicache import MiniCache
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
-from policies.minicache import MiniCache
 from policies.pyramidinfer import PyramidInfer
 from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV

@@ -19,13 +19,13 @@ from policies.base import Policy
 from policies.clusterkv import ClusterKV
 from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
+from policies.experiments.minicache import MiniCache
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
 from policies.infllm import InfLLM
 from policies.keydiff import KeyDiff
 from policies.keyformer import Keyformer
 from policies.kvzip import KVzip
-from policies.minicache import MiniCache
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer, Select
 from policies.pyramidkv import PyramidKV

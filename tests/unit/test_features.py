@@ -20,14 +20,14 @@ from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
 from policies.criticalkv import CriticalKV
-from policies.dms import DMS
 from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
+from policies.experiments.dms import DMS
+from policies.experiments.minicache import MiniCache
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
-from policies.minicache import MiniCache
 from policies.pool import Pool
 from policies.pyramidinfer import PyramidInfer
 from policies.quest import Quest
