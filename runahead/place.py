@@ -20,7 +20,7 @@ TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 @dataclass(frozen=True)
-class Place:
+class JobPlace:
     """A rank.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
     local_size: int
 
     @staticmethod
-    def of(environment: Mapping[str, str] | None = None) -> Place:
+    def of(environment: Mapping[str, str] | None = None) -> JobPlace:
         """The place that torchrun's variables describe, by default this process's; without them, that of the only rank.
 
         Raises:
@@ -57,7 +57,7 @@ class Place:
                 f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_size}; ranks of a host are numbered "
                 "from 0"
             )
-        return Place(rank, size, local_rank, local_size)
+        return JobPlace(rank, size, local_rank, local_size)
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -75,7 +75,7 @@ def check_meeting_point(environment: Mapping[str, str]) -> None:
         ValueError: a variable is missing, or cannot be an address or a port. The message names it.
         SharedError: on all ranks of a host but its first, since its name server answers all of them alike.
     """
-    place = Place.of(environment)
+    place = JobPlace.of(environment)
     if place.size == 1:
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from runahead.config import CacheOptions, PrefillOptions
-from runahead.timeline.recording import Recording
+from runahead.timeline.recording import ProfilerRecording
 from runahead.timeline.trace import Span
 
 
@@ -246,7 +246,7 @@ class GenerationBatch:
     ranks: list[RankReport]
     decode: str = "last"
     spans: list[list[Span]] = field(default_factory=list)
-    recordings: list[Recording] = field(default_factory=list)
+    recordings: list[ProfilerRecording] = field(default_factory=list)
 
     @property
     def chunks(self) -> str:

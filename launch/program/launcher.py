@@ -9,7 +9,7 @@ import sys
 from collections.abc import MutableMapping
 from contextlib import suppress
 
-from runahead.place import Place, check_meeting_point, slurm_place
+from runahead.place import JobPlace, check_meeting_point, slurm_place
 
 PR_SET_PDEATHSIG = 1
 
@@ -41,7 +41,7 @@ def end_with_parent(number: signal.Signals) -> None:
 def this_rank() -> int:
     """This process's rank from torchrun's environment; needs no process group. 0 where that makes no sense."""
     with suppress(ValueError):
-        return Place.of().rank
+        return JobPlace.of().rank
     return 0
 
 

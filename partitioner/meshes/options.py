@@ -147,7 +147,7 @@ class PlanRun:
 
     @property
     def stated(self) -> KnownGPU:
-        """Stated figures with those that were given in their place; unknown ones that nothing needs are 0."""
+        """Figures of the device from the table, overridden by the options; unknown figures that nothing needs are 0."""
         known = self.known or KnownGPU(memory_bytes=0, memory_Bps=0.0, matmul_flops=0.0, peer_Bps=0.0)
         return KnownGPU(
             memory_bytes=known.memory_bytes if self.memory is None else num_bytes(self.memory, "memory"),

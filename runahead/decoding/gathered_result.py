@@ -8,7 +8,7 @@ from runahead.decoding.rows import Decoded
 from runahead.prefill.base import Prefilled
 from runahead.ranks.ranks import Ranks
 from runahead.report import Generation, GenerationBatch
-from runahead.timeline.recording import Recording
+from runahead.timeline.recording import ProfilerRecording
 
 
 def gathered_result(
@@ -21,7 +21,7 @@ def gathered_result(
     offset_s: float,
     source: int,
     is_warm: bool,
-    recording: Recording | None = None,
+    recording: ProfilerRecording | None = None,
 ) -> GenerationBatch:
     """Gather the reports of all ranks and the generations of rank `source` into one result, on every rank.
 

@@ -84,7 +84,7 @@ class Meanwhile(Protocol):
 
 
 class ToItsEnd:
-    """Other work of a rank inside a prefill that nobody cancels: what is computed anew of a stored prefix."""
+    """Interleaved work inside the recomputation of a lost prefix, which is never cancelled."""
 
     def __init__(self, meanwhile: Meanwhile) -> None:
         self._meanwhile = meanwhile

@@ -18,7 +18,7 @@ NEVER = timedelta(days=20)
 """Timeout of the process groups: never, since runahead/ranks/watcher.py decides when a peer will not come."""
 
 
-class Groups(ControlMessages):
+class ProcessGroups(ControlMessages):
     """Process groups for keys and values and for the ranks of a stage; a base class of `Ranks`, which knows the device.
 
     Every rank makes them together with all others, in the same order.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from runahead.config import Backend, Device, RanksOptions
 from runahead.failures import PeerFailure, RunFailure, SharedError, first_line
-from runahead.place import Place
+from runahead.place import JobPlace
 from runahead.ranks.accelerator import Event, accelerator_for, prepare_environment
 from runahead.ranks.agreement import library_facts
 from runahead.ranks.devices import (
@@ -30,10 +30,10 @@ from runahead.ranks.devices import (
     gpu_name,
     keep_freed_memory,
 )
-from runahead.ranks.groups import NEVER, Groups
+from runahead.ranks.groups import NEVER, ProcessGroups
 from runahead.ranks.heartbeat import Heartbeat
 from runahead.ranks.mapped.device_memory import DeviceMemory
-from runahead.ranks.mapped.memory import HostMemory, Segment, SharedBytes, Unmapped, map_other
+from runahead.ranks.mapped.memory import HostMemory, MappedSegment, SharedBytes, Unmapped, map_other
 from runahead.ranks.mapped.queues import Copying, DeviceCopying, HostCopying
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.rendezvous import POLL_S, StoppedRanks, environment_store, meet, store_of_job
@@ -59,7 +59,7 @@ MEETING_S = 120.0
 """Least number of seconds to wait for all ranks at the rendezvous; processes of one job may start far apart."""
 
 
-class Ranks(Groups):
+class Ranks(ProcessGroups):
     """This process as one rank of a job. A single rank needs no launcher and no process group; several `join` first.
 
     Attributes:
@@ -192,7 +192,7 @@ class Ranks(Groups):
             ValueError: CUDA is asked for but not available, NCCL is asked for without CUDA, or an environment variable
                 makes no sense, or would make the ranks wait for each other for ever.
         """
-        place = Place.of()
+        place = JobPlace.of()
         size, local_rank, local_size = place.size, place.local_rank, place.local_size
         may_use_nccl = options.backend is not Backend.gloo and options.device is not Device.cpu
         if size > 1 and may_use_nccl and torch.backends.cuda.is_built():
@@ -214,18 +214,19 @@ class Ranks(Groups):
         if self._is_mapped or self.size == 1:
             return self.copying is not None
         self._is_mapped = True
-        num_bytes, own, reason = Segment.num_bytes(self.size), None, None
+        num_bytes, own, reason = MappedSegment.num_bytes(self.size), None, None
         try:
             own = SharedBytes(num_bytes)
         except Unmapped as error:
             reason = str(error)
-        segments = {self.rank: Segment(mmap.mmap(-1, num_bytes) if own is None else own.memory, self.size)}
+        segments = {self.rank: MappedSegment(mmap.mmap(-1, num_bytes) if own is None else own.memory, self.size)}
         descriptors = self.gather(None if own is None else own.descriptor, "the memory that ranks share")
         beside = [each.rank for each in self.present if self._is_beside(each.rank)]
         for peer, descriptor in enumerate(descriptors):
             if own is not None and descriptor is not None and peer in beside:
                 try:
-                    segments[peer] = Segment(map_other(self.present[peer].pid, int(descriptor), num_bytes), self.size)
+                    memory = map_other(self.present[peer].pid, int(descriptor), num_bytes)
+                    segments[peer] = MappedSegment(memory, self.size)
                 except Unmapped as error:
                     reason = str(error)
         mapped = self.gather((sorted(segments), beside, reason), "the memory that ranks have mapped")
@@ -253,7 +254,7 @@ class Ranks(Groups):
                 self.copying = copying
         return self.copying is not None
 
-    def _copying_between(self, segments: dict[int, Segment]) -> Copying:
+    def _copying_between(self, segments: dict[int, MappedSegment]) -> Copying:
         pids = [presence.pid for presence in self.present]
         if self.accelerator is None:
             return HostCopying(HostMemory(self.rank, segments, pids), self._kv_group)

@@ -17,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from runahead.failures import RunFailure, SharedError
-from runahead.place import Place, slurm_place
+from runahead.place import JobPlace, slurm_place
 from runahead.ranks.agreement import disagreement
 
 POLL_S = 0.05
@@ -162,7 +162,7 @@ class StoppedRanks:
                 if process.status() == psutil.STATUS_STOPPED:
                     environment = process.environ()
                     if _meeting_point(environment) == self._meeting_point:
-                        found.append(Presence.of(process.pid, Place.of(_placed(environment)).rank))
+                        found.append(Presence.of(process.pid, JobPlace.of(_placed(environment)).rank))
         return found
 
 

@@ -15,7 +15,7 @@ from matplotlib.patheffects import withStroke
 
 from runahead.files import write_whole
 from runahead.picture_style import INK, MUTED, dress, new_figure, png
-from runahead.timeline.recording import Recording
+from runahead.timeline.recording import ProfilerRecording
 from runahead.timeline.trace import Span, picture_path, trace_json
 
 WAIT_FACE, WAIT_HATCH = "#f1f3f5", "#c3cad1"
@@ -34,7 +34,7 @@ def write_timeline(
     names: Sequence[str] = (),
     ttft_s: float | None = None,
     subject: str = "",
-    recordings: Sequence[Recording] = (),
+    recordings: Sequence[ProfilerRecording] = (),
 ) -> None:
     """Write the trace to `path`, and the picture beside it.
 

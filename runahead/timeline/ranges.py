@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from runahead.config import Profile
-from runahead.timeline.recording import Recording, recorded
+from runahead.timeline.recording import ProfilerRecording, recorded
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Ranges:
     def name_layers(self, layers: Sequence[nn.Module]) -> None:
         """Make the forward of each layer a range, "layer 0" and so on, from now on."""
 
-    def recording(self, device: torch.device) -> AbstractContextManager[Recording | None]:
+    def recording(self, device: torch.device) -> AbstractContextManager[ProfilerRecording | None]:
         """Context manager that records its block by torch's profiler, if this profile does."""
         return UNNAMED
 
@@ -109,7 +109,7 @@ class TorchRanges(NamedRanges):
     def pop(self) -> None:
         self._open.ranges.pop().__exit__(None, None, None)
 
-    def recording(self, device: torch.device) -> AbstractContextManager[Recording | None]:
+    def recording(self, device: torch.device) -> AbstractContextManager[ProfilerRecording | None]:
         return recorded(device)
 
 

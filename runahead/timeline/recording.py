@@ -28,7 +28,7 @@ NUM_ANCHORS = 7
 
 
 @dataclass(kw_only=True)
-class Recording:
+class ProfilerRecording:
     """Events of torch's profiler on one rank.
 
     Attributes:
@@ -39,7 +39,7 @@ class Recording:
     packed: bytes = b""
     shift_s: float = 0.0
 
-    def shifted(self, seconds: float) -> Recording:
+    def shifted(self, seconds: float) -> ProfilerRecording:
         """The same recording on a clock that is `seconds` ahead."""
         return replace(self, shift_s=self.shift_s + seconds)
 
@@ -52,7 +52,7 @@ class Recording:
 
 
 @contextmanager
-def recorded(device: torch.device) -> Iterator[Recording]:
+def recorded(device: torch.device) -> Iterator[ProfilerRecording]:
     """Context manager that records all threads of this process, and fills the recording at its end.
 
     Its times are those of `time.perf_counter`. An exception ends it without a recording.
@@ -65,7 +65,7 @@ def recorded(device: torch.device) -> Iterator[Recording]:
         activities=wanted & supported_activities(),
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
     )
-    recording, anchors = Recording(), list[tuple[float, int, float]]()  # (length, number, middle in seconds)
+    recording, anchors = ProfilerRecording(), list[tuple[float, int, float]]()  # (length, number, middle in seconds)
     with _quiet(), profiler:
         for number in range(NUM_ANCHORS):
             before_s = time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runahead.timeline.recording import Recording
+from runahead.timeline.recording import ProfilerRecording
 
 KINDS = ("compute", "wait", "send")
 """Kinds of spans, in the order of their lanes."""
@@ -57,7 +57,7 @@ def trace_json(
     *,
     names: Sequence[str] = (),
     ttft_s: float | None = None,
-    recordings: Sequence[Recording] = (),
+    recordings: Sequence[ProfilerRecording] = (),
 ) -> str:
     """The spans in the Trace Event Format, for Perfetto: a process per rank, a thread per kind of span.
 

@@ -12,7 +12,7 @@ import pytest
 
 from runahead import GenerationOptions, PrefillOptions
 from runahead.config import Carrier
-from runahead.ranks.mapped.memory import FAR, Cell, HostMemory, Segment, SharedBytes, Unmapped
+from runahead.ranks.mapped.memory import FAR, Cell, HostMemory, MappedSegment, SharedBytes, Unmapped
 from tests.families import oracle_tokens, prompt
 from tests.rank_pool import RankPool
 from tests.ranks import mapped_tasks, tasks
@@ -66,8 +66,8 @@ def test_without_shared_memory_auto_takes_the_backend_and_copy_says_what_helps(p
 
 
 def test_counters_wrap_around() -> None:
-    memory = SharedBytes(Segment.num_bytes(2))
-    cell = Segment(memory.memory, 2).cell("arrived", 1)
+    memory = SharedBytes(MappedSegment.num_bytes(2))
+    cell = MappedSegment(memory.memory, 2).cell("arrived", 1)
     cell.set(2**32 - 2)
     assert cell.reached(2**32 - 2) and cell.reached(2**32 - 3) and not cell.reached(2**32)
     cell.set(2**32 + 3)
@@ -77,8 +77,8 @@ def test_counters_wrap_around() -> None:
 
 
 def test_waits_end_when_a_job_is_over() -> None:
-    memory = SharedBytes(Segment.num_bytes(1))
-    mapped = HostMemory(0, {0: Segment(memory.memory, 1)}, [os.getpid()])
+    memory = SharedBytes(MappedSegment.num_bytes(1))
+    mapped = HostMemory(0, {0: MappedSegment(memory.memory, 1)}, [os.getpid()])
     mapped.release()
     cell: Cell = mapped.own.cell("arrived", 0)
     assert cell.reached(FAR // 2)

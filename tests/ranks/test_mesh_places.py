@@ -12,7 +12,7 @@ from launch.inputs.options import RunOptions
 from runahead.config import PrefillName, PrefillOptions, RanksOptions, Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TransferSchedule
-from runahead.ranks.groups import Groups
+from runahead.ranks.groups import ProcessGroups
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.rendezvous import Presence
 
@@ -71,7 +71,7 @@ def test_the_chain_of_a_share_is_the_chain_of_stages(transfer: Transfer, joined:
 
 
 def test_a_stage_on_two_hosts_is_warned_of() -> None:
-    ranks = Groups(0, 4, timeout_s=1.0)
+    ranks = ProcessGroups(0, 4, timeout_s=1.0)
     ranks.present = [Presence(rank, "ab"[rank // 2], "", 0, 0, {}) for rank in range(4)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

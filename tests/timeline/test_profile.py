@@ -27,7 +27,7 @@ from runahead.kv_transfer.schedule import Message
 from runahead.model.model import PrefillEndsHere
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.ranges import Ranges, TorchRanges, ranges_for
-from runahead.timeline.recording import LOG_LEVEL, Recording, recorded
+from runahead.timeline.recording import LOG_LEVEL, ProfilerRecording, recorded
 from runahead.timeline.trace import Span, trace_json
 from tests.families import build, prompt
 from tests.virtual.device import Job
@@ -213,10 +213,10 @@ def test_a_recording_leaves_the_environment_as_it_was(monkeypatch: pytest.Monkey
     assert os.environ.get(LOG_LEVEL) == level
 
 
-def packed(events: list[dict]) -> Recording:
+def packed(events: list[dict]) -> ProfilerRecording:
     import zlib
 
-    return Recording(packed=zlib.compress(json.dumps(events).encode()))
+    return ProfilerRecording(packed=zlib.compress(json.dumps(events).encode()))
 
 
 def event(cat: str, name: str, at: tuple[int, int], ts: float, **more) -> dict:

@@ -23,8 +23,8 @@ import torch
 from torch.cuda._sanitizer import EventHandler
 
 from runahead.ranks.accelerator import Accelerator, Communicator
-from runahead.ranks.groups import Groups
-from runahead.ranks.mapped.memory import Cell, Segment
+from runahead.ranks.groups import ProcessGroups
+from runahead.ranks.mapped.memory import Cell, MappedSegment
 from runahead.ranks.mapped.queues import DeviceCopying
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecords
@@ -270,7 +270,7 @@ class VirtualRanks(Ranks):
     accelerator: VirtualAccelerator
 
     def __init__(self, job: Job, rank: int) -> None:
-        Groups.__init__(self, rank, job.size, timeout_s=60.0)
+        ProcessGroups.__init__(self, rank, job.size, timeout_s=60.0)
         self.accelerator = VirtualAccelerator(job, rank)
         self.device, self.backend, self.local_size = torch.device("cpu"), "nccl", job.size
         self.copying, self.unmapped, self._is_mapped, self.mapped_links = None, None, True, set()
@@ -341,7 +341,7 @@ class Job:
         self._stuck: Deadlock | None = None
         self.gpus = [ranks.accelerator for ranks in self.ranks]
         self.arenas: list[torch.Tensor] = []
-        self.segments = [mmap.mmap(-1, Segment.num_bytes(size)) for _ in range(size)]
+        self.segments = [mmap.mmap(-1, MappedSegment.num_bytes(size)) for _ in range(size)]
         self.clocks = None if hosts is None else Clocks()
         self._touched: dict[int, tuple[set[int], set[int]]] = {}
         for ranks in self.ranks:

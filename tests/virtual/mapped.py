@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runahead.ranks.mapped.memory import Arena, Cell, MappedMemory, Segment
+from runahead.ranks.mapped.memory import Arena, Cell, MappedMemory, MappedSegment
 from tests.virtual.machine import Operation
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class VirtualCell(Cell):
         self._job.host_does(Operation(rank=self._rank, stream=-1, kind="write value", cell=self.address, value=number))
 
 
-class VirtualSegment(Segment):
+class VirtualSegment(MappedSegment):
     """One rank's view of a segment."""
 
     def __init__(self, memory: mmap.mmap, job: Job, rank: int) -> None:
@@ -49,7 +49,7 @@ class VirtualMemory(MappedMemory):
 
     def __init__(self, job: Job, rank: int, hosts: Sequence[int]) -> None:
         beside = [peer for peer in range(job.size) if hosts[peer] == hosts[rank]]
-        segments: dict[int, Segment] = {peer: VirtualSegment(job.segments[peer], job, rank) for peer in beside}
+        segments: dict[int, MappedSegment] = {peer: VirtualSegment(job.segments[peer], job, rank) for peer in beside}
         super().__init__(rank, segments, list(range(job.size)))
         self._job = job
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runahead.ranks.mapped import cuda_driver
 from runahead.ranks.mapped.device_memory import DeviceMemory
-from runahead.ranks.mapped.memory import Cell, Segment, Unmapped
+from runahead.ranks.mapped.memory import Cell, MappedSegment, Unmapped
 from tests.virtual.cuda.driver import DEFAULT_STREAM, NOT_SUPPORTED, Driver, Happening
 from tests.virtual.cuda.memory import HOST
 from tests.waiting import until
@@ -36,8 +36,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 @pytest.fixture
 def cells(driver: Driver) -> tuple[Cell, Cell]:
     """Two counters in page-locked memory."""
-    num_bytes = Segment.num_bytes(2)
-    segment = Segment(mmap.mmap(-1, num_bytes), 2)
+    num_bytes = MappedSegment.num_bytes(2)
+    segment = MappedSegment(mmap.mmap(-1, num_bytes), 2)
     cuda_driver.register(segment.address, num_bytes)
     return segment.cell("credit", 1), segment.cell("arrived", 1)
 
@@ -116,15 +116,15 @@ class TestMemoryOfARank:
     """A refusal of the driver is told, and what was taken is given back."""
 
     @pytest.fixture
-    def segments(self) -> dict[int, Segment]:
-        return {rank: Segment(mmap.mmap(-1, Segment.num_bytes(2)), 2) for rank in range(2)}
+    def segments(self) -> dict[int, MappedSegment]:
+        return {rank: MappedSegment(mmap.mmap(-1, MappedSegment.num_bytes(2)), 2) for rank in range(2)}
 
-    def test_none_is_held_before_a_prompt_needs_it(self, driver: Driver, segments: dict[int, Segment]) -> None:
+    def test_none_is_held_before_a_prompt_needs_it(self, driver: Driver, segments: dict[int, MappedSegment]) -> None:
         DeviceMemory(0, segments, [1, 2], torch.device("cpu"))
         assert not driver._own and all(HOST.covers(each.address) for each in segments.values())
 
     def test_what_cannot_be_exported_is_freed(
-        self, driver: Driver, segments: dict[int, Segment], monkeypatch: pytest.MonkeyPatch
+        self, driver: Driver, segments: dict[int, MappedSegment], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(driver, "cuIpcGetMemHandle", lambda *_: NOT_SUPPORTED)
         said = "this GPU's memory cannot be exported.*MIG.*cuIpcGetMemHandle: operation not supported"
@@ -133,7 +133,7 @@ class TestMemoryOfARank:
         assert not driver._own and not HOST._registered
 
     def test_host_memory_that_the_gpu_cannot_address_is_unlocked(
-        self, driver: Driver, segments: dict[int, Segment], monkeypatch: pytest.MonkeyPatch
+        self, driver: Driver, segments: dict[int, MappedSegment], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(driver, "cuMemHostGetDevicePointer_v2", lambda *_: NOT_SUPPORTED)
         with pytest.raises(Unmapped, match="cuMemHostGetDevicePointer_v2: operation not supported"):

@@ -28,7 +28,7 @@ class NotRepeatable(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RecordedStep:
     """One operation in place, on a tensor or a view of it; `state` is the generator's before it, if it draws."""
 
     operation: Callable[..., Any]
@@ -72,7 +72,7 @@ class Recipe:
 
     empty: Tensor
     scratch: Scratch
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
 
     def get_shape(self) -> list[int]:
         return list(self.empty.shape)
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         if keywords.get("generator") is not None:
             raise NotRepeatable(f"{func} with a generator of its own")
         state = self._state() if draws else None
-        step = Step(
+        step = RecordedStep(
             operation=func,
             size=tuple(target.size()),
             stride=tuple(target.stride()),

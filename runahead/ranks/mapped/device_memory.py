@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runahead.ranks.mapped import cuda_driver
-from runahead.ranks.mapped.memory import Arena, MappedMemory, Segment
+from runahead.ranks.mapped.memory import Arena, MappedMemory, MappedSegment
 
 
 class DeviceMemory(MappedMemory):
@@ -19,14 +19,16 @@ class DeviceMemory(MappedMemory):
         Unmapped: streams cannot wait for the cells, or other ranks cannot map this GPU's memory.
     """
 
-    def __init__(self, rank: int, segments: dict[int, Segment], pids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, rank: int, segments: dict[int, MappedSegment], pids: Sequence[int], device: torch.device
+    ) -> None:
         super().__init__(rank, segments, pids)
         self._device = device
         self._retired: list[Arena] = []
         address, _ = cuda_driver.allocate(1)  # tried now, so that all ranks learn of a refusal before the first prompt
         cuda_driver.free(address)
         for segment in segments.values():
-            cuda_driver.register(segment.address, Segment.num_bytes(len(pids)))
+            cuda_driver.register(segment.address, MappedSegment.num_bytes(len(pids)))
 
     def _make(self, num_bytes: int) -> tuple[int, bytes]:
         self._free_retired()

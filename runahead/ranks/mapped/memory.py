@@ -181,7 +181,7 @@ def map_other(pid: int, descriptor: int, num_bytes: int) -> mmap.mmap:
 PER_PEER = ("arrived", "credit", "begun", "left", "dropped")
 
 
-class Segment:
+class MappedSegment:
     """A rank's cells, and where its slabs are.
 
     Cells of a rank, per peer: `arrived`, messages of the peer that are in this rank's slabs (written by the peer);
@@ -284,7 +284,7 @@ class MappedMemory(ABC):
         sent, received: counts per peer.
     """
 
-    def __init__(self, rank: int, segments: dict[int, Segment], pids: Sequence[int]) -> None:
+    def __init__(self, rank: int, segments: dict[int, MappedSegment], pids: Sequence[int]) -> None:
         self.rank, self.own, self._segments, self._pids = rank, segments[rank], segments, pids
         self.peers = segments.keys() - {rank}
         self.sent: dict[int, Counts] = {}
@@ -295,7 +295,7 @@ class MappedMemory(ABC):
         self._numbers = 0
         self._opened: dict[int, dict[int, Any]] = {}
 
-    def segment(self, peer: int) -> Segment:
+    def segment(self, peer: int) -> MappedSegment:
         return self._segments[peer]
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
