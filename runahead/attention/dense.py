@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention.masks import MaskRule
-from runahead.attention.op import Lengths, Part, Step, joined
+from runahead.attention.op import Codec, Lengths, Part, Step, joined
 from runahead.attention.partial import AttentionTerms, attend_at, cpu_flash, cuda_efficient, fused_kernel
 
 ALIGNMENT = 16
@@ -36,7 +36,7 @@ class DenseAttention:
     def attend(self, q_BNCH: Tensor, steps: Sequence[Step], terms: AttentionTerms) -> Part:
         """`op.attend` without skipped scores, to one run that holds the whole prompt."""
         [[(keys, spans)], _], *_ = steps
-        assert not isinstance(spans, Lengths), spans
+        assert not isinstance(spans, Lengths) and not isinstance(keys, Codec), (keys, spans)
         parts = []
         for span in spans:
             q = q_BNCH[span.rows, :, span.queries.start :]

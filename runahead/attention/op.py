@@ -11,6 +11,7 @@ memory. What is found in different memory is put together where no query sees bo
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,27 @@ class KVReader(Protocol):
     @property
     def sequences(self) -> tuple[Tensor, Tensor]:
         """Keys (T, U, H) and values (T, U, V) of all slots, U = B K."""
+
+
+class Codec(ABC):
+    """Stored keys and values of one layer in a form of which attention knows more than how to read it."""
+
+    @property
+    @abstractmethod
+    def value_dim(self) -> int: ...
+
+    @abstractmethod
+    def attend(
+        self, q_RNQH: Tensor, start: int, end: int, terms: AttentionTerms, *, q_start: int, k_start: int
+    ) -> Part:
+        """Attention of queries of all rows that are stored here to the slots [start, end), all of them before these.
+
+        Args:
+            q_start, k_start: positions of the first query and of the first slot's token.
+
+        Returns:
+            as `partial.attend`.
+        """
 
 
 def nothing() -> None:
@@ -94,18 +116,20 @@ class Lengths:
         seen_S: tokens that the new token sees, with itself (int32).
         room: most tokens of a sequence.
         may_be_empty: a sequence may have no token that the new one sees.
+        apart: returns runs that take the place of this one where scores are modified, which its kernel does not.
     """
 
     starts: Tensor
     seen_S: Tensor
     room: int
     may_be_empty: bool = False
+    apart: Callable[[], Sequence[Run]] | None = None
 
 
 class Run(NamedTuple):
     """Tokens in one memory, and spans that say which new tokens see which of them; no new token is in two spans."""
 
-    keys: KVReader
+    keys: KVReader | Codec
     spans: Sequence[Span] | Lengths
 
 
@@ -167,13 +191,13 @@ def spans_of(
 class _Cell(NamedTuple):
     """One call: the queries of a span and its keys [first, end), by number within the span."""
 
-    keys: KVReader
+    keys: KVReader | Codec
     span: Span
     first: int
     end: int
 
 
-def _cells(keys: KVReader, span: Span, rule: MaskRule | None) -> tuple[_Cell | None, _Cell | None]:
+def _cells(keys: KVReader | Codec, span: Span, rule: MaskRule | None) -> tuple[_Cell | None, _Cell | None]:
     """The own chunk of several queries, and what they see of earlier tokens; of one query all that it sees."""
     before, own = len(span.slots), None
     if span.has_new and len(span.queries) > 1:
@@ -190,26 +214,58 @@ def attend(
     terms: AttentionTerms,
     *,
     await_prefix: Callable[[], None] = nothing,
+    num_sequences: int | None = None,
 ) -> Part:
     """Attention of the new tokens of a batch to stored ones, merged in at least float32, without sinks.
 
     Args:
         steps: what the new tokens see. Of those that arrive, tokens before the new ones are read only after
             `await_prefix` has returned.
+        num_sequences: KV heads of a row, if each of them is a row of the steps.
 
     Returns:
         output in the queries' dtype if it is of one part, else in that of the log-sum-exp; see `finish`.
     """
-    first, rule = steps[0].runs[0], terms.rule
-    if isinstance(first.spans, Lengths):
-        return _attend_lengths(q_BNCH, first.keys, first.spans, terms)
+    found, sees_own = None, False
+    keys, spans = steps[0].runs[0]
+    if isinstance(spans, Lengths):
+        if spans.apart is not None and terms.needs_scores:
+            steps = [Step(spans.apart()), *steps[1:]]
+        else:
+            found, sees_own = _attend_lengths(q_BNCH, keys, spans, terms), not spans.may_be_empty
+            if len(steps) == 1:  # in the order of heads, however they are grouped
+                return found
+            steps = steps[1:]
+    if num_sequences is not None:
+        shape = q_BNCH.shape[:3]
+        q_BNCH = q_BNCH.reshape(shape[0] * num_sequences, -1, *q_BNCH.shape[2:])
+        if found is not None:
+            found = found[0].reshape(*q_BNCH.shape[:3], -1), found[1].reshape(q_BNCH.shape[:3])
+        out, lse = _attend(q_BNCH, steps, terms, await_prefix, found, sees_own)
+        return out.reshape(*shape, -1), lse.reshape(shape)
+    return _attend(q_BNCH, steps, terms, await_prefix, found, sees_own)
+
+
+def _attend(
+    q_BNCH: Tensor,
+    steps: Sequence[Step],
+    terms: AttentionTerms,
+    await_prefix: Callable[[], None],
+    found: Part | None,
+    sees_own: bool,
+) -> Part:
+    """Merge what the new tokens see in spans into what was found so far, if anything.
+
+    Args:
+        sees_own: each query has found its own token.
+    """
+    rule, own = terms.rule, list[_Cell]()
     by_order = (rule is None or rule.sees_everything) and terms.key_bias is None
-    own, sees_own = list[_Cell](), False
     earlier: tuple[list[list[_Cell]], list[list[_Cell]]] = ([], [])  # stored here, arriving
     for runs, arrives in steps:
         cells = list[_Cell]()
         for keys, spans in runs:
-            assert not isinstance(spans, Lengths), "sequences in tensors of fixed shape are seen alone"
+            assert not isinstance(spans, Lengths), "sequences of which the device knows the lengths come first"
             for span in spans:
                 for each in (span,) if by_order or span.apart is None else span.apart():
                     new, before = _cells(keys, each, rule)
@@ -219,7 +275,6 @@ def attend(
                         cells.append(before)
         if cells:
             earlier[arrives and await_prefix is not nothing].append(cells)
-    found: Part | None = None
     for cells in (own, *earlier[False]):
         if cells:
             found = _merged(q_BNCH, terms, cells, found, sees_own)
@@ -228,11 +283,12 @@ def attend(
     for cells in earlier[True]:
         found = _merged(q_BNCH, terms, cells, found, sees_own)
         sees_own = sees_own or _sees_own(q_BNCH, cells)
-    return _no_part(q_BNCH, first.keys.value_dim) if found is None else found
+    return _no_part(q_BNCH, steps[0].runs[0].keys.value_dim) if found is None else found
 
 
-def _attend_lengths(q_BN1H: Tensor, keys: KVReader, lengths: Lengths, terms: AttentionTerms) -> Part:
+def _attend_lengths(q_BN1H: Tensor, keys: KVReader | Codec, lengths: Lengths, terms: AttentionTerms) -> Part:
     """Attention of one query per sequence; rows without padding are one sequence with the heads of all of them."""
+    assert not isinstance(keys, Codec), "the kernel reads keys and values as they are"
     out_SNV, lse_SN = attend_sequences(
         q_BN1H.reshape(len(lengths.seen_S), -1, q_BN1H.shape[3]),
         *keys.sequences,
@@ -314,24 +370,27 @@ def _no_part(q_BNCH: Tensor, value_dim: int, dtypes: Sequence[torch.dtype] = ())
 
 def _attend_cell(q_BNCH: Tensor, terms: AttentionTerms, cell: _Cell) -> Part:
     keys, span, first, end = cell
-    k_RKSH, v_RKSV = keys.read(span.slots.start + first, span.slots.start + end)
     q_RNQH = q_BNCH
     if len(span.queries) != q_BNCH.shape[2]:
         q_RNQH = q_BNCH[:, :, span.queries.start : span.queries.stop]
     if span.rows is not EVERY_ROW:
         q_RNQH = q_RNQH[span.rows]
+    slots = span.slots.start + first, span.slots.start + end
+    if isinstance(keys, Codec):
+        return keys.attend(q_RNQH, *slots, terms, q_start=span.positions[0], k_start=span.at[first] - span.pad)
+    k_RKSH, v_RKSV = keys.read(*slots)
     if span.stored is not EVERY_ROW:
         k_RKSH, v_RKSV = k_RKSH[span.stored], v_RKSV[span.stored]
     num_rows = len(q_RNQH)
     if num_rows == len(k_RKSH):
-        return _attend(q_RNQH, k_RKSH, v_RKSV, terms, cell)
+        return _attend_read(q_RNQH, k_RKSH, v_RKSV, terms, cell)
     # All queries see all of these keys: as queries of one row, so that the keys are read once (Hydragen).
-    part = _attend(q_RNQH.transpose(0, 1).flatten(1, 2)[None], k_RKSH, v_RKSV, terms, cell)
+    part = _attend_read(q_RNQH.transpose(0, 1).flatten(1, 2)[None], k_RKSH, v_RKSV, terms, cell)
     out_RNQV, lse_RNQ = (x[0].unflatten(1, (num_rows, -1)).transpose(0, 1) for x in part)
     return out_RNQV, lse_RNQ
 
 
-def _attend(q_RNQH: Tensor, k_RKSH: Tensor, v_RKSV: Tensor, terms: AttentionTerms, cell: _Cell) -> Part:
+def _attend_read(q_RNQH: Tensor, k_RKSH: Tensor, v_RKSV: Tensor, terms: AttentionTerms, cell: _Cell) -> Part:
     _, span, first, end = cell
     query, last, key = span.positions[0], span.positions[-1], span.at[first] - span.pad
     if span.at_T is None and span.positions_Q is None:

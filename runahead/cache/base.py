@@ -21,7 +21,7 @@ from torch import Tensor
 from runahead.attention.base import LayerInput
 from runahead.attention.marked import attend_marked
 from runahead.attention.op import Part, Step, attend, finish, nothing
-from runahead.attention.partial import AttentionTerms, merge_parts
+from runahead.attention.partial import AttentionTerms, merge, merge_parts
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.report import RankReport
@@ -55,6 +55,9 @@ class SeenKV:
         steps: where the tokens lie that they see.
         whole: all slots in one memory, those of the newest tokens last, where there is one.
         positions: positions (B, K, n) or (B, 1, n) of the tokens in these slots; called where some keys are marked.
+        num_sequences: KV heads that have runs of their own, as rows of one head; None: a run is of all heads.
+        rest: attention of the queries to what stands for tokens that are not here, by the terms and by the
+            log-sum-exp (B, N, C) over the tokens that are.
         readers: queries of the layers that have read this one since.
     """
 
@@ -62,6 +65,8 @@ class SeenKV:
     steps: Sequence[Step] = ()
     whole: Callable[[], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[], Tensor] | None = None
+    num_sequences: int | None = None
+    rest: Callable[[AttentionTerms, Tensor], Part] | None = None
     readers: list[ReaderQueries] = field(default_factory=list, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
     _lse_PBNC: Tensor | None = field(default=None, init=False, repr=False)
@@ -75,8 +80,10 @@ class SeenKV:
         if terms.marked_window is not None:  # a key may be marked by the first token after the prefix
             await_prefix()
             assert self.positions is not None, "tokens that are marked are in one memory"
-            return attend_marked(self.q_BNCH, *self.read(), terms, self.positions())
-        return attend(self.q_BNCH, self.steps, terms, await_prefix=await_prefix)
+            part = attend_marked(self.q_BNCH, *self.read(), terms, self.positions())
+        else:
+            part = attend(self.q_BNCH, self.steps, terms, await_prefix=await_prefix, num_sequences=self.num_sequences)
+        return part if self.rest is None else merge(*part, *self.rest(terms, part[1]))
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys (B, K, n, H) and values (B, K, n, V), those of the newest tokens last, as cache policies need."""

@@ -5,15 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from policies.base import Phase
 from policies.retriever import Rest
 from runahead.attention.base import LayerInput
-from runahead.attention.op import nothing
-from runahead.attention.partial import AttentionTerms, attend, merge
+from runahead.attention.op import Part
+from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.base import LayerStore, SeenKV
 from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
 from runahead.cache.kv_cache import seen_in
@@ -164,7 +165,8 @@ class RetrievedLayer(LayerStore):
     def with_rest(self, seen: SeenKV) -> SeenKV:
         if self._fetched is None or self._fetched.rest is None:
             return seen
-        return SeenWithRest(q_BNCH=seen.q_BNCH, fetched=seen, rest=self._fetched.rest, own=self._own)
+        seen.rest = partial(estimate, self._fetched.rest, seen.q_BNCH, self._own)
+        return seen
 
     @property
     def num_bytes(self) -> int:
@@ -182,39 +184,20 @@ class RetrievedLayer(LayerStore):
             self._retrieval.sample_hits(self._layer, q_BNH, k_BKCH, self._fetched, scaling)
 
 
-@dataclass(kw_only=True)
-class SeenWithRest(SeenKV):
-    """Keys and values of a layer that new tokens see, with an estimate of the attention to what was not fetched.
+def estimate(
+    rest: Rest, q_BNCH: Tensor, own: tuple[Tensor, Tensor] | None, terms: AttentionTerms, lse_BNC: Tensor
+) -> Part:
+    """The estimated attention of new tokens to what was not fetched.
 
-    Attributes:
-        fetched: the fetched tokens, with the new ones if they are stored here.
-        rest: the estimate.
-        own: keys and values of the new tokens, if they are stored here, after those of others that the fetched ones
-            are followed by.
+    Args:
+        own: keys and values of the new tokens, if they are stored here, after those of others that come between.
+        lse_BNC: log-sum-exp over what was fetched, and over these.
     """
-
-    fetched: SeenKV
-    rest: Rest
-    own: tuple[Tensor, Tensor] | None
-
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> tuple[Tensor, Tensor]:
-        out_BNCV, lse_BNC = self.fetched.attend(terms, await_prefix)
-        num_new = self.q_BNCH.shape[2]
-        rest_BNCV, rest_BNC = self.rest.out_BNV, self.rest.lse_BN  # heads that choose together are side by side
-        rest_BNCV, rest_BNC = (x.unflatten(1, (-1, num_new)) for x in (rest_BNCV, rest_BNC))
-        if self.rest.is_relative:
-            rest_BNC = rest_BNC + self._lse_of_chosen(lse_BNC, terms)
-        wide_BNCV, lse_BNC = merge(out_BNCV.to(lse_BNC.dtype), lse_BNC, rest_BNCV, rest_BNC)
-        return wide_BNCV.to(out_BNCV.dtype), lse_BNC
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        return self.fetched.read()
-
-    def _lse_of_chosen(self, lse_BNC: Tensor, terms: AttentionTerms) -> Tensor:
-        """Log-sum-exp (B, N, C) of the chosen tokens alone, from that of these and the new ones."""
-        if self.own is None:
-            return lse_BNC
-        q_start = self.own[0].shape[2] - self.q_BNCH.shape[2]
-        _, own_BNC = attend(self.q_BNCH, *self.own, terms, q_start=q_start, k_start=0)
-        # A rounding below 0 is a new token that has all attention.
-        return lse_BNC + (own_BNC - lse_BNC).clamp_max(0).expm1().neg().log()
+    # Queries of heads that choose together are side by side.
+    rest_BNCV, rest_BNC = (x.unflatten(1, (-1, q_BNCH.shape[2])) for x in (rest.out_BNV, rest.lse_BN))
+    if not rest.is_relative:
+        return rest_BNCV, rest_BNC
+    if own is not None:  # without the new tokens; a rounding below 0 is one that has all attention
+        _, own_BNC = attend(q_BNCH, *own, terms, q_start=own[0].shape[2] - q_BNCH.shape[2], k_start=0)
+        lse_BNC = lse_BNC + (own_BNC - lse_BNC).clamp_max(0).expm1().neg().log()
+    return rest_BNCV, rest_BNC + lse_BNC

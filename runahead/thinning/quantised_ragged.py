@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values
-from runahead.attention.partial import AttentionTerms, merge
+from runahead.attention.op import Run, Step
 from runahead.cache.kept import KeptLayer
-from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, Groups, TokenGroups, narrowed
 from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, code_bytes, dtype_of_window
 from runahead.cache.quantised.sequences import QuantisedSequences
 from runahead.cache.slabs import KVShape
-from runahead.thinning.ragged import DroppedTokens, RaggedLayer, SeenRagged, last_places, rows_of
+from runahead.thinning.ragged import DroppedTokens, RaggedLayer, last_places, rows_of
 
 
 @dataclass(kw_only=True)
@@ -123,7 +122,7 @@ class QuantisedRagged(RaggedLayer, InFewBits):
         """
         device, heads = slots_BKm.device, self.shape.num_kv_heads
         slots_BKm = slots_BKm.expand(-1, heads, -1)
-        spans = self.coded.spans
+        spans = self.coded.places
         # A slot's number from the right is its token's from the end of the sequence, whose window comes last.
         ends = [end + exact for (_, end), exact in zip(spans, self.lengths, strict=True)]
         firsts_BK1, coded_BK1, ends_BK1 = (
@@ -168,7 +167,7 @@ class QuantisedRagged(RaggedLayer, InFewBits):
     def _whole(self, coded_T: Tensor, exact_T: Tensor, padding: int) -> Tensor:
         """The values of all tokens (B, K, n, ...), padded on the left."""
         out_BKn = self._padded(exact_T, padding)
-        for out_n, length, (first, end) in zip(out_BKn.flatten(0, 1), self.lengths, self.coded.spans, strict=True):
+        for out_n, length, (first, end) in zip(out_BKn.flatten(0, 1), self.lengths, self.coded.places, strict=True):
             last = self.num_slots - length
             out_n[last - (end - first) : last] = coded_T[first:end]
         return out_BKn
@@ -179,33 +178,15 @@ class QuantisedRagged(RaggedLayer, InFewBits):
         if k_BKCH.shape[2] == 1:  # several attend to each other first
             self.flush()
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenRagged:
-        return SeenQuantisedRagged(q_BNCH=q_BNCH, layer=self, new_pads=tokens.pads(q_BNCH.shape[2]))
-
-    def window_in(self, dtype: torch.dtype) -> QuantisedRagged:
-        """The layer with its windows in another dtype, for attention to these."""
-        if self.slab_TBKX.dtype == dtype:
-            return self
-        other = copy(self)
-        other.slab_TBKX = self.slab_TBKX.to(dtype)
-        return other
-
-
-@dataclass(kw_only=True)
-class SeenQuantisedRagged(SeenRagged):
-    """A ragged layer in few bits together with the queries of its newest tokens, which attend to it."""
-
-    layer: QuantisedRagged
-
-    def _attend_to_kept(self, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
-        q_BNCH, layer = self.q_BNCH, self.layer
-        window = SeenRagged(q_BNCH=q_BNCH, layer=layer.window_in(q_BNCH.dtype), new_pads=self.new_pads)
-        out_BNCV, lse_BNC = window._attend_to_kept(terms)
-        if not layer.coded.num_tokens:
-            return out_BNCV, lse_BNC
-        q_SGCH = q_BNCH.unflatten(1, (layer.shape.num_kv_heads, -1)).flatten(0, 1)
-        out_SGCV, lse_SGC = layer.coded.attend(q_SGCH, terms)
-        return merge(out_BNCV, lse_BNC, out_SGCV.reshape(out_BNCV.shape), lse_SGC.reshape(lse_BNC.shape))
+    def steps(self, q_BNCH: Tensor, new_pads: Sequence[int]) -> list[Step]:
+        windows = self
+        if self.slab_TBKX.dtype != q_BNCH.dtype:
+            windows = copy(self)
+            windows.slab_TBKX = self.slab_TBKX.to(q_BNCH.dtype)
+        steps = RaggedLayer.steps(windows, q_BNCH, new_pads)
+        if self.coded.num_tokens:
+            steps.append(Step([Run(self.coded, self.coded.spans_for(q_BNCH.shape[2]))]))
+        return steps
 
 
 def _coded(

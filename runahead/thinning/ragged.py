@@ -9,7 +9,7 @@ followed by room for new tokens, so a head that keeps few tokens takes little me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values, sent
-from runahead.attention.marked import attend_marked
-from runahead.attention.op import EVERY_ROW, Part, Run, Span, Step, attend, nothing, spans_of
-from runahead.attention.partial import AttentionTerms, attend_sequences, merge, takes_sequences
+from runahead.attention.op import EVERY_ROW, Lengths, Run, Span, Step, spans_of
+from runahead.attention.partial import AttentionTerms, takes_sequences
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
@@ -269,23 +268,50 @@ class RaggedLayer(KeptLayer):
         self.room -= num_new
         self._count()
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenRagged:
-        return SeenRagged(q_BNCH=q_BNCH, layer=self, new_pads=tokens.pads(q_BNCH.shape[2]))
-
-    def attend_one(self, q_BN1H: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """Output (B, N, 1, V) and log-sum-exp (B, N, 1) of one query per row, over all tokens of its heads."""
-        kv_T1X, key_dim = self.slab_TBKX[:, 0], self.shape.key_dim
-        out_SGV, lse_SG = attend_sequences(
-            q_BN1H.reshape(len(self.lengths), -1, key_dim),
-            kv_T1X[..., :key_dim],
-            kv_T1X[..., key_dim:],
-            starts=self._starts,
-            used_S=self._used_S,
-            longest=max(self.lengths),
-            scaling=scaling,
-            may_be_empty=0 in self.lengths,
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        dropped = self.dropped
+        return SeenKV(
+            q_BNCH=q_BNCH,
+            steps=self.steps(q_BNCH, tokens.pads(q_BNCH.shape[2])),
+            whole=self.read,
+            positions=self.positions_BKn,
+            num_sequences=self.shape.num_kv_heads,
+            rest=None if dropped is None else lambda terms, _: dropped.attend(q_BNCH, self.shape, terms),
         )
-        return out_SGV.reshape(*q_BN1H.shape[:3], -1), lse_SG.reshape(q_BN1H.shape[:3])
+
+    def steps(self, q_BNCH: Tensor, new_pads: Sequence[int]) -> list[Step]:
+        """Where the tokens lie that the newest ones see, with each sequence as a row of one head.
+
+        Args:
+            new_pads: number of padding tokens among the newest ones, by row; above 0 in rows without tokens before.
+        """
+        num_new, shape = q_BNCH.shape[2], self.shape
+        pads = [pad for pad in new_pads for _ in range(shape.num_kv_heads)]
+
+        def apart() -> list[Run]:
+            # Counted in slots, which are in causal order whichever tokens they hold.
+            return [
+                Run(slab, _span_of(slab, number, pad, num_new))
+                for number, (slab, pad) in enumerate(zip(self.sequences(pads), pads, strict=True))
+            ]
+
+        takes = takes_sequences(q_BNCH.device, q_BNCH.dtype, shape.key_dim, shape.value_dim)
+        if num_new > 1 or any(new_pads) or not takes or not self.num_slots:
+            return [Step(apart())]
+        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=shape.key_dim, first=0)
+        lengths = Lengths(
+            starts=self._starts,
+            seen_S=self._used_S,
+            room=max(self.lengths),
+            may_be_empty=0 in self.lengths,
+            apart=apart,
+        )
+        return [Step([Run(slab, lengths)])]
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """A copy of all keys (B, K, n, H) and values (B, K, n, V), padded on the left to the longest head."""
+        kv_BKnX, key_dim = self.kv_BKnX(), self.shape.key_dim
+        return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
 
     def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
         raise NotImplementedError("heads of other lengths need other memory; use cut_back")
@@ -313,48 +339,6 @@ class RaggedLayer(KeptLayer):
         if copy:
             other.copy_out(room=0)
         return other
-
-
-@dataclass(kw_only=True)
-class SeenRagged(SeenKV):
-    """A ragged layer together with the queries of its newest tokens, which attend to it.
-
-    Attributes:
-        new_pads: number of padding tokens among these, by row; above 0 in rows without tokens before them.
-    """
-
-    layer: RaggedLayer
-    new_pads: Sequence[int]
-
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
-        out_BNCV, lse_BNC = self._attend_to_kept(terms)
-        dropped = self.layer.dropped
-        if dropped is None:
-            return out_BNCV, lse_BNC
-        return merge(out_BNCV, lse_BNC, *dropped.attend(self.q_BNCH, self.layer.shape, terms))
-
-    def _attend_to_kept(self, terms: AttentionTerms) -> Part:
-        layer, q_BNCH, shape = self.layer, self.q_BNCH, self.layer.shape
-        if terms.marked_window is not None:
-            return attend_marked(q_BNCH, *self.read(), terms, layer.positions_BKn())
-        num_new, one_each = q_BNCH.shape[2], q_BNCH.shape[2] == 1 and not any(self.new_pads)
-        takes = takes_sequences(q_BNCH.device, q_BNCH.dtype, shape.key_dim, shape.value_dim)
-        if one_each and takes and not terms.needs_scores and layer.num_slots:
-            return layer.attend_one(q_BNCH, terms.scaling)
-        # Counted in slots, which are in causal order whichever tokens they hold.
-        q_SGCH = q_BNCH.unflatten(1, (shape.num_kv_heads, -1)).flatten(0, 1)
-        pads = [pad for pad in self.new_pads for _ in range(shape.num_kv_heads)]
-        runs = [
-            Run(slab, _span_of(slab, number, pad, num_new))
-            for number, (slab, pad) in enumerate(zip(layer.sequences(pads), pads, strict=True))
-        ]
-        out_SGCV, lse_SGC = attend(q_SGCH, [Step(runs)], terms)
-        return out_SGCV.reshape(*q_BNCH.shape[:3], -1), lse_SGC.reshape(q_BNCH.shape[:3])
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """A copy of all keys (B, K, n, H) and values (B, K, n, V), padded on the left to the longest head."""
-        kv_BKnX, key_dim = self.layer.kv_BKnX(), self.layer.shape.key_dim
-        return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
 
 
 def _span_of(slab: KVSlab, number: int, pad: int, num_new: int) -> list[Span]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import seen_in
 from runahead.cache.slabs import KVSlab
 from runahead.config import Positions
-from runahead.retrieval.cache import SeenWithRest
+from runahead.retrieval.cache import estimate
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
@@ -336,12 +337,9 @@ def test_the_mean_value_has_the_share_that_the_chosen_tokens_leave() -> None:
     q, mean = drawn(1, KV_HEADS * GROUP, num_new, DIM, seed=3), drawn(1, KV_HEADS * GROUP * num_new, DIM, seed=4)
     alpha = drawn(1, KV_HEADS * GROUP * num_new, seed=5).sigmoid()
     slab = KVSlab(slab_TBKX=torch.cat([k, v], dim=-1).permute(2, 0, 1, 3), key_dim=DIM, first=0)
-    seen = SeenWithRest(
-        q_BNCH=q,
-        fetched=seen_in(slab, q, start=7, pads=[0]),
-        rest=Rest(out_BNV=mean, lse_BN=((1 - alpha) / alpha).log(), is_relative=True),
-        own=(k[:, :, 7:], v[:, :, 7:]),
-    )
+    seen = seen_in(slab, q, start=7, pads=[0])
+    rest = Rest(out_BNV=mean, lse_BN=((1 - alpha) / alpha).log(), is_relative=True)
+    seen.rest = partial(estimate, rest, q, (k[:, :, 7:], v[:, :, 7:]))
     out, lse = seen.attend(terms)
     weights = (q.unflatten(1, (KV_HEADS, -1)) @ k.unsqueeze(2).mT * 0.9).exp()
     weights[..., 0, 8] = 0  # the first new token does not see the second

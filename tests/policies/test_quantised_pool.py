@@ -21,7 +21,7 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.groups import GROUP
-from runahead.cache.quantised.layer import QuantisedLayer, SeenQuantised
+from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows
 from runahead.cache.quantised.pool import PooledLayer, pooled_bytes, word_shape
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, Device, RanksOptions
@@ -185,13 +185,13 @@ def test_no_token_is_quantised_between_its_fetching_and_attention(name: str, mon
 def test_short_texts_are_read_on_the_device(copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """After all copies to the host, where new tokens may have left the window a moment ago."""
     expected = Talk(policies_of()).follow([*SOON, *SOON])
-    talk, attend, written = Talk(policies_of(ExactTopK(min_tokens=1000))), SeenQuantised.attend, list[int]()
+    talk, attend, written = Talk(policies_of(ExactTopK(min_tokens=1000))), QuantisedRows.attend, list[int]()
 
-    def attends(seen: SeenQuantised, *args: Any) -> tuple[Tensor, Tensor]:
+    def attends(codes: QuantisedRows, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         written.append(copies[0].written)
-        return attend(seen, *args)
+        return attend(codes, *args, **options)
 
-    monkeypatch.setattr(SeenQuantised, "attend", attends)
+    monkeypatch.setattr(QuantisedRows, "attend", attends)
     torch.testing.assert_close(talk.follow([*SOON, *SOON]), expected, atol=1e-9, rtol=0)
     assert set(written) == {0}
 

@@ -12,7 +12,7 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.quantised.groups import TokenGroups
 from runahead.config import PrefillOptions
 from runahead.thinning.quantised_ragged import QuantisedRagged, ragged_bytes
-from runahead.thinning.ragged import RaggedLayer, SeenRagged
+from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt
 from tests.policies.made_up_kvzap import MadeUpKVzap
@@ -78,9 +78,7 @@ def test_attention_is_that_to_the_dequantised_tokens(
             monkeypatch.setattr(
                 QuantisedRagged,
                 "seen",
-                lambda layer, q, tokens: SeenRagged(
-                    q_BNCH=q, layer=dequantised(layer), new_pads=tokens.pads(q.shape[2])
-                ),
+                lambda layer, q, tokens: dequantised(layer).seen(q, tokens),
             )
         talk = Talk(family, policies_of(ragged(name)), lengths)
         has_few = any(isinstance(each, QuantisedRagged) and each.coded.num_tokens for each in layers(talk))

@@ -24,7 +24,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.config import Device
 from runahead.thinning.cutting import cut_back
-from runahead.thinning.ragged import RaggedLayer, SeenRagged
+from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.running import Run, model_with
@@ -117,8 +117,8 @@ def test_keys_are_read_only_when_something_is_dropped(tmp_path: Path, monkeypatc
     run.prefill()
     layers = [type(layer) for layer in run.kept.layers]
     assert layers == [RaggedLayer] * 3
-    read = SeenRagged.read
-    monkeypatch.setattr(SeenRagged, "read", lambda seen: (reads.append(1), read(seen))[1])
+    read = RaggedLayer.read
+    monkeypatch.setattr(RaggedLayer, "read", lambda layer: (reads.append(1), read(layer))[1])
     for token in GENERATED[: EVERY - 1]:
         run.decode(token)
     assert not reads

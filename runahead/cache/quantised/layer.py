@@ -11,13 +11,13 @@ the window; at no time is more than a block dequantised, but for a policy that l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from runahead.attention.op import Part, joined, nothing, rows_by_pad
+from runahead.attention.op import EVERY_ROW, Codec, Part, Run, Span, Step, rows_by_pad
 from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer, taken
@@ -35,7 +35,7 @@ from runahead.cache.slabs import KVShape, KVSlab
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedRows:
+class QuantisedRows(Codec):
     """The quantised tokens of rows with the same padding, the first ones of each row.
 
     Attributes:
@@ -89,6 +89,28 @@ class QuantisedRows:
             return self.keys.read(start, end, dtype)
         assert isinstance(self.keys, TokenGroups)
         return self.scales.read(self.keys, start, end, dtype)
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.dim
+
+    def attend(
+        self, q_BNCH: Tensor, start: int, end: int, terms: AttentionTerms, *, q_start: int, k_start: int
+    ) -> Part:
+        first, sees_all = start - self.pad, terms.rule is None or terms.rule.sees_everything
+        assert end == self.end, "queries see all quantised tokens from the first one that they see"
+        if q_BNCH.shape[2] == 1 and sees_all and not terms.needs_scores and isinstance(self.keys, ChannelGroups):
+            return self.attend_one(q_BNCH, terms.scaling)
+        found: Part | None = None
+        for begin, stop in blocks(self.num_tokens):  # each is dequantised for it
+            if stop > first:
+                k, v = self.read_keys(begin, stop, q_BNCH.dtype), self.values.read(begin, stop, q_BNCH.dtype)
+                unseen = max(0, first - begin)
+                k, v = k[:, :, unseen:], v[:, :, unseen:]
+                part = attend(q_BNCH, k, v, terms, q_start=q_start, k_start=begin + unseen)
+                found = part if found is None else merge(*found, *part)
+        assert found is not None, (start, end)
+        return found
 
     def attend_one(self, q_BN1H: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Attention of one query per row to all tokens: output (B, N, 1, V), log-sum-exp (B, N, 1).
@@ -214,8 +236,38 @@ class QuantisedLayer(KeptLayer, InFewBits):
         slots_BKSX = slots_SBKX.permute(1, 2, 0, 3)
         return slots_BKSX[..., : self.shape.key_dim], slots_BKSX[..., self.shape.key_dim :]
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenQuantised:
-        return SeenQuantised(q_BNCH=q_BNCH, layer=self)
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        num_new, end = q_BNCH.shape[2], self.num_slots
+        window = _Window(
+            slab_TBKX=self.slab_TBKX[: end - self.start],
+            key_dim=self.shape.key_dim,
+            first=self.start,
+            dtype=self.shape.dtype,
+        )
+        places = tuple((part.pad, part.end) for part in self.parts)
+        exact, coded = tokens.once((num_new, end, places), lambda: self._spans(num_new))
+        runs = [Run(part, [span]) for part, span in zip(self.parts, coded, strict=True) if part.num_tokens]
+        steps = [Step([Run(window, exact)]), Step(runs)] if runs else [Step([Run(window, exact)])]
+        return SeenKV(q_BNCH=q_BNCH, steps=steps, whole=lambda: self.slab().read(0, end), positions=self.positions_BKn)
+
+    def _spans(self, num_new: int) -> tuple[list[Span], list[Span]]:
+        """By part, the tokens in the window and the quantised ones as the newest tokens see them."""
+        exact, coded, end = list[Span](), list[Span](), self.num_slots
+        for part in self.parts:
+            window, before = range(part.end, end), range(part.pad, part.end)
+            span = Span(
+                rows=part.rows,
+                stored=part.rows,
+                pad=part.pad,
+                slots=window,
+                at=window,
+                queries=range(num_new),
+                positions=range(end - num_new - part.pad, end - part.pad),
+                has_new=True,
+            )
+            exact.append(span)
+            coded.append(replace(span, stored=EVERY_ROW, slots=before, at=before, has_new=False))
+        return exact, coded
 
     def slab(self) -> KVSlab:
         """All slots, dequantised, in new memory; padding is 0."""
@@ -298,56 +350,15 @@ class QuantisedLayer(KeptLayer, InFewBits):
         self.slab_TBKX, self.start, self.parts = slab_TBKX, start, kept
 
 
-@dataclass(kw_only=True)
-class SeenQuantised(SeenKV):
-    """A quantised layer together with the queries of its newest tokens."""
+@dataclass(frozen=True, kw_only=True)
+class _Window(KVSlab):
+    """Slots that are read in another dtype than they are stored in."""
 
-    layer: QuantisedLayer
+    dtype: torch.dtype
 
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
-        parts = [self._attend_rows(part, self.q_BNCH[part.rows], terms) for part in self.layer.parts]
-        places = [(part.rows, range(self.q_BNCH.shape[2])) for part in self.layer.parts]
-        return joined(self.q_BNCH, self.layer.shape.value_dim, places, parts)
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """As of `SeenKV`; all of a layer is dequantised for it."""
-        return self.layer.slab().read(0, self.layer.num_slots)
-
-    def _attend_rows(self, part: QuantisedRows, q_BNCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of rows with the same padding, from the parts of the cache that their queries see."""
-        layer, num_new = self.layer, q_BNCH.shape[2]
-        end = layer.num_slots - part.pad  # positions are those in the row from here on
-        query = end - num_new
-        first = 0 if terms.rule is None else terms.rule.first_key(query)
-
-        def exact(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            k, v = layer.exact(part, part.pad + start, part.pad + stop)
-            return attend(q_BNCH, k, v, terms, q_start=query, k_start=start)
-
-        window = max(first, part.num_tokens)
-        out, lse = exact(window if num_new == 1 else query, end)
-        out = out.to(lse.dtype)
-        if num_new > 1:
-            out, lse = merge(out, lse, *exact(window, query))
-        if first < part.num_tokens:
-            sees_all = terms.rule is None or terms.rule.sees_everything
-            if num_new == 1 and sees_all and not terms.needs_scores and isinstance(part.keys, ChannelGroups):
-                out, lse = merge(out, lse, *part.attend_one(q_BNCH, terms.scaling))
-            else:
-                for other in self._attend_blocks(part, q_BNCH, terms, query=query, first=first):
-                    out, lse = merge(out, lse, *other)
-        return out.to(q_BNCH.dtype), lse
-
-    def _attend_blocks(
-        self, part: QuantisedRows, q_BNCH: Tensor, terms: AttentionTerms, *, query: int, first: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Attention to each block of quantised tokens, which is dequantised for it."""
-        for start, end in blocks(part.num_tokens):
-            if end > first:
-                k, v = part.read_keys(start, end, q_BNCH.dtype), part.values.read(start, end, q_BNCH.dtype)
-                seen = max(0, first - start)  # a query of a layer with a window sees no earlier key
-                k, v = k[:, :, seen:], v[:, :, seen:]
-                yield attend(q_BNCH, k, v, terms, q_start=query, k_start=start + seen)
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        k_BKSH, v_BKSV = super().read(start, end)
+        return k_BKSH.to(self.dtype), v_BKSV.to(self.dtype)
 
 
 def dtype_of_window(shape: KVShape, residual_bits: int | None) -> torch.dtype:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from policies.row_values import row_values
+from runahead.cache.base import SeenKV
 from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
@@ -33,7 +34,7 @@ from runahead.cache.quantised.groups import (
     packed_bytes,
     unpacked,
 )
-from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows, SeenQuantised, quantised_bytes
+from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows, quantised_bytes
 from runahead.cache.slabs import KVShape, KVSlab
 
 WORD = torch.int32
@@ -91,7 +92,7 @@ class PooledLayer(QuantisedLayer):
     def slab(self) -> KVSlab:
         return self.brought().slab() if self.on_host else super().slab()
 
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenQuantised:
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         return self.brought().seen(q_BNCH, tokens) if self.on_host else super().seen(q_BNCH, tokens)
 
     def expect(self, num_new: int) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values
+from runahead.attention.op import EVERY_ROW, Codec, Part, Span
 from runahead.attention.partial import AttentionTerms, attend, merge
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, blocks
@@ -27,7 +28,7 @@ from runahead.cache.slabs import KVShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedSequences:
+class QuantisedSequences(Codec):
     """The quantised tokens of all sequences. It is never changed in place, so that copies of a cache share it.
 
     Attributes:
@@ -109,13 +110,13 @@ class QuantisedSequences:
         return codes + self.positions_T.nbytes + carried + self.starts.nbytes
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def places(self) -> list[tuple[int, int]]:
         """The tokens [first, end) of each sequence in memory."""
         return list(pairwise(accumulate(self.lengths, initial=0)))
 
     def grown(self, new: QuantisedSequences) -> QuantisedSequences:
         """With the tokens of `new`, which were quantised as those after these, after those of each sequence."""
-        pairs = zip(self.spans, new.spans, strict=True)
+        pairs = zip(self.places, new.places, strict=True)
         parts = [(each, *span) for pair in pairs for each, span in zip((self, new), pair, strict=True)]
         parts = [(each, first, end) for each, first, end in parts if first < end]
         carried = {
@@ -152,18 +153,40 @@ class QuantisedSequences:
 
     def _read_keys(self, number: int, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """The keys (1, 1, Y, H) of the tokens [start, end) of a sequence."""
-        keys = self.keys.part(*self.spans[number])
+        keys = self.keys.part(*self.places[number])
         if self.scales is None:
             return keys.read(start, end, dtype)
         assert isinstance(keys, TokenGroups)
         return self.scales.row(number).read(keys, start, end, dtype)
 
-    def attend(self, q_SGCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
-        """Attention of new tokens to all tokens of their sequence, which come before them.
+    @property
+    def value_dim(self) -> int:
+        return self.values.dim
+
+    def spans_for(self, num_new: int) -> list[Span]:
+        """All tokens of all sequences as seen by new tokens, which come after them."""
+        longest = max(self.lengths)
+        span = Span(
+            rows=EVERY_ROW,
+            stored=EVERY_ROW,
+            pad=0,
+            slots=range(longest),
+            at=range(longest),
+            queries=range(num_new),
+            positions=range(longest, longest + num_new),
+            has_new=False,
+        )
+        return [span]
+
+    def attend(
+        self, q_SGCH: Tensor, start: int, end: int, terms: AttentionTerms, *, q_start: int, k_start: int
+    ) -> Part:
+        """Attention of new tokens to all tokens of their sequence, which are all before them.
 
         Returns:
             output (S, G, C, V) and log-sum-exp (S, G, C), in at least float32; 0 and -inf of an empty sequence.
         """
+        assert start == 0 and end == max(self.lengths), (start, end)
         if q_SGCH.shape[2] == 1 and isinstance(self.keys, ChannelGroups):
             out_SGV, lse_SG = self._attend_one(self.keys, q_SGCH[:, :, 0], terms)
             return out_SGV.unsqueeze(2), lse_SG.unsqueeze(2)
@@ -172,7 +195,7 @@ class QuantisedSequences:
 
     def _attend_blocks(self, number: int, q_1GCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
         """Attention to one sequence, of which a block is dequantised at a time."""
-        values, total = self.values.part(*self.spans[number]), self.lengths[number]
+        values, total = self.values.part(*self.places[number]), self.lengths[number]
         found: tuple[Tensor, Tensor] | None = None
         for start, stop in blocks(total):
             k, v = self._read_keys(number, start, stop, q_1GCH.dtype), values.read(start, stop, q_1GCH.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
 from runahead.decoding.speculative.observed import as_kept, first_observed, observe
 from runahead.model.model import Model
-from runahead.retrieval.cache import SeenWithRest
+from runahead.retrieval.cache import estimate
 from runahead.retrieval.retrieval import Retrieval, num_observed
 
 
@@ -130,9 +131,9 @@ class RetrievedDrafts(LayerStore):
         chosen.write(chosen.end - num_drafted, *own)
         start = chosen.end - q_BNCH.shape[2]
         seen = seen_in(chosen, q_BNCH, start=start, pads=fetched.pads)
-        if fetched.rest is None:
-            return seen
-        return SeenWithRest(q_BNCH=q_BNCH, fetched=seen, rest=fetched.rest, own=own)
+        if fetched.rest is not None:
+            seen.rest = partial(estimate, fetched.rest, q_BNCH, own)
+        return seen
 
     @property
     def num_bytes(self) -> int:
