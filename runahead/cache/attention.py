@@ -38,6 +38,7 @@ class CausalAttention(LayerAttention):
     ) -> None:
         super().__init__(start=start, pads=pads)
         self.cache, self.tokens = cache, NewTokens(start, pads, phase)
+        self.tokens.part = cache.part
         self._on_layer = on_layer
         self._unread: dict[int, tuple[LayerStore, SeenKV, AttentionTerms]] = {}
 
@@ -70,6 +71,7 @@ class CausalAttention(LayerAttention):
         tokens = self.tokens
         if skipped:
             tokens = NewTokens(tokens.start + skipped, tokens.row_pads, tokens.phase)
+            tokens.part = self.cache.part
         seen = self.cache.layers[source].seen(q_BNCH, tokens)
         out_BNCV = seen.output(terms, gather=self.cache.gather)
         if source in self._unread:

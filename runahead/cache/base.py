@@ -23,7 +23,7 @@ from runahead.attention.marked import attend_marked
 from runahead.attention.op import Part, Step, attend, finish, nothing
 from runahead.attention.partial import AttentionTerms, merge, merge_parts
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVSlab
+from runahead.cache.part import TextPart
 from runahead.report import RankReport
 
 
@@ -125,27 +125,11 @@ class LayerStore(ABC):
 
     @abstractmethod
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        """Store keys and values of new tokens after all others."""
+        """Store keys and values of new tokens after all others, unless another rank stores them."""
 
     @abstractmethod
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         """The stored keys and values as seen by `q_BNCH`, the queries of the tokens that were appended last."""
-
-    def pass_over(self, tokens: NewTokens) -> None:  # noqa: B027 (most stores have nothing to note)
-        """Called in place of `append` for a new token that another rank stores."""
-
-    @property
-    def has_slots_by_head(self) -> bool:
-        """Whether each KV head has slots of its own, as many as it stores tokens; then there are no `slots`."""
-        return False
-
-    def slots(self) -> tuple[KVSlab, list[int]]:
-        """All tokens that a new token attends to, and by row the number of padding slots on their left."""
-        raise NotImplementedError(f"{type(self).__name__} does not hold a part of a text")
-
-    def with_rest(self, seen: SeenKV) -> SeenKV:
-        """`seen`, which reads `slots`, with the attention to other tokens if that is estimated."""
-        return seen
 
     @property
     @abstractmethod
@@ -172,12 +156,14 @@ class KVStore:
         peak_bytes: most bytes allocated at any call of `note_peak`.
         shared_TKX: keys and values of each layer that this cache and others have in common; no part of `num_bytes`.
         gather: between ranks of which each stores a part of the text and runs the same forwards; None: all is here.
+        part: which tokens are stored here, if these are layers that grow.
     """
 
     layers: Sequence[LayerStore]
     peak_bytes: int = 0
     shared_TKX: Sequence[Tensor] = ()
     gather: Gather | None = None
+    part: TextPart | None = None
 
     def over_ranks(self, gather: Gather) -> Self:
         """This cache, of whose text other ranks store the rest: its queries see all of it from now on."""

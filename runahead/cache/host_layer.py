@@ -9,7 +9,7 @@ device only when memory grows or is freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -47,7 +47,7 @@ class HostLayer(KeptLayer):
                 from, that memory is reused and only new slots are copied.
             spare: room after the stored slots in newly allocated memory.
         """
-        known, n = layer.host if isinstance(layer, BroughtLayer) else None, layer.num_slots
+        known, n = layer.host, layer.num_slots
         if known is not None and known.slab_TBKX.shape[0] >= n + room:
             host_TBKX, start = known.slab_TBKX, known.num_slots
         else:
@@ -62,11 +62,11 @@ class HostLayer(KeptLayer):
         """The GPU that fetches slots."""
         return self.copies.device
 
-    def brought(self) -> BroughtLayer:
+    def brought(self) -> KeptLayer:
         """Copy the layer to the device."""
         self.copies.hold_compute()
         slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
-        return BroughtLayer(slab_TBKX=slab_TBKX, host=self, **_on_device(self))
+        return KeptLayer(slab_TBKX=slab_TBKX, host=self, **_on_device(self))
 
     def gather(
         self,
@@ -152,24 +152,7 @@ class HostLayer(KeptLayer):
             self.mapped_TBKX()[slots_BK, rows_B1, heads_K] = new_BKX
 
 
-@dataclass(kw_only=True)
-class BroughtLayer(KeptLayer):
-    """A layer that was copied from the host to the device for some time.
-
-    Attributes:
-        host: the host's copy of the first slots; None once slots were dropped or written anew, since it is outdated
-            then.
-    """
-
-    host: HostLayer | None
-
-    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
-        super().keep(slots_BKm, room=room, tokens_B=tokens_B)
-        self.host = None
-
-    def put(self, first: int, rows: slice, new_SBKX: Tensor) -> None:
-        super().put(first, rows, new_SBKX)
-        self.host = None
+_KV_FIELDS = ("slab_TBKX", "host")
 
 
 def _empty(layer: KeptLayer, num_slots: int, copies: CopyStream) -> Tensor:
@@ -178,5 +161,5 @@ def _empty(layer: KeptLayer, num_slots: int, copies: CopyStream) -> Tensor:
 
 
 def _on_device(layer: KeptLayer) -> dict[str, Any]:
-    """All fields of a layer except its keys and values."""
-    return {each.name: getattr(layer, each.name) for each in fields(KeptLayer) if each.name != "slab_TBKX"}
+    """All fields of a layer except its keys and values and the host's copy of them."""
+    return {each.name: getattr(layer, each.name) for each in fields(KeptLayer) if each.name not in _KV_FIELDS}

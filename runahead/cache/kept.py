@@ -21,7 +21,7 @@ from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import seen_in
+from runahead.cache.kv_cache import seen_in, seen_in_part
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
 from runahead.report import RankReport
@@ -47,6 +47,8 @@ class KeptLayer(LayerStore):
         queries: moments of the queries since slots were last dropped, if a policy asks for them; shared by forks.
         rotary: set if positions are re-encoded: keys are stored unrotated, and rotated to their slots when they are
             attended to. Otherwise keys are stored rotated to their tokens' positions.
+        host: the layer in host memory that this one was brought from, whose first slots are still the same; None if
+            slots were dropped or written over since.
     """
 
     shape: KVShape
@@ -59,6 +61,7 @@ class KeptLayer(LayerStore):
     carried: Mapping[type, Tensor] = field(default_factory=dict)
     queries: QueryMoments | None = None
     rotary: Rotary | None = None
+    host: KeptLayer | None = None
 
     @classmethod
     def empty(cls, shape: KVShape, *, batch: int, room: int, device: torch.device) -> KeptLayer:
@@ -114,17 +117,17 @@ class KeptLayer(LayerStore):
         """Number of the next slot."""
         return self.first + self.num_slots
 
-    def slots(self) -> tuple[KVSlab, list[int]]:
-        return self.slab(), self.pads
-
     def positions_BKn(self) -> Tensor:  # noqa: N802
         return self.positions_TBK[: self.num_slots].permute(1, 2, 0)
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
         num_new = k_BKCH.shape[2]
-        self.store(k_BKCH, v_BKCV, tokens.positions_BC(num_new, k_BKCH.device), tokens.pads(num_new))
+        if tokens.takes(num_new):
+            self.store(k_BKCH, v_BKCV, tokens.positions_BC(num_new, k_BKCH.device), tokens.pads(num_new))
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        if tokens.part is not None:
+            return seen_in_part(self.slab(), q_BNCH, tokens, self.pads)
         # Counted in slots, which are in causal order whichever tokens they hold.
         return seen_in(
             self.slab(),
@@ -203,7 +206,7 @@ class KeptLayer(LayerStore):
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
         """Move keys and values of these slots to memory of their own. `kept_pads` is the padding among them by row."""
-        self.slab_TBKX = taken(self.slab_TBKX, slots_mBK, room)
+        self.slab_TBKX, self.host = taken(self.slab_TBKX, slots_mBK, room), None
 
     def free(self, *, room: int) -> None:
         if self.slab_TBKX.shape[0] != self.num_slots + room:
@@ -279,7 +282,7 @@ class KeptLayer(LayerStore):
         self.num_slots = max(self.num_slots, end)
 
     def _put_rows(self, slots: slice, rows: slice, new_SBKX: Tensor) -> None:
-        self.slab_TBKX[slots, rows] = new_SBKX
+        self.slab_TBKX[slots, rows], self.host = new_SBKX, None
 
     def fork(self, *, copy: bool) -> KeptLayer:
         """The same slots for a forked cache.
@@ -336,7 +339,7 @@ class KeptLayer(LayerStore):
         self.pads = [max(0, pad - 1) for pad in self.pads]
 
     def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
-        self.slab_TBKX[slots_BK, rows_B1, heads_K] = new_BKX
+        self.slab_TBKX[slots_BK, rows_B1, heads_K], self.host = new_BKX, None
 
 
 def require_pads(slots_mBK: Tensor, pads: Sequence[int], kept_pads: list[int]) -> None:

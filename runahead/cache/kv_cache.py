@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values
-from runahead.attention.op import Step
+from runahead.attention.op import Run, Step
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import ALL_TOKENS, AfterPrefix, Index, KVShape, KVSlab
@@ -60,6 +60,19 @@ def seen_in(
         return (torch.arange(slab.first, start + num_new, device=device) - row_values(pads, device)[:, None])[:, None]
 
     return SeenKV(q_BNCH=q_BNCH, steps=steps, whole=lambda: slab.read(slab.first, start + num_new), positions=positions)
+
+
+def seen_in_part(slab: KVSlab, q_BNCH: Tensor, tokens: NewTokens, pads: Sequence[int]) -> SeenKV:
+    """As `seen_in`, with the newest tokens stored on any of the ranks.
+
+    Args:
+        slab: the tokens that are stored here.
+        pads: padding slots on the left of each row.
+    """
+    assert tokens.part is not None
+    slots, num_new = range(slab.first, slab.end), q_BNCH.shape[2]
+    spans = tokens.part.spans(slots, pads, start=tokens.start, num_new=num_new, device=q_BNCH.device)
+    return SeenKV(q_BNCH=q_BNCH, steps=[Step([Run(slab, spans)])], whole=lambda: slab.read(slab.first, slab.end))
 
 
 @dataclass(kw_only=True)

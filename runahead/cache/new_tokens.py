@@ -12,6 +12,7 @@ from torch import Tensor
 
 from policies.base import Phase
 from policies.row_values import row_values
+from runahead.cache.part import TextPart
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ class NewTokens:
         pending_Bc: the tokens that the next layer is to compute, as indices into those that were left before.
         chunk_tokens: C, known once a layer has asked for positions.
         ids_BC: token ids of the chunk, if the forward has shown them.
+        part: which tokens of the text are stored here, if other ranks store the others.
     """
 
     def __init__(self, start: int, pads: list[int], phase: Phase = Phase.prefill) -> None:
@@ -39,6 +41,7 @@ class NewTokens:
         self.pending_Bc: Tensor | None = None
         self.chunk_tokens = 0
         self.ids_BC: Tensor | None = None
+        self.part: TextPart | None = None
         self._positions_BC: Tensor | None = None
         self._made: dict[Hashable, Any] = {}
 
@@ -65,6 +68,10 @@ class NewTokens:
         """Number of padding tokens among those that are left, by row: padding is dropped before tokens are."""
         chunk = range(self.start, self.start + (self.chunk_tokens or num_new))
         return [max(0, num_new - num_tokens_of(pad, chunk)) for pad in self.row_pads]
+
+    def takes(self, num_new: int) -> bool:
+        """Whether these tokens are stored here; called before each layer stores them."""
+        return self.part is None or self.part.takes(self.start, num_new)
 
     def narrow(self, selected_Bc: Tensor) -> None:
         """Let later layers compute only these of the tokens that are left, as ascending indices into them."""

@@ -14,8 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from policies.row_values import row_values
 from runahead.cache.attention import CausalAttention
-from runahead.cache.part import PartCache, kept_of
+from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.part import TextPart
 from runahead.cache.shard import ShardCache, emptiest, shards
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
@@ -103,7 +106,6 @@ class ShardedConversation(Conversation):
         check(self._setup)
         self._owners = Owners(dict.fromkeys(range(ranks.num_stages), 0), ranks.stage)
         self._gatherings = Gatherings(ranks)
-        self._part: PartCache | None = None
 
     def feed(
         self, ids_BC: Tensor, *, pads: list[int] | None = None, all_logits: bool = False, cut_back: bool = True
@@ -132,9 +134,10 @@ class ShardedConversation(Conversation):
         other = super().fork()
         assert isinstance(other, ShardedConversation)
         other._owners = self._owners.fork()
-        if self._part is not None:
+        part = None if self.cache is None else self.cache.part
+        if part is not None:
             assert other.cache is not None
-            other._part = PartCache(other.cache, self._part.indices, pads=self.pads, owns=other._owners.owns)
+            other.cache.part = TextPart(part.indices, pads=self.pads, owns=other._owners.owns)
         return other
 
     def _one_token_forward(self) -> Forward:
@@ -163,8 +166,8 @@ class ShardedConversation(Conversation):
             if self.num_tokens == 0 and given > 1 and not (all_logits or self.model.rotates_by_length):
                 self._prefill(ids_BC[:, :-1])
                 ids_BC = ids_BC[:, -1:]
-            if self._part is None:
-                self._part = PartCache(self.cache, [], pads=self.pads, owns=self._owners.owns)
+            if self.cache.part is None:
+                self.cache.part = TextPart([], pads=self.pads, owns=self._owners.owns)
             logits = self._pieces(ids_BC, all_logits=all_logits, length=max(end, self.length))
         if given > 1:  # single tokens use the remaining room
             self.cache.free(room=0)
@@ -191,8 +194,8 @@ class ShardedConversation(Conversation):
         stored = strategy.run(job).cache
         if stored is not None:
             assert isinstance(stored, ShardCache), type(stored)
-            chunk, self.cache = stored.shard.chunk, kept_of(stored)
-            self._part = PartCache(self.cache, chunk, pads=self.pads, owns=self._owners.owns)
+            chunk, self.cache = stored.shard.chunk, _kept_of(stored)
+            self.cache.part = TextPart(chunk, pads=self.pads, owns=self._owners.owns)
         for stage, shard in shard_of.items():
             self._owners.give(stage, shard.chunk.start, len(shard.chunk))
         self.num_tokens = num_tokens
@@ -219,9 +222,9 @@ class ShardedConversation(Conversation):
             self.num_tokens += num_new
         return logits
 
-    def _sharded(self, num_new: int) -> PartCache:
-        assert self._part is not None
-        return self._part.over_ranks(self._gathering(num_new))
+    def _sharded(self, num_new: int) -> KeptCache:
+        assert self.cache is not None
+        return self.cache.over_ranks(self._gathering(num_new))
 
     def _gathering(self, num_new: int) -> Gathering:
         most = len(self.pads) * (PIECE_TOKENS if num_new > 1 else 1)
@@ -229,3 +232,23 @@ class ShardedConversation(Conversation):
         made = gathering_between(stages, self._gatherings, self.ranks, self.model, most)
         assert made is not None, "every rank is in it"
         return made
+
+
+def _kept_of(cache: ShardCache) -> KeptCache:
+    """The tokens of a shard in layers that can grow, without a copy. The shard's slabs are taken over."""
+    chunk, device = cache.shard.chunk, cache.own.device
+    pads = NewTokens(chunk.start, cache.pads).pads(len(chunk))
+    index_T1 = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
+    positions_TBK = (index_T1 - row_values(cache.pads, device))[:, :, None].int()
+    return KeptCache(
+        [
+            KeptLayer(
+                shape=shape,
+                slab_TBKX=layer.slab.slab_TBKX[: len(chunk)],
+                positions_TBK=positions_TBK,
+                pads=list(pads),
+                num_slots=len(chunk),
+            )
+            for shape, layer in zip(list(cache.own.shapes), cache.take_layers(), strict=True)
+        ]
+    )

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runahead.cache.base import KVStore
-from runahead.cache.part import PartCache
+from runahead.cache.part import TextPart
 from runahead.cache.shard import Shard, ShardCache
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
@@ -127,9 +126,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     reused = job.reused if stored is None or schedule.is_last else stored.arriving(run.cache)
     if policies:
         thinned = ThinnedAttention(run, by_layer, ranks.stage, kept, reused)
-        store: KVStore | None = kept
         if kept is not None and job.shard is not None:
-            store = PartCache(kept, job.shard.chunk, pads=pads, owns=job.shard.owns)
+            kept.part = TextPart(job.shard.chunk, pads=pads, owns=job.shard.owns)
 
         def decide() -> None:
             if kept is not None:
@@ -141,7 +139,7 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
                     kept.settle(room=room)
 
         narrowed = thinned.tokens if policies.narrows else None
-        prefilled = run.compute(thinned, [chunk], store=store, narrowed=narrowed, finish=decide)
+        prefilled = run.compute(thinned, [chunk], store=kept, narrowed=narrowed, finish=decide)
         if schedule.is_last and job.gives_new:
             prefilled.given = run.cache
         return prefilled

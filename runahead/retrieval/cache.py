@@ -17,7 +17,7 @@ from runahead.attention.op import Part
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.base import LayerStore, SeenKV
 from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
-from runahead.cache.kv_cache import seen_in
+from runahead.cache.kv_cache import seen_in, seen_in_part
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.cache.slabs import KVSlab
@@ -128,8 +128,11 @@ class RetrievedLayer(LayerStore):
         self._own: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        self._own = k_BKCH, v_BKCV
         num_new = k_BKCH.shape[2]
+        if not tokens.takes(num_new):
+            self._pass_over(tokens)
+            return
+        self._own = k_BKCH, v_BKCV
         if self._slab is not None:
             self._sample_hits(k_BKCH)
             self._slab.write(self._slab.end - num_new, k_BKCH, v_BKCV)
@@ -139,7 +142,8 @@ class RetrievedLayer(LayerStore):
         )
         self._choose_late(tokens)
 
-    def pass_over(self, tokens: NewTokens) -> None:
+    def _pass_over(self, tokens: NewTokens) -> None:
+        """Note a new token that another rank stores."""
         if self._slab is not None:
             self._sample_hits(self._slab.read(0, 0)[0])
         self._retrieval.pass_over(self._layer)
@@ -148,21 +152,25 @@ class RetrievedLayer(LayerStore):
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         if self._slab is None and self._kept.rotary is None:
             return self._kept.seen(q_BNCH, tokens)
-        slab, pads = self.slots()
+        slab, pads = self._slots()
+        if tokens.part is not None:
+            return self._with_rest(seen_in_part(slab, q_BNCH, tokens, pads))
         start = slab.end - q_BNCH.shape[2]
         if self._kept.rotary is not None:
             assert self._retrieval.clamped is not None
             bases = self._retrieval.clamped.bases(self._layer, self._kept, slab.end, pads)
             slab, q_BNCH = at_slots(self._kept.rotary, slab, q_BNCH, new=start, pads=bases)
-        return self.with_rest(seen_in(slab, q_BNCH, start=start, pads=pads))
+        return self._with_rest(seen_in(slab, q_BNCH, start=start, pads=pads))
 
-    def slots(self) -> tuple[KVSlab, list[int]]:
+    def _slots(self) -> tuple[KVSlab, list[int]]:
+        """All tokens that a new token attends to, and by row the number of padding slots on their left."""
         if self._slab is None or self._fetched is None:
             return self._kept.slab(), self._kept.pads
         num_slots = self._slab.end - (self._q_BNCH.shape[2] if self._own is None else 0)
         return replace(self._slab, slab_TBKX=self._slab.slab_TBKX[:num_slots]), self._fetched.pads
 
-    def with_rest(self, seen: SeenKV) -> SeenKV:
+    def _with_rest(self, seen: SeenKV) -> SeenKV:
+        """`seen`, with the attention to other tokens if that is estimated."""
         if self._fetched is None or self._fetched.rest is None:
             return seen
         seen.rest = partial(estimate, self._fetched.rest, seen.q_BNCH, self._own)

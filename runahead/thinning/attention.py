@@ -27,6 +27,7 @@ class KeptAttention(CausalAttention):
         tokens = steps.tokens
         super().__init__(cache, start=tokens.start, pads=tokens.row_pads, phase=tokens.phase, on_layer=on_layer)
         self.tokens, self.steps = tokens, steps
+        tokens.part = cache.part
 
     def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
         self.steps.input_BCD = x_BCD

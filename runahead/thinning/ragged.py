@@ -204,10 +204,6 @@ class RaggedLayer(KeptLayer):
         dropped = 0 if self.dropped is None else self.dropped.num_bytes
         return super().num_bytes + self._starts.nbytes + self._used_S.nbytes + dropped
 
-    @property
-    def has_slots_by_head(self) -> bool:
-        return True
-
     def slab(self) -> KVSlab:
         raise NotImplementedError("a layer whose heads store different numbers of tokens is no slab")
 
@@ -269,6 +265,8 @@ class RaggedLayer(KeptLayer):
         self._count()
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        # A token that another rank stores sees all of its sequence, as the last one of it does.
+        assert tokens.part is None or q_BNCH.shape[2] == 1, q_BNCH.shape
         dropped = self.dropped
         return SeenKV(
             q_BNCH=q_BNCH,

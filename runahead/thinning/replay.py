@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from runahead.attention.probabilities import QuerySignals
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.new_tokens import NewTokens
+from runahead.cache.kv_cache import SlabLayer
 from runahead.cache.slabs import AfterPrefix, KVSlab
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model, PrefillEndsHere
@@ -126,72 +127,45 @@ def score_prompt(
         of_row = [None if scores_BKn is None else scores_BKn[row, :, pad:] for scores_BKn in scores]
         for start in range(0, length, step):
             chunk = range(start, min(start + step, length))
-            attention = ReplayAttention(model, policy, kept, row, pad, chunk, of_row, on_layer=on_layer)
             ids_1C = sent(torch.tensor([[*request, *ids[chunk.start : chunk.stop]]]), model.device)
+            stored = [layer.slab().row(row, pad) for layer in kept.layers]
+            attention = ReplayAttention(
+                model, policy, stored, chunk, of_row, num_new=ids_1C.shape[1], on_layer=on_layer
+            )
             with suppress(PrefillEndsHere):
                 model.forward(ids_1C, attention, start=length, pads=[0], length=length)
     return scores
-
-
-class ReplayLayer(LayerStore):
-    """A row of a layer with temporary tokens after its own, which are in other memory.
-
-    Attributes:
-        stored: the row's tokens.
-        own: the temporary ones.
-    """
-
-    own: KVSlab
-
-    def __init__(self, stored: KVSlab) -> None:
-        self.stored, self._index = stored, AfterPrefix([stored])
-
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        stored = self.stored
-        slab_CBKX = stored.slab_TBKX.new_empty(k_BKCH.shape[2], *stored.slab_TBKX.shape[1:])
-        self.own = KVSlab(slab_TBKX=slab_CBKX, key_dim=stored.key_dim, first=stored.end)
-        self.own.write(stored.end, k_BKCH, v_BKCV)
-
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        return SeenKV(q_BNCH=q_BNCH, steps=self._index.steps(0, self.own, tokens, q_BNCH.shape[2]))
-
-    @property
-    def num_bytes(self) -> int:
-        return 0  # of its own: it goes with its forward
-
-
-class ReplayCache(KVStore):
-    """The layers of one row."""
-
-    def __init__(self, kept: KeptCache, row: int, pad: int) -> None:
-        self.layers: list[ReplayLayer] = [ReplayLayer(layer.slab().row(row, pad)) for layer in kept.layers]
 
 
 class ReplayAttention(CausalAttention):
     """Attention of temporary tokens to a row of the prompt and to each other; the policy scores a chunk by it.
 
     Args:
-        row, pad: the row of the prompt, and its padding.
+        stored: the row's tokens in each layer.
         chunk: the tokens of the row that are repeated.
         scores: of the row's tokens in each layer (K, n), which are filled in for the chunk; None is a layer to skip.
+        num_new: number of the temporary tokens, which are in other memory.
     """
-
-    cache: ReplayCache
 
     def __init__(
         self,
         model: Model,
         policy: Policy,
-        kept: KeptCache,
-        row: int,
-        pad: int,
+        stored: Sequence[KVSlab],
         chunk: range,
         scores: Sequence[Tensor | None],
         *,
+        num_new: int,
         on_layer: Callable[[], None] = nothing,
     ) -> None:
-        cache = ReplayCache(kept, row, pad)
-        super().__init__(cache, start=kept.layers[0].end - pad, pads=[0], on_layer=on_layer)
+        cache, after = KVStore(), AfterPrefix(stored)
+        self._stored = stored
+        self._own = [
+            replace(slab, slab_TBKX=slab.slab_TBKX.new_empty(num_new, *slab.slab_TBKX.shape[1:]), first=slab.end)
+            for slab in stored
+        ]
+        cache.layers = [SlabLayer(slab=slab, number=layer, index=after) for layer, slab in enumerate(self._own)]
+        super().__init__(cache, start=stored[0].end, pads=[0], on_layer=on_layer)
         self._model, self._policy, self._chunk, self._scores = model, policy, chunk, scores
         self._input_1CD: Tensor | None = None
         if policy.needs_attention_input:
@@ -210,12 +184,12 @@ class ReplayAttention(CausalAttention):
 
     def _view(self, layer: int, seen: SeenKV, terms: AttentionTerms) -> LayerView:
         """The chunk as its repetition sees it, among the sinks and the repetition itself."""
-        replay, chunk, stored = self._policy.replay, self._chunk, self.cache.layers[layer]
+        replay, chunk, stored = self._policy.replay, self._chunk, self._stored[layer]
         assert replay is not None
         q_1NCH = seen.q_BNCH
         own = range(self.start, self.start + q_1NCH.shape[2])
         parts = [range(min(replay.sinks, chunk.start)), chunk, own]
-        slabs = stored.stored, stored.stored, stored.own
+        slabs = stored, stored, self._own[layer]
         read = [slab.read(part.start, part.stop) for slab, part in zip(slabs, parts, strict=True)]
         positions_1n = sent(torch.cat([torch.arange(part.start, part.stop) for part in parts]), q_1NCH.device)[None]
         signals = QuerySignals(

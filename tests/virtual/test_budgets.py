@@ -141,7 +141,7 @@ BUDGETS: dict[str, tuple[float, Waits, Waits]] = {
     "4 bits, padded": (128.25, ONCE, PROMPT),
     "2 bits, padded": (154.25, ONCE, PROMPT),
     "unequal heads, padded": (50, ONCE, PROMPT | {"adakv.py": 4, "cutting.py": 4}),
-    "unequal heads in 4 bits, padded": (121.5, ONCE, PROMPT | {"adakv.py": 4, "cutting.py": 4}),
+    "unequal heads in 4 bits, padded": (120.5, ONCE, PROMPT | {"adakv.py": 4, "cutting.py": 4}),
     "window, padded": (45, ONCE, PROMPT),
     "streaming_llm, padded": (53.25, ONCE, PROMPT),
     "h2o, padded": (79, ONCE, PROMPT),

@@ -40,7 +40,7 @@ CALLS: dict[str, Calls] = {
     "4 bits, padded": Calls(247, 87.75, 6),
     "2 bits, padded": Calls(281, 113.75, 6),
     "unequal heads, padded": Calls(66, 15, 6),
-    "unequal heads in 4 bits, padded": Calls(223.5, 79.75, 43),
+    "unequal heads in 4 bits, padded": Calls(223.5, 78.75, 43),
     "4 bits of 512 tokens": Calls(109, 37, 5),
     "unequal heads in 4 bits of 512 tokens": Calls(159, 56.625, 65),
     "4 bits of 4,096 tokens": Calls(550, 184, 5),

@@ -184,7 +184,7 @@ class QuantisedLayer(KeptLayer, InFewBits):
             QuantisedRows.empty(k_BK0H[rows], v_BK0V[rows], bits, rows=rows, pad=pad, by_token=keys_by_token)
             for rows, pad in rows_by_pad(layer.pads)
         ]
-        kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
+        kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)} | {"host": None}
         window_dtype = dtype_of_window(layer.shape, residual_bits)
         made = cls(
             **kept, bits=bits, residual=residual, window_dtype=window_dtype, parts=parts, becomes_ragged=becomes_ragged
@@ -237,6 +237,8 @@ class QuantisedLayer(KeptLayer, InFewBits):
         return slots_BKSX[..., : self.shape.key_dim], slots_BKSX[..., self.shape.key_dim :]
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        if tokens.part is not None:
+            return super().seen(q_BNCH, tokens)
         num_new, end = q_BNCH.shape[2], self.num_slots
         window = _Window(
             slab_TBKX=self.slab_TBKX[: end - self.start],
