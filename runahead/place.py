@@ -34,7 +34,7 @@ class JobPlace:
     local_size: int
 
     @staticmethod
-    def of(environment: Mapping[str, str] | None = None) -> JobPlace:
+    def from_environment(environment: Mapping[str, str] | None = None) -> JobPlace:
         """The place that torchrun's variables describe, by default this process's; without them, that of the only rank.
 
         Raises:
@@ -75,7 +75,7 @@ def check_meeting_point(environment: Mapping[str, str]) -> None:
         ValueError: a variable is missing, or cannot be an address or a port. The message names it.
         SharedError: on all ranks of a host but its first, since its name server answers all of them alike.
     """
-    place = JobPlace.of(environment)
+    place = JobPlace.from_environment(environment)
     if place.size == 1:
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -66,7 +66,7 @@ def races(lines: Sequence[Line]) -> list[Race]:
     for length in sorted({line["length"] for line in lines}):
         of_length = {line["variant"]: line for line in lines if line["length"] == length}
         first = next(iter(of_length.values()))
-        ttft_s = {name: Spread.of([run["ttft_s"] for run in line["runs"]]) for name, line in of_length.items()}
+        ttft_s = {name: Spread.over([run["ttft_s"] for run in line["runs"]]) for name, line in of_length.items()}
         race = Race(
             ranks=first["ranks"],
             length=length,

@@ -229,7 +229,7 @@ def as_rank(
 
     with ending_signals(end):
         try:
-            ranks = Ranks.of(options)
+            ranks = Ranks.before_joining(options)
             ranks.when_stuck(end)
             ranks.join(num_shares=options.tensor, may_share_gpus=may_share_gpus)
             work(ranks)

@@ -21,7 +21,7 @@ class Difference:
     interval: tuple[float, float] | None
 
     @classmethod
-    def of(cls, differences: Sequence[float]) -> Difference:
+    def with_interval(cls, differences: Sequence[float]) -> Difference:
         """Mean, with an interval by the percentile bootstrap; the same draws with replacement every time."""
         if len(differences) < LEAST_PAIRS:
             return cls(mean=mean(differences), interval=None)

@@ -31,7 +31,7 @@ def evaluate(run: EvaluateRun, ranks: Ranks) -> None:
     Raises:
         ValueError, OSError: for a user's mistakes.
     """
-    plan = ranks.on_rank_0("the evaluation's options", lambda: Plan.of(run, ranks))
+    plan = ranks.on_rank_0("the evaluation's options", lambda: Plan.from_options(run, ranks))
     missing = plan.missing()
     if not missing:
         say(f"nothing to do: {run.lines} has all of it; remove it to measure again")

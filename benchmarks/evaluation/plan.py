@@ -68,7 +68,7 @@ class Plan:
     notes: Sequence[str] = ()
 
     @classmethod
-    def of(cls, run: EvaluateRun, ranks: Ranks, *, across: Collection[str] = ()) -> Plan:
+    def from_options(cls, run: EvaluateRun, ranks: Ranks, *, across: Collection[str] = ()) -> Plan:
         """Check the options and the text, and plan the measurements.
 
         Raises:

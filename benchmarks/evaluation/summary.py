@@ -155,7 +155,7 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line], full:
         budget=budget,
         once=group[-1]["once"],
         score=metric.combine([line["score"] for line in group], [line["weight"] for line in group]),
-        over_full=Difference.of(over_full) if over_full and policy != FULL else None,
+        over_full=Difference.with_interval(over_full) if over_full and policy != FULL else None,
         measurements=len(group),
         kv_share=kv_bytes / full_kv_bytes,
         kv_bytes=kv_bytes,

@@ -308,19 +308,19 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
     return {name: float(np.percentile(values, q)) for name, q in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100))}
 
 
-def of(name: str, percentile: str) -> Callable[[Line], float | None]:
+def percentile_of(name: str, percentile: str) -> Callable[[Line], float | None]:
     """A percentile of a figure; None where nothing was answered, and in lines from before the figure."""
     return lambda line: line.get(name, {}).get(percentile)
 
 
 def seconds(name: str, percentile: str) -> Callable[[Line], str]:
     """A column: a percentile in seconds."""
-    return lambda line: "-" if (value := of(name, percentile)(line)) is None else f"{value:.2f} s"
+    return lambda line: "-" if (value := percentile_of(name, percentile)(line)) is None else f"{value:.2f} s"
 
 
 def predicted(line: Line) -> str:
     """The median of TTFT over the server's prediction."""
-    ratio = of("ttft_over_predicted", "p50")(line)
+    ratio = percentile_of("ttft_over_predicted", "p50")(line)
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
@@ -363,8 +363,8 @@ PICTURE = Curves(
     x=lambda line: float(line["rate"]),
     panels=lambda found: [
         Panel("Requests that were answered in time", "requests per s", lambda line: line["goodput"] or None),
-        Panel("Time to first token, 99th percentile", "seconds", of("ttft_s", "p99")),
-        Panel("Time between tokens, 99th percentile", "seconds", of("itl_s", "p99")),
+        Panel("Time to first token, 99th percentile", "seconds", percentile_of("ttft_s", "p99")),
+        Panel("Time between tokens, 99th percentile", "seconds", percentile_of("itl_s", "p99")),
     ],
     least=2,  # what has one rate alone is in the table only
     finish=lambda axes, found: axes.set_ylim(bottom=0),

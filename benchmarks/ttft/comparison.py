@@ -57,7 +57,7 @@ class Spread:
     number: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def over(cls, values: Sequence[float]) -> Spread:
         return cls(median=statistics.median(values), low=min(values), high=max(values), number=len(values))
 
 
@@ -71,7 +71,7 @@ class Point:
 
     @property
     def seconds(self) -> Spread:
-        return Spread.of(list(self.ttft_s.values()))
+        return Spread.over(list(self.ttft_s.values()))
 
     def add(self, line: Line) -> None:
         self.line = line
@@ -82,7 +82,7 @@ class Point:
         """Ratio of the other's TTFT to this one's, round by round; None if they share no round."""
         rounds = self.ttft_s.keys() & other.ttft_s.keys()
         ratios = [other.ttft_s[each] / self.ttft_s[each] for each in sorted(rounds)]
-        return Spread.of(ratios) if ratios else None
+        return Spread.over(ratios) if ratios else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class NetworkKind:
     noise: bool = False
 
     @classmethod
-    def of(cls, line: Line) -> NetworkKind:
+    def from_line(cls, line: Line) -> NetworkKind:
         return cls(**{name: line["network"][name] for name in cls.__dataclass_fields__})
 
     def __str__(self) -> str:
@@ -177,6 +177,6 @@ def comparisons(found_lines: Iterable[Line]) -> list[Comparison]:
         at = json.dumps(place, sort_keys=True)
         comparison = found.pop(at, None) or Comparison(place=place)
         found[at] = comparison
-        points = comparison.points.setdefault((NetworkKind.of(line), int(line["length"])), {})
+        points = comparison.points.setdefault((NetworkKind.from_line(line), int(line["length"])), {})
         points.setdefault(line["variant"], Point(line=line)).add(line)
     return list(found.values())

@@ -41,7 +41,7 @@ def end_with_parent(number: signal.Signals) -> None:
 def this_rank() -> int:
     """This process's rank from torchrun's environment; needs no process group. 0 where that makes no sense."""
     with suppress(ValueError):
-        return JobPlace.of().rank
+        return JobPlace.from_environment().rank
     return 0
 
 

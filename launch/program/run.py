@@ -105,7 +105,7 @@ def run_program(
             from runahead.ranks.ranks import Ranks
 
             fault_file = _fault_file(run, this_rank())
-            ranks = Ranks.of(run.ranks)
+            ranks = Ranks.before_joining(run.ranks)
             ranks.when_stuck(end)
             ranks.join(num_shares=run.ranks.tensor)
             ranks.require_same(option_facts(run, OF_ONE_HOST), "start every rank with the same command line")

@@ -114,7 +114,7 @@ class Model:
         self._narrows = False
         self._marker: Marker | None = None
         try:
-            self.marks = Marks.of(self.config)
+            self.marks = Marks.from_config(self.config)
             if self.marks is not None:
                 self._marker = Marker(self.marks, module, self.config)
             self._look_at_layers()

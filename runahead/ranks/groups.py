@@ -44,7 +44,7 @@ class ProcessGroups(ControlMessages):
         Raises:
             ValueError: the ranks make no whole stages.
         """
-        self.mesh = Mesh.of(self.size, num_shares)
+        self.mesh = Mesh.with_shares(self.size, num_shares)
         for stage in range(self.num_stages) if self.rank == 0 and self.present else ():
             hosts = list(dict.fromkeys(self.present[rank].host for rank in self.mesh.members(stage)))
             if len(hosts) > 1:

@@ -22,7 +22,7 @@ class Mesh:
     num_shares: int = 1
 
     @classmethod
-    def of(cls, num_ranks: int, num_shares: int) -> Mesh:
+    def with_shares(cls, num_ranks: int, num_shares: int) -> Mesh:
         """The mesh of `num_ranks` ranks with `num_shares` ranks per stage. Raises: ValueError: they do not divide."""
         if num_ranks % num_shares:
             fitting = [shares for shares in range(1, num_ranks + 1) if num_ranks % shares == 0]

@@ -119,7 +119,7 @@ class Ranks(ProcessGroups):
         if not may_share_gpus:
             gpus = self.gather(gpu_name(self.device), "the GPUs")
             self.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
-        self.arrange(self.on_rank_0("the mesh", lambda: Mesh.of(self.size, num_shares)).num_shares)
+        self.arrange(self.on_rank_0("the mesh", lambda: Mesh.with_shares(self.size, num_shares)).num_shares)
         return self
 
     def _meet(self, store: dist.Store | None) -> dist.Store:
@@ -182,17 +182,17 @@ class Ranks(ProcessGroups):
 
         Raises: as `of` and `join`.
         """
-        return cls.of(options).join(num_shares=options.tensor, store=store)
+        return cls.before_joining(options).join(num_shares=options.tensor, store=store)
 
     @classmethod
-    def of(cls, options: RanksOptions) -> Ranks:
+    def before_joining(cls, options: RanksOptions) -> Ranks:
         """This process as a rank that has not joined its job yet: a program that fails while it joins can report it.
 
         Raises:
             ValueError: CUDA is asked for but not available, NCCL is asked for without CUDA, or an environment variable
                 makes no sense, or would make the ranks wait for each other for ever.
         """
-        place = JobPlace.of()
+        place = JobPlace.from_environment()
         size, local_rank, local_size = place.size, place.local_rank, place.local_size
         may_use_nccl = options.backend is not Backend.gloo and options.device is not Device.cpu
         if size > 1 and may_use_nccl and torch.backends.cuda.is_built():

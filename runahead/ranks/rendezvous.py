@@ -46,7 +46,7 @@ class Presence:
     facts: Mapping[str, str] = field(hash=False)
 
     @classmethod
-    def of(cls, pid: int, rank: int) -> Presence:
+    def of_process(cls, pid: int, rank: int) -> Presence:
         """Describe another process of this machine, of which nothing else is known."""
         return replace(cls.here(rank, {}), pid=pid, started=_started(pid) or 0)
 
@@ -162,7 +162,8 @@ class StoppedRanks:
                 if process.status() == psutil.STATUS_STOPPED:
                     environment = process.environ()
                     if _meeting_point(environment) == self._meeting_point:
-                        found.append(Presence.of(process.pid, JobPlace.of(_placed(environment)).rank))
+                        place = JobPlace.from_environment(_placed(environment))
+                        found.append(Presence.of_process(process.pid, place.rank))
         return found
 
 

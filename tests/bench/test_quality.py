@@ -113,11 +113,11 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     draw = random.Random(1)
     covered = 0
     for _ in range(100):
-        low, high = Difference.of([float(draw.random() < 0.5) for _ in range(40)]).interval or (1.0, 0.0)
+        low, high = Difference.with_interval([float(draw.random() < 0.5) for _ in range(40)]).interval or (1.0, 0.0)
         covered += low <= 0.5 <= high
     assert 88 <= covered <= 99
-    assert Difference.of([1.0] * 4).interval is None
-    assert Difference.of([1.0] * 5).interval == (1.0, 1.0)
+    assert Difference.with_interval([1.0] * 4).interval is None
+    assert Difference.with_interval([1.0] * 5).interval == (1.0, 1.0)
 
 
 def test_a_table_says_what_is_kept_in_host_memory_and_what_attention_saw() -> None:
@@ -243,7 +243,7 @@ def test_files_of_a_model_are_known_by_their_content(tiny_model: Path, tmp_path:
 
     def measured(gates: str, done: list[Line]) -> list[Line]:
         (tmp_path / GATES).write_text(gates)
-        plan = replace(Plan.of(run, ranks), done=done)
+        plan = replace(Plan.from_options(run, ranks), done=done)
         return [plan.line(*step, outcome, model) for step in plan.missing()]
 
     first = measured("0.5\t0.5\n", [])

@@ -140,7 +140,7 @@ def test_what_decides_a_measurement_is_in_its_key(evaluated: Path, folder: Path,
         arguments(folder, text_file, evaluated, "perplexity.chunk=16", "tasks=[perplexity,copy]", f"lines={lines}")
     )
     with Ranks.start(run.ranks) as ranks:
-        missing = Plan.of(run, ranks).missing()
+        missing = Plan.from_options(run, ranks).missing()
     assert [name for name, _, _ in missing] == ["perplexity"] * CONTENDERS
 
 
@@ -152,7 +152,7 @@ def test_measurements_of_another_machine_or_code_count_only_where_the_plan_says_
     run = EVALUATE.compose(arguments(folder, text_file, evaluated, "tasks=[copy]", f"lines={lines}"))
     monkeypatch.setattr(machine, field, lambda *packages: other)
     with Ranks.start(run.ranks) as ranks:
-        strict, across = (Plan.of(run, ranks, across=fields) for fields in ([], [field]))
+        strict, across = (Plan.from_options(run, ranks, across=fields) for fields in ([], [field]))
     assert len(strict.missing()) == len(strict._steps()) > 0 and strict.select(strict.done) == []
     assert across.missing() == [] and len(across.select(across.done)) == len(across._steps())
 
@@ -179,7 +179,7 @@ def test_a_policy_of_a_file_is_measured_again_after_a_change_of_the_file(
     own.write_text(own.read_text().replace("norm(dim=-1)", "norm(p=1, dim=-1)"))
     run = EVALUATE.compose(options)
     with Ranks.start(run.ranks) as ranks:
-        missing = Plan.of(run, ranks).missing()
+        missing = Plan.from_options(run, ranks).missing()
     assert [contender.name for _, _, contender in missing] == [f"{policy}, 30%", f"{policy}, 60%"]
 
 

@@ -93,7 +93,7 @@ class Drill:
     @property
     def name(self) -> str:
         """How messages name the rank."""
-        return Mesh.of(self.size, self.tensor).name(self.rank)
+        return Mesh.with_shares(self.size, self.tensor).name(self.rank)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -23,7 +23,7 @@ def test_every_rank_has_one_place(mesh: Mesh) -> None:
     assert [mesh.rank(mesh.stage(rank), mesh.share(rank)) for rank in ranks] == list(ranks)
     assert [rank for stage in range(mesh.num_stages) for rank in mesh.members(stage)] == list(ranks)
     assert sorted(rank for share in range(mesh.num_shares) for rank in mesh.chain(share)) == list(ranks)
-    assert Mesh.of(mesh.size, mesh.num_shares) == mesh
+    assert Mesh.with_shares(mesh.size, mesh.num_shares) == mesh
 
 
 def test_links_are_between_equal_shares() -> None:
@@ -41,7 +41,7 @@ def test_a_rank_is_named_by_its_place_where_it_has_one() -> None:
 def test_ranks_that_make_no_whole_stages(ranks: int, tensor: int, fitting: str) -> None:
     message = f"ranks.tensor={tensor} makes no whole stages of {ranks} ranks; use a multiple of {tensor} ranks, or "
     with pytest.raises(ValueError, match=f"^{message}{fitting} for ranks.tensor$"):
-        Mesh.of(ranks, tensor)
+        Mesh.with_shares(ranks, tensor)
 
 
 @pytest.mark.parametrize("tensor", [0, -1])

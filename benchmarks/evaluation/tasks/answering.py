@@ -95,7 +95,7 @@ class Answering(Task):
         prompt = item.context if separate else item.context + item.question
         length = len(item.context) + len(item.question)
         for contender, conversation, prompt_s in prefilled(runtime, contenders, prompt, length):
-            kv, question_s = KVUse.of(conversation), 0.0
+            kv, question_s = KVUse.measured(conversation), 0.0
             if separate and item.question:
                 question_s = ask(conversation, contender.policies, item.question)
             answered = self._answer(conversation, contender.policies, item)

@@ -55,7 +55,7 @@ class KVUse:
     host_bytes: int = 0
 
     @classmethod
-    def of(cls, now: Conversation) -> KVUse:
+    def measured(cls, now: Conversation) -> KVUse:
         host_bytes = now.cache.retrieval.host_bytes if isinstance(now.cache, RetrievedCache) else 0
         return cls(now.kv_bytes, now.full_kv_bytes, now.num_tokens, now.kept_tokens, host_bytes)
 

@@ -78,7 +78,7 @@ class Perplexity(Task):
             each = nll_S(conversation, chunk)
             total, number = total + each.sum().item(), number + len(each)
             prefill_s += feed_timed(conversation, chunk)
-        kv, per_token_s = KVUse.of(conversation), probe_tpot_s(conversation)
+        kv, per_token_s = KVUse.measured(conversation), probe_tpot_s(conversation)
         return Outcome(
             score=math.exp(total / number),
             seen_share=kv.seen_share(conversation),
@@ -143,7 +143,7 @@ class Copying(Task):
         context, passage, following = self._contexts[sample], self._passages[sample], self._following[sample]
         length = len(context) + max(len(passage), len(following))
         for contender, conversation, prompt_s in prefilled(runtime, contenders, context, length):
-            kv = KVUse.of(conversation)
+            kv = KVUse.measured(conversation)
             retrieves = contender.policies.retriever is not None
             # What is fed in one piece attends to everything.
             copied = conversation.fork() if retrieves else conversation

@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, _: None, setting: Variant) -> Iterator[
     with errors_in_one_line():
         evaluation = evaluation_of(options, **setting)
         with Ranks.start(evaluation.ranks) as ranks:
-            plan = Plan.of(evaluation, ranks, across=across)
+            plan = Plan.from_options(evaluation, ranks, across=across)
             # A run that is stopped early has about as many samples of each task.
             missing = sorted(plan.missing(), key=lambda step: step[1]["sample"])
             yield from measured(evaluation, ranks, plan, missing)

@@ -110,7 +110,7 @@ def _at_share(entry: Settings, lines: Sequence[Line], full: dict[str, dict[str, 
     for name, (task, loss) in MEASURES.items():
         pairs = [(own[task, sample], line) for sample, line in full[name].items() if (task, sample) in own]
         if pairs:
-            losses[name] = Difference.of([loss(line) - loss(other) for line, other in pairs])
+            losses[name] = Difference.with_interval([loss(line) - loss(other) for line, other in pairs])
             samples[name] = len(pairs)
     if not losses:
         return None

@@ -138,8 +138,8 @@ def _row(policy: str, budget: Budget | None, pairs: list[Pair]) -> PolicyRow:
         scores={kind: mean(scores) for kind, scores in kinds.items()},
         kept_share=mean((line["kv_bytes"] + line["host_bytes"]) / line["full_kv_bytes"] for line in group),
         seen_share=mean(line["seen_share"] for line in group),
-        score=Difference.of([line["score"] - other["score"] for line, other in pairs]),
-        loss=Difference.of(losses) if losses else None,
+        score=Difference.with_interval([line["score"] - other["score"] for line, other in pairs]),
+        loss=Difference.with_interval(losses) if losses else None,
         pairs=len(pairs),
         ttft=median(ratios) if ratios else None,
     )

@@ -36,7 +36,7 @@ class Marks:
     offset: float
 
     @classmethod
-    def of(cls, config: Any) -> Marks | None:
+    def from_config(cls, config: Any) -> Marks | None:
         """The marks of a model by its config; None if it makes none.
 
         Raises:
