@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policies.base import Budget, LayerPairs, LayerView, ModelFacts, Phase, Policy, PromptPart, Replay, Signals
+    from policies.base import Budget, LayerForm, LayerView, ModelFacts, Phase, Policy, PromptPart, Replay, Signals
     from policies.retriever import Choice, Index, PromptView, Retriever, Slots
     from policies.scorer import Scorer
 
@@ -25,7 +25,7 @@ __all__ = [
     "Budget",
     "Choice",
     "Index",
-    "LayerPairs",
+    "LayerForm",
     "LayerView",
     "ModelFacts",
     "Phase",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -327,20 +327,20 @@ class Replay:
     weighs: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerPairs:
-    """Neighbouring layers that share the directions of their keys and values, by KV head, with lengths of their own.
+class LayerForm(Protocol):
+    """How a cache stores its layers once given tokens have attended to them. Until then they are exact."""
 
-    Attributes:
-        first_share: of the layers, that come before the first pair.
-        towards_upper: share of the angle between a token's vectors, from the lower layer's on, at which their direction
-            lies.
-        exact_share: of the tokens, those at the largest angles, that each layer stores as they are.
-    """
+    def store(self, layers: list[Any], number: int, *, room: int) -> bool:
+        """Store a layer in this form, with room for `room` more tokens. Returns whether it is; else it stays exact."""
 
-    first_share: float
-    towards_upper: float
-    exact_share: float
+    def settle(self, layers: list[Any], *, room: int) -> None:
+        """Store all layers in this form, at the end of a prompt or turn that was computed in chunks."""
+
+    def complete(self, layers: list[Any], number: int, *, room: int) -> bool:
+        """Store a layer that is still exact in this form before a generated token. Returns whether one was stored."""
+
+    def forked(self, layers: list[Any]) -> None:
+        """Called with the layers of a forked cache, which have this form, too."""
 
 
 class Policy:
@@ -360,6 +360,9 @@ class Policy:
 
     chooses_alike: ClassVar[bool] = False
     """Whether `keep` keeps the same tokens in all KV heads of the model, if these have the same ones before."""
+
+    merges_layers: ClassVar[bool] = False
+    """Neighbouring layers share what they store, see `layer_form`."""
 
     while_decoding: ClassVar[bool] = True
     """Whether it decides on generated tokens, too."""
@@ -411,9 +414,13 @@ class Policy:
         """
         return None
 
-    @property
-    def layer_pairs(self) -> LayerPairs | None:
-        """The layers that share what they store, for a policy that merges layers; None: each stores its own."""
+    def layer_form(self, shapes: Sequence[Any], sees_all: Sequence[bool]) -> LayerForm | None:
+        """How a policy with `merges_layers` stores the layers of a model; None: no layers can be merged.
+
+        Args:
+            shapes: of each layer's keys and values.
+            sees_all: whether each layer sees the whole text.
+        """
         return None
 
     @property

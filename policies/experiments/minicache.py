@@ -17,15 +17,17 @@ checked; here it is the upper one.
 
 What was found: on SmolLM2 the directions that it merges have nothing in common, and answers are much worse
 (docs/studies/results.md, docs/studies/quality.md). It is an experiment since it needs a store of its own,
-runahead/cache/merged.
+merged_layers.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from policies.base import LayerPairs, Policy, require
+from policies.base import LayerForm, Policy, require
+from policies.experiments.merged_layers import MergedLayers, paired_layers
 
 
 @dataclass(kw_only=True)
@@ -39,6 +41,7 @@ class MiniCache(Policy, name="minicache"):
             full cache.
     """
 
+    merges_layers: ClassVar[bool] = True
     while_decoding: ClassVar[bool] = False
     needs_keys: ClassVar[bool] = False
 
@@ -52,6 +55,7 @@ class MiniCache(Policy, name="minicache"):
             value = getattr(self, option)
             require(0 <= value <= 1, option, value, "must be from 0 to 1")
 
-    @property
-    def layer_pairs(self) -> LayerPairs:
-        return LayerPairs(first_share=self.start_share, towards_upper=self.interpolation, exact_share=self.retain_share)
+    def layer_form(self, shapes: Sequence[Any], sees_all: Sequence[bool]) -> LayerForm | None:
+        pairs = paired_layers(shapes, sees_all, self.start_share)
+        options = {"towards_upper": self.interpolation, "exact_share": self.retain_share}
+        return MergedLayers(pairs, options) if pairs else None

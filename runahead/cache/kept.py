@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from policies.base import LayerForm, Phase
 from policies.retriever import StoredPart
 from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms
@@ -76,6 +77,14 @@ class KeptLayer(LayerStore):
     def on_host(self) -> bool:
         """Whether keys and values are in host memory while another device computes."""
         return False
+
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether older tokens are quantised."""
+        return False
+
+    def flush(self) -> None:
+        """Quantise the whole groups of tokens that have left the window of the newest ones, if the layer does so."""
 
     @property
     def pool_bytes(self) -> int:
@@ -388,6 +397,7 @@ class KeptCache(KVStore):
     Attributes:
         gaps: positions of each row at which the prompt has no token; empty if there are none in any row. In a cache
             with gaps no policy drops tokens.
+        form: how layers are stored once given tokens have attended to them; None: as they are.
         stored_parts: by layer and row, the segments that the prompts reuse, with what a policy has stored of them;
             empty if there are none.
     """
@@ -396,8 +406,8 @@ class KeptCache(KVStore):
     gaps: Sequence[int] = ()
     stored_parts: Sequence[Sequence[Sequence[StoredPart]]] = ()
 
-    def __init__(self, layers: Sequence[KeptLayer]) -> None:
-        self.layers = list(layers)
+    def __init__(self, layers: Sequence[KeptLayer], form: LayerForm | None = None) -> None:
+        self.layers, self.form = list(layers), form
 
     @classmethod
     def empty(
@@ -433,6 +443,14 @@ class KeptCache(KVStore):
         """Number of stored slots of each layer, on average over its KV heads."""
         return [layer.tokens_per_head for layer in self.layers]
 
+    def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
+        # After a turn of one token the layer may still be exact.
+        if self.form is not None and tokens.phase is Phase.decode:
+            room = q_BNCH.shape[2]
+            if self.form.complete(self.layers, layer, room=room):
+                self.close(layer, room=room)
+        return self.layers[layer]
+
     def readers(self, layer: int) -> Sequence[int]:
         return self.layers[layer].shape.readers
 
@@ -459,13 +477,17 @@ class KeptCache(KVStore):
             room: new tokens for which the layer has room.
             is_borrowed: whether the layer is in memory of others, from which it is moved.
         """
-        if is_borrowed:
+        is_stored = self.form is not None and self.form.store(self.layers, layer, room=room)
+        if is_borrowed and not is_stored:
             self.layers[layer].copy_out(room=room)
         self.close(layer, room=room)
 
     def settle(self, *, room: int) -> None:
         """Called at the end of a prompt or turn that was computed in chunks; frees as `free`."""
-        self.free(room=room)
+        if self.form is None:
+            self.free(room=room)
+        else:
+            self.form.settle(self.layers, room=room)
 
     def index(
         self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
@@ -483,11 +505,13 @@ class KeptCache(KVStore):
         """The same tokens for a forked conversation. Both share memory until new tokens are appended."""
         other = self._forked()
         other.gaps = self.gaps
+        if other.form is not None:
+            other.form.forked(other.layers)
         return other
 
     def _forked(self) -> KeptCache:
         """`fork` without the gaps."""
-        return KeptCache([layer.fork(copy=False) for layer in self.layers])
+        return KeptCache([layer.fork(copy=False) for layer in self.layers], self.form)
 
     def take_back(self, num_tokens: int) -> None:
         for layer in self.layers:

@@ -283,7 +283,7 @@ def _no_pairs(setup: Setup) -> Words:
     """The model, if it has no neighbouring layers that the merging policy can merge."""
     if setup.model is None or setup.policies is None:
         return None
-    return _if(not setup.policies.pairs(setup.model), setup.model_name)
+    return _if(not setup.policies.form(setup.model), setup.model_name)
 
 
 def _no_positions_left(setup: Setup) -> Words:
@@ -448,7 +448,7 @@ FACTS: dict[str, Fact] = {
     "a policy that stores nothing with modules": _stores_nothing,
     "a policy that narrows": _step(lambda step: step.narrows),
     "a policy that narrows, retrieves or merges layers": _step(
-        lambda step: step.narrows or step.retrieves or step.layer_pairs is not None
+        lambda step: step.narrows or step.retrieves or step.merges_layers
     ),
     "a policy that narrows later": lambda setup: _named(next((step for step in setup.steps[1:] if step.narrows), None)),
     "a policy that compares by KV head": _compares_by_kv_head,

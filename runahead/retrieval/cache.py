@@ -10,16 +10,15 @@ from functools import partial
 
 from torch import Tensor
 
-from policies.base import Phase
+from policies.base import LayerForm, Phase
 from policies.retriever import Rest
 from runahead.attention.base import LayerInput
 from runahead.attention.op import Part
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.base import LayerStore, SeenKV
-from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
+from runahead.cache.kept import KeptCache
 from runahead.cache.kv_cache import seen_in, seen_in_part
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.cache.slabs import KVSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.report import RankReport
@@ -34,11 +33,11 @@ class RetrievedCache(KeptCache):
 
     Args:
         retrieval: chooses and fetches; its pool are the layers of this cache.
-        quantise: (layer, room) -> the layer in few bits, once a prompt has attended to it; None leaves it as it is.
+        form: as of `KeptCache`.
     """
 
-    def __init__(self, retrieval: Retrieval, quantise: Callable[[KeptLayer, int], KeptLayer] | None = None) -> None:
-        self.layers, self.retrieval, self._to_few_bits = retrieval.pool, retrieval, quantise
+    def __init__(self, retrieval: Retrieval, form: LayerForm | None = None) -> None:
+        self.layers, self.retrieval, self.form = retrieval.pool, retrieval, form
 
     @property
     def num_bytes(self) -> int:
@@ -48,8 +47,7 @@ class RetrievedCache(KeptCache):
         self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.retrieval.host_bytes)
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
-        if tokens.phase is Phase.decode:
-            self._ensure_quantised(layer, room=1)  # after a turn of one token the layer may still be exact
+        super().open(layer, q_BNCH, terms, tokens)
         if tokens.phase is Phase.decode or self.retrieval.serves_given(layer, q_BNCH.shape[2]):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
         if self.retrieval.clamped is not None:
@@ -74,25 +72,11 @@ class RetrievedCache(KeptCache):
                 layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut, stored_parts_B=parts_B
             )
 
-    def own(self, layer: int, *, room: int, is_borrowed: bool) -> None:
-        if self._to_few_bits is None:
-            super().own(layer, room=room, is_borrowed=is_borrowed)
-        else:
-            self._ensure_quantised(layer, room=room)
-
     def settle(self, *, room: int) -> None:
-        for number in range(len(self.layers)):
-            self._ensure_quantised(number, room=room)
-            layer = self.layers[number]
-            if isinstance(layer, QuantisedLayer):
-                layer.flush()
-        super().settle(room=room if self._to_few_bits is None else min(room, NEW_ROOM))
-
-    def _ensure_quantised(self, layer: int, *, room: int) -> None:
-        """Store a layer in few bits, if the cache does and the layer is not."""
-        if self._to_few_bits is not None and not isinstance(self.layers[layer], QuantisedLayer):
-            self.layers[layer] = self._to_few_bits(self.layers[layer].brought(), min(room, NEW_ROOM))
-            self.close(layer, room=room)
+        super().settle(room=room)
+        if self.form is not None:  # layers in few bits become pools
+            for layer in range(len(self.layers)):
+                self.close(layer, room=room)
 
     def await_device_by(self, settle: Callable[[], None]) -> None:
         self.retrieval.await_device = settle
@@ -103,7 +87,7 @@ class RetrievedCache(KeptCache):
     def _forked(self) -> KeptCache:
         overwrites = self.retrieval.limit is not None
         layers = [layer.fork(copy=overwrites) for layer in self.layers]
-        return RetrievedCache(self.retrieval.fork(layers), self._to_few_bits)
+        return RetrievedCache(self.retrieval.fork(layers), self.form)
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)

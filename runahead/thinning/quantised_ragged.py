@@ -21,14 +21,14 @@ from runahead.attention.op import Run, Step
 from runahead.cache.kept import KeptLayer
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, Groups, TokenGroups, narrowed
-from runahead.cache.quantised.layer import InFewBits, QuantisedLayer, code_bytes, dtype_of_window
+from runahead.cache.quantised.layer import QuantisedLayer, code_bytes, dtype_of_window
 from runahead.cache.quantised.sequences import QuantisedSequences
 from runahead.cache.slabs import KVShape
 from runahead.thinning.ragged import DroppedTokens, RaggedLayer, last_places, rows_of
 
 
 @dataclass(kw_only=True)
-class QuantisedRagged(RaggedLayer, InFewBits):
+class QuantisedRagged(RaggedLayer):
     """One layer, of which each sequence has quantised tokens, and after them a window of its newest ones.
 
     Attributes:
@@ -93,6 +93,10 @@ class QuantisedRagged(RaggedLayer, InFewBits):
     def _over(cls, window: RaggedLayer, coded: QuantisedSequences, *, bits: int, residual: int) -> QuantisedRagged:
         kept = {each.name: getattr(window, each.name) for each in fields(RaggedLayer) if each.init}
         return cls(**kept, coded=coded, bits=bits, residual=residual)
+
+    @property
+    def in_few_bits(self) -> bool:
+        return True
 
     @property
     def stored(self) -> Sequence[int]:

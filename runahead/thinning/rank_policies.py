@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
-from policies.base import ModelFacts, Phase, Policy, PromptPart
+from policies.base import LayerForm, ModelFacts, Phase, Policy, PromptPart
 from policies.retriever import Retriever
 from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
-from runahead.cache.merged.cache import MergedCache, paired_layers
-from runahead.cache.quantised.cache import QuantisedCache
+from runahead.cache.quantised.form import InFewBits
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Positions
 from runahead.context import ContextPartition
@@ -135,7 +134,7 @@ class RankPolicies:
     @property
     def merging(self) -> Policy | None:
         """The policy that merges neighbouring layers, on the rank that decodes."""
-        return next((policy for policy in self.last if policy.layer_pairs is not None), None)
+        return next((policy for policy in self.last if policy.merges_layers), None)
 
     @property
     def ragged(self) -> bool:
@@ -163,17 +162,19 @@ class RankPolicies:
             ValueError: a retrieving policy's pool is too small.
         """
         kept = KeptCache.empty(model.kv_shapes, batch=batch, device=model.device, rotaries=self.rotaries(model))
-        if self.storage.bits is not None and self.retriever is None:
-            by_token = self.drops_single_tokens(has_turns=has_turns)
-            return QuantisedCache(
-                kept.layers, partial(self._quantised, keys_by_token=by_token), waits=self.deciding is not None
+        kept.form = self.form(model)
+        if self.storage.bits is not None:
+            retrieves = self.retriever is not None
+            by_token = not retrieves and self.drops_single_tokens(has_turns=has_turns)
+            kept.form = InFewBits(
+                quantised=partial(self._quantised, keys_by_token=by_token),
+                waits=not retrieves and self.deciding is not None,
+                most_room=NEW_ROOM if retrieves else None,
             )
-        if self.merging is not None and self.merging.layer_pairs is not None:
-            return MergedCache(kept.layers, self.pairs(model), self.merging.layer_pairs)
         if self.retriever is None:
             return kept
         retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
-        return RetrievedCache(retrieval, None if self.storage.bits is None else self._quantised)
+        return RetrievedCache(retrieval, kept.form)
 
     def check_pools(self, model: Model, *, batch: int, keep_parts: bool) -> None:
         """Check that limited pools have room for the tokens that always stay, before a prompt is computed for them.
@@ -252,12 +253,12 @@ class RankPolicies:
         for policy in policies:
             policy.require(facts)
 
-    def pairs(self, model: Model) -> list[tuple[int, int]]:
-        """The layers that are merged, lower and upper one of each pair."""
-        merging = self.merging
-        assert merging is not None and merging.layer_pairs is not None
+    def form(self, model: Model) -> LayerForm | None:
+        """How a policy that merges layers stores those of a model; None: there is none, or it can merge no layers."""
+        if self.merging is None:
+            return None
         sees_all = [rule is None or rule.sees_everything for rule in model.rules]
-        return paired_layers(model.kv_shapes, sees_all, merging.layer_pairs.first_share)
+        return self.merging.layer_form(model.kv_shapes, sees_all)
 
     def by_layer(
         self, partition: ContextPartition, num_layers: int, *, keep_parts: bool = False

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from policies.experiments.merged_layers import BLOCK, MergedLayer, merged_bytes, paired_layers
 from policies.experiments.minicache import MiniCache
+from policies.experiments.shared_directions import SharedDirections, angles, interpolated
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
 from runahead import Conversation, GenerationOptions, PrefillOptions
-from runahead.cache.merged.cache import merged_bytes, paired_layers
-from runahead.cache.merged.directions import SharedDirections, angles, interpolated
-from runahead.cache.merged.layer import BLOCK, MergedLayer
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, DecodeName, Positions
 from runahead.features.facts import Setup

@@ -59,7 +59,7 @@ def test_what_the_author_of_a_policy_imports_stays() -> None:
         "Budget",
         "Choice",
         "Index",
-        "LayerPairs",
+        "LayerForm",
         "LayerView",
         "ModelFacts",
         "Phase",

@@ -224,7 +224,7 @@ def test_the_last_tokens_are_exact_and_the_others_are_not(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in KEEPING if not policy(name).keeps_ragged and policy(name).layer_pairs is None]
+    "name", [name for name in KEEPING if not policy(name).keeps_ragged and not policy(name).merges_layers]
 )
 @pytest.mark.sampled(3)
 def test_policies_choose_before_anything_is_quantised(name: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.evaluation.tasks.retrieval import FILLER as SENTENCES
 from policies.base import LayerView, Policy
+from policies.experiments import minicache
 from policies.experiments.minicache import MiniCache
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
@@ -33,7 +34,6 @@ from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import ChannelGroups, TokenGroups
 from runahead.config import CacheOptions
 from runahead.conversation import Conversation
-from runahead.thinning import rank_policies
 from runahead.thinning.rank_policies import RankPolicies
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"
@@ -196,7 +196,7 @@ class TestMiniCache:
         found = {}
         for first in (0, 15):
             pairs = [(layer, layer + 1) for layer in range(first, first + 14, 2)]
-            monkeypatch.setattr(rank_policies, "paired_layers", lambda *args, pairs=pairs: pairs)
+            monkeypatch.setattr(minicache, "paired_layers", lambda *args, pairs=pairs: pairs)
             found[first] = losses_with(lambda: conversation(MiniCache()))
         # Seen: 1.49 and 3.97 nats of the passage, 4.16 and 4.44 of the text that follows.
         assert losses(None).copy + 0.5 < found[0].copy < found[15].copy - 1

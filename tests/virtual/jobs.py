@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from policies.base import Policy
 from runahead.cache.base import LayerStore
+from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import KVCache, SlabLayer
 from runahead.cache.slabs import KVShape
 from runahead.config import Exchange, PrefillOptions, Transfer
@@ -132,8 +133,8 @@ def prefill(
 
 def _kv(layer: LayerStore) -> torch.Tensor:
     """Keys and values that a layer stores."""
-    slab = layer.slab if isinstance(layer, SlabLayer) else layer.slots()[0]
-    return slab.slab_TBKX
+    assert isinstance(layer, (SlabLayer, KeptLayer)), type(layer)
+    return (layer.slab if isinstance(layer, SlabLayer) else layer.slab()).slab_TBKX
 
 
 def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool = False) -> None:

@@ -10,7 +10,6 @@ the window; at no time is more than a block dequantised, but for a policy that l
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -129,16 +128,8 @@ class QuantisedRows(Codec):
         return out_BKGV.flatten(1, 2).unsqueeze(2), lse_BKG.flatten(1, 2).unsqueeze(2)
 
 
-class InFewBits(ABC):
-    """A layer whose older tokens are quantised."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Quantise the whole groups of tokens that have left the window of the newest ones."""
-
-
 @dataclass(kw_only=True)
-class QuantisedLayer(KeptLayer, InFewBits):
+class QuantisedLayer(KeptLayer):
     """One layer in slots: the padding of each row, its quantised tokens, and the window of its newest ones.
 
     Attributes:
@@ -192,6 +183,10 @@ class QuantisedLayer(KeptLayer, InFewBits):
         made.flush()
         made.copy_out(room=room)
         return made
+
+    @property
+    def in_few_bits(self) -> bool:
+        return True
 
     @property
     def num_bytes(self) -> int:

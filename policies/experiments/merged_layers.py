@@ -8,17 +8,17 @@ once all of them have attended to each other, generated ones in blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
-from policies.base import LayerPairs
+from policies.experiments.shared_directions import SharedDirections
 from runahead.attention.op import rows_by_pad
 from runahead.cache.kept import KeptLayer
-from runahead.cache.merged.directions import SharedDirections
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVSlab
+from runahead.cache.slabs import KVShape, KVSlab
 
 BLOCK = 32
 """Generated tokens that are merged at once, since that copies what is merged already."""
@@ -44,11 +44,12 @@ class MergedTokens:
     """Tokens that two layers share.
 
     Attributes:
+        options: of `SharedDirections.of`.
         parts: the merged tokens of all rows.
         end: number of the slot after them.
     """
 
-    pairs: LayerPairs
+    options: Mapping[str, float]
     parts: Sequence[MergedRows] = ()
     end: int = 0
 
@@ -58,7 +59,6 @@ class MergedTokens:
 
     def add(self, lower: KVSlab, upper: KVSlab, pads: Sequence[int]) -> None:
         """Merge the tokens of two slabs, which begin with the first slot that is not merged, or with padding before."""
-        options = {"towards_upper": self.pairs.towards_upper, "exact_share": self.pairs.exact_share}
         parts = []
         for place, (rows, pad) in enumerate(rows_by_pad(pads)):
             start = max(pad, self.end)
@@ -66,8 +66,8 @@ class MergedTokens:
                 [x[rows] for x in slab.read(start, slab.end)] for slab in (lower, upper)
             )
             keys, values = (
-                SharedDirections.of(k_lower, k_upper, **options),
-                SharedDirections.of(v_lower, v_upper, **options),
+                SharedDirections.of(k_lower, k_upper, **self.options),
+                SharedDirections.of(v_lower, v_upper, **self.options),
             )
             if self.parts:
                 keys, values = self.parts[place].keys.followed_by(keys), self.parts[place].values.followed_by(values)
@@ -92,11 +92,11 @@ class MergedLayer(KeptLayer):
 
     @classmethod
     def pair_of(
-        cls, lower: KeptLayer, upper: KeptLayer, pairs: LayerPairs, *, room: int
+        cls, lower: KeptLayer, upper: KeptLayer, options: Mapping[str, float], *, room: int
     ) -> tuple[MergedLayer, MergedLayer]:
         """Merge two layers, whose memory is only read, and make room for so many new tokens."""
         assert lower.first == upper.first == 0 and lower.pads == upper.pads, (lower.pads, upper.pads)
-        merged = MergedTokens(pairs=pairs)
+        merged = MergedTokens(options=options)
 
         def made(layer: KeptLayer, below: MergedLayer | None) -> MergedLayer:
             kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
@@ -149,7 +149,7 @@ class MergedLayer(KeptLayer):
         raise NotImplementedError("a token that one layer drops is still in the other")
 
     def fork(self, *, copy: bool) -> MergedLayer:
-        """As of `KeptLayer`; the other layer is to be linked, see `link`."""
+        """As of `KeptLayer`; the other layer is to be linked, see `MergedLayers.forked`."""
         other, n = replace(self), self.num_slots
         if copy:
             other.copy_out(room=0)
@@ -177,7 +177,79 @@ class MergedLayer(KeptLayer):
         slab.write(self.num_slots, k_BKCH, v_BKCV)
 
 
-def link(lower: MergedLayer, upper: MergedLayer) -> None:
-    """Make two forked layers a pair of their own."""
-    upper.merged = lower.merged = replace(upper.merged)
-    upper.lower = lower
+class MergedLayers:
+    """Form of a cache whose upper layers share directions in pairs; implements `policies.base.LayerForm`.
+
+    Args:
+        pairs: layers that are merged, lower and upper one.
+        options: of `SharedDirections.of`.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]], options: Mapping[str, float]) -> None:
+        self._pairs, self._options = list(pairs), options
+
+    def store(self, layers: list[KeptLayer], number: int, *, room: int) -> bool:
+        lower = next((lower for lower, upper in self._pairs if upper == number), None)
+        if lower is not None:
+            self._merge(layers, lower, number, room=room)
+        return lower is not None
+
+    def settle(self, layers: list[KeptLayer], *, room: int) -> None:
+        for lower, upper in self._pairs:
+            self._merge(layers, lower, upper, room=room)
+        for layer in layers:
+            layer.free(room=room)
+
+    def complete(self, layers: list[KeptLayer], number: int, *, room: int) -> bool:
+        return False
+
+    def forked(self, layers: list[KeptLayer]) -> None:
+        for lower, upper in ((layers[lower], layers[upper]) for lower, upper in self._pairs):
+            if isinstance(lower, MergedLayer) and isinstance(upper, MergedLayer):  # a pair of their own
+                upper.merged = lower.merged = replace(upper.merged)
+                upper.lower = lower
+
+    def _merge(self, layers: list[KeptLayer], lower: int, upper: int, *, room: int) -> None:
+        above = layers[upper]
+        if isinstance(above, MergedLayer):
+            above.merge(room=room)
+        else:
+            layers[lower], layers[upper] = MergedLayer.pair_of(layers[lower], above, self._options, room=room)
+
+
+def paired_layers(shapes: Sequence[KVShape], sees_all: Sequence[bool], first_share: float) -> list[tuple[int, int]]:
+    """Pairs (lower, upper) of neighbours that see the whole text and have the same shape, each layer in one pair.
+
+    Args:
+        sees_all: whether each layer sees the whole text.
+        first_share: of all layers, that are left as they are.
+    """
+    pairs, layer = [], int(first_share * len(shapes))
+    while layer + 1 < len(shapes):
+        if sees_all[layer] and sees_all[layer + 1] and shapes[layer] == shapes[layer + 1]:
+            pairs.append((layer, layer + 1))
+            layer += 1
+        layer += 1
+    return pairs
+
+
+def merged_bytes(
+    shapes: Sequence[KVShape],
+    pairs: Sequence[tuple[int, int]],
+    num_tokens: int,
+    *,
+    exact_share: float,
+    batch: int = 1,
+    room: int = 0,
+) -> int:
+    """Bytes of a cache of prompts of `num_tokens` tokens: what pairs share, other layers, room, and positions."""
+    total, merged = 0, {layer for pair in pairs for layer in pair}
+    for layer, shape in enumerate(shapes):
+        total += (room if layer in merged else num_tokens + room) * shape.bytes_per_token(batch)
+        total += (num_tokens + room) * batch * torch.int32.itemsize
+    for lower, _ in pairs:
+        shape = shapes[lower]
+        for dim in (shape.key_dim, shape.value_dim):
+            of_head = SharedDirections.bytes_of(num_tokens, dim, shape.dtype, exact_share)
+            total += batch * shape.num_kv_heads * of_head
+    return total

@@ -1,1 +1,0 @@
-"""Keys and values of two layers that share directions."""
