@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from policies import POLICIES
-from policies.adakv import AdaKV
 from policies.base import Policy
-from policies.criticalkv import CriticalKV
-from policies.experiments.minicache import MiniCache
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
-from policies.snapkv import SnapKV
+from policies.wrapper import Wrapper
 from runahead import Conversation
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
@@ -29,6 +26,7 @@ from tests.families import prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.policy_odd_tokens import OddTokens
 from tests.policies.running import STREAMING, Run
+from tests.policies.short import short_options
 from tests.ranks.tasks import tiny_model
 
 FAMILIES = [
@@ -41,20 +39,14 @@ FAMILIES = [
     "gemma2",  # soft caps and windows
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "window": {},
     "streaming_llm": {"sinks": 2},
-    "h2o": {},
-    "snapkv": {"window": 4, "kernel": 3},
     "pyramidkv": {"window": 4, "kernel": 3, "beta": 2.0},
-    "keydiff": {},
     "tova": {"evict_every": 8},
     "expected_attention": {"sinks": 2, "evict_every": 8, "future_tokens": 16},
     "lagkv": {"sinks": 2, "evict_every": 8, "lag": 4},
     "chunkkv": {"window": 4, "chunk": 5},
     "r_kv": {"window": 4, "kernel": 3, "evict_every": 8},
     "kvzip": {"sinks": 2, "chunk_tokens": 15},
-    "zigzagkv": {"window": 4, "kernel": 3},
     "kvzap": {"sinks": 2, "recent": 3, "evict_every": 8},
     "scissorhands": {"recent": 3, "evict_every": 8, "window": 6},
     "keyformer": {"tau_tokens": 3},
@@ -65,45 +57,63 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minicache": {"start_share": 0.0},
     "pyramidinfer": {"min_tokens": 8},
 }
+"""Options of policies that `short_options` does not suit."""
 KEEPING = [name for name, kind in POLICIES.items() if not (issubclass(kind, Retriever) or kind.follows_marks)]
-KEEP_NEW = [
-    "snapkv",
-    "pyramidkv",
-    "chunkkv",
-    "adakv",
-    "criticalkv",
-    "kvzip",
-    "zigzagkv",
-    "fastgen",
-    "minicache",
-    "full",
-]
-"""Those that keep all generated tokens."""
+"""Those that drop tokens or merge them. Those that retrieve have a matrix of their own, test_retrieval.py; what needs a
+model that marks tokens is in test_dms.py."""
 NUM_TOKENS, BUDGET = 40, 16
 PADDED = (NUM_TOKENS, 23, 7)
 GENERATED = [5, 7, 11, 13]
 
 
+def options_of(name: str) -> dict[str, Any]:
+    return OPTIONS.get(name) or short_options(name)
+
+
 def policy(name: str, budget: int | float = BUDGET) -> Policy:
     if name == "odd_tokens":
         return OddTokens(budget=budget)
-    if name == "adakv":
-        return AdaKV(scorer=SnapKV(**OPTIONS["snapkv"], budget=budget))
-    if name == "criticalkv":
-        return CriticalKV(scorer=SnapKV(**OPTIONS["snapkv"], budget=budget))
+    kind: type[Any] = POLICIES[name]
+    if issubclass(kind, Wrapper):
+        return kind(scorer=policy("snapkv", budget))
     if name == "fastgen":  # what it keeps depends on what it has to recover
-        return POLICIES[name](**OPTIONS[name], recovered=0.3 if budget == BUDGET else 1.0)
+        return kind(**OPTIONS[name], recovered=0.3 if budget == BUDGET else 1.0)
     if name in STREAMING:  # some heads keep all
         recent = budget if isinstance(budget, float) else budget - OPTIONS[name]["sinks"]
         recent = 1000 if name == "duo_attention" and isinstance(recent, float) else recent
         return STREAMING[name](**OPTIONS[name], recent=recent)
     if name == "pyramidinfer":  # its budget is the mean over layers
-        return PyramidInfer(**OPTIONS[name], mean_keep=0.6 if budget == BUDGET else 1.0)
+        return kind(**OPTIONS[name], mean_keep=0.6 if budget == BUDGET else 1.0)
     if name == "minicache":  # all tokens stay; with room for all they are exact
-        return MiniCache(**OPTIONS[name], retain_share=0.3 if budget == BUDGET else 1.0)
+        return kind(**OPTIONS[name], retain_share=0.3 if budget == BUDGET else 1.0)
     if name == "kvzap":
         return MadeUpKVzap(**OPTIONS[name], budget=budget)
-    return POLICIES[name](**OPTIONS[name], **({} if name == "full" else {"budget": budget}))
+    return kind(**options_of(name), **({"budget": budget} if has_budget(name) else {}))
+
+
+def has_budget(name: str) -> bool:
+    return "budget" in POLICIES[name].__dataclass_fields__
+
+
+def decides_on_all(name: str) -> bool:
+    return POLICIES[name].decides_on_all or policy(name).replay is not None
+
+
+def keeps_new(name: str) -> bool:
+    """Whether a policy keeps all generated tokens."""
+    chosen = policy(name)
+    return name == "full" or not getattr(chosen, "scorer", chosen).while_decoding
+
+
+WRAPPERS = [name for name, kind in POLICIES.items() if issubclass(kind, Wrapper)]
+KEEP_NEW = [name for name in KEEPING if keeps_new(name)]
+BY_HEAD = [
+    name for name in KEEPING if name not in ("full", *WRAPPERS) and (not has_budget(name) or decides_on_all(name))
+]
+"""Policies that give a layer what its heads need, or keep all tokens in less memory."""
+OF_EACH_LAYER = [*(name for name in KEEPING if name not in BY_HEAD), "odd_tokens"]
+"""Policies whose budget is that of each layer."""
+every_policy = pytest.mark.parametrize("name", [*KEEPING, "odd_tokens"])
 
 
 @dataclass(kw_only=True)
@@ -129,24 +139,11 @@ def following(given: list[list[int]], num_tokens: int = 20) -> list[int]:
     return [token for token in range(5, 97) if not any(token in ids for ids in given)][:num_tokens]
 
 
-def test_every_policy_is_in_the_matrix() -> None:
-    """Those that retrieve have one of their own, test_retrieval.py; what needs a model that marks tokens, test_dms.py.
-
-    One that wraps others is in it, too: adakv.
-    """
-    assert [*OPTIONS] == KEEPING
-
-
 def test_a_policy_of_ones_own_is_one_short_file() -> None:
     source = Path(__file__).with_name("policy_odd_tokens.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 40
 
 
-BY_HEAD = ["kvzip", "zigzagkv", "fastgen", "minicache", *STREAMING]
-"""Policies that give a layer what its heads need, or keep all tokens in less memory."""
-OF_EACH_LAYER = [*(name for name in KEEPING if name not in BY_HEAD), "odd_tokens", "adakv", "criticalkv"]
-"""Policies whose budget is that of each layer."""
-every_policy = pytest.mark.parametrize("name", [*KEEPING, "odd_tokens", "adakv", "criticalkv"])
 OFTEN = ("llama", "gpt_bigcode", "deepseek_v3", "gpt_oss")
 """Families that go with every policy; the others do in the slow set."""
 every_family = pytest.mark.parametrize(
@@ -267,9 +264,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
             torch.testing.assert_close(ours[row], theirs[0], atol=1e-9, rtol=0)  # float64
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in [*KEEPING, "adakv", "criticalkv"] if name != "pyramidinfer"]
-)  # it narrows each chunk
+@pytest.mark.parametrize("name", [name for name in KEEPING if name != "pyramidinfer"])  # it narrows each chunk
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 @every_batch
 @pytest.mark.sampled(3)
@@ -349,7 +344,7 @@ def test_another_turn_goes_on_behind_what_was_kept(name: str) -> None:
         assert set(tight.kept.slots_by_layer) == {BUDGET}
 
 
-ACCUMULATING = ["h2o", "keyformer", "pyramidinfer", "kvzap", "fastgen", "adakv"]
+ACCUMULATING = [name for name in KEEPING if type(policy(name)).carry is not Policy.carry]
 
 
 @pytest.mark.parametrize("name", ACCUMULATING)
@@ -414,9 +409,7 @@ def test_generated_tokens_are_kept(name: str) -> None:
     assert run.kept.slots_by_layer == [slots + 27 for slots in before]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in [*KEEPING, "odd_tokens", "adakv", "criticalkv"] if name != "minicache"]
-)
+@pytest.mark.parametrize("name", [name for name in [*KEEPING, "odd_tokens"] if name != "minicache"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode"])
 @pytest.mark.parametrize("lengths", [(3,), (3, 2, 1)], ids=["alone", "padded"])
 @pytest.mark.sampled(3)

@@ -24,33 +24,25 @@ from runahead.retrieval import indices
 from runahead.retrieval.retrieval import Retrieval
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
+from tests.policies.short import short_options
 from tests.ranks.tasks import tiny_model
 
 FAMILIES = ["llama", "gpt2", "gpt_bigcode", "qwen3", "opt", "deepseek_v3", "gpt_oss", "gemma2"]
 """KV heads for two queries, for one and for all; norms of queries; no rotations; values of other width; windows."""
 NAMES = [name for name, kind in POLICIES.items() if issubclass(kind, Retriever)]
-ALL = {
+ALL: dict[str, dict[str, Any]] = {name: {"fetch": 1.0, "first_layer": 0} for name in NAMES} | {
     "infinigen": {"alpha": math.inf, "max_fetch": 1.0, "first_layer": 1},
-    "quest": {"fetch": 1.0, "first_layer": 0},
-    "shadowkv": {"fetch": 1.0},
-    "sparq": {"fetch": 1.0},
-    "clusterkv": {"fetch": 1.0, "first_layer": 0},
-    "squeezed_attention": {"fetch": 1.0, "first_layer": 0},
-    "retroinfer": {"fetch": 1.0, "first_layer": 0},
     "infllm": {"fetch": 1.0, "clamped": False},
-    "exact_topk": {"fetch": 1.0},
     "offload": {},
 }
-SOME = {
+SOME: dict[str, dict[str, Any]] = {name: short_options(name) | {"fetch": 10} for name in NAMES} | {
     "infinigen": {"fetch": 10, "first_layer": 1},
-    "quest": {"fetch": 10, "page": 4, "first_layer": 0},
     "shadowkv": {"fetch": 10, "page": 4, "outliers": 1, "rank": 1000},
     "sparq": {"fetch": 10, "dims": 3},
     "clusterkv": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "squeezed_attention": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "retroinfer": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "infllm": {"fetch": 10, "block": 2, "representatives": 1, "observed": 8, "clamped": False},
-    "exact_topk": {"fetch": 10},
     "offload": {},
 }
 INDEXED = [name for name in NAMES if name != "offload"]
