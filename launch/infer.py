@@ -181,6 +181,8 @@ def infer(
         return engine
 
     engine = ranks.on_all_ranks("the engine", make_engine)  # one of which says what it refuses
+    for sentence in engine.slower([run.generation], reuses=store is not None):
+        say(f"slower: {sentence}")
     answers = Answers(skipped=prompts.skipped)
     if kept is not None:
         weights, opened = model.fingerprint, list[Answers]()

@@ -34,6 +34,7 @@ from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.features.facts import SEGMENTS, Setup
 from runahead.features.refused import check
+from runahead.features.slower import Way, slower, takes
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
@@ -44,7 +45,6 @@ from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
-from runahead.reuse.forks import attends_together
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv, store_prompts
 from runahead.reuse.reuse import Reuse
@@ -97,8 +97,6 @@ class Engine:
         self._strategy = PREFILLS[self.prefill.name]
         check_arrangement(model, ranks)
         self.decode = decode or DecodeOptions()
-        can_shard = self._strategy.can_shard and not model.kv_sources and model.marks is None
-        self._placement = Placement(model, ranks, self.decode, can_shard=can_shard, under_policies=bool(self.policies))
         self._setup = Setup(
             prefill=self.prefill,
             decode=self.decode,
@@ -108,8 +106,14 @@ class Engine:
             num_stages=ranks.num_stages,
             num_shares=ranks.num_shares,
             prefixes="" if tree is None else "reuse of prefixes",
+            device=ranks.device.type,
+            backend=ranks.backend,
         )
         check(self._setup)
+        self._placement = Placement(
+            model, ranks, self.decode, by_share=bool(self.policies), is_timed=takes(self._setup, Way.timed)
+        )
+        self._taken: dict[Way, bool] = {}
         self._check_pools(1)
         self.policies.read_files(model)
         self.store = store
@@ -199,7 +203,8 @@ class Engine:
         else:
             partition, num_reused = self._split_after_prefixes(ids, prefixes)
             new_ids = [each[num:] for each, num in zip(ids, num_reused, strict=True)]
-        check(replace(self._setup, num_chunks=len(partition.chain)))
+        asked = _asked(self._setup, [each for each, _ in rows], reuses=reuse is not None)
+        check(replace(asked, num_chunks=len(partition.chain)))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         stored = StoredPrefix.of(ids, num_reused) if any(num_reused) and len(partition.chain) > 1 else None
         gather, recording = None, None
@@ -207,7 +212,7 @@ class Engine:
             batch = PromptBatch.of(new_ids, self.ranks.device)
             stage = self._strategy.first_token_stage(partition, mesh.num_stages)
             source, shards = mesh.rank(stage, 0), None
-            if reuse is None and not _speculates(rows):
+            if takes(asked, Way.sharded):
                 shards = self._placement.shards(partition, batch=len(ids), num_new=num_new - 1)
             if shards is not None:
                 gather = self._placement.gathering(list(shards), len(ids))
@@ -275,6 +280,7 @@ class Engine:
                 recording=recording,
             )
             result.decode = "last" if shards is None else "sharded"
+            result.slower = list(slower(asked).values())
             if reuse is not None:
                 reuse.report.recomputed_tokens = prefilled.recomputed_tokens
                 reuse.add_to(result)
@@ -311,21 +317,37 @@ class Engine:
             partition = self._split(ids)
         return partition, num_reused
 
+    def takes(self, way: Way) -> bool:
+        """Whether a faster way is taken in a server, by the table of `runahead/features/slower.py`."""
+        if way not in self._taken:
+            self._taken[way] = takes(self._serving, way)
+        return self._taken[way]
+
+    def slower(
+        self,
+        options: Sequence[GenerationOptions],
+        *,
+        reuses: bool,
+        serves: bool = False,
+    ) -> list[str]:
+        """Tell in a sentence each which faster ways are not taken, and why.
+
+        Args:
+            options: of a batch.
+            reuses: prompts reuse segments.
+            serves: a server answers.
+        """
+        setup = self._serving if serves else self._setup
+        return list(slower(_asked(setup, options, reuses=reuses)).values())
+
+    @property
+    def _serving(self) -> Setup:
+        return replace(self._setup, options={"a server": True})
+
     @property
     def may_shard(self) -> bool:
         """Whether stages may decode together."""
-        return self.ranks.num_stages > 1 and self.decode.name is not DecodeName.last
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether rows of one prompt that a server decodes share its keys and values.
-
-        Under policies each has its own. The last of several stages does not receive what lies before a window.
-        """
-        has_windows = any(rule is not None and not rule.sees_everything for rule in self.model.rules)
-        lies_whole = self.ranks.num_stages == 1 or not has_windows
-        is_plain = not self.policies and self.model.marks is None
-        return lies_whole and is_plain and not self.may_shard and attends_together(self.model)
+        return not self.takes(Way.side_by_side)
 
     @property
     def takes_stage_alone(self) -> bool:
@@ -605,6 +627,12 @@ class Engine:
             report.speculation = drafts.report
             report.kv_peak_bytes += drafts.drafter.num_bytes
         return decoded
+
+
+def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> Setup:
+    """What is known of a run, with what a batch of prompts asks for."""
+    drafted = [each for each in options if each.speculate is not Speculate.none]
+    return replace(setup, generation=[*drafted, *options][0], segments=SEGMENTS if reuses else "")
 
 
 def _speculates(rows: Sequence[tuple[GenerationOptions, int]]) -> bool:

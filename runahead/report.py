@@ -231,6 +231,7 @@ class GenerationBatch:
     Attributes:
         boundaries: of the context partition.
         decode: where keys and values were while decoding: last or sharded.
+        slower: a sentence for each faster way that was not taken, with the reason.
         ttft_s: time to first token.
         tpot_s: time per output token after the first; None if only one token was generated.
         warm: False for an engine's first call.
@@ -245,6 +246,7 @@ class GenerationBatch:
     warm: bool
     ranks: list[RankReport]
     decode: str = "last"
+    slower: list[str] = field(default_factory=list)
     spans: list[list[Span]] = field(default_factory=list)
     recordings: list[ProfilerRecording] = field(default_factory=list)
 
@@ -336,6 +338,7 @@ def _prompt_fields(
         "warm": batch.warm,
         "partition": partition | {"boundaries": batch.boundaries},
         "decode": batch.decode,
+        "slower": batch.slower,
         "ranks": [_rank_fields(rank) for rank in batch.ranks],
         "first_token_logits_top5": top5,
     }

@@ -12,9 +12,11 @@ from typing import Any
 
 from launch.inputs.policies import checked, chooses, ineffective_options, named, names_of, rank_policies
 from runahead.config import (
+    Backend,
     CacheOptions,
     DecodeName,
     DecodeOptions,
+    Device,
     GenerationOptions,
     ModelName,
     ModelOptions,
@@ -253,6 +255,8 @@ def setup_of(run: Any, options: Mapping[str, Any]) -> Setup:
         cache=run.cache,
         generation=run.generation,
         num_shares=run.ranks.tensor,
+        device=None if run.ranks.device is Device.auto else run.ranks.device.name,
+        backend=None if run.ranks.backend is Backend.auto else run.ranks.backend.name,
         policy=f"policy={name}" if has_policies else "",
         policies=policies,
         segments="policy=prompt_cache" if name == "prompt_cache" else "",

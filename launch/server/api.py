@@ -63,6 +63,7 @@ class API:
         options: limits and log.
         defaults: generation options of requests that do not say otherwise.
         schemas: for prompts that reuse modules; None if there are none.
+        slower: a sentence for each faster way that is not taken, for the state.
     """
 
     def __init__(
@@ -77,11 +78,12 @@ class API:
         defaults: GenerationOptions,
         keys: Keys,
         schemas: Schemas | None = None,
+        slower: Sequence[str] = (),
     ) -> None:
         self.scheduler, self.options, self.metrics = scheduler, options, Metrics()
         self.model, self._names = names[0], names
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
-        self._schemas = schemas
+        self._schemas, self._slower = schemas, list(slower)
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
         self._json_schemas = JSONSchemas(tokenizer, vocab_size, eos_ids)
         self._json_schemas.warm_up()
@@ -132,7 +134,8 @@ class API:
 
     async def _state(self, request: HTTPRequest) -> Response:
         chats = bool(getattr(self._tokenizer, "chat_template", None))
-        return _json(state_json(self.scheduler, self.metrics, model=self.model, chats=chats))
+        told = {"model": self.model, "chats": chats, "slower": self._slower}
+        return _json(told | state_json(self.scheduler, self.metrics))
 
     async def _models(self, request: HTTPRequest) -> Response:
         return _json({"object": "list", "data": [self._about_model()]})

@@ -111,6 +111,9 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:
         with ranks.busy():
             model.json_schemas.warm_up()
+    told = engine.slower([run.generation], reuses=store is not None, serves=True)
+    for sentence in told:
+        say(f"slower: {sentence}")
     estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()
@@ -122,7 +125,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
             [(bound, keys, tokenizer, schemas)] = front
-            _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas, asked)
+            _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas, told, asked)
         else:
             follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
         if tree is not None and run.serve.prefix_folder is not None:
@@ -266,9 +269,14 @@ def _serve_clients(
     keys: Keys,
     tokenizer: Any,
     schemas: Schemas | None,
+    slower: Sequence[str],
     asked: threading.Event,
 ) -> None:
-    """Answer requests on rank 0 until a signal, which `asked` says if it came before, and the last answer."""
+    """Answer requests on rank 0 until a signal, which `asked` says if it came before, and the last answer.
+
+    Args:
+        slower: the faster ways that are not taken, for the state.
+    """
     options, model = run.serve, engine.model
     # A thread, as the main one may be in a long call.
     end = threading.Timer(options.drain_s, lambda: end_with(Terminated(signal.SIGTERM), engine.ranks))
@@ -291,6 +299,7 @@ def _serve_clients(
         defaults=run.generation,
         keys=keys,
         schemas=schemas,
+        slower=slower,
     )
     http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
     with first_signal(scheduler.drain):

@@ -67,9 +67,8 @@ class Placement:
 
     Args:
         options: the choice, if it is not left to measurements.
-        can_shard: whether the prefill leaves keys and values where they were computed.
-        under_policies: whether cache policies choose what is kept. Sharded, each rank chooses among its own tokens,
-            so the answer may be another: only the user decides for that.
+        by_share: cache policies choose what is kept: of each stage's tokens its share.
+        is_timed: whether `decode=auto` times both ways; else it shards only what the last stage has no memory for.
 
     Attributes:
         timings: of the lengths that were timed.
@@ -77,12 +76,10 @@ class Placement:
     """
 
     def __init__(
-        self, model: Model, ranks: Ranks, options: DecodeOptions, *, can_shard: bool, under_policies: bool = False
+        self, model: Model, ranks: Ranks, options: DecodeOptions, *, by_share: bool = False, is_timed: bool = True
     ) -> None:
         self._model, self._ranks, self._name = model, ranks, options.name
-        chosen = (DecodeName.sharded,) if under_policies else (DecodeName.sharded, DecodeName.auto)
-        self._can_shard = can_shard and ranks.num_stages > 1 and options.name in chosen
-        self._under_policies = under_policies
+        self._by_share, self._is_timed = by_share, is_timed
         self._gatherings = Gatherings(ranks)
         self._memory: list[tuple[int, int]] | None = None
         self.timings: list[Timing] = []
@@ -95,9 +92,9 @@ class Placement:
             batch: number of rows.
             num_new: number of new tokens per row that are stored.
         """
-        if not self._can_shard or len(partition.chain) == 1:
+        if self._name is DecodeName.last or len(partition.chain) == 1:
             return None
-        chosen = shards(partition, num_new, by_share=self._under_policies)
+        chosen = shards(partition, num_new, by_share=self._by_share)
         if self._name is DecodeName.sharded:
             return chosen
         token_bytes = sum(shape.bytes_per_token(batch) for shape in self._model.kv_shapes)
@@ -147,8 +144,8 @@ class Placement:
             weights: bytes of the weights that a rank reads.
             room: bytes that are free on every rank.
         """
-        if self._ranks.backend == "nccl":
-            return False  # sharded decoding over NCCL was only ever run on virtual GPUs
+        if not self._is_timed:
+            return False
         token_bytes = sum(shape.bytes_per_token(batch) for shape in self._model.kv_shapes)
         num_tokens = partition.num_tokens
         saved = (num_tokens - max(partition.chunk_lengths)) * token_bytes

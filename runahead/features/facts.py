@@ -44,6 +44,8 @@ class Setup:
         drafts: kinds of drafts of the prompts of a batch.
         drafting: the `RankPolicies` that choose what drafts are made of, or the model that makes them.
         rows: rows of a conversation.
+        device: type of device of the ranks, such as "cuda".
+        backend: that sends messages between ranks, such as "nccl".
     """
 
     prefill: PrefillOptions | None = None
@@ -65,6 +67,8 @@ class Setup:
     drafts: Sequence[Speculate] = ()
     drafting: Any = None
     rows: int | None = None
+    device: str | None = None
+    backend: str | None = None
 
     @property
     def steps(self) -> Sequence[Any]:
@@ -212,6 +216,11 @@ def _model(holds: Callable[[Any], Any]) -> Fact:
     return lambda setup: None if setup.model is None else _if(holds(setup.model), setup.model_name)
 
 
+def _words_of(words: Callable[[Any], str]) -> Fact:
+    """Something about the model, in its own words, once it is loaded."""
+    return lambda setup: None if setup.model is None else words(setup.model)
+
+
 def _share(holds: Callable[[Any], Any]) -> Fact:
     """The model, if something holds for it that does not where each rank has the whole model."""
 
@@ -307,6 +316,21 @@ def _may_shard(setup: Setup) -> Words:
     return "" if setup.num_stages == 1 else _other("decode", "last")(setup)
 
 
+def _auto(setup: Setup) -> Words:
+    """The way of decoding, if it is left open whether keys and values stay on several stages."""
+    is_auto = _choice("decode", "auto")(setup)
+    several = _number("num_stages")(setup)
+    return is_auto and (several and is_auto)
+
+
+def _joins_rows(setup: Setup) -> Words:
+    """A server that decodes all of its rows on one stage."""
+    together, serves = _may_shard(setup), _option("a server")(setup)
+    if not serves or together is None:
+        return serves and None
+    return _if(not together, "a server")
+
+
 def _is_split(setup: Setup) -> Words:
     if setup.prefill is None or not setup.prefill.takes_partition:
         return None if setup.prefill is None else ""
@@ -368,6 +392,8 @@ OF_MODEL: dict[str, Fact] = {
     "queries that cannot be predicted": _lacks("query_prediction"),
     "no list of layers": _model(lambda model: not model.has_layers),
     "no layers to merge": _no_pairs,
+    "steps that differ": _words_of(lambda model: model.steps_differ),
+    "no kernel for graphs": _words_of(lambda model: model.lacks_step_kernel),
     "a policy that looks ahead": _looks_ahead,
     "policy.recent of all positions": _no_positions_left,
 }
@@ -375,12 +401,16 @@ OF_MODEL: dict[str, Fact] = {
 
 OF_RANKS: dict[str, Fact] = {
     "decode other than last on several stages": _may_shard,
+    "decode=auto on several stages": _auto,
+    "a server whose rows join others": _joins_rows,
+    "a GPU": lambda setup: None if setup.device is None else _if(setup.device == "cuda", "a GPU"),
+    "ranks.backend=nccl": lambda setup: None if setup.backend is None else _if(setup.backend == "nccl", "NCCL"),
     "one stage": lambda setup: None if setup.num_stages is None else _if(setup.num_stages == 1, "one stage"),
     "several stages": _number("num_stages"),
     "several stages with decode=last": _last_keeps_all,
     "a prompt in several chunks": _is_split,
 }
-"""Facts that the number of ranks decides, and the length of the prompt."""
+"""Facts that the ranks decide, their number and devices, and the length of the prompt."""
 
 FACTS: dict[str, Fact] = {
     # of options

@@ -8,12 +8,10 @@ and files are checked where they are read, and options of one policy in policies
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from runahead.features.facts import FACTS, OF_MODEL, OF_RANKS, Setup
-
-PLACES = ("last", "others")
-"""Places in the chain that have policies of their own."""
+from runahead.features.combination import Combination, that_hold
+from runahead.features.facts import Setup
 
 OTHERS_KV = "{1} read the keys and values of other layers, which {0} does not support"
 MARKED = "{1} marks tokens that it evicts (DMS), which {0} does not support"
@@ -25,68 +23,26 @@ NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Combination):
     """Facts that do not go together.
 
     Attributes:
-        facts: names in `FACTS`. Facts that take longer come after those that make them matter.
         why: with {0} for what the first fact is called, and so on, {model} and {retriever}.
         remedy: in the same form.
     """
 
-    facts: tuple[str, ...]
     why: str
     remedy: str
 
-    def message(self, setup: Setup, known: dict[str, str | None] | None = None) -> str | None:
-        """The message to the user if all facts hold, else None. `known` has, and gets, what was asked of `setup`."""
-        known = {} if known is None else known
-        for name in self.facts:
-            if name not in known:
-                known[name] = FACTS[name](setup)
-            if not known[name]:  # it does not hold, or is not known yet
-                return None
-        parts = [part for part in (self.why, self.remedy) if part]
-        words = [known[name] for name in self.facts]
-        return "; ".join(parts).format(*words, model=setup.model, retriever=setup.retriever)
+    @property
+    def sentence(self) -> str:
+        return "; ".join(part for part in (self.why, self.remedy) if part)
 
 
 def check(setup: Setup) -> None:
     """Check that what is known of a run goes together. Raises: ValueError, with the first row that refuses it."""
-    places = _places(setup)
-    known: list[dict[str, str | None]] = [{} for _ in places]
-    for row in REFUSED:
-        for each, asked in zip(places, known, strict=True):
-            if message := row.message(each, asked):
-                raise ValueError(message)
-
-
-def undecided(setup: Setup) -> list[tuple[str, ...]]:
-    """For each row that may still refuse it, the facts that are not known yet: all of the model, ranks or prompt."""
-    found: dict[tuple[str, ...], None] = {}
-    for row in REFUSED:
-        for each in _places(setup):
-            words = {name: FACTS[name](each) for name in row.facts}
-            unknown = tuple(name for name, word in words.items() if word is None)
-            if "" not in words.values() and unknown and all(name in OF_MODEL or name in OF_RANKS for name in unknown):
-                found[unknown] = None
-    return list(found)
-
-
-def others_by_first() -> dict[str, list[str]]:
-    """The table in words: for the first fact of each row, what it does not go with."""
-    others: dict[str, list[str]] = {}
-    for row in REFUSED:
-        first, *rest = row.facts
-        others.setdefault(first, []).append(" with ".join(rest) or "anything")
-    return others
-
-
-def _places(setup: Setup) -> list[Setup]:
-    """The setup for each place that facts are asked of; one, if the policies of both are alike."""
-    policies = setup.policies
-    is_alike = policies is None or policies.last == policies.others
-    return [setup] if is_alike else [replace(setup, place=place) for place in PLACES]
+    for _, message in that_hold(REFUSED, setup):
+        raise ValueError(message)
 
 
 REFUSED = (

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from policies.row_values import row_values
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
+from runahead.attention.partial import takes_sequences
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape
@@ -427,20 +428,39 @@ class Model:
     @property
     def repeats_steps(self) -> bool:
         """Whether decoding steps differ in token ids, position ids and stored keys and values alone."""
-        return (
-            self._passes_keywords
-            and "position_ids" in self._optional
-            and self.uneven_limit is None
-            and self.num_shards == 1
-            and not self._rotaries
-            and not self._needs_scores
-            and not self.kv_sources
-            and self.marks is None
-            # Without query heads that share keys, CUDA's kernel for sequences reads each one from end to end in one
-            # block, which for a long prompt costs more than a graph saves.
-            and (self._shares_keys or self.device.type != "cuda")
-            and all(rule is None or rule.sees_everything for rule in self.rules)
-        )
+        return not self.steps_differ
+
+    @property
+    def steps_differ(self) -> str:
+        """Why decoding steps differ in more than token ids, position ids and stored keys and values; "" if they do not.
+
+        Without query heads that share keys they do not, but CUDA's kernel for sequences then reads each one from end to
+        end in one block, which for a long prompt costs more than a graph saves.
+        """
+        counts_positions = not self._passes_keywords or "position_ids" not in self._optional
+        reasons = {
+            "counts positions on its own": counts_positions or self.uneven_limit is not None,
+            "is shared by ranks": self.num_shards > 1,
+            "rotates by angles that depend on the length": bool(self._rotaries),
+            "changes attention scores": self._needs_scores,
+            "has layers that read the keys and values of others": bool(self.kv_sources),
+            "marks tokens that it evicts": self.marks is not None,
+            "has no query heads that share keys": not self._shares_keys and self.device.type == "cuda",
+            "has layers with windows": any(rule is not None and not rule.sees_everything for rule in self.rules),
+        }
+        return next((f"model {self.name} {reason}" for reason, holds in reasons.items() if holds), "")
+
+    @property
+    def lacks_step_kernel(self) -> str:
+        """Which keys and values the device has no kernel for that attends to sequences of any lengths; "" if none."""
+        lacking = [
+            shape
+            for shape in self.kv_shapes
+            if not takes_sequences(self.device, shape.dtype, shape.key_dim, shape.value_dim)
+        ]
+        if not lacking:
+            return ""
+        return f"{lacking[0].dtype} with {lacking[0].key_dim} dims per head".removeprefix("torch.")
 
     @property
     def uneven_limit(self) -> int | None:

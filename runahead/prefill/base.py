@@ -188,9 +188,6 @@ class Prefill(ABC):
     can_run_alone = False
     """Whether one of several stages can compute a prompt alone."""
 
-    can_shard = False
-    """Whether it can leave keys and values on each stage where they are, for sharded decoding."""
-
     @abstractmethod
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         """Split a prompt into chunks, by the user's `chosen` partitioner or by the strategy's own rule.

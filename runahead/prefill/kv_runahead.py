@@ -34,7 +34,6 @@ class KVRunahead(Prefill):
     """Prefill by a chain of stages, with the chunks of the user's partition."""
 
     can_run_alone = True
-    can_shard = True
 
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         return chosen(num_tokens, num_stages).check(num_tokens, num_stages)

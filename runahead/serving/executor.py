@@ -22,6 +22,7 @@ from runahead.decoding.speculative.drafts import LookupDrafter
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
+from runahead.features.slower import Way
 from runahead.prefill.base import PrefillCancelled
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefixes import RowPrefix, store_prompts
@@ -99,7 +100,7 @@ class Executor:
             engine.prefixes.tree.listen(report)
             inbox.on_stop = lambda number: report(Stopping(number))
         self._interrupts = decodes
-        self._stops = engine.model.shares is None  # a layer's collectives need all ranks of a stage
+        self._stops = engine.takes(Way.stopped)
         self._under_way: list[Prefill] = []  # the prefills on the stack
         self._encodes = False  # the last of them is encoding a segment
         # A GPU computes later than its work is queued, so there the host knows of no layer that it is computed.

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from policies.base import GivenPrompt, PromptTooLong, ReusingPrompt, ids_of
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
+from runahead.features.slower import Way
 from runahead.prefill.prompt_check import check_prompts
 from runahead.reuse.forks import each_once
 from runahead.serving.batch import Batch
@@ -72,7 +73,7 @@ class RequestQueue:
         """Check that prompts can be generated from at once, as the engine does. Raises: PromptTooLong, ValueError."""
         num_new = [each.max_new_tokens for each in options]
         check_prompts(prompts, self._prompt_limits, num_new=num_new, names=["the prompt"] * len(prompts))
-        prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
+        prompt_of = each_once(prompts)[1] if self._engine.takes(Way.shared_prompt) else None
         limit, num_tokens = self._limits.max_tokens, num_tokens_of(prompts, options, prompt_of)
         if limit is not None and num_tokens > limit:
             count = f"{len(prompts)} x {num_tokens // len(prompts):,}"
@@ -98,7 +99,7 @@ class RequestQueue:
         if most is not None and any(self._prompt_limits.remedy(end, wanted) for end in ends):
             yield most - max(ends)
         if self._limits.max_tokens is not None:
-            prompt_of = each_once(prompts)[1] if self._engine.shares_prompts else None
+            prompt_of = each_once(prompts)[1] if self._engine.takes(Way.shared_prompt) else None
             num_prompts, num_answers = num_places(len(prompts), prompt_of)
             num_free = self._limits.max_tokens - num_held(prompts) - num_prompts * max(map(len, prompts))
             yield num_free // num_answers
@@ -283,7 +284,7 @@ class RequestQueue:
     def _with_similar(self, first: Request, waiting: Sequence[Request]) -> list[Request]:
         """A request and those of similar length that can be computed at once with it."""
         chosen = [first]
-        for other in waiting if not self._engine.policies else []:
+        for other in waiting if self._engine.takes(Way.prompts_together) else []:
             together = [*chosen, other]
             rows = sum(len(self._computed(each)) for each in together)
             lengths = [self._most_new(each) for each in together]
@@ -307,7 +308,8 @@ class RequestQueue:
     def _has_room(self, requests: Sequence[Request]) -> bool:
         """Whether there is room for these requests beside all that are answered."""
         prompts, options = rows_of(requests)
-        num_tokens = num_tokens_of(prompts, options, prompts_of_rows(requests) if self._engine.shares_prompts else None)
+        prompt_of = prompts_of_rows(requests) if self._engine.takes(Way.shared_prompt) else None
+        num_tokens = num_tokens_of(prompts, options, prompt_of)
         num_tokens += sum(batch.num_tokens for batch in self.batches.values())
         is_over = self._limits.max_tokens is not None and num_tokens > self._limits.max_tokens
         return not (self.num_rows + len(prompts) > self._limits.batch or is_over) or not (self.batches or requests[1:])

@@ -21,6 +21,7 @@ from runahead.context import ContextPartition
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.failures import first_line
+from runahead.features.slower import Way
 from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving.arrangement import chunks
 from runahead.serving.batch import Batch
@@ -303,15 +304,15 @@ class Scheduler:
                 predicted_s=predicted_s,
                 is_short=is_short,
                 is_alone=not queue.batches,
-                shares_prompts=self._engine.shares_prompts,
+                shares_prompts=self._engine.takes(Way.shared_prompt),
             )
             queue.batches[number] = self._unread[number] = batch
             queue.note_encoded(prompts)
             self._tell(item)
 
     def _of_items(self, owners: list[tuple[Request, int]]) -> list[list[tuple[Request, int]]]:
-        """The rows of each item. Policies look at the cache of one prompt as a whole, and then at that of each row."""
-        if not self._engine.policies:
+        """The rows of each item: all, or those of one prompt each."""
+        if self._engine.takes(Way.prompts_together):
             return [owners]
         if self._engine.may_shard:
             return [[owner] for owner in owners]

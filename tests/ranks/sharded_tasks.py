@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.cache.kv_cache import KVCache
 from runahead.config import DecodeName
 from runahead.decoding import together
+from runahead.decoding.placement import Placement
 from runahead.decoding.sampling import Sampler
 from runahead.kv_transfer import gathering
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.ranks.mapped.memory import Unmapped
 from runahead.report import GenerationBatch, RankReport
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.ranks.tasks import generate, tiny_model
 
@@ -43,6 +46,25 @@ def sharded(ranks: Ranks, family: str, cases: Sequence[Case]) -> list[tuple[list
             batch, _ = generate(ranks, family, prompts, options, bounds, prefill, decode=DecodeName.sharded)
         rows = [generation.new_token_ids for generation in batch.generations]
         found.append((rows, seen[0].tolist() if seen else [], batch.decode))
+    return found
+
+
+Asked = tuple[str, PrefillOptions, RankPolicies | None, bool, GenerationOptions]
+"""Family, prefill, policies, whether the prompt reuses a segment, and options of a batch."""
+
+
+def placed(ranks: Ranks, batches: Sequence[Asked]) -> list[tuple[str, list[str]]]:
+    """Where keys and values of each batch are under decode=auto if the last stage has no memory for all, and why."""
+    found = []
+    segment = Segment(name="one", ids=tuple(prompt(9, seed=4)), positions=tuple(range(9)))
+    use = SegmentUse(segment=segment, parts=(range(9),))
+    reusing = ReusingPrompt(uses=(use,), new_ids=tuple(prompt(20)), new_positions=tuple(range(9, 29)))
+    for family, prefill, policies, reuses, options in batches:
+        model = tiny_model(family)
+        with mock.patch.object(Placement, "_must_shard", lambda *_: True), throughout(model.dtype):
+            engine = Engine(model, ranks, prefill=prefill, policies=policies)
+            batch = engine.generate([reusing if reuses else prompt(40)], options)
+        found.append((batch.decode, batch.slower))
     return found
 
 

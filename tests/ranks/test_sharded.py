@@ -6,11 +6,17 @@ from itertools import pairwise
 
 import pytest
 
+from policies.infllm import InfLLM
+from policies.kvzip import KVzip
+from policies.snapkv import SnapKV
+from policies.streaming_llm import StreamingLLM
 from runahead import GenerationOptions, PrefillOptions
 from runahead.cache.shard import shard_bytes, shards
-from runahead.config import Carrier, DecodeName, Transfer
+from runahead.config import CacheOptions, Carrier, DecodeName, Positions, PrefillName, Speculate, Transfer
 from runahead.context import ContextPartition, even
 from runahead.decoding.placement import ROUNDS, STEPS
+from runahead.features.slower import SLOWER, Way
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import FAMILIES, ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt
 from tests.ranks import sharded_tasks, tasks
@@ -220,3 +226,33 @@ def test_what_does_not_go_with_sharded_decoding_is_refused(rank_pools: RankPools
             "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no "
             "rank computes; use decode=last",
         ]
+
+
+LOOKUP = GenerationOptions(max_new_tokens=3, ignore_eos=True, speculate=Speculate.lookup)
+SHORT = GenerationOptions(max_new_tokens=3, ignore_eos=True)
+CHAIN = PrefillOptions()
+REENCODED = RankPolicies.everywhere([StreamingLLM(budget=16)], positions=Positions.reencoded)
+ASKED: dict[str, sharded_tasks.Asked] = {
+    "nothing": ("llama", CHAIN, None, False, SHORT),
+    "prefill=tsp or zigzag": ("llama", PrefillOptions(name=PrefillName.zigzag), None, False, SHORT),
+    "policy.positions=reencoded": ("llama", CHAIN, REENCODED, False, SHORT),
+    "a policy that needs the whole prompt": ("llama", CHAIN, RankPolicies(last=[KVzip()]), False, SHORT),
+    "policy.clamped=true": ("llama", CHAIN, RankPolicies.everywhere([InfLLM(recent=16)]), False, SHORT),
+    "policy=prompt_cache": ("llama", CHAIN, None, True, SHORT),
+    "shared KV layers": ("gemma4_text", CHAIN, None, False, SHORT),
+    "marks": ("llama_dms", CHAIN, None, False, SHORT),
+    "cache.bits": ("llama", CHAIN, RankPolicies(storage=CacheOptions(bits=4)), False, SHORT),
+    "generation.speculate": ("llama", CHAIN, None, False, LOOKUP),
+    "cache policies": ("llama", CHAIN, RankPolicies.everywhere([SnapKV(budget=16, window=4)]), False, SHORT),
+}
+"""For each fact with which decode=auto keeps all on the last stage, a batch of which it holds."""
+
+
+def test_decode_auto_tells_what_keeps_all_keys_and_values_on_the_last_stage(rank_pools: RankPools) -> None:
+    rows = {" ".join(set(row.facts) - {"decode=auto on several stages"}) for row in SLOWER if row.way is Way.sharded}
+    assert rows == ASKED.keys() - {"nothing"}
+    for found in rank_pools.run(2, sharded_tasks.placed, list(ASKED.values())):
+        for asked, (decode, told) in zip(ASKED, found, strict=True):
+            assert decode == ("sharded" if asked == "nothing" else "last"), asked
+            is_told = [sentence.startswith(Way.sharded.value) for sentence in told]
+            assert is_told == ([] if asked == "nothing" else [True]), (asked, told)

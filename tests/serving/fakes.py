@@ -23,6 +23,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore
 from runahead.config import DecodeName, DecodeOptions, Device, GenerationOptions, PrefillOptions, RanksOptions
 from runahead.context import ContextPartition
+from runahead.features.slower import Way
 from runahead.model.json_schemas import JSONSchemas
 from runahead.prefill import Prefilled
 from runahead.prefill.prompt_check import PromptLimits
@@ -111,9 +112,10 @@ class FakeEngine:
         spans: timeline of every prefill that is recorded.
         step_s: seconds per step of decoding.
         error: raised by the next prefill or step.
+        slow: faster ways that it does not take.
     """
 
-    may_shard, takes_stage_alone, shares_prompts, prefixes = False, True, False, None
+    may_shard, takes_stage_alone, prefixes = False, True, None
 
     def __init__(self) -> None:
         self.tokenizer = byte_level()
@@ -147,6 +149,10 @@ class FakeEngine:
         self.spans: list[Span] = []
         self.step_s = 0.0
         self.error: BaseException | None = None
+        self.slow = {Way.shared_prompt}
+
+    def takes(self, way: Way) -> bool:
+        return way not in self.slow
 
     def split(self, num_tokens: int) -> ContextPartition:
         return ContextPartition(boundaries=(0, num_tokens))

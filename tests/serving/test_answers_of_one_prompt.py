@@ -22,6 +22,7 @@ from runahead.attention import op
 from runahead.attention.partial import attend
 from runahead.cache.attention import CausalAttention
 from runahead.config import Device, RanksOptions
+from runahead.features.slower import Way
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.estimate import TimeEstimate
@@ -138,7 +139,7 @@ def test_answers_attend_to_their_prompt_in_one_product() -> None:
 @pytest.mark.parametrize("family", ["llama_dynamic_ntk", *slowly("phi3_longrope", "bart", "llama4_text_tempered")])
 def test_models_that_count_positions_on_their_own_copy_the_prompt(family: str) -> None:
     served = Answers(family)
-    assert not served.engine.shares_prompts
+    assert not served.engine.takes(Way.shared_prompt)
     with throughout(served.model.dtype):
         served.prefill([DOCUMENT] * 3, ANSWERS)
         assert served.num_computed == len(DOCUMENT)
@@ -228,7 +229,7 @@ def test_prompts_that_are_equal_are_numbered_once() -> None:
 def test_the_memory_of_a_prompt_counts_once_for_its_answers() -> None:
     def queue_of(shares_prompts: bool) -> RequestQueue:
         engine: Any = FakeEngine()
-        engine.shares_prompts = shares_prompts
+        engine.slow = set() if shares_prompts else {Way.shared_prompt}
         estimate = TimeEstimate()
         estimate.alone.learn([100], 100.0)
         return RequestQueue(engine, QueueLimits(max_tokens=200), estimate)

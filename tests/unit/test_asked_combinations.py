@@ -11,6 +11,7 @@ import pytest
 from launch import combinations, infer
 from runahead.features.facts import FACTS, OF_MODEL, OF_RANKS
 from runahead.features.refused import REFUSED
+from runahead.features.slower import SLOWER, Way
 from tests.exit_status import exit_status
 
 LLAMA = ["model=random", "model.config=benchmarks/models/llama-70b.json"]
@@ -26,9 +27,12 @@ def asked(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, list[
 
 
 def test_options_that_go_together_are_told_with_what_the_model_decides(capsys: pytest.CaptureFixture[str]) -> None:
-    status, [answer, depends] = asked(capsys, "policy=adakv", "cache.bits=4")
+    status, [answer, *depends] = asked(capsys, "policy=adakv", "cache.bits=4")
     assert (status, answer) == (0, "yes")
-    assert depends == "depends on the model: not with marks; ALiBi"
+    assert depends == [
+        "depends on the model: not with marks; ALiBi",
+        "depends on the ranks and the prompt: slower with decode=auto on several stages; a GPU",
+    ]
 
 
 def test_a_run_of_the_defaults_depends_on_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +69,7 @@ def test_the_config_of_the_model_decides_what_it_can(
 ) -> None:
     """Its weights do not exist."""
     monkeypatch.chdir(ROOT)
-    status, [answer, depends] = asked(capsys, *LLAMA, "policy=adakv", "cache.bits=4")
+    status, [answer, depends, _] = asked(capsys, *LLAMA, "policy=adakv", "cache.bits=4")
     assert (status, answer, depends) == (0, "yes", "depends on the model: not with ALiBi")
 
 
@@ -74,6 +78,7 @@ def test_what_ranks_and_prompt_decide_is_told_apart(capsys: pytest.CaptureFixtur
     assert depends == [
         "depends on the model: not with shared KV layers; marks",
         "depends on the model and the ranks and the prompt: not with several stages with own positions",
+        "depends on the ranks and the prompt: slower with decode=auto on several stages",
     ]
     _, [_, *depends] = asked(capsys, "prefill.chunk_tokens=64")
     assert depends == ["depends on the ranks and the prompt: not with a prompt in several chunks"]
@@ -89,9 +94,28 @@ def test_a_policy_of_a_file_is_not_known(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[0] == "yes" and lines[-1] == "depends on the policy of a file, which is loaded when a run begins"
 
 
+def test_what_is_slower_is_told_in_place_of_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    status, [answer, *_] = asked(capsys, "policy=snapkv", "ranks.device=cuda")
+    assert status == 0
+    assert answer.startswith("slower: decoding steps are computed without a CUDA graph: cache policies")
+
+
+def test_a_server_is_asked_about_with_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines = asked(capsys, "--serve", "policy=snapkv")
+    told = [line for line in lines if line.startswith("slower: ")]
+    assert status == 0 and [line.split(":")[1].strip() for line in told] == [
+        Way.prompts_together.value,
+        Way.rows_together.value,
+        Way.shared_prompt.value,
+    ]
+    status, [answer] = asked(capsys, "--serve", "generation.speculate=model")
+    assert status == 2 and "generation.speculate=model is for launch/infer.py" in answer
+
+
 def test_the_list_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = asked(capsys, "--list")
     assert status == 0 and sum(line.startswith("    not with ") for line in lines) == len(REFUSED)
+    assert sum(line.startswith("    slower with ") for line in lines) == len(SLOWER)
 
 
 def test_facts_of_model_and_ranks_are_facts() -> None:

@@ -1,4 +1,4 @@
-"""Every row of the table of refused combinations is met by what its facts say, and by nothing less."""
+"""Every row of the tables of refused combinations and of slower ways is met by what its facts say, and nothing less."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ from runahead.config import (
     Speculate,
 )
 from runahead.conversation.conversation import Conversation
+from runahead.features.combination import PLACES, Combination
 from runahead.features.facts import FACTS, Setup
-from runahead.features.refused import PLACES, REFUSED, Refused, check
+from runahead.features.refused import REFUSED, Refused, check
+from runahead.features.slower import SLOWER, Slower, slower, takes
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 from tests.combinations import PAGE, table
@@ -117,6 +119,10 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "option ranks.tensor": lambda: {"options": {"ranks.tensor": 2}},
     "option policy.positions": lambda: {"options": {"policy.positions": "reencoded"}},
     "ranks.tensor": lambda: {"num_shares": 2},
+    "decode=auto on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},
+    "a server whose rows join others": lambda: {"options": {"a server": True}, "num_stages": 1},
+    "a GPU": lambda: {"device": "cuda"},
+    "ranks.backend=nccl": lambda: {"backend": "nccl"},
     "one stage": lambda: {"num_stages": 1},
     "several stages": lambda: {"num_stages": 2},
     "several stages with decode=last": lambda: {
@@ -191,6 +197,8 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "output projections unknown": lambda: {"model": altered(output_projections=UNKNOWN)},
     "attention inputs unknown": lambda: {"model": altered(attention_input_dims=UNKNOWN)},
     "queries that cannot be predicted": lambda: {"model": altered(query_prediction=UNKNOWN)},
+    "steps that differ": lambda: {"model": altered(steps_differ="model llama marks tokens")},
+    "no kernel for graphs": lambda: {"model": altered(lacks_step_kernel="float32 with 8 dims per head")},
     "no list of layers": lambda: {"model": altered(has_layers=False)},
     "no layers to merge": lambda: {"model": altered(rules=[WINDOW] * 3)},
 }
@@ -227,24 +235,36 @@ def setup_with(*facts: str) -> Setup:
     return made
 
 
-def told(row: Refused, setup: Setup) -> str | None:
+def told(row: Combination, setup: Setup) -> str | None:
     """What a row says of the place that it refuses first."""
     return next(filter(None, (row.message(replace(setup, place=place)) for place in PLACES)), None)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: " + ".join(row.facts))
 def test_each_combination_ends_in_its_sentence(row: Refused) -> None:
-    """Without any one of its facts the row refuses nothing, and neither does it while one is not known."""
+    expected = told_alone(row)
+    with pytest.raises(ValueError) as raised:
+        check(setup_with(*row.facts))
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize("row", SLOWER, ids=lambda row: " + ".join((row.way.name, *row.facts)))
+def test_each_slower_way_is_told_with_its_reason(row: Slower) -> None:
+    expected, setup = told_alone(row), setup_with(*row.facts)
+    assert slower(setup)[row.way] == expected and not takes(setup, row.way)
+    assert takes(Setup(), row.way) and not slower(Setup())
+
+
+def told_alone(row: Combination) -> str:
+    """What a row says. Without any one of its facts it says nothing, and neither does it while one is not known."""
     setup = setup_with(*row.facts)
     expected = told(row, setup)
     assert expected is not None and "\n" not in expected and "{" not in expected.replace("{name:", "")
-    with pytest.raises(ValueError) as raised:
-        check(setup)
-    assert str(raised.value) == expected
     for fact in row.facts:
         rest = setup_with(*(each for each in row.facts if each != fact))
         assert FACTS[fact](rest) or row.message(rest) is None, fact
     assert row.message(Setup()) is None
+    return expected
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: " + ".join(row.facts))
@@ -313,8 +333,9 @@ def test_a_policy_that_cannot_be_made_ends_in_its_own_error() -> None:
 
 def test_every_fact_is_in_the_table() -> None:
     """A fact that no row names is left over, and a fact that is only written in a row would fail for a user."""
-    assert {fact for row in REFUSED for fact in row.facts} == set(FACTS) == set(EXAMPLES)
+    assert {fact for row in (*REFUSED, *SLOWER) for fact in row.facts} == set(FACTS) == set(EXAMPLES)
     assert len({row.facts for row in REFUSED}) == len(REFUSED)
+    assert len({(row.way, row.facts) for row in SLOWER}) == len(SLOWER)
 
 
 def test_the_page_has_the_table() -> None:

@@ -66,6 +66,8 @@ function show(state) {
   find("unlock").hidden = true;
   say("about", `${state.model} on ${plural(ranks.length, "rank")} (${state.device}), ${state.prefill}`);
   say("trouble", state.refuses === null ? "" : `No more questions are taken: ${state.refuses}.`);
+  find("slower").replaceChildren(...state.slower.map((sentence) => make("li", {}, sentence)));
+  find("is-slower").hidden = state.slower.length === 0;
   const most = limits.max_tokens === null ? "" : ` of at most ${count(limits.max_tokens)}`;
   const facts = [
     ["Waiting", `${plural(waiting.length, "request")}, ${plural(total(waiting), "token")}`],

@@ -10,18 +10,10 @@ from runahead.serving.scheduler import Scheduler
 from runahead.serving.state import PrefillState
 
 
-def state_json(scheduler: Scheduler, metrics: Metrics, *, model: str, chats: bool) -> dict[str, Any]:
-    """Return the server's present state as values that JSON supports.
-
-    Args:
-        metrics: of the server.
-        model: the model's name in the API.
-        chats: the model has a chat template.
-    """
+def state_json(scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
+    """Return the server's present state as values that JSON supports."""
     state, limits = scheduler.state(), scheduler.limits
     return {
-        "model": model,
-        "chats": chats,
         "refuses": scheduler.refuses,
         "ranks": state.ranks,
         "device": state.device,

@@ -1,0 +1,133 @@
+"""The table of faster ways that are not taken, by what a run asks for.
+
+A row names a way, the facts with which it is not taken, and why. Whoever could take the way asks the table
+(`takes`), so what a user is told is what is done. Programs tell it once, when the engine is there; a report and a
+server's state have it, too, and `python -m launch.combinations` tells it before a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from runahead.features.combination import Combination, that_hold
+from runahead.features.facts import Setup
+from runahead.features.refused import REFUSED, Refused
+
+AUTO = "decode=auto on several stages"
+KEEPS = "cache policies or cache.bits"
+
+
+class Way(Enum):
+    """Faster ways, by what is told where one is not taken."""
+
+    sharded = "decode=auto keeps all keys and values on the last stage"
+    timed = "decode=auto leaves on several stages only what the last one has no memory for"
+    graph = "decoding steps are computed without a CUDA graph"
+    prompts_together = "prompts of several requests are computed one by one"
+    rows_together = "rows are not decoded in one forward"
+    shared_prompt = "each of several answers to a prompt has a copy of its keys and values"
+    side_by_side = "requests are answered batch after batch, and none is computed while others are decoded"
+    stopped = "a prompt whose client has left is computed to its end"
+    stored_answers = "prompts are stored for later ones, and answers are not"
+
+
+@dataclass(frozen=True)
+class Slower(Combination):
+    """Facts with which a faster way is not taken.
+
+    Attributes:
+        way: the faster way.
+        why: with {0} for what the first fact is called, and so on.
+    """
+
+    way: Way
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.way.value}: {self.why}"
+
+
+def slower(setup: Setup) -> dict[Way, str]:
+    """Tell which faster ways are not taken, with a sentence for each that has the first reason for it."""
+    found: dict[Way, str] = {}
+    for row, message in that_hold(SLOWER, setup):
+        found.setdefault(row.way, message)
+    if Way.sharded in found:  # so there is nothing to be timed
+        found.pop(Way.timed, None)
+    return found
+
+
+def takes(setup: Setup, way: Way) -> bool:
+    """Whether nothing that is known of a run is in the way of a faster way."""
+    return not any(that_hold([row for row in SLOWER if row.way is way], setup))
+
+
+def _unsharded(row: Refused) -> Slower:
+    """What decode=sharded does not go with, for which decode=auto keeps all on the last stage."""
+    place = row.facts.index("decode=sharded")
+    facts = tuple(AUTO if fact == "decode=sharded" else fact for fact in row.facts)
+    return Slower(facts, Way.sharded, row.why.replace(f"{{{place}}}", "decode=sharded"))
+
+
+SLOWER = (
+    *(_unsharded(row) for row in REFUSED if "decode=sharded" in row.facts),
+    Slower(
+        (AUTO, "cache policies"),
+        Way.sharded,
+        "with decode=sharded each rank chooses among its own tokens, which changes answers",
+    ),
+    Slower(
+        (AUTO, "ranks.backend=nccl"),
+        Way.timed,
+        "decoding steps are not timed over {1}; decode=sharded asks for it",
+    ),
+    Slower(("a server whose rows join others", "a GPU"), Way.graph, "rows join and leave"),
+    Slower((KEEPS, "a GPU"), Way.graph, "{0} keep keys and values in memory of other shapes"),
+    *(
+        Slower((reuse, "a GPU"), Way.graph, "{0} leaves keys and values in several pieces")
+        for reuse in ("reuse of prefixes", "policy=prompt_cache")
+    ),
+    Slower(("a GPU", "steps that differ"), Way.graph, "{1}"),
+    Slower(("a GPU", "no kernel for graphs"), Way.graph, "{0} has no kernel for {1}"),
+    Slower(("a server", KEEPS), Way.prompts_together, "{1} look at what is kept of one prompt as a whole"),
+    Slower(("a server", "cache policies"), Way.rows_together, "{1} look at what is kept of one row as a whole"),
+    Slower(
+        ("a server", "own positions"),
+        Way.rows_together,
+        "{1} counts positions on its own, so those of other lengths have a forward of their own",
+    ),
+    Slower(("a server", KEEPS), Way.shared_prompt, "{1} choose for each answer"),
+    Slower(("a server", "marks"), Way.shared_prompt, "{1} marks tokens that it evicts (DMS) for each answer"),
+    Slower(
+        ("a server", "decode other than last on several stages"),
+        Way.shared_prompt,
+        "{1} leaves a part of it on each stage; use decode=last",
+    ),
+    Slower(
+        ("a server", "several stages", "windows"),
+        Way.shared_prompt,
+        "the last of {1} stages does not receive what lies before a window of {2}",
+    ),
+    Slower(("a server", "own positions"), Way.shared_prompt, "{1} counts positions on its own"),
+    Slower(
+        ("a server", "angles by length"), Way.shared_prompt, "{1} rotates by angles that depend on the length of a text"
+    ),
+    Slower(
+        ("a server", "decode other than last on several stages"),
+        Way.side_by_side,
+        "with {1} all stages may decode; use decode=last",
+    ),
+    Slower(
+        ("a server", "a share of a model"),
+        Way.stopped,
+        "each of its layers needs all {model.num_shards} ranks that share {1}",
+    ),
+    Slower(
+        ("reuse of prefixes", KEEPS),
+        Way.stored_answers,
+        "{1} change what the tokens of an answer attend to",
+    ),
+)
+"""Rows with whose facts a faster way is not taken; of those of one way, the first that holds is told."""
