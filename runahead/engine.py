@@ -564,12 +564,10 @@ class Engine:
         return self.policies.retriever if partition.chain[-1] == self.ranks.stage else None
 
     def _store(self, prefixes: Sequence[RowPrefix], decoded: Decoded, prefilled: Prefilled, batch: PromptBatch) -> None:
-        """Store prompts and answers, but for the last token of each, which no forward has seen.
-
-        Under policies nothing more is stored: what an answer's tokens attended to depends on what was retrieved.
-        """
+        """Store prompts and answers, but for the last token of each, which no forward has seen; or prompts alone."""
         assert prefilled.cache is not None and self.prefixes is not None
-        for row, (prefix, each, pad) in enumerate(zip(prefixes, decoded.rows, batch.pads, strict=True)):
+        rows = zip(prefixes, decoded.rows, batch.pads, strict=True) if self.takes(Way.stored_answers) else ()
+        for row, (prefix, each, pad) in enumerate(rows):
             text = each.prompt + each.new_ids[:-1]
             prefix.store(text, prefilled.cache.row_kv(row, pad, len(text) - prefix.num_tokens))
         report = prefilled.report
