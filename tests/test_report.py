@@ -84,6 +84,7 @@ OF_A_PROMPT = {
     "warm",
     "partition",
     "decode",
+    "slower",
     "ranks",
     "first_token_logits_top5",
 }

@@ -20,11 +20,11 @@ from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
+from tests.cache.test_fixed_cache import Gpu
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 from tests.serving.rank_tasks import Kept
 from tests.serving.test_answers_of_one_prompt import Answers
-from tests.unit.test_fixed_cache import Gpu
 
 NEW = GenerationOptions(max_new_tokens=5, ignore_eos=True)
 POLICIES: dict[str, Callable[[], RankPolicies | None]] = {
