@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import subprocess
@@ -56,6 +57,16 @@ def test_the_policies_page_lists_what_a_policy_sees() -> None:
 def test_the_pages_name_no_module_that_is_gone(page: str) -> None:
     gone = [path for path in MODULE_PATH.findall(read(ROOT / page)) if not (ROOT / path).is_file()]
     assert not gone, f"{page} names {', '.join(gone)}"
+
+
+def test_the_architecture_page_names_nothing_that_is_gone() -> None:
+    """Classes, their methods and tables of the library stand in backticks, as `Engine.generate`."""
+    definition = re.compile(r"(?:^ *(?:class|def) |^(?=[A-Z]\w*\b.* = ))(\w+)", re.MULTILINE)
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    defined = {name for path in paths for name in definition.findall(read(path))} | set(dir(builtins))
+    named = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", read(ROOT / ARCHITECTURE))
+    gone = {name for names in named for name in names if name and name not in defined}
+    assert not gone, f"{ARCHITECTURE} names {', '.join(sorted(gone))}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/log.md"])
