@@ -111,6 +111,9 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     began_s = time.perf_counter()
     with ranks.busy(), ranks.announcing_failure():
         encoded, _ = encode_missing(segments, store, model, ranks)
+        store.settle()
+        if store.write_error is not None:
+            raise store.write_error
     every = ranks.gather([segment.content_key for segment in encoded], "the end")
     if ranks.rank == 0:
         by_rank = {key: rank for rank, keys in enumerate(every) for key in keys}

@@ -1,4 +1,4 @@
-"""Folder with one file per segment, named by a key, within a budget: the disk tier of stores and prefix trees.
+"""Folder with one file per entry of a store, named by a key, within a budget.
 
 A file appears complete or not at all, and the time at which it was modified is that of its last use. So several
 processes may share a folder: each removes the files that were not used for longest, whoever wrote them.
@@ -38,7 +38,7 @@ class StoredFile:
 
 
 class SegmentFolder:
-    """A folder of segments. What killed processes have left of unfinished files is removed.
+    """A folder of keys and values. What killed processes have left of unfinished files is removed.
 
     Args:
         folder: created if it is missing.

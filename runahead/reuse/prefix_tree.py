@@ -6,33 +6,32 @@ it is stored and split without a copy. A view keeps its whole allocation alive. 
 nodes get memory of their own where less than half of an allocation is in the tree.
 
 What has no room on the device is kept in host memory and then on disk, and comes back when a text begins with it (as in
-CachedAttention, Gao et al., ATC 2024). A node is never in a faster tier than the one before it. Copies and files are
-made by other threads; the tree itself is used by one thread only.
+CachedAttention, Gao et al., ATC 2024). A node is never in a faster tier than the one before it.
 """
 
 # Legend: T tokens of a node, K kv heads, X = H + V key and value dims.
 
 from __future__ import annotations
 
-import heapq
 import os
-import queue
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from math import inf
 
 import torch
 from torch import Tensor
 
 from runahead.cache.slabs import KVShape
-from runahead.reuse.tree.layer_rows import NO_ROWS, CopiedMemory, LayerRows, LostRows
-from runahead.reuse.tree.node import PrefixNode
-from runahead.reuse.tree.prefix_files import PrefixFiles, PrefixRun
-from runahead.reuse.tree.tiers import Allocation, Tier, TierCopies, TierMemory
+from runahead.reuse.folder import SegmentFolder
+from runahead.reuse.prefix_node import PrefixNode
+from runahead.reuse.prefix_run import SUFFIX, PrefixRun
+from runahead.reuse.tiers.copies import TierCopies
+from runahead.reuse.tiers.entry import Tier
+from runahead.reuse.tiers.files import FileAbout
+from runahead.reuse.tiers.layer_rows import NO_ROWS, LayerRows
+from runahead.reuse.tiers.store import TieredStore
 
 DISK_BYTES = 64 * 2**30
 """Default limit of a folder."""
@@ -69,7 +68,7 @@ class PrefixHit:
         self._tree, self._end, self.num_tokens = tree, end, num_tokens
         self._is_held = True
         for node in end.path:
-            node.num_hits += 1
+            node.holds += 1
 
     @property
     def nodes(self) -> list[PrefixNode]:
@@ -81,7 +80,7 @@ class PrefixHit:
         if self._is_held:
             self._is_held = False
             for node in self._end.path:
-                node.num_hits -= 1
+                node.holds -= 1
             self._tree.make_room()
 
 
@@ -122,44 +121,44 @@ class PrefixTree:
         bits: int | None = None,
     ) -> None:
         self.on_change, self._bits = on_change, bits
-        self._device, self._host = TierMemory[PrefixNode](limit_bytes), TierMemory[PrefixNode](host_bytes)
-        self._lost: queue.SimpleQueue[str | CopiedMemory] = queue.SimpleQueue()
-        self._files = None if folder is None else PrefixFiles(folder, disk_bytes, self._lost, option=option)
-        self._of_file: dict[str, set[PrefixNode]] = {}
+        limits = {Tier.device: limit_bytes} | ({Tier.host: host_bytes} if host_bytes else {})
+        kept = None
+        if folder is not None:
+            kept = SegmentFolder(folder, disk_bytes, option=option, suffix=SUFFIX, is_private=True)
+        self._store = TieredStore[PrefixNode](
+            self, limits, kept, lost_on_disk="prefixes that cannot be kept on disk are computed anew"
+        )
         self._opened: dict[str, TierCopies] = {}
         self._roots: dict[str, PrefixNode] = {}
         self._needed: list[PrefixNode] = []
-        self._told: set[str] = set()
-        self._used = 0
         self.found_tokens: Counter[Tier] = Counter()
 
     @property
     def limit_bytes(self) -> float:
-        return self._device.limit_bytes
+        return self._store.memory[Tier.device].limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, limit_bytes: float) -> None:
-        self._device.limit_bytes = limit_bytes
+        self._store.memory[Tier.device].limit_bytes = limit_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all allocations of the device of which the tree holds parts."""
-        return self._device.num_bytes
+        return self._store.memory[Tier.device].num_bytes
+
+    @property
+    def _host_bytes(self) -> float:
+        return self._store.memory[Tier.host].limit_bytes if Tier.host in self._store.memory else 0
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes in use of the tiers that it has. Those on disk are of all processes that share the folder."""
-        used = {Tier.device.value: self._device.num_bytes}
-        if self._host.limit_bytes:
-            used[Tier.host.value] = self._host.num_bytes
-        if self._files is not None:
-            used[Tier.disk.value] = self._files.num_bytes
-        return used
+        return self._store.bytes_by_tier
 
     @property
     def has_tiers(self) -> bool:
         """Whether texts may be elsewhere than on the device."""
-        return bool(self._host.limit_bytes) or self._files is not None
+        return Tier.host in self._store.memory or self._store.files is not None
 
     def open(self, key: str, shapes: Sequence[KVShape], device: torch.device) -> None:
         """Let texts of a key leave the device, and find those in the folder that are of this key.
@@ -170,38 +169,43 @@ class PrefixTree:
         """
         if key in self._opened or not self.has_tiers:
             return
-        self._opened[key] = TierCopies(device, shapes, self._lost.put, self._bits)
-        if self._files is None:
+        copies = self._opened[key] = self._store.copies(device, shapes, self._bits)
+        if (files := self._store.files) is None:
             return
-        runs, num_others = self._files.runs(self._stored_key(key))
-        for run in sorted(runs, key=lambda run: run.start):
+        runs, num_others = list[tuple[PrefixRun, int]](), 0
+        for file, metadata in files.all_metadata():
+            run = PrefixRun.of(metadata, file.key)
+            if run is not None and run.key == self._stored_key(key):
+                runs.append((run, file.used_ns))
+            else:
+                num_others += 1
+        for run, _ in sorted(runs, key=lambda each: each[0].start):
             node, at = self._walk(run.ids, key)
             if run.start <= at < len(run.ids):
-                file = replace(run.rows, first=run.rows.first + at - run.start)
-                new = PrefixNode(key=key, ids=run.ids[at:], tier=Tier.disk, file=file, parent=node)
+                new = PrefixNode(key=key, ids=run.ids[at:], copies=copies, parent=node)
                 node.children[new.ids[0]] = new
-                self._of_file.setdefault(run.name, set()).add(new)
-        for run, used_ns in runs.items():
-            for node in self._of_file.get(run.name, ()):
+                self._store.file_found(new, replace(run.rows, first=run.rows.first + at - run.start))
+        for run, used_ns in runs:
+            for node in self._store.entries_of_file(run.name):
                 node.used = used_ns
         self._read_ahead(key)
         if num_others:
             what = "prefixes of another model, dtype, RoPE setting or cache.tier_bits are not used"
-            self._warn("others", f"{what}; files: {num_others}")
-        self._warn_of_files()
+            self._store.warn("others", f"{what}; files: {num_others}")
+        self._store.collect()
 
     def _read_ahead(self, key: str) -> None:
         """Let the system read the files of those texts that were used last, as many as have room in memory."""
-        assert self._files is not None
+        assert self._store.files is not None
         copies, names = self._opened[key], dict[str, None]()
-        room = self.limit_bytes / copies.token_bytes + self._host.limit_bytes / copies.stored_token_bytes
+        room = self.limit_bytes / copies.token_bytes + self._host_bytes / copies.stored_token_bytes
         for node in sorted(self._of_key(key), key=lambda node: -node.used):
             room -= len(node.ids)
             if room < 0:
                 break
             if node.tier is Tier.disk and node.file is not None:
                 names[node.file.name] = None
-        self._files.read_ahead(list(names))
+        self._store.files.read_ahead(list(names))
 
     def listen(self, on_change: Callable[[Change], object]) -> None:
         """Tell of every change from now on, and first of all that is stored."""
@@ -216,10 +220,10 @@ class PrefixTree:
         Its layers are waited for when they are read. What is known to be lost is dropped now, and what is found to be
         lost later raises `LostRows` in its reader and is dropped with the next call.
         """
-        self._settle()
+        self._store.collect()
         node, at = self._walk(ids, key)
         found = [(each.tier, len(each.ids)) for each in node.path]
-        self._touch(node)
+        self._store.touch(node)
         hit = self._raised(PrefixHit(self, node, at))
         for tier, num_tokens in found[: len(hit.nodes)]:
             self.found_tokens[tier] += num_tokens
@@ -249,25 +253,27 @@ class PrefixTree:
                 them.
             is_needed: store it also if it is larger than the tree may be, for as long as it is held.
         """
-        self._settle()
+        self._store.collect()
         node, at = self._walk(ids, key)
         assert all(len(layer) == len(ids) - start for layer in layers_TKX), (len(ids), start)
         given, end = LayerRows.of(layers_TKX), 0
         for each in node.path:
             end += len(each.ids)
             if each.tier is not Tier.device and end - len(each.ids) >= start:  # it was computed anew
-                self._place(each, Tier.device, given.part(end - len(each.ids) - start, end - start))
+                self._store.put(each, given.part(end - len(each.ids) - start, end - start))
         hit = self._raised(PrefixHit(self, node, at))
         if start <= hit.num_tokens == at < len(ids):
             rows = given.part(at - start, len(ids) - start) if layers_TKX else NO_ROWS
-            new = PrefixNode(key=key, ids=tuple(ids[at:]), layers_TKX=rows, parent=node, used=self._used)
-            if is_needed or new.num_bytes <= self.limit_bytes:
+            if is_needed or rows.num_bytes <= self.limit_bytes:
+                new = PrefixNode(
+                    key=key, ids=tuple(ids[at:]), copies=self._opened.get(key), parent=node, used=node.used
+                )
                 node.children[new.ids[0]] = new
-                self._device.add(new)
+                self._store.put(new, rows)
                 held, hit = hit, PrefixHit(self, new, len(ids))
                 held.release()
                 self.on_change(Stored(key=key, ids=tuple(ids)))
-        self._touch(node)
+        self._store.touch(node)
         self.make_room()
         return hit
 
@@ -286,70 +292,39 @@ class PrefixTree:
 
         What they need goes last from every tier, and is brought from disk to host memory as far as it has room there.
         """
-        self._settle()
+        self._store.collect()
         for node in self._needed:
             node.turn = None
         self._needed = list(dict.fromkeys(node for ids in texts for node in self._known(ids, key)[0]))
         for turn, node in enumerate(self._needed):
             node.turn = turn
-        if self._files is not None:
-            self._files.keep = frozenset(node.file.name for node in self._needed if node.file is not None)
-        room = self._host.limit_bytes - sum(node.num_bytes for node in self._needed if node.tier is Tier.host)
+        if self._store.files is not None:
+            self._store.files.keep = frozenset(node.file.name for node in self._needed if node.file is not None)
+        room = self._host_bytes - sum(node.num_bytes for node in self._needed if node.tier is Tier.host)
         for node in self._needed:
             if node.tier is Tier.disk and node.is_attached:
                 room -= self._opened[key].stored_token_bytes * len(node.ids)
                 if room < 0:
                     break
-                if (rows := self._read(node)) is None:
-                    self._lose(node)
-                else:
-                    self._place(node, Tier.host, rows)
+                if not self._store.to_host(node):
+                    self.lose(node)
         self.make_room()
 
     def make_room(self) -> None:
-        """Free memory: move what is left of wasted allocations, and let leaves go until the limits are kept."""
-        for memory, tier in ((self._device, Tier.device), (self._host, Tier.host)):
-            for allocation in memory.wasted():
-                self._move(allocation)
-            if memory.num_bytes <= memory.limit_bytes:
-                continue
-            order = count()
-            leaves = [(*self.precedence(node), next(order), node) for node in memory.owners() if node.is_free_leaf]
-            heapq.heapify(leaves)
-            while leaves and memory.num_bytes > memory.limit_bytes:
-                *_, leaf = heapq.heappop(leaves)
-                parent = leaf.parent
-                assert parent is not None
-                rest = self._lower(leaf)
-                if parent.tier is tier and parent.is_free_leaf:
-                    heapq.heappush(leaves, (*self.precedence(parent), next(order), parent))
-                if rest is not None and rest.owners and rest.is_wasted:
-                    self._move(rest)
-
-    def precedence(self, node: PrefixNode) -> tuple[bool, int, int]:
-        """Which nodes leave a tier first, as a number: those that nobody soon needs, and those not used for longest."""
-        return node.turn is not None, -(node.turn or 0), node.used
+        """Let texts that nobody holds leave, until the limits are kept."""
+        self._store.make_room()
 
     def save(self, timeout_s: float | None = None) -> None:
         """Write all texts to the folder, as far as there is room and time, those that were used last first."""
         end_s = inf if timeout_s is None else time.monotonic() + timeout_s
         for node in sorted(self.nodes(), key=lambda node: -node.used):
             if node.is_attached and node.file is None and time.monotonic() < end_s:
-                self._save(node)
+                self._store.save(node)
                 self.settle(None if timeout_s is None else end_s - time.monotonic())  # one at a time has room in memory
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until all copies and files that were begun are there, and drop what could not be kept."""
-        end_s = inf if timeout_s is None else time.monotonic() + timeout_s
-
-        def left_s() -> float | None:
-            return None if end_s == inf else max(0.0, end_s - time.monotonic())
-
-        for copies in self._opened.values():
-            copies.wait(left_s())
-        if self._files is not None:
-            self._files.wait(left_s())
-        self._settle()
+        self._store.settle(timeout_s)
 
     def nodes(self) -> Iterator[PrefixNode]:
         """All nodes, each after its parent."""
@@ -377,40 +352,21 @@ class PrefixTree:
 
     def _walk(self, ids: Sequence[int], key: str) -> tuple[PrefixNode, int]:
         """The node with which the longest stored prefix ends, split off if need be, and the length of that prefix."""
-        node, at, now = self._roots.setdefault(key, PrefixNode(key=key)), 0, self._now()
+        node, at, now = self._roots.setdefault(key, PrefixNode(key=key)), 0, self._store.now()
+        node.used = now
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
             same = child.num_same(ids, at)
             node, at = child if same == len(child.ids) else self._split(child, same), at + same
-            self._use(node, now)
+            node.used = now
         return node, at
-
-    def _now(self) -> int:
-        """The time in ns, or the next moment that no use had."""
-        self._used = max(self._used + 1, time.time_ns())
-        return self._used
-
-    def _use(self, node: PrefixNode, now: int) -> None:
-        node.used = now
 
     def _split(self, node: PrefixNode, num_tokens: int) -> PrefixNode:
         """Let a node begin after its first tokens. Returns the new node before it, which has these."""
         before = node.split(num_tokens)
-        self._memory(node.tier).share(node, before)
+        self._store.share(node, before)
         if node.turn is not None:
             self._needed.append(before)
-        if node.file is not None:
-            self._of_file[node.file.name].add(before)
         return before
-
-    def _memory(self, tier: Tier) -> TierMemory[PrefixNode]:
-        return self._device if tier is Tier.device else self._host
-
-    def _place(self, node: PrefixNode, tier: Tier, rows: LayerRows) -> Allocation[PrefixNode] | None:
-        """Put a node's keys and values into a tier. Returns the allocation that it leaves."""
-        left = self._memory(node.tier).forget(node)
-        node.tier, node.layers_TKX = tier, rows
-        self._memory(tier).add(node)
-        return left
 
     def _raised(self, hit: PrefixHit) -> PrefixHit:
         """Begin to bring what is held to the device. Returns what is held then: less, where a part is lost."""
@@ -423,18 +379,10 @@ class PrefixTree:
             if node.tier is not Tier.device and total > limit:  # of an earlier process, whose limit was higher
                 return self._shortened(hit, nodes[:end])
         for end, node in enumerate(nodes):
-            if node.tier is Tier.device:
-                continue
-            is_read = node.tier is Tier.disk
-            rows = self._read(node) if is_read else node.layers_TKX
-            if rows is None or rows.memory.is_lost:
+            if self._store.bring(node, needed=True) is None:
                 shorter = self._shortened(hit, nodes[:end])
-                if node.is_attached:
-                    self._lose(node)
+                self.lose(node)
                 return shorter
-            # In memory that is its own, and as it is computed with.
-            is_there = is_read and copies.device.type == "cpu" and not copies.is_packed
-            self._place(node, Tier.device, rows if is_there else copies.to_device(rows))
         return hit
 
     def _shortened(self, hit: PrefixHit, nodes: Sequence[PrefixNode]) -> PrefixHit:
@@ -444,109 +392,46 @@ class PrefixTree:
         hit.release()
         return shorter
 
-    def _read(self, node: PrefixNode) -> LayerRows | None:
-        """Begin to bring a node from disk to host memory; None if it is not there any more."""
-        assert self._files is not None and node.file is not None
-        return self._files.read(node.file, len(node.ids), self._opened[node.key])
-
     def _stored_key(self, key: str) -> str:
         """Key of a text's files: of other bits, other numbers."""
         return key if self._bits is None else f"{key} in {self._bits} bits"
 
-    def _stored_bytes(self, node: PrefixNode) -> int:
-        """Bytes that a node of a faster tier than the disk takes in host memory of its own."""
-        return self._opened[node.key].stored_token_bytes * node.layers_TKX.stored.whole.num_tokens
-
-    def _lower(self, node: PrefixNode) -> Allocation[PrefixNode] | None:
-        """Let a node go to the next tier that has room for it, or out of the tree. Returns the allocation it leaves."""
-        if node.key in self._opened:
-            if node.tier is Tier.device and self._stored_bytes(node) <= self._host.limit_bytes:
-                return self._place(node, Tier.host, self._opened[node.key].to_host(node.layers_TKX))
-            if self._save(node):
-                return self._place(node, Tier.disk, NO_ROWS)
-        return self._lose(node)
-
-    def _save(self, node: PrefixNode) -> bool:
-        """Begin to write a node, and all before it, to files. Returns whether they may be that large."""
-        if self._files is None or node.key not in self._opened:
-            return False
-        copies, text = self._opened[node.key], list[int]()
-        if not self._files.takes(sum(self._stored_bytes(each) for each in node.path if each.file is None)):
-            return False
-        for each in node.path:
-            text += each.ids
-            if each.file is None:
-                rows = each.layers_TKX if each.tier is Tier.host else copies.to_host(each.layers_TKX)
-                run = PrefixRun(
-                    key=self._stored_key(each.key),
-                    ids=tuple(text),
-                    start=len(text) - len(each.ids),
-                    around=(rows.start - rows.whole.start, rows.whole.stop - rows.stop),
-                )
-                each.file = run.rows
-                self._of_file.setdefault(run.name, set()).add(each)
-                self._files.save(run, rows.whole, each.file_times_ns)
-        return True
-
-    def _touch(self, node: PrefixNode) -> None:
-        """Let other processes know which files are used."""
-        if self._files is not None and (used_ns := node.file_times_ns):
-            self._files.touch(used_ns)
-
-    def _settle(self) -> None:
-        """Drop what other threads have found to be lost."""
-        while True:
-            try:
-                lost = self._lost.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(lost, CopiedMemory):
-                nodes = self._host.owners_of(lost) + self._device.owners_of(lost)
-            else:
-                nodes = list(self._of_file.pop(lost, ()))
-                for node in nodes:
-                    node.file = None
-                nodes = [node for node in nodes if node.tier is Tier.disk]
-            for node in nodes:
-                if node.is_attached:
-                    self._lose(node)
-        self._warn_of_files()
-
-    def _lose(self, node: PrefixNode) -> Allocation[PrefixNode] | None:
-        """Drop a node and all that follow it, and tell. Returns its allocation, as far as others have parts of it."""
-        text = node.text
-        left = self._remove(node)
-        self.on_change(Dropped(key=node.key, ids=text, num_left=len(text) - len(node.ids)))
-        return left
-
-    def _remove(self, node: PrefixNode) -> Allocation[PrefixNode] | None:
-        """Drop a node and all that follow it. Returns its allocation, as far as others have parts of it."""
+    def _remove(self, node: PrefixNode) -> None:
+        """Drop a node and all that follow it."""
         for child in list(node.children.values()):
             self._remove(child)
         assert node.parent is not None
         del node.parent.children[node.ids[0]]
-        if node.file is not None:
-            self._of_file[node.file.name].discard(node)
-        return self._memory(node.tier).forget(node)
+        self._store.remove(node)
 
-    def _move(self, allocation: Allocation[PrefixNode]) -> None:
-        """Give the nodes of an allocation memory of their own."""
-        for node in list(allocation.owners):
-            if node.tier is Tier.host:
-                self._place(node, Tier.host, self._opened[node.key].to_host(node.layers_TKX))
-                continue
-            try:
-                copy = node.layers_TKX.cloned()
-            except LostRows:
-                continue  # it will be dropped
-            self._place(node, Tier.device, copy)
+    # What the store asks its finder.
 
-    def _warn_of_files(self) -> None:
-        for kind, error in {} if self._files is None else dict(self._files.errors).items():
-            self._warn(kind, f"{error}: prefixes that cannot be kept on disk are computed anew")
+    def may_leave(self, entry: PrefixNode) -> bool:
+        return entry.is_leaf
 
-    def _warn(self, kind: str, sentence: str) -> None:
-        """Warn, but once only of each kind of thing."""
-        if kind not in self._told:
-            self._told.add(kind)
-            warnings.warn(sentence, stacklevel=4)
+    def precedence(self, entry: PrefixNode) -> tuple[int, ...]:
+        """Eviction order: nodes not needed by queued prompts first, then least recently used."""
+        return entry.turn is not None, -(entry.turn or 0), entry.used
+
+    def before(self, entry: PrefixNode) -> list[PrefixNode]:
+        return entry.path
+
+    def file_of(self, entry: PrefixNode, around: tuple[int, int]) -> FileAbout:
+        text = entry.text
+        run = PrefixRun(key=self._stored_key(entry.key), ids=text, start=len(text) - len(entry.ids), around=around)
+        return FileAbout(name=run.name, title="prefix", metadata=run.metadata)
+
+    def is_right(self, metadata: dict[str, str], name: str) -> bool:
+        return PrefixRun.of(metadata, name) is not None
+
+    def file_times_ns(self, entry: PrefixNode) -> dict[str, int]:
+        """Times of the last use of a text's files by name, each later than those of all that follow it."""
+        files = [(depth, each) for depth, each in enumerate(entry.path) if each.file is not None]
+        return {each.file.name: each.used - depth for depth, each in files if each.file is not None}
+
+    def lose(self, entry: PrefixNode) -> None:
+        """Drop a node and all that follow it, and tell."""
+        if entry.is_attached:
+            text = entry.text
+            self._remove(entry)
+            self.on_change(Dropped(key=entry.key, ids=text, num_left=len(text) - len(entry.ids)))

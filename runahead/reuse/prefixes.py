@@ -18,11 +18,11 @@ from torch import Tensor
 
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
+from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.store import model_key
-from runahead.reuse.tree.layer_rows import MendedRows
-from runahead.reuse.tree.node import PrefixNode
+from runahead.reuse.tiers.layer_rows import MendedRows
 
 
 class RowPrefix:

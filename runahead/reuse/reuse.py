@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.cache import ReusedCache
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
-from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import Found, SegmentStore
+from runahead.reuse.tiers.layer_rows import Layers, MendedRows
 
 
 class Reuse:
@@ -55,8 +56,8 @@ class Reuse:
         self.report = ReuseReport()
         self.encoded: set[str] = set()
         self._after_layer = after_layer
-        self._held: dict[str, SegmentKV] = {}
-        self._clusters: dict[str, list[Tensor]] = {}
+        self._held: dict[str, list[Tensor]] = {}
+        self._clusters: dict[str, Sequence[Tensor]] = {}
 
     @property
     def segments(self) -> list[Segment]:
@@ -72,7 +73,6 @@ class Reuse:
 
         Raises:
             ValueError: as `encode_segment`.
-            OSError: the disk tier cannot be written.
         """
         began_s = time.perf_counter()
         encoded, self._held = encode_missing(
@@ -83,98 +83,103 @@ class Reuse:
         self.report.encode_s = time.perf_counter() - began_s if encoded else 0.0
 
     def fetch(self, retriever: Retriever | None = None) -> ReusedKV:
-        """Bring keys and values to the device for this call's attention.
+        """Begin to bring keys and values to the device for this call's attention, which waits for each layer.
+
+        What is found lost in a layer is encoded again there and then. Where several ranks encode together all is
+        waited for here, as are clusters.
 
         Args:
             retriever: policy of this rank's indices, whose clusters are stored with the segments.
 
         Raises:
             ValueError: as `encode_segment`.
-            OSError: the disk tier cannot be written.
         """
         began_s = time.perf_counter()
-        kvs: dict[str, SegmentKV] = {}
-        mapped: set[str] = set()
         all_found = {segment.content_key: self.store.find(segment) for segment in self.segments}
-        # Evicted since they were looked up, by another process or another segment of this call.
-        lost = {key for key, found in all_found.items() if found is None and key not in self._held}
         found_clusters: dict[str, Found | None] = {}
         if retriever is not None:
             key = retriever.clusters_key or ""
             found_clusters = {each.content_key: self.store.find(each, key) for each in self.segments}
-        unclustered = {key for key, found in found_clusters.items() if found is None}
+        report, found_s = self.report, time.perf_counter()
+        report.lookup_s = found_s - began_s
+        unclustered = _lost(found_clusters)
+        # Lost since they were looked up, by another process, or damaged.
+        lost = _lost(all_found, waits=self.ranks.num_shares > 1) - self._held.keys()
         of_stage = self.ranks.gather_in_stage((lost, unclustered), "the segments that are to be encoded or clustered")
         lost, unclustered = (set[str]().union(*sets) for sets in zip(*of_stage, strict=True))
+        report.copy_s = time.perf_counter() - found_s
+        layers: dict[str, Sequence[Tensor]] = {}
+        mapped: set[str] = set()
         for segment in self.segments:
             key = segment.content_key
             found = all_found[key]
             if key in lost:  # also on a rank that has it, since a stage encodes together
-                kvs[key] = encode_segment(self.model, segment, self.ranks, self._after_layer)
-                self.encoded.add(key)
+                layers[key] = self._encoded_again(segment)
             elif found is not None:
-                kvs[key] = found.kv
+                layers[key] = MendedRows(found.layers_TKX, partial(self._encoded_again, segment))
                 if found.is_mapped:
                     mapped.add(key)
                 bytes_of = self.report.found_bytes
                 bytes_of[found.tier.value] = bytes_of.get(found.tier.value, 0) + found.num_bytes
             else:
-                kvs[key] = self._held.pop(key)
-        report, found_s = self.report, time.perf_counter()
-        report.lookup_s = found_s - began_s
-        on_device = {
-            key: kv if kv.layers_TKX[0].device.type == self.model.device.type else kv.to(self.model.device)
-            for key, kv in kvs.items()
-        }
+                layers[key] = self._held.pop(key)
         self._clusters = {
-            key: [clusters_TKx.to(self.model.device) for clusters_TKx in found.kv.layers_TKX]
+            key: found.layers_TKX
             for key, found in found_clusters.items()
             if found is not None and key not in unclustered
         }
-        report.copy_s = time.perf_counter() - found_s
         if retriever is not None and unclustered:
             began_s = time.perf_counter()
             for segment in self.segments:
                 if (key := segment.content_key) in unclustered:  # also on a rank that has them, as above
-                    self._clusters[key] = self._clustered(retriever, segment, on_device[key])
+                    self._clusters[key] = self._clustered(retriever, segment, layers[key])
             report.cluster_s = time.perf_counter() - began_s
         report.cached_tokens = sum(prompt.num_cached for prompt in self.prompts)
         longest = max(len(prompt.new_ids) for prompt in self.prompts)
         rows = [[0] * (longest - len(prompt.new_ids)) + list(prompt.new_positions) for prompt in self.prompts]
         ends = [prompt.end for prompt in self.prompts]
         return ReusedKV(
-            parts=self._parts([prompt.uses for prompt in self.prompts], on_device, mapped),
+            parts=self._parts([prompt.uses for prompt in self.prompts], layers, mapped),
             positions_BS=torch.tensor(rows),
             ends=ends,
-            blended=self._parts([prompt.blended for prompt in self.prompts], on_device, mapped),
+            blended=self._parts([prompt.blended for prompt in self.prompts], layers, mapped),
             shares=[prompt.share for prompt in self.prompts],
         )
 
-    def _clustered(self, retriever: Retriever, segment: Segment, kv: SegmentKV) -> list[Tensor]:
+    def _encoded_again(self, segment: Segment) -> list[Tensor]:
+        """Encode a segment that was lost, perhaps inside a layer of a prefill."""
+        layers_TKX = encode_segment(self.model, segment, self.ranks, self._after_layer)
+        self.store.put(segment, layers_TKX)
+        self.encoded.add(segment.content_key)
+        return layers_TKX
+
+    def _clustered(self, retriever: Retriever, segment: Segment, layers_TKX: Sequence[Tensor]) -> list[Tensor]:
         """Cluster a segment's keys on the device, layer by layer, and store the clusters."""
         assert retriever.clusters_key is not None, retriever
         clusters = list[Tensor]()
-        for layer, (kv_TKX, shape) in enumerate(zip(kv.layers_TKX, self.model.kv_shapes, strict=True)):
+        for layer, (kv_TKX, shape) in enumerate(zip(layers_TKX, self.model.kv_shapes, strict=True)):
             clusters.append(retriever.clusters_of(layer, kv_TKX[..., : shape.key_dim]))
             self.ranks.progress()
             self._after_layer()
-        self.store.put(segment, SegmentKV(layers_TKX=clusters), retriever.clusters_key)
+        self.store.put(segment, clusters, retriever.clusters_key)
         return clusters
 
     def add_to(self, batch: GenerationBatch) -> None:
         """Add every rank's report of reuse to the result. All ranks call it."""
+        self.store.settle()  # so that what was stored is on disk when a run ends
         self.report.stored_bytes = self.store.bytes_by_tier()
         every = self.ranks.gather(self.report, "what was reused")
         for rank, report in zip(batch.ranks, every, strict=True):
             rank.reuse = replace(report, computed_tokens=rank.chunk_tokens)
 
     def _parts(
-        self, uses_B: Sequence[Sequence[SegmentUse]], on_device: dict[str, SegmentKV], mapped: set[str]
+        self, uses_B: Sequence[Sequence[SegmentUse]], layers: dict[str, Sequence[Tensor]], mapped: set[str]
     ) -> list[ReusedPart]:
         """The parts of segments in use, each once for all rows that use it.
 
         Args:
             uses_B: of each row.
-            on_device: keys and values by segment.
+            layers: keys and values by segment.
             mapped: segments that are mapped from files.
         """
         rows: dict[tuple[str, range], list[int]] = {}
@@ -185,7 +190,7 @@ class Reuse:
                     rows.setdefault((use.segment.content_key, part), []).append(row)
         return [
             ReusedPart(
-                layers_TKX=[layer[part.start : part.stop] for layer in on_device[key].layers_TKX],
+                layers_TKX=_Part(layers[key], part),
                 positions_T=torch.tensor(segments[key].stored_positions[part.start : part.stop]),
                 rows=tuple(users),
                 is_mapped=key in mapped and self.model.device.type == "cpu",
@@ -195,6 +200,24 @@ class Reuse:
             )
             for (key, part), users in rows.items()
         ]
+
+
+class _Part(Layers):
+    """Some tokens of each layer, which is waited for when it is read."""
+
+    def __init__(self, layers_TKX: Sequence[Tensor], part: range) -> None:
+        self._layers_TKX, self._part = layers_TKX, part
+
+    def __len__(self) -> int:
+        return len(self._layers_TKX)
+
+    def layer(self, number: int) -> Tensor:
+        return self._layers_TKX[number][self._part.start : self._part.stop]
+
+
+def _lost(all_found: dict[str, Found | None], *, waits: bool = True) -> set[str]:
+    """What was not found, and if all its layers are waited for what is found to be lost then."""
+    return {key for key, found in all_found.items() if found is None or (waits and not found.layers_TKX.is_whole())}
 
 
 class _EncodingAttention(CausalAttention):
@@ -209,8 +232,8 @@ class _EncodingAttention(CausalAttention):
 
 def encode_segment(
     model: Model, segment: Segment, ranks: Ranks | None = None, after_layer: Callable[[], None] = nothing
-) -> SegmentKV:
-    """Compute keys and values of the segment's stored tokens.
+) -> list[Tensor]:
+    """Compute keys and values (T, K, H + V) of the segment's stored tokens in each layer.
 
     Args:
         ranks: notified of this rank's progress.
@@ -240,9 +263,7 @@ def encode_segment(
         model.forward(torch.tensor([ids], device=model.device), attention, start=0, pads=[0], length=positions[-1] + 1)
     stored = torch.tensor(segment.stored, device=model.device) + len(segment.context_ids)
     # A copy even if all tokens are stored, since the cache's memory has another size and layout.
-    return SegmentKV(
-        layers_TKX=[cache.layer(layer).slab_TBKX[:, 0].index_select(0, stored) for layer in range(model.num_layers)]
-    )
+    return [cache.layer(layer).slab_TBKX[:, 0].index_select(0, stored) for layer in range(model.num_layers)]
 
 
 def encode_missing(
@@ -253,7 +274,7 @@ def encode_missing(
     *,
     in_stage: bool = False,
     after_layer: Callable[[], None] = nothing,
-) -> tuple[list[Segment], dict[str, SegmentKV]]:
+) -> tuple[list[Segment], dict[str, list[Tensor]]]:
     """Encode the segments that are in no tier of the store. All ranks call it, or with `in_stage` those of a stage.
 
     With a shared folder each stage encodes some of them, if all are asked. The ranks of a stage encode together,
@@ -264,7 +285,6 @@ def encode_missing(
 
     Raises:
         ValueError: as `encode_segment`.
-        OSError: the disk tier cannot be written.
     """
     missing = {segment.content_key for segment in segments if segment not in store}
     gather = ranks.gather_in_stage if in_stage else ranks.gather
@@ -273,7 +293,7 @@ def encode_missing(
         (segment for segment in segments if segment.content_key in anywhere), key=lambda each: -len(each.ids)
     )
     encoded: list[Segment] = []
-    held: dict[str, SegmentKV] = {}
+    held: dict[str, list[Tensor]] = {}
 
     def is_missing(segment: Segment) -> bool:
         """Whether a rank of this stage lacks a segment."""
@@ -281,17 +301,18 @@ def encode_missing(
         return any(ranks.gather_in_stage(lacks, "whether a segment is to be encoded"))
 
     def encode(segment: Segment) -> None:
-        kv = encode_segment(model, segment, ranks, after_layer)
-        store.put(segment, kv)
+        layers_TKX = encode_segment(model, segment, ranks, after_layer)
+        store.put(segment, layers_TKX)
         encoded.append(segment)
         if segment not in store:
-            held[segment.content_key] = kv
+            held[segment.content_key] = layers_TKX
 
     shares_work = not in_stage and ranks.num_stages > 1
     if shares_work and all(ranks.gather(store.shares_disk, "whether the store is shared")):
         for segment in longest_first[ranks.stage :: ranks.num_stages]:
             if is_missing(segment):
                 encode(segment)
+        store.settle()  # so that the others find its files
         ranks.barrier("all segments to be encoded")
     for segment in longest_first:
         if is_missing(segment):

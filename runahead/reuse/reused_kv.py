@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from policies.retriever import StoredPart
-from runahead.reuse.tree.layer_rows import Layers
+from runahead.reuse.tiers.layer_rows import Layers
 
 FEW_PARTS = 3
 """Most parts that decoding reads in place; concatenating so few saves too little time to be worth the memory."""

@@ -1,8 +1,8 @@
-"""Keys and values of a segment's stored tokens, and their file format.
+"""The file format of keys and values.
 
-A file is in safetensors format with one tensor per layer. It is read by mapping, so what is not used stays on disk. Its
-metadata name the model and the tokens that it was made for; a damaged file, or one of another model or other tokens,
-counts as absent. They have a checksum of each layer, too, for those who read all of it.
+A file is in safetensors format with one tensor per layer, and is read by mapping. Its metadata have a checksum of each
+layer, and name the model and the tokens that it was made for. A damaged file, or one of another model or other tokens,
+counts as absent.
 """
 
 # Legend: T stored tokens, K kv heads, X = H + V key and value dims.
@@ -27,30 +27,18 @@ FORMAT = "runahead segment 1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentKV:
-    """Keys and values of a segment.
+class StoredLayers:
+    """Keys and values in a file.
 
     Attributes:
-        layers_TKX: keys and values of each layer, (T, K, H + V), by ascending position.
-        checksums: of each layer, as its file says; None if there is no file that does.
-        is_packed: the layers are records of few bits (`KVRecords`).
+        layers_TKX: keys and values of each layer, (T, K, H + V), by ascending position; mapped.
+        checksums: of each layer, as the file says.
+        metadata: of the file.
     """
 
     layers_TKX: list[Tensor]
-    checksums: list[int] | None = None
-    is_packed: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers_TKX)
-
-    def to(self, device: torch.device, *, pin_memory: bool = False) -> SegmentKV:
-        """A copy on a device; `pin_memory` page-locks host memory."""
-        layers = []
-        for layer in self.layers_TKX:
-            copy = torch.empty(layer.shape, dtype=layer.dtype, device=device, pin_memory=pin_memory)
-            layers.append(copy.copy_(layer, non_blocking=True))
-        return SegmentKV(layers_TKX=layers, is_packed=self.is_packed)
+    checksums: list[int]
+    metadata: dict[str, str]
 
 
 def checksum(layer: Tensor) -> int:
@@ -58,23 +46,24 @@ def checksum(layer: Tensor) -> int:
     return zlib.crc32(layer.flatten().view(torch.uint8).numpy().data)
 
 
-def write_segment(path: Path, kv: SegmentKV, *, key: str, name: str, more: Mapping[str, str] | None = None) -> None:
-    """Write a segment's file, completely or not at all.
+def write_segment(path: Path, layers_TKX: Sequence[Tensor], *, key: str, name: str, more: Mapping[str, str]) -> None:
+    """Write a file, completely or not at all.
 
     Args:
+        name: for people.
         more: other metadata.
 
     Raises:
         OSError: it cannot be written.
     """
-    tensors = {f"layer.{number}": layer.contiguous().cpu() for number, layer in enumerate(kv.layers_TKX)}
+    tensors = {f"layer.{number}": layer.contiguous().cpu() for number, layer in enumerate(layers_TKX)}
     sums = json.dumps([checksum(layer) for layer in tensors.values()])
     about = {"format": FORMAT, "key": key, "segment": name, "crc32": sums}
-    write_whole(path, save(tensors, metadata=about | dict(more or {})))
+    write_whole(path, save(tensors, metadata=about | dict(more)))
 
 
 def read_metadata(path: Path) -> dict[str, str] | None:
-    """Metadata of a segment's file; None if it is missing, cut off, or not such a file."""
+    """Metadata of a file; None if it is missing, cut off, or not such a file."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
@@ -83,11 +72,11 @@ def read_metadata(path: Path) -> dict[str, str] | None:
     return metadata if metadata.get("format") == FORMAT else None
 
 
-def read_segment(path: Path, *, key: str, shapes: Sequence[KVShape], num_tokens: int) -> SegmentKV | None:
-    """Map a segment's file; None if it is missing, damaged, or of other tokens or another model."""
+def read_segment(path: Path, *, key: str, shapes: Sequence[KVShape], num_tokens: int) -> StoredLayers | None:
+    """Map a file; None if it is missing, damaged, or of other tokens or another model."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            metadata = dict(file.metadata() or {})
             if metadata.get("format") != FORMAT or metadata.get("key") != key:
                 return None
             names = [f"layer.{number}" for number in range(len(shapes))]
@@ -100,12 +89,10 @@ def read_segment(path: Path, *, key: str, shapes: Sequence[KVShape], num_tokens:
         expected = (num_tokens, shape.num_kv_heads, shape.key_dim + shape.value_dim)
         if tuple(layer.shape) != expected or layer.dtype != shape.dtype:
             return None
-    return SegmentKV(layers_TKX=layers, checksums=_checksums(metadata.get("crc32"), len(layers)))
-
-
-def _checksums(text: str | None, num_layers: int) -> list[int] | None:
     try:
-        sums = json.loads(text or "null")
+        sums = json.loads(metadata.get("crc32", "null"))
     except (ValueError, RecursionError):
         return None
-    return sums if isinstance(sums, list) and len(sums) == num_layers else None
+    if not isinstance(sums, list) or len(sums) != len(layers):
+        return None
+    return StoredLayers(layers_TKX=layers, checksums=sums, metadata=metadata)

@@ -1,32 +1,38 @@
-"""Store of encoded segments in three tiers (device, host memory, disk), each with a budget in bytes.
+"""Store of encoded segments in three tiers (device, host memory, disk), each with a budget in bytes, found by a name.
 
-A tier evicts the least recently used segments; pinned segments stay, and the clusters of a segment never push it out. A
-segment is put into every tier that has room for it, so one that a faster tier evicts is still in the slower ones. Its
-key is a hash of the model and of the segment's tokens and positions, so that another model or another text is never
-found. On disk a segment is a file that is named by its key and appears atomically, so several processes may share a
-folder. Segments in host memory and on disk may be in 4 or 2 bits; each is quantised once, when it is put there.
+A segment is put into every tier that has room for it, so one that a faster tier evicts is still in the slower ones. A
+tier evicts the least recently used segments; pinned segments stay, and the clusters of a segment never push it out. The
+name is a hash of the model and of the segment's tokens and positions, so that another model or another text is never
+found. On disk a segment is a file of this name that appears atomically, so several processes may share a folder.
+Segments in host memory and on disk may be in 4 or 2 bits; each is quantised once, when it is put there.
 """
+
+# Legend: T tokens, K kv heads, X = H + V key and value dims.
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import queue
 import warnings
-from collections import OrderedDict
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from policies.base import Segment
-from runahead.cache.quantised.records import KVRecords
-from runahead.cache.slabs import KVShape
 from runahead.config import BITS
 from runahead.model.loading.overrides import plain
 from runahead.model.model import Model
 from runahead.reuse.folder import SegmentFolder
-from runahead.reuse.segment import FORMAT, SegmentKV, read_segment, write_segment
-from runahead.reuse.tree.tiers import Tier
+from runahead.reuse.segment import FORMAT
+from runahead.reuse.tiers.entry import Entry, FileRows, Tier
+from runahead.reuse.tiers.files import FileAbout
+from runahead.reuse.tiers.layer_rows import LayerRows, Layers, LostRows
+from runahead.reuse.tiers.store import TieredStore
 
 VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures", "_attn_implementation")
 """Entries of a model's config that do not change its results."""
@@ -50,18 +56,57 @@ class StoreLimits:
                 raise ValueError(f"policy.{name}={getattr(self, name)} must not be negative; 0 turns this tier off")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
+class SegmentEntry(Entry):
+    """A segment, or the clusters of one.
+
+    Attributes:
+        about: its file.
+        own: the segment, of clusters.
+    """
+
+    about: FileAbout
+    length: int
+    own: SegmentEntry | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.length
+
+
+class HeldLayers(Layers):
+    """Keys and values of a segment on the device, which holds its place for as long as anybody has these."""
+
+    def __init__(self, rows: LayerRows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def layer(self, number: int) -> Tensor:
+        return self.rows.layer(number)
+
+    def is_whole(self) -> bool:
+        """Wait until all layers are there. Returns whether none is lost."""
+        try:
+            return len(list(self.rows)) == len(self)
+        except LostRows:
+            return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A segment that was found in the store.
 
     Attributes:
-        kv: its keys and values, in the model's dtype.
-        tier: the tier in which it was found.
+        layers_TKX: its keys and values of each layer, (T, K, H + V), in the model's dtype, on the device. A reader
+            waits for each layer, and gets `LostRows` if it is lost.
+        tier: the fastest tier that had it.
         num_bytes: that it takes there.
         is_mapped: whether it is mapped from a file, since memory has no room for it.
     """
 
-    kv: SegmentKV
+    layers_TKX: HeldLayers
     tier: Tier
     num_bytes: int
     is_mapped: bool = False
@@ -89,17 +134,22 @@ class SegmentStore:
         bits: int | None = None,
     ) -> None:
         self.limits = limits or StoreLimits()
-        self._bits, self._records = bits, None if bits is None else KVRecords(model.kv_shapes, bits)
-        self._shapes, self._device = model.kv_shapes, model.device
+        self._bits, self._shapes, self._device = bits, model.kv_shapes, model.device
         self._model_key, self._is_told = model_key(model), False
-        self._memory = {
-            tier: _MemoryTier(limit)
-            for tier, limit in ((Tier.device, self.limits.device_bytes), (Tier.host, self.limits.host_bytes))
-            if tier is Tier.host or self._device.type != "cpu"
-        }
+        memory = {Tier.device: self.limits.device_bytes, Tier.host: self.limits.host_bytes}
+        if self._device.type == "cpu":
+            del memory[Tier.device]
         self._folder = None
         if folder is not None:
             self._folder = SegmentFolder(folder, self.limits.disk_bytes, option="policy.store")
+        self._store = TieredStore[SegmentEntry](
+            self, memory, self._folder, lost_on_disk="segments that cannot be kept on disk are encoded again"
+        )
+        self._copies = self._store.copies(self._device, self._shapes, bits)
+        shapes = [replace(shape, key_dim=1, value_dim=0, dtype=torch.int32) for shape in self._shapes]
+        self._cluster_copies = self._store.copies(self._device, shapes, None)
+        self._entries: dict[str, SegmentEntry] = {}
+        self._released: queue.SimpleQueue[SegmentEntry] = queue.SimpleQueue()
 
     def key(self, segment: Segment, clusters_key: str = "") -> str:
         """Key of a segment: a hash of the model and the segment's content, 64 hexadecimal digits.
@@ -118,7 +168,7 @@ class SegmentStore:
     @property
     def stored_token_bytes(self) -> int:
         """Bytes of a token in host memory and on disk, in all layers."""
-        return sum(shape.bytes_per_token() for shape in self._stored_shapes)
+        return self._copies.stored_token_bytes
 
     @property
     def shares_disk(self) -> bool:
@@ -126,112 +176,139 @@ class SegmentStore:
         return self._folder is not None and self.limits.disk_bytes > 0
 
     def __contains__(self, segment: Segment) -> bool:
-        key = self.key(segment)
-        if any(key in tier for tier in self._memory.values()):
-            return True
-        return self._mapped(segment, key) is not None
+        self._collect()
+        return self._entry(segment) is not None
 
     def find(self, segment: Segment, clusters_key: str = "") -> Found | None:
-        """Look up a segment and copy it to all faster tiers that have room; None if it is in no tier.
+        """Look up a segment, hold it, and begin to bring it to the device and to all faster tiers that have room.
 
         A segment on disk for which memory has no room is mapped, and read when it is used.
 
         Args:
             clusters_key: look up its clusters, see `key`.
-        """
-        key, missed = self.key(segment, clusters_key), list[Tier]()
-        for tier, memory in self._memory.items():  # the fastest first
-            if (kv := memory.take(key)) is not None:
-                break
-            missed.append(tier)
-        else:
-            tier, kv = Tier.disk, self._mapped(segment, key, is_clusters=bool(clusters_key))
-            if kv is None:
-                return None
-            assert self._folder is not None
-            self._folder.touch(key)
-        found = kv
-        for faster in reversed(missed):
-            if is_new := faster is Tier.device and kv.is_packed:
-                kv = self._exact(kv)
-            if self._memory[faster].make_room(key, kv.num_bytes, keep=self.key(segment)):
-                kv = kv if is_new else self._copy(kv, faster)
-                self._memory[faster].add(key, kv, pinned=segment.pinned)
-        kv = self._exact(kv)
-        return Found(kv=kv, tier=tier, num_bytes=found.num_bytes, is_mapped=tier is Tier.disk and kv is found)
 
-    def put(self, segment: Segment, kv: SegmentKV, clusters_key: str = "") -> None:
-        """Store a segment in every tier that has room for it.
+        Returns:
+            None if it is in no tier. What is found to be lost later raises `LostRows` in its reader.
+        """
+        self._collect()
+        entry = self._entry(segment, clusters_key)
+        if entry is None:
+            return None
+        assert entry.copies is not None
+        tier, is_exact = entry.tier, entry.tier is Tier.device
+        token_bytes = entry.copies.token_bytes if is_exact else entry.copies.stored_token_bytes
+        rows = self._store.bring(entry)
+        if rows is None:
+            self.lose(entry)
+            return None
+        self._use(entry)
+        layers = HeldLayers(rows)
+        entry.holds += 1
+        weakref.finalize(layers, self._released.put, entry).atexit = False
+        self._store.make_room()
+        is_mapped = entry.copies.is_direct and not entry.places
+        return Found(layers_TKX=layers, tier=tier, num_bytes=token_bytes * entry.num_tokens, is_mapped=is_mapped)
+
+    def put(self, segment: Segment, layers_TKX: Sequence[Tensor], clusters_key: str = "") -> None:
+        """Store a segment in every tier that has room for it. Copies and files are made by threads.
 
         Args:
-            clusters_key: `kv` are its clusters, (T, K, 1), int32, see `key`.
-
-        Raises:
-            OSError: the disk tier cannot be written.
+            layers_TKX: keys and values of each layer, (T, K, H + V). Nobody may change them.
+            clusters_key: they are the segment's clusters, (T, K, 1), int32, see `key`.
         """
-        key, own = self.key(segment, clusters_key), self.key(segment)
-        stored = kv if clusters_key else self._packed(kv)
-        if self._folder is not None and stored.num_bytes <= self.limits.disk_bytes:
-            bits = {"bits": str(self._bits)} if stored.is_packed else {}
-            write_segment(self._folder.path(key), stored, key=key, name=segment.name, more=bits)
-            if segment.pinned:
-                self._folder.pin(key)
-            if clusters_key:
-                self._folder.touch(own)  # so that of the two the clusters go first
-            self._folder.make_room(keep={key, own})
-        for tier, memory in self._memory.items():
-            put = kv if tier is Tier.device else stored
-            if memory.make_room(key, put.num_bytes, keep=own):
-                on_device = put.layers_TKX[0].device.type == self._device.type
-                is_there = on_device and (tier is Tier.device or self._device.type == "cpu")
-                memory.add(key, put if is_there else self._copy(put, tier), pinned=segment.pinned)
+        self._collect()
+        entry = self._entries.get(self.key(segment, clusters_key)) or self._made(segment, clusters_key)
+        self._entries[entry.about.name] = entry
+        self._use(entry)
+        self._store.put(entry, LayerRows.of(layers_TKX), everywhere=True)
+        self._store.make_room()
+        if not entry.places and entry.file is None:
+            self.lose(entry)
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes in use, by tier."""
-        used = {tier.value: memory.num_bytes for tier, memory in self._memory.items()}
-        if self._folder is not None:
-            used[Tier.disk.value] = sum(file.num_bytes for file in self._folder.files())
-        return used
+        """Bytes in use, by tier. Those on disk are of all processes that share the folder."""
+        self._collect()
+        return self._store.bytes_by_tier
 
-    def _copy(self, kv: SegmentKV, tier: Tier) -> SegmentKV:
-        if tier is Tier.device:
-            return kv.to(self._device)
-        copy = kv.to(torch.device("cpu"), pin_memory=self._device.type == "cuda")
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # later reads do not wait for a stream
-        return copy
+    def settle(self) -> None:
+        """Wait until all copies and files that were begun are there, and drop what could not be kept."""
+        self._store.settle()
 
     @property
-    def _stored_shapes(self) -> list[KVShape]:
-        return self._shapes if self._records is None else self._records.shapes
+    def write_error(self) -> OSError | None:
+        """Why the first file that could not be written was not."""
+        return None if self._store.files is None else self._store.files.write_error
 
-    def _packed(self, kv: SegmentKV) -> SegmentKV:
-        """Keys and values as they are in host memory and on disk."""
-        if self._records is None:
-            return kv
-        layers = [self._records.pack(layer, kv_TKX).contiguous() for layer, kv_TKX in enumerate(kv.layers_TKX)]
-        return SegmentKV(layers_TKX=layers, is_packed=True)
+    def _made(self, segment: Segment, clusters_key: str) -> SegmentEntry:
+        bits = {} if clusters_key or self._bits is None else {"bits": str(self._bits)}
+        return SegmentEntry(
+            about=FileAbout(
+                name=self.key(segment, clusters_key), title=segment.name, metadata=bits, is_pinned=segment.pinned
+            ),
+            length=len(segment.stored),
+            copies=self._cluster_copies if clusters_key else self._copies,
+            is_pinned=segment.pinned,
+            own=self._entries.get(self.key(segment)) if clusters_key else None,
+        )
 
-    def _exact(self, kv: SegmentKV) -> SegmentKV:
-        """Keys and values in the model's dtype; those that were packed are then on the device."""
-        if not kv.is_packed:
-            return kv
-        assert self._records is not None
-        records = kv.layers_TKX if self._device.type == "cpu" else kv.to(self._device).layers_TKX
-        return SegmentKV(layers_TKX=[self._records.unpack(*each).contiguous() for each in enumerate(records)])
-
-    def _mapped(self, segment: Segment, key: str, *, is_clusters: bool = False) -> SegmentKV | None:
-        if self._folder is None:
-            return None
-        shapes = self._stored_shapes
-        if is_clusters:
-            shapes = [replace(shape, key_dim=1, value_dim=0, dtype=torch.int32) for shape in self._shapes]
-        kv = read_segment(self._folder.path(key), key=key, shapes=shapes, num_tokens=len(segment.stored))
-        if kv is None:
-            if not is_clusters:
+    def _entry(self, segment: Segment, clusters_key: str = "") -> SegmentEntry | None:
+        """A segment that is in memory, or of which there is a file now, whoever wrote it."""
+        entry = self._entries.get(self.key(segment, clusters_key))
+        if entry is not None and entry.places:
+            return entry
+        made = entry or self._made(segment, clusters_key)
+        file = FileRows(name=made.about.name, num_tokens=made.num_tokens)
+        assert made.copies is not None
+        if self._store.files is None or not self._store.files.has(file, made.copies):
+            self.lose(made)
+            self._collect()
+            if self._folder is not None and not clusters_key:
                 self._tell_of_other_bits(segment)
             return None
-        return replace(kv, is_packed=self._records is not None and not is_clusters)
+        if made.file is None:
+            self._store.file_found(made, file)
+        return self._entries.setdefault(file.name, made)
+
+    def _use(self, entry: SegmentEntry) -> None:
+        """Note a use: of clusters and then of their segment, so that of the two the clusters go first."""
+        for each in filter(None, (entry, entry.own)):
+            each.used = self._store.now()
+        if entry.file is not None:
+            self._store.touch(entry)
+
+    def _collect(self) -> None:
+        """Let go of what nobody has any more, and drop what was found to be lost."""
+        is_released = not self._released.empty()
+        while not self._released.empty():
+            self._released.get().holds -= 1
+        self._store.collect()
+        if is_released:
+            self._store.make_room()
+
+    # What the store of all tiers asks its finder.
+
+    def may_leave(self, entry: SegmentEntry) -> bool:
+        return True
+
+    def precedence(self, entry: SegmentEntry) -> tuple[int, ...]:
+        return (entry.used,)
+
+    def before(self, entry: SegmentEntry) -> list[SegmentEntry]:
+        return [entry]
+
+    def file_of(self, entry: SegmentEntry, around: tuple[int, int]) -> FileAbout:
+        return entry.about
+
+    def is_right(self, metadata: dict[str, str], name: str) -> bool:
+        return metadata.get("key") == name
+
+    def file_times_ns(self, entry: SegmentEntry) -> dict[str, int]:
+        return {each.about.name: each.used for each in (entry, entry.own) if each is not None and each.file is not None}
+
+    def lose(self, entry: SegmentEntry) -> None:
+        if self._entries.get(entry.about.name) is entry:
+            del self._entries[entry.about.name]
+            self._store.remove(entry)
 
     def _tell_of_other_bits(self, segment: Segment) -> None:
         """Warn, once, if a segment's file is there in other bits than this store's."""
@@ -246,47 +323,6 @@ class SegmentStore:
                 f"tier_bits={names[0]} they are not used, and are encoded again",
                 stacklevel=4,
             )
-
-
-class _MemoryTier:
-    """Tier in memory: segments by key, the least recently used first."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes, self.num_bytes = limit_bytes, 0
-        self._kept: OrderedDict[str, SegmentKV] = OrderedDict()
-        self._pinned: set[str] = set()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._kept
-
-    def take(self, key: str) -> SegmentKV | None:
-        """Look up a segment and mark it as just used."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
-
-    def make_room(self, key: str, num_bytes: int, *, keep: str) -> bool:
-        """Evict segments that are neither pinned nor to be kept to make room for a new one.
-
-        Returns:
-            whether there is room.
-        """
-        if key in self._kept or num_bytes > self.limit_bytes:
-            return False
-        evictable = [each for each in self._kept if each not in self._pinned and each != keep]
-        if self.num_bytes - sum(self._kept[each].num_bytes for each in evictable) + num_bytes > self.limit_bytes:
-            return False
-        for each in evictable:
-            if self.num_bytes + num_bytes <= self.limit_bytes:
-                break
-            self.num_bytes -= self._kept.pop(each).num_bytes
-        return True
-
-    def add(self, key: str, kv: SegmentKV, *, pinned: bool) -> None:
-        self._kept[key] = kv
-        self.num_bytes += kv.num_bytes
-        if pinned:
-            self._pinned.add(key)
 
 
 def model_key(model: Model) -> str:

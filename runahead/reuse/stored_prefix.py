@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from runahead.cache.kv_cache import KVCache
+from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.prefixes import reused_prefixes
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
-from runahead.reuse.tree.node import PrefixNode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,5 +246,5 @@ def test_an_engine_whose_forward_raised_goes_on(kind: str | None, at: int) -> No
         expected = generate()
         with once_at(layers_of(model)[at], tear), pytest.raises(Torn):
             generate()
-        assert tree is None or ([*tree.nodes()] and all(node.num_hits == 0 for node in tree.nodes()))
+        assert tree is None or ([*tree.nodes()] and all(node.holds == 0 for node in tree.nodes()))
         assert generate() == expected

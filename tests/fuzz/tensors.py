@@ -14,7 +14,7 @@ from policies.score_maps import FILES as SCORE_FILES
 from policies.score_maps import ScoreMaps
 from policies.skewing import FILES, Skew, skewing_basis
 from runahead.cache.slabs import KVShape
-from runahead.reuse.segment import FORMAT, SegmentKV, read_segment
+from runahead.reuse.segment import FORMAT, StoredLayers, checksum, read_segment
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PIECES, PLACES, VALUES, changed, changed_bytes, paths_of, with_change
 from tests.fuzz.target import Target
@@ -42,7 +42,8 @@ def score_file() -> bytes:
 @cache
 def segment_file() -> bytes:
     tensors = {f"layer.{layer}": torch.zeros(TOKENS, 2, 8) for layer in range(2)}
-    return save(tensors, metadata={"format": FORMAT, "key": KEY, "segment": "a"})
+    sums = json.dumps([checksum(layer) for layer in tensors.values()])
+    return save(tensors, metadata={"format": FORMAT, "key": KEY, "segment": "a", "crc32": sums})
 
 
 def other_tensors() -> list[bytes]:
@@ -62,7 +63,7 @@ def other_tensors() -> list[bytes]:
         for about in (
             {"kind": FILES.kind, "fingerprint": FINGERPRINT, "at_position_0": "true"},
             {"kind": SCORE_FILES.kind, "fingerprint": FINGERPRINT},
-            {"format": FORMAT, "key": KEY, "segment": "a"},
+            {"format": FORMAT, "key": KEY, "segment": "a", "crc32": "[0, 0]"},
         )
     ]
 
@@ -117,9 +118,9 @@ def check_segment(content: bytes, folder: Path) -> Outcome:
     path = folder / f"{KEY}.safetensors"
     path.write_bytes(content)
 
-    def use(found: SegmentKV | None) -> None:
+    def use(found: StoredLayers | None) -> None:
         if found is not None:
-            assert found.num_tokens == TOKENS
+            assert len(found.checksums) == 2
             assert [tuple(layer.shape) for layer in found.layers_TKX] == [(TOKENS, 2, 8)] * 2
             sum(layer.sum() for layer in found.layers_TKX)
 

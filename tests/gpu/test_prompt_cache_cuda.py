@@ -14,7 +14,6 @@ from torch import Tensor
 from policies.clusterkv import ClusterKV
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions
-from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.thinning.rank_policies import RankPolicies
 from tests.gpu.models import CPU, alone, model
@@ -47,10 +46,10 @@ def first_clusters() -> Iterator[list[tuple[Segment, str, list[Tensor]]]]:
     """Clusters that are stored meanwhile, as they were on the device: segment, key and layers."""
     stored, put = list[tuple[Segment, str, list[Tensor]]](), SegmentStore.put
 
-    def noted(self: SegmentStore, segment: Segment, kv: SegmentKV, clusters_key: str = "") -> None:
+    def noted(self: SegmentStore, segment: Segment, layers_TKX: list[Tensor], clusters_key: str = "") -> None:
         if clusters_key:
-            stored.append((segment, clusters_key, [layer.cpu().clone() for layer in kv.layers_TKX]))
-        put(self, segment, kv, clusters_key)
+            stored.append((segment, clusters_key, [layer.cpu().clone() for layer in layers_TKX]))
+        put(self, segment, layers_TKX, clusters_key)
 
     with patch.object(SegmentStore, "put", noted):
         yield stored
@@ -61,7 +60,7 @@ def require_found(store: SegmentStore, stored: list[tuple[Segment, str, list[Ten
     for segment, clusters_key, layers in stored:
         found = store.find(segment, clusters_key)
         assert found is not None and found.tier.value == tier
-        for ours, theirs in zip(found.kv.layers_TKX, layers, strict=True):
+        for ours, theirs in zip(found.layers_TKX, layers, strict=True):
             assert len(theirs.unique()) > 1 and torch.equal(ours.cpu(), theirs)
 
 

@@ -58,7 +58,7 @@ def test_a_prefix_from_the_tree_gives_the_quantised_cache_of_the_whole_prompt(fa
         num_cached += sum(reused)
         texts.known += prompts  # an answer was computed from few bits
     assert num_cached > 40
-    assert all(node.num_hits == 0 for node in tree.nodes())
+    assert all(node.holds == 0 for node in tree.nodes())
 
 
 def test_the_tree_has_prompts_as_they_are_and_no_answers() -> None:

@@ -74,7 +74,7 @@ def test_what_is_retrieved_after_a_stored_prefix_is_what_is_retrieved_without_on
             assert any(share is not None and share < 0.8 for share in report.retrieval.fetched_share)
         known += prompts  # and no answers, whose keys and values are of what was retrieved
     assert sum(reused) > 90
-    assert all(node.num_hits == 0 for node in tree.nodes())
+    assert all(node.holds == 0 for node in tree.nodes())
 
 
 def test_policies_that_retrieve_and_none_share_what_they_store() -> None:

@@ -103,7 +103,7 @@ class WrittenOut(MaskedAttention):
         self._fixed, left = list[tuple[Tensor, list[Tensor]]](), list[Tensor]()
         for use in prompt.all_uses:
             index_T = torch.searchsorted(at_S, torch.tensor([position for position, _ in use.tokens]))
-            layers = encode_segment(model, use.segment).layers_TKX
+            layers = encode_segment(model, use.segment)
             if use in prompt.blended:
                 self._stored.append((index_T, layers))
                 left.append(index_T)

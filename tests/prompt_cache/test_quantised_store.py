@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from policies.reuse import Segment
 from runahead.cache.quantised.records import KVRecords
-from runahead.reuse.segment import SegmentKV
-from runahead.reuse.store import SegmentStore, StoreLimits, Tier
+from runahead.reuse.store import SegmentStore, StoreLimits
+from runahead.reuse.tiers.entry import Tier
 from tests.prompt_cache.serving import serve
 from tests.prompt_cache.test_store import kv_of, same, segment, using
 from tests.ranks.tasks import tiny_model
@@ -30,11 +31,10 @@ def store_of(folder: Path | None = None, *, bits: int | None = 4, host: int = 2*
     return SegmentStore(tiny_model("llama"), folder, StoreLimits(host_bytes=host), bits=bits)
 
 
-def once(kv: SegmentKV, bits: int) -> SegmentKV:
+def once(layers_TKX: list[Tensor], bits: int) -> list[Tensor]:
     """Keys and values that were quantised once."""
     kept = KVRecords(tiny_model("llama").kv_shapes, bits)
-    layers = [kept.unpack(layer, kept.pack(layer, kv_TKX)) for layer, kv_TKX in enumerate(kv.layers_TKX)]
-    return SegmentKV(layers_TKX=layers)
+    return [kept.unpack(layer, kept.pack(layer, kv_TKX)) for layer, kv_TKX in enumerate(layers_TKX)]
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -51,13 +51,13 @@ def test_a_segment_is_quantised_once_and_counted_to_the_byte(tmp_path: Path, bit
     for tier in (Tier.disk, Tier.host):  # b is in host memory, until a is
         found = store.find(a)
         assert found is not None and (found.tier, found.num_bytes) == (tier, size)
-        assert same(found.kv, expected) and not found.kv.is_packed and not found.is_mapped
+        assert same(found.layers_TKX, expected) and not found.is_mapped
         assert store.bytes_by_tier()["host"] == size
     payload = sum(tensor.nbytes for tensor in load_file(tmp_path / f"{store.key(a)}.safetensors").values())
     assert payload == size
     tight = store_of(tmp_path, bits=bits, host=size - 1)
     found = tight.find(a)
-    assert found is not None and found.tier is Tier.disk and same(found.kv, expected)
+    assert found is not None and found.tier is Tier.disk and same(found.layers_TKX, expected)
     assert tight.bytes_by_tier()["host"] == 0
 
 
@@ -69,6 +69,7 @@ def test_segments_of_other_bits_are_not_found_and_told_once(tmp_path: Path) -> N
         store = store_of(folder, bits=bits)
         for each in (a, b):
             store.put(each, kv_of(each))
+        store.settle()
         paths |= {path.name for path in folder.glob("*.safetensors")}
         for other in (4, 2, None):
             with warnings.catch_warnings(record=True) as told:
@@ -105,10 +106,11 @@ def test_a_prompt_attends_to_the_numbers_of_the_records(tmp_path: Path) -> None:
 def test_clusters_stay_as_they_are(tmp_path: Path) -> None:
     """They are numbers of clusters. Wrong: all that is put is packed."""
     a: Segment = segment("a")
-    clusters = SegmentKV(layers_TKX=[torch.randint(9, (TOKENS, KV_HEADS, 1)).int() for _ in range(LAYERS)])
+    clusters = [torch.randint(9, (TOKENS, KV_HEADS, 1)).int() for _ in range(LAYERS)]
     store = store_of(tmp_path)
     store.put(a, kv_of(a))
     store.put(a, clusters, "clusters")
+    store.settle()
     for each in (store, store_of(tmp_path), store_of(tmp_path, host=0)):
         found = each.find(a, "clusters")
-        assert found is not None and same(found.kv, clusters)
+        assert found is not None and same(found.layers_TKX, clusters)

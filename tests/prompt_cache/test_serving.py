@@ -191,7 +191,7 @@ def test_prompts_of_a_batch_share_what_they_have_in_common() -> None:
         [part] = reuse.fetch().parts
     found = store.find(segment)
     assert found is not None and part.rows == (0, 1, 2, 3)
-    for ours, kept in zip(part.layers_TKX, found.kv.layers_TKX, strict=True):
+    for ours, kept in zip(part.layers_TKX, found.layers_TKX, strict=True):
         assert ours.data_ptr() == kept.data_ptr()  # where it lies, not a copy
 
 
@@ -246,7 +246,7 @@ def test_placeholders_are_seen_by_their_module_and_never_served() -> None:
         asked = ReusingPrompt(uses=(use,), new_ids=(5, 6), new_positions=(2, 40))
         served = serve(model, [asked], store=store)
         found = store.find(segment)
-        assert served is not None and found is not None and len(found.kv.layers_TKX[0]) == len(segment.ids) - 2
+        assert served is not None and found is not None and len(found.layers_TKX[0]) == len(segment.ids) - 2
         ends.append(served.logits[0][0])
         assert asked.ids[2] == 5 and 9 not in asked.ids[:4]
     assert largest_difference(ends[0], ends[1]) > 1e-6  # what stands behind a placeholder saw it

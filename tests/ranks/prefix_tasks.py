@@ -83,7 +83,7 @@ def generate_in_turn(
         for prompts in batches:
             turns.ours.append(ours.generate(prompts, options))
             turns.theirs.append(theirs.generate(prompts, options))
-    turns.num_held = sum(node.num_hits for node in tree.nodes())
+    turns.num_held = sum(node.holds for node in tree.nodes())
     return turns
 
 
@@ -118,7 +118,7 @@ def generate_from_damaged_files(
         for ids in prompts[1:]:
             turns.ours.append(after.generate([ids], options))
             turns.theirs.append(theirs.generate([ids], options))
-    turns.num_held = sum(node.num_hits for node in tree.nodes())
+    turns.num_held = sum(node.holds for node in tree.nodes())
     return turns, [str(each.message) for each in told]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from policies.reuse import GivenPrompt, Segment
 from runahead import Engine, GenerationOptions, Model, PrefillOptions
@@ -23,7 +24,6 @@ from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
 from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.segment import SegmentKV
 from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
@@ -177,7 +177,7 @@ def prefill_after_drops(
             outcome.tokens.append([])
             executor.carry_out(item)
             executor.decode_all()
-    outcome.num_held = sum(node.num_hits for node in tree.nodes())
+    outcome.num_held = sum(node.holds for node in tree.nodes())
     return outcome
 
 
@@ -420,7 +420,7 @@ def noting(served: Served) -> Iterator[None]:
             served.inside.append(choice.name)
         do(self, choice)
 
-    def noted_encode(model: Model, segment: Segment, *rest: Any) -> SegmentKV:
+    def noted_encode(model: Model, segment: Segment, *rest: Any) -> list[Tensor]:
         served.encoded.append(segment.name)
         return encode(model, segment, *rest)
 

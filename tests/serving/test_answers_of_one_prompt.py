@@ -112,7 +112,7 @@ def test_a_prompt_is_computed_once_for_its_answers(family: str, has_tree: bool) 
         assert [served.cached.get((1, row), 0) for row in range(4)] == [0, reused, 0, reused]
         served.require_answers()
         if tree is not None and served.engine.prefixes is not None:
-            assert all(node.num_hits == 0 for node in tree.nodes())
+            assert all(node.holds == 0 for node in tree.nodes())
             for item in served.items:
                 for row, ids in enumerate(item.prompts):
                     text = [*ids, *served.tokens[item.number, row]]

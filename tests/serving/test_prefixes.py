@@ -27,7 +27,7 @@ from runahead.config import CacheOptions, Carrier, Device, RanksOptions, Specula
 from runahead.context import ContextPartition
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
 from runahead.reuse.rows import rows_cache
-from runahead.reuse.tree.tiers import Tier
+from runahead.reuse.tiers.entry import Tier
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
@@ -118,7 +118,7 @@ class Serving:
                 options = replace(GREEDY, max_new_tokens=len(ours))
                 assert ours == self.plain.generate([ids], options).generations[0].new_token_ids
         assert self.executor.live.num_bytes == 0 and not self.executor._prefixes
-        assert all(node.num_hits == 0 for node in self.tree.nodes())
+        assert all(node.holds == 0 for node in self.tree.nodes())
         key = self.engine.prefixes.key if self.engine.prefixes else ""
         for ids in (ids for prompts in self.prompts for ids in prompts):
             assert self.known.num_stored(ids, key) == self.tree.num_stored(ids, key)

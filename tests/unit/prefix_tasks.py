@@ -13,7 +13,7 @@ from torch import Tensor
 from runahead import Ranks
 from runahead.cache.slabs import KVShape
 from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.tree.layer_rows import LostRows
+from runahead.reuse.tiers.layer_rows import LostRows
 
 KEY = "a"
 SHAPES = [KVShape(num_kv_heads=1, key_dim=width, value_dim=0, dtype=torch.float64) for width in (1, 2)]

@@ -26,11 +26,13 @@ from torch import Tensor
 from runahead import GenerationOptions, Model, files
 from runahead.cache.slabs import KVShape
 from runahead.prefill.chain_run import ChainRun
+from runahead.reuse import prefix_run
+from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import Change, PrefixTree, Stored
-from runahead.reuse.tree import prefix_files
-from runahead.reuse.tree.layer_rows import CopiedMemory, LayerRows, LostRows
-from runahead.reuse.tree.node import PrefixNode
-from runahead.reuse.tree.tiers import Tier, TierCopies
+from runahead.reuse.tiers import files as tier_files
+from runahead.reuse.tiers.copies import TierCopies
+from runahead.reuse.tiers.entry import Tier
+from runahead.reuse.tiers.layer_rows import CopiedMemory, LayerRows, LostRows
 from tests.conftest import RankPools
 from tests.examples import examples
 from tests.families import build, prompt, throughout
@@ -53,7 +55,7 @@ def opened(tree: PrefixTree, *keys: str) -> PrefixTree:
 
 def rows_of(tree: PrefixTree, node: PrefixNode) -> LayerRows:
     """A node's keys and values, wherever they are."""
-    rows = tree._read(node) if node.tier is Tier.disk else node.layers_TKX
+    rows = tree._store.read(node) if node.tier is Tier.disk else node.layers_TKX
     assert rows is not None
     list(rows)  # waits for all layers
     return rows
@@ -118,7 +120,7 @@ class Tiered(Checked):
                 assert ((layer - expected).abs() <= self.most_off).all(), "keys and values of other tokens"
             for before, after in pairwise(node.path):
                 assert ORDER.index(before.tier) <= ORDER.index(after.tier)
-            assert node.num_hits == 0 or node.tier is Tier.device
+            assert node.holds == 0 or node.tier is Tier.device
             files[node.tier] += 1
         assert used.get("host", 0) <= self.more["host_bytes"] and used.get("disk", 0) <= self.more["disk_bytes"]
         for key, ids, hit in self.held:
@@ -287,7 +289,7 @@ def stopped(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_nobody_waits_for_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = opened(PrefixTree(10 * TOKEN_BYTES, host_bytes=10 * TOKEN_BYTES, folder=tmp_path))
     a, b, c, d = texts(4)
-    with stopped(prefix_files, "write_segment", monkeypatch), stopped(TierCopies, "host_block", monkeypatch):
+    with stopped(tier_files, "write_segment", monkeypatch), stopped(TierCopies, "host_block", monkeypatch):
         for number, ids in enumerate((a, b, c, d)):
             tree.insert(ids, layers(10, number), A).release()
         tree.match(d, A).release()
@@ -326,11 +328,11 @@ def change_byte(path: Path) -> None:
 
 
 def change_text(path: Path) -> None:
-    metadata = prefix_files.read_metadata(path)
+    metadata = tier_files.read_metadata(path)
     assert metadata is not None
-    run = prefix_files.PrefixRun.of(metadata, path.name.removesuffix(prefix_files.SUFFIX))
+    run = prefix_run.PrefixRun.of(metadata, path.name.removesuffix(prefix_run.SUFFIX))
     assert run is not None
-    other = prefix_files.PrefixRun(key=run.key, ids=(*run.ids[:-1], 99), start=run.start)
+    other = prefix_run.PrefixRun(key=run.key, ids=(*run.ids[:-1], 99), start=run.start)
     path.write_bytes(path.read_bytes().replace(run.metadata["prefix"].encode(), other.metadata["prefix"].encode()))
     change = (
         '"' + run.metadata["prefix"].replace('"', '\\"') + '"',
@@ -479,7 +481,7 @@ def test_two_processes_share_a_folder(rank_pools: RankPools, tmp_path: Path) -> 
     found = rank_pools.run(2, prefix_tasks.use, tmp_path, 40)
     assert all(each["disk"] > 0 for each in found)
     names = {path.name for path in tmp_path.iterdir()}
-    assert all(name == ".lock" or name.endswith(prefix_files.SUFFIX) for name in names)
+    assert all(name == ".lock" or name.endswith(prefix_run.SUFFIX) for name in names)
     tree = PrefixTree(inf, folder=tmp_path, disk_bytes=20_000)
     tree.open(prefix_tasks.KEY, prefix_tasks.SHAPES, CPU)
     assert 0 < tree.bytes_by_tier["disk"] <= 20_000
@@ -505,7 +507,7 @@ files.write_whole(sys.argv[1], b"half" * 1000)
 
 @pytest.mark.parametrize("way", ["named", "unnamed"])
 def test_a_killed_writer_leaves_nothing_after_the_next_start(tmp_path: Path, way: str) -> None:
-    command = [sys.executable, "-c", WRITER, str(tmp_path / f"{'0' * 64}{prefix_files.SUFFIX}"), way]
+    command = [sys.executable, "-c", WRITER, str(tmp_path / f"{'0' * 64}{prefix_run.SUFFIX}"), way]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=files.__file__.rpartition("/runahead/")[0]) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
         left = list(tmp_path.iterdir())
@@ -545,7 +547,7 @@ def test_texts_that_went_to_the_host_and_to_disk_and_were_found_by_a_later_proce
             assert tree.found_tokens == found and computed_and_cached(ours)[1] == sum(found.values())
             if number == 2:
                 tree.save()
-    assert all(node.num_hits == 0 for node in tree.nodes())
+    assert all(node.holds == 0 for node in tree.nodes())
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -573,14 +575,14 @@ def test_a_layer_that_is_found_damaged_in_the_middle_of_a_forward_is_computed_an
                 assert mirror.num_stored(ids, next(tree.nodes()).key) == tree.num_stored(ids, next(tree.nodes()).key)
     [warning] = told
     assert "is damaged, and was removed" in str(warning.message)
-    assert all(node.num_hits == 0 for node in tree.nodes())
+    assert all(node.holds == 0 for node in tree.nodes())
 
 
 def test_a_forward_begins_before_later_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second layer's checksum is compared when the first one has been computed."""
     model, ids, compared = tiny_model("llama"), prompt(40, seed=1), threading.Event()
     assert model.fingerprint
-    checksum, number = prefix_files.checksum, 0
+    checksum, number = tier_files.checksum, 0
 
     def waiting(layer: Tensor) -> int:
         nonlocal number
@@ -593,7 +595,7 @@ def test_a_forward_begins_before_later_layers_are_read(tmp_path: Path, monkeypat
         first = engine_of(model, tree).generate([ids], OPTIONS)
         tree.save()
         engine = engine_of(model, PrefixTree(inf, folder=tmp_path))
-        monkeypatch.setattr(prefix_files, "checksum", waiting)
+        monkeypatch.setattr(tier_files, "checksum", waiting)
         monkeypatch.setattr(ChainRun, "close", _then(ChainRun.close, compared.set))
         second = engine.generate([ids], OPTIONS)
     require_same(second, first)
@@ -615,9 +617,9 @@ def test_at_a_start_the_system_reads_ahead_what_was_used_last(tmp_path: Path, mo
         tree.insert(ids, layers(10), A).release()
     tree.match(a, A).release()
     tree.save()
-    monkeypatch.setattr(prefix_files.PrefixFiles, "_read_ahead", lambda files, name: read.append(name))
+    monkeypatch.setattr(tier_files.TierFiles, "_read_ahead", lambda files, name: read.append(name))
     opened(PrefixTree(15 * TOKEN_BYTES, host_bytes=9 * TOKEN_BYTES, folder=tmp_path)).settle()
-    assert read == [prefix_files.PrefixRun(key=A, ids=tuple(ids), start=0).name for ids in (a, c)]
+    assert read == [prefix_run.PrefixRun(key=A, ids=tuple(ids), start=0).name for ids in (a, c)]
 
 
 def test_files_of_other_weights_another_rope_and_another_dtype_are_not_found(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runahead.reuse import prefix_tree
+from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixTree, Stored
-from runahead.reuse.tree import layer_rows
-from runahead.reuse.tree.node import PrefixNode
+from runahead.reuse.tiers import layer_rows
+from runahead.reuse.tiers import store as tiered_store
+from runahead.reuse.tiers.store import TieredStore
 from tests.examples import examples
 
 Ids = tuple[int, ...]
@@ -181,21 +182,21 @@ def forgets_holds(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: PrefixTree, node: PrefixNode, num_tokens: int) -> PrefixNode:
         before = split(self, node, num_tokens)
-        before.num_hits = 0
+        before.holds = 0
         return before
 
     patch.setattr(PrefixTree, "_split", wrong)
 
 
 def drops_what_is_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixNode, "is_free_leaf", property(lambda node: not node.children and node.parent is not None))
+    patch.setattr(TieredStore, "_may_leave", lambda store, node, tier: not node.children)
 
 
 def drops_the_newest(patch: pytest.MonkeyPatch) -> None:
     def pop(heap: list[Any]) -> Any:
         return heap.pop(heap.index(max(heap)))
 
-    patch.setattr(prefix_tree, "heapq", SimpleNamespace(**(vars(heapq) | {"heappop": pop})))
+    patch.setattr(tiered_store, "heapq", SimpleNamespace(**(vars(heapq) | {"heappop": pop})))
 
 
 def knows_no_keys(patch: pytest.MonkeyPatch) -> None:
@@ -218,7 +219,7 @@ def counts_views(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixTree, "_move", lambda self, memory: None)
+    patch.setattr(TieredStore, "_move", lambda self, memory: None)
 
 
 def splits_beside_the_place(patch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_texts_are_continued_as_if_all_of_them_was_computed(family: str) -> None
         seen_cached += sum(reused)
         texts.known += [ids + each.new_token_ids[:-1] for ids, each in zip(prompts, ours.generations, strict=True)]
     assert seen_cached > 40
-    assert all(node.num_hits == 0 for node in tree.nodes())
+    assert all(node.holds == 0 for node in tree.nodes())
 
 
 def test_a_tree_that_is_too_small_for_all_texts_changes_no_number() -> None:
@@ -188,7 +188,7 @@ def test_a_call_that_fails_holds_nothing() -> None:
         engine.generate([ids], OPTIONS)
         with pytest.raises(RuntimeError, match="has gone"):
             engine.generate([ids], OPTIONS, on_tokens=fail)  # type: ignore[arg-type]
-    assert all(node.num_hits == 0 for node in tree.nodes())
+    assert all(node.holds == 0 for node in tree.nodes())
 
 
 @pytest.mark.parametrize("family", ["llama_dynamic_ntk", "phi3_longrope", "bart"])

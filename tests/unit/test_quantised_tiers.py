@@ -20,9 +20,9 @@ from runahead.cache.quantised import groups, records
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
 from runahead.cache.quantised.records import KVRecords, whole_groups
 from runahead.cache.slabs import KVShape
+from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.tree.node import PrefixNode
-from runahead.reuse.tree.tiers import Tier
+from runahead.reuse.tiers.entry import Tier
 from tests.examples import examples
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
@@ -131,7 +131,7 @@ def test_a_number_is_quantised_once_however_often_it_moves_and_wherever_its_text
         assert same(found(tree, IDS[:length]), [layer[:length] for layer in first])  # splits it
         push_down(tree)
         assert same(found(tree), first)
-    tree._host.limit_bytes = 0
+    tree._store.memory[Tier.host].limit_bytes = 0
     push_down(tree)
     assert {node.tier for node in tree.nodes()} == {Tier.disk}
     assert same(found(tree), first)
@@ -151,7 +151,7 @@ def test_what_is_left_of_a_text_moves_with_its_records() -> None:
     first = [layer[:20] for layer in found(tree)]
     found(tree, IDS[:20])
     rest = tree._known(IDS, KEY)[0][-1]
-    tree._lose(rest)
+    tree.lose(rest)
     tree.make_room()
     copies = tree._opened[KEY]
     assert tree.num_bytes == 20 * copies.token_bytes + GROUP * copies.stored_token_bytes
@@ -176,7 +176,7 @@ def test_bytes_of_a_tier_are_those_of_records_and_limits_hold_to_the_byte(tmp_pa
     assert sum(tensor.nbytes for tensor in load_file(path).values()) == NUM_TOKENS * token_bytes
     assert tree.bytes_by_tier["disk"] == path.stat().st_size
     for room, tier in ((64 * token_bytes, Tier.host), (64 * token_bytes - 1, Tier.disk)):
-        tree._host.limit_bytes = room
+        tree._store.memory[Tier.host].limit_bytes = room
         found(tree, IDS[:45])
         push_down(tree)
         assert tree._known(IDS[:45], KEY)[0][-1].tier is tier  # whole groups: 64 tokens

@@ -263,8 +263,8 @@ class MendedRows(Layers):
         compute: gives the layers (T, K, H + V); called at most once, in the reader's thread.
     """
 
-    def __init__(self, rows: LayerRows, compute: Callable[[], Sequence[Tensor]]) -> None:
-        self._layers_TKX: Sequence[Tensor] = rows
+    def __init__(self, rows: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
+        self._layers_TKX = rows
         self._compute: Callable[[], Sequence[Tensor]] | None = compute
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Tiers in which keys and values are kept: the memory that one takes, and copies of rows between device and host.
+"""Copies of keys and values between device and host memory.
 
 Copies are made by threads, beside compute and decoding. On a CPU both are the same memory, and the copies are made all
 the same: limits and code are those of a GPU. With bits host memory has records: rows are quantised when they leave the
@@ -8,11 +8,10 @@ device, and dequantised there when they come back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,102 +22,7 @@ from runahead.cache.quantised.records import KVRecords
 from runahead.cache.slabs import KVShape
 from runahead.ranks.accelerator import Event, accelerator_for
 from runahead.ranks.worker import Worker
-from runahead.reuse.tree.layer_rows import CopiedMemory, LayerRows, Layers
-
-
-class Tier(Enum):
-    device = "device"
-    host = "host"
-    disk = "disk"
-
-
-class Owner(Protocol):
-    """Owns rows of an allocation."""
-
-    layers_TKX: LayerRows
-    num_hits: int
-
-
-AnyOwner = TypeVar("AnyOwner", bound=Owner)
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class Allocation(Generic[AnyOwner]):
-    """Memory in which the rows of some owners lie, and perhaps other rows.
-
-    Attributes:
-        num_bytes: allocated.
-        live_bytes: of the owners' rows.
-    """
-
-    num_bytes: int
-    live_bytes: int = 0
-    owners: set[AnyOwner] = field(default_factory=set)
-
-    @property
-    def is_wasted(self) -> bool:
-        """Whether less than half of it has an owner, and nobody reads it: a copy would not free what is read."""
-        if 2 * self.live_bytes >= self.num_bytes or any(owner.num_hits for owner in self.owners):
-            return False
-        return 2 * sum(owner.layers_TKX.least_bytes for owner in self.owners) < self.num_bytes
-
-
-class TierMemory(Generic[AnyOwner]):
-    """The allocations of one tier. A view keeps its whole allocation alive, so bytes are counted per allocation.
-
-    Args:
-        limit_bytes: most bytes of all allocations.
-
-    Attributes:
-        num_bytes: bytes of all allocations, each once.
-    """
-
-    def __init__(self, limit_bytes: float) -> None:
-        self.limit_bytes = limit_bytes
-        self.num_bytes = 0
-        self._allocations: dict[Hashable, Allocation[AnyOwner]] = {}
-
-    def add(self, owner: AnyOwner) -> None:
-        """Count an owner's rows."""
-        rows = owner.layers_TKX
-        if not rows:
-            return
-        if rows.memory.where not in self._allocations:
-            self._allocations[rows.memory.where] = Allocation(num_bytes=rows.memory.num_bytes)
-            self.num_bytes += rows.memory.num_bytes
-        self._allocations[rows.memory.where].owners.add(owner)
-        self._allocations[rows.memory.where].live_bytes += rows.num_bytes
-
-    def share(self, owner: AnyOwner, new: AnyOwner) -> None:
-        """Let `new` own some of the rows that were counted for an owner."""
-        if owner.layers_TKX:
-            self._allocations[owner.layers_TKX.memory.where].owners.add(new)
-
-    def forget(self, owner: AnyOwner) -> Allocation[AnyOwner] | None:
-        """Count an owner's rows no longer. Returns their allocation; None if the owner has no rows."""
-        rows = owner.layers_TKX
-        if not rows:
-            return None
-        allocation = self._allocations[rows.memory.where]
-        allocation.owners.remove(owner)
-        allocation.live_bytes -= rows.num_bytes
-        if not allocation.owners:
-            self.num_bytes -= allocation.num_bytes
-            del self._allocations[rows.memory.where]
-        return allocation
-
-    def owners(self) -> Iterator[AnyOwner]:
-        """All owners, each once."""
-        for allocation in self._allocations.values():
-            yield from allocation.owners
-
-    def owners_of(self, where: Hashable) -> list[AnyOwner]:
-        """The owners of rows in this allocation."""
-        return list(self._allocations[where].owners) if where in self._allocations else []
-
-    def wasted(self) -> list[Allocation[AnyOwner]]:
-        """The allocations of which it pays to copy what is left."""
-        return [each for each in self._allocations.values() if each.is_wasted]
+from runahead.reuse.tiers.layer_rows import CopiedMemory, LayerRows, Layers
 
 
 class TierCopies:
@@ -154,7 +58,19 @@ class TierCopies:
         self._accelerator, self._stream = accelerator_for(device), copies_for(device)
         self._on_their_way: list[tuple[Event, LayerRows]] = []  # host memory that copies read
         self._changes = threading.Lock()  # of this list
-        self._lowering, self._raising = Worker("prefixes to the host"), Worker("prefixes to the device")
+
+    @cached_property
+    def _lowering(self) -> Worker:
+        return Worker("keys and values to the host")
+
+    @cached_property
+    def _raising(self) -> Worker:
+        return Worker("keys and values to the device")
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the device computes with what is in host memory, as it is there."""
+        return self.device.type == "cpu" and not self.is_packed
 
     def to_host(self, rows: LayerRows) -> LayerRows:
         """Begin to copy rows of the device, or of host memory, into host memory of their own."""
@@ -241,8 +157,9 @@ class TierCopies:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all copies so far are made."""
-        for worker in (self._lowering, self._raising):
-            worker.submit(lambda: None).done.wait(timeout_s)
+        for name in ("_lowering", "_raising"):
+            if (worker := vars(self).get(name)) is not None:
+                worker.submit(lambda: None).done.wait(timeout_s)
 
     def _hold(self, mark: Any) -> None:
         assert self._stream is not None

@@ -1,0 +1,71 @@
+"""A run of tokens of a text as it is in a file, which later processes find by the tokens.
+
+A run is the part of a text from a token on, and its file's name a hash of the whole text up to the run's last token and
+of what keys and values depend on beside the tokens. So a file cannot be taken for that of another text or model, and
+processes that store the same write the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+
+from runahead.reuse.tiers.entry import FileRows
+
+SUFFIX = ".prefix.safetensors"
+FORMAT = "runahead prefix 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRun:
+    """A run of tokens of a text.
+
+    Attributes:
+        key: of the text.
+        ids: the text up to the run's last token.
+        start: index of the run's first token.
+        around: rows of its file before and after it, which its first and last rows are read with. They may be of any
+            text that goes on after it: nobody but the groups of its own rows needs them.
+    """
+
+    key: str
+    ids: tuple[int, ...]
+    start: int
+    around: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def name(self) -> str:
+        """Name of its file, 64 hexadecimal digits."""
+        place = (FORMAT, self.key, self.start, *(self.around if any(self.around) else ()))
+        return hashlib.sha256(repr(place).encode() + array("q", self.ids).tobytes()).hexdigest()
+
+    @property
+    def rows(self) -> FileRows:
+        """Its rows in its file."""
+        before, after = self.around
+        return FileRows(name=self.name, num_tokens=before + len(self.ids) - self.start + after, first=before)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        ids = base64.b64encode(array("q", self.ids).tobytes()).decode()
+        about = {"format": FORMAT, "key": self.key, "start": self.start, "ids": ids}
+        if any(self.around):
+            about["around"] = self.around
+        return {"prefix": json.dumps(about)}
+
+    @classmethod
+    def of(cls, metadata: dict[str, str], name: str) -> PrefixRun | None:
+        """The run of a file of this name; None if its metadata were changed."""
+        try:
+            about = json.loads(metadata["prefix"])
+            ids = array("q", base64.b64decode(about["ids"], validate=True))
+            before, after = about.get("around", (0, 0))
+            around = int(before), int(after)
+            run = cls(key=str(about["key"]), ids=tuple(ids), start=int(about["start"]), around=around)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+        return run if run.name == name and 0 <= run.start < len(run.ids) and min(around) >= 0 else None
