@@ -208,31 +208,7 @@ def test_other_text_other_positions_and_other_models_are_never_found(tmp_path: P
     assert a in SegmentStore(Model(build("llama"), name="the same weights"), tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "another's"])
-def test_a_damaged_file_counts_as_absent_and_is_made_again(tmp_path: Path, damage: str) -> None:
-    model, a, b = tiny_model("llama"), segment("a"), segment("b")
-    store = filled(SegmentStore(model, tmp_path, limits(disk=9)), a, b)
-    path = tmp_path / f"{store.key(a)}.safetensors"
-    data = {
-        "cut": path.read_bytes()[: FILE // 2],
-        "empty": b"",
-        "noise": random.Random(0).randbytes(FILE),
-        "another's": (tmp_path / f"{store.key(b)}.safetensors").read_bytes(),
-    }
-    path.write_bytes(data[damage])
-    assert a not in store and store.find(a) is None
-    asked = using(a)
-    served = serve(model, [asked], store=store)
-    assert served is not None and a in store
-    assert largest_difference(served.logits[0][0], written_out_logits(model, asked)) < 1e-9
-
-
-def test_what_is_no_folder_or_no_size_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    for folder in (file, file / "inside"):
-        with pytest.raises(ValueError, match=r"policy.store=.*file.* is not a writable folder"):
-            SegmentStore(tiny_model("llama"), folder)
+def test_a_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="policy.host_bytes=-1 must not be negative"):
         StoreLimits(host_bytes=-1)
 

@@ -380,7 +380,7 @@ def test_a_layer_that_is_found_damaged_in_the_middle_of_a_forward_is_computed_an
             require_same(second.generate([asked], OPTIONS), expected)
         if kind == "prefixes":
             second.prefixes.tree.save()
-        [path] = list(tmp_path.glob("*.safetensors"))[:1]
-        assert path.exists()
+        require_same(engine().generate([asked], OPTIONS), expected)
     [warning] = told
     assert "is damaged, and was removed" in str(warning.message)
+    assert list(tmp_path.glob("*.safetensors"))
