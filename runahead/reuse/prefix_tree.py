@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from runahead.cache.slabs import KVShape
-from runahead.reuse.folder import SegmentFolder
 from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_run import SUFFIX, PrefixRun
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import Tier
 from runahead.reuse.tiers.files import FileAbout
+from runahead.reuse.tiers.folder import TierFolder
 from runahead.reuse.tiers.layer_rows import NO_ROWS, LayerRows
 from runahead.reuse.tiers.store import TieredStore
 
@@ -124,7 +124,7 @@ class PrefixTree:
         limits = {Tier.device: limit_bytes} | ({Tier.host: host_bytes} if host_bytes else {})
         kept = None
         if folder is not None:
-            kept = SegmentFolder(folder, disk_bytes, option=option, suffix=SUFFIX, is_private=True)
+            kept = TierFolder(folder, disk_bytes, option=option, suffix=SUFFIX, is_private=True)
         self._store = TieredStore[PrefixNode](
             self, limits, kept, lost_on_disk="prefixes that cannot be kept on disk are computed anew"
         )

@@ -27,10 +27,10 @@ from policies.base import Segment
 from runahead.config import BITS
 from runahead.model.loading.overrides import plain
 from runahead.model.model import Model
-from runahead.reuse.folder import SegmentFolder
-from runahead.reuse.segment import FORMAT
 from runahead.reuse.tiers.entry import Entry, FileRows, Tier
+from runahead.reuse.tiers.file_format import FORMAT
 from runahead.reuse.tiers.files import FileAbout
+from runahead.reuse.tiers.folder import TierFolder
 from runahead.reuse.tiers.layer_rows import LayerRows, Layers, LostRows
 from runahead.reuse.tiers.store import TieredStore
 
@@ -141,7 +141,7 @@ class SegmentStore:
             del memory[Tier.device]
         self._folder = None
         if folder is not None:
-            self._folder = SegmentFolder(folder, self.limits.disk_bytes, option="policy.store")
+            self._folder = TierFolder(folder, self.limits.disk_bytes, option="policy.store")
         self._store = TieredStore[SegmentEntry](
             self, memory, self._folder, lost_on_disk="segments that cannot be kept on disk are encoded again"
         )

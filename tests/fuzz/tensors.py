@@ -14,7 +14,7 @@ from policies.score_maps import FILES as SCORE_FILES
 from policies.score_maps import ScoreMaps
 from policies.skewing import FILES, Skew, skewing_basis
 from runahead.cache.slabs import KVShape
-from runahead.reuse.segment import FORMAT, StoredLayers, checksum, read_segment
+from runahead.reuse.tiers.file_format import FORMAT, StoredLayers, checksum, read_layers
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import PIECES, PLACES, VALUES, changed, changed_bytes, paths_of, with_change
 from tests.fuzz.target import Target
@@ -125,7 +125,7 @@ def check_segment(content: bytes, folder: Path) -> Outcome:
             sum(layer.sum() for layer in found.layers_TKX)
 
     return judged(
-        lambda: read_segment(path, key=KEY, shapes=SHAPES, num_tokens=TOKENS), use, names=[str(path)], folder=folder
+        lambda: read_layers(path, key=KEY, shapes=SHAPES, num_tokens=TOKENS), use, names=[str(path)], folder=folder
     )
 
 
@@ -146,7 +146,7 @@ TARGETS = (
     ),
     Target(
         name="files of a prompt cache's store",
-        reads="runahead/reuse/segment.py read_segment",
+        reads="runahead/reuse/tiers/file_format.py read_layers",
         inputs=st.deferred(lambda: tensor_files(segment_file())),
         check=check_segment,
         share=5,

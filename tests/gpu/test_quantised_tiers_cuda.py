@@ -10,7 +10,7 @@ import torch
 from runahead.cache.quantised.records import KVRecords
 from runahead.reuse.prefix_tree import PrefixTree
 from tests.gpu.models import CUDA
-from tests.unit.test_quantised_tiers import IDS, KEY, SHAPES, found, numbers, push_down, same, stored
+from tests.reuse.test_quantised_tiers import IDS, KEY, SHAPES, found, numbers, push_down, same, stored
 
 
 @pytest.mark.parametrize("bits", [4, 2])

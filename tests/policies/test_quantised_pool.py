@@ -33,7 +33,7 @@ from tests.families import prompt, throughout
 from tests.policies.test_host_pool import LateCopies, copies  # noqa: F401
 from tests.policies.test_retrieval import ALL, NAMES, SOME, policy
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_prefixes import computed_and_cached, require_same
+from tests.reuse.test_prefixes import computed_and_cached, require_same
 
 RESIDUAL = 8
 LENGTHS = (77, 60, 12)

@@ -16,8 +16,8 @@ from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
+from tests.reuse.test_prefixes import ROOMY, Texts, computed_and_cached, longest, require_same
 from tests.serving.test_prefixes import Serving
-from tests.unit.test_prefixes import ROOMY, Texts, computed_and_cached, longest, require_same
 
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
 RESIDUAL = 8

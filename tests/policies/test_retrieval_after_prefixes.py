@@ -19,7 +19,7 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.test_retrieval import NAMES, SOME, policy
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_prefixes import ROOMY, computed_and_cached, num_common, require_same
+from tests.reuse.test_prefixes import ROOMY, computed_and_cached, num_common, require_same
 
 OPTIONS = GenerationOptions(max_new_tokens=3, ignore_eos=True, logprobs=5)
 OBSERVED = {"infinigen": 16, "squeezed_attention": 16, "infllm": 16}

@@ -34,8 +34,8 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.test_indices import KV_HEADS, slots_of, view
 from tests.ranks.tasks import tiny_model
+from tests.reuse.test_prefixes import require_same
 from tests.serving.test_prefixes import Serving
-from tests.unit.test_prefixes import require_same
 
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
 FEW: dict[str, Any] = {"first_layer": 0, "min_tokens": 0, "cluster": 5, "iterations": 4, "sinks": 0, "recent": 7}

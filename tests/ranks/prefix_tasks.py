@@ -18,7 +18,7 @@ from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit.prefix_tasks import damage
+from tests.reuse.prefix_tasks import damage
 
 LAST = DecodeOptions(name=DecodeName.last)
 

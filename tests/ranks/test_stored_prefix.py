@@ -22,7 +22,7 @@ from tests.families import WINDOW, prompt
 from tests.ranks import prefix_tasks
 from tests.ranks.prefix_tasks import Split, Turns
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_prefixes import longest, require_same
+from tests.reuse.test_prefixes import longest, require_same
 
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
 DOCUMENT = prompt(2 * WINDOW + 11)

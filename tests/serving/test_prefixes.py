@@ -40,11 +40,11 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import WINDOW, largest_difference, prompt, throughout
 from tests.ranks.tasks import generate, tiny_model
+from tests.reuse.prefix_tasks import damage
 from tests.serving import rank_tasks
 from tests.serving.fakes import FakeEngine
 from tests.serving.rank_tasks import Load
 from tests.serving.test_queue import begin
-from tests.unit.prefix_tasks import damage
 
 GREEDY = GenerationOptions(max_new_tokens=7, ignore_eos=True)
 DOCUMENT = prompt(2 * WINDOW + 11)

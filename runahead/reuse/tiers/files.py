@@ -11,10 +11,10 @@ from functools import cached_property, partial
 
 from runahead.cache.quantised.records import whole_groups
 from runahead.ranks.worker import Job, Worker
-from runahead.reuse.folder import SegmentFolder, StoredFile
-from runahead.reuse.segment import StoredLayers, checksum, read_metadata, read_segment, write_segment
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import FileRows
+from runahead.reuse.tiers.file_format import StoredLayers, checksum, read_layers, read_metadata, write_layers
+from runahead.reuse.tiers.folder import StoredFile, TierFolder
 from runahead.reuse.tiers.layer_rows import CopiedMemory, LayerRows, LostRows
 
 BACKLOG_BYTES = 2**30
@@ -55,7 +55,7 @@ class TierFiles:
 
     def __init__(
         self,
-        folder: SegmentFolder,
+        folder: TierFolder,
         lost: Callable[[str | CopiedMemory], object],
         is_right: Callable[[dict[str, str], str], bool],
     ) -> None:
@@ -118,7 +118,7 @@ class TierFiles:
         def write() -> None:
             try:
                 if not path.exists():
-                    write_segment(path, list(rows), key=about.name, name=about.title, more=about.metadata)
+                    write_layers(path, list(rows), key=about.name, name=about.title, more=about.metadata)
                 if about.is_pinned:
                     self._folder.pin(about.name)
                 for name, time_ns in used_ns.items():
@@ -185,7 +185,7 @@ class TierFiles:
     def _mapped(self, rows: FileRows, copies: TierCopies) -> StoredLayers:
         """A file's layers, mapped, with their checksums. Raises: LostRows: it is gone or damaged."""
         path = self._folder.path(rows.name)
-        kv = read_segment(path, key=rows.name, shapes=copies.stored_shapes, num_tokens=rows.num_tokens)
+        kv = read_layers(path, key=rows.name, shapes=copies.stored_shapes, num_tokens=rows.num_tokens)
         if kv is None or not self._is_right(kv.metadata, rows.name):
             raise LostRows("the file is gone or damaged")
         return kv

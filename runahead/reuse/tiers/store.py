@@ -19,10 +19,10 @@ from typing import Generic, Protocol
 import torch
 
 from runahead.cache.slabs import KVShape
-from runahead.reuse.folder import SegmentFolder
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import FileRows, Tier
 from runahead.reuse.tiers.files import FileAbout, TierFiles
+from runahead.reuse.tiers.folder import TierFolder
 from runahead.reuse.tiers.layer_rows import CopiedMemory, LayerRows, LostRows
 from runahead.reuse.tiers.memory import Allocation, AnyEntry, TierMemory
 
@@ -65,7 +65,7 @@ class TieredStore(Generic[AnyEntry]):
         self,
         finder: Finder[AnyEntry],
         limits: Mapping[Tier, float],
-        folder: SegmentFolder | None,
+        folder: TierFolder | None,
         *,
         lost_on_disk: str,
     ) -> None:

@@ -46,7 +46,7 @@ def checksum(layer: Tensor) -> int:
     return zlib.crc32(layer.flatten().view(torch.uint8).numpy().data)
 
 
-def write_segment(path: Path, layers_TKX: Sequence[Tensor], *, key: str, name: str, more: Mapping[str, str]) -> None:
+def write_layers(path: Path, layers_TKX: Sequence[Tensor], *, key: str, name: str, more: Mapping[str, str]) -> None:
     """Write a file, completely or not at all.
 
     Args:
@@ -72,7 +72,7 @@ def read_metadata(path: Path) -> dict[str, str] | None:
     return metadata if metadata.get("format") == FORMAT else None
 
 
-def read_segment(path: Path, *, key: str, shapes: Sequence[KVShape], num_tokens: int) -> StoredLayers | None:
+def read_layers(path: Path, *, key: str, shapes: Sequence[KVShape], num_tokens: int) -> StoredLayers | None:
     """Map a file; None if it is missing, damaged, or of other tokens or another model."""
     try:
         with safe_open(path, framework="pt") as file:

@@ -26,9 +26,9 @@ from runahead.reuse.tiers.entry import Tier
 from tests.examples import examples
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit.test_prefix_tiers import OPTIONS, TIERED_EXAMPLE, TIERED_OPERATIONS, Tiered, operate, rows_of
-from tests.unit.test_prefix_tree import LIMIT, TOKEN_BYTES
-from tests.unit.test_prefixes import computed_and_cached, engine_of, require_same
+from tests.reuse.test_prefix_tiers import OPTIONS, TIERED_EXAMPLE, TIERED_OPERATIONS, Tiered, operate, rows_of
+from tests.reuse.test_prefix_tree import LIMIT, TOKEN_BYTES
+from tests.reuse.test_prefixes import computed_and_cached, engine_of, require_same
 
 SHAPES = [
     KVShape(num_kv_heads=2, key_dim=40, value_dim=24, dtype=torch.float32),

@@ -30,8 +30,8 @@ from runahead.reuse.tiers.entry import Tier
 from runahead.reuse.tiers.layer_rows import LostRows
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit import prefix_tasks
-from tests.unit.finders import (
+from tests.reuse import prefix_tasks
+from tests.reuse.finders import (
     CPU,
     FINDERS,
     KEY,
@@ -43,7 +43,7 @@ from tests.unit.finders import (
     numbers,
     same,
 )
-from tests.unit.test_prefixes import engine_of, require_same
+from tests.reuse.test_prefixes import engine_of, require_same
 
 STORED = Path(__file__).parent / "stored_files"
 OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
@@ -126,7 +126,7 @@ def test_nobody_waits_for_what_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finder: type[Kept], bits: int | None
 ) -> None:
     kept = finder(tmp_path, room=1, bits=bits)
-    with stopped(tier_files, "write_segment", monkeypatch), stopped(TierCopies, "host_block", monkeypatch):
+    with stopped(tier_files, "write_layers", monkeypatch), stopped(TierCopies, "host_block", monkeypatch):
         for number in range(4):
             kept.put(number)
         assert not stored_by(kept)

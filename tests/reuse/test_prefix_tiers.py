@@ -31,9 +31,21 @@ from tests.conftest import RankPools
 from tests.examples import examples
 from tests.families import build, prompt, throughout
 from tests.ranks.tasks import tiny_model
-from tests.unit import prefix_tasks
-from tests.unit.test_prefix_tree import EXAMPLE, KEYS, LIMIT, OPERATIONS, TEXTS, TOKEN_BYTES, WIDTHS, A, B, Checked, Ids
-from tests.unit.test_prefixes import computed_and_cached, engine_of, require_same
+from tests.reuse import prefix_tasks
+from tests.reuse.test_prefix_tree import (
+    EXAMPLE,
+    KEYS,
+    LIMIT,
+    OPERATIONS,
+    TEXTS,
+    TOKEN_BYTES,
+    WIDTHS,
+    A,
+    B,
+    Checked,
+    Ids,
+)
+from tests.reuse.test_prefixes import computed_and_cached, engine_of, require_same
 
 SHAPES = [KVShape(num_kv_heads=1, key_dim=width, value_dim=0, dtype=torch.float64) for width in WIDTHS]
 ORDER = [Tier.device, Tier.host, Tier.disk]

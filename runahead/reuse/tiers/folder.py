@@ -37,7 +37,7 @@ class StoredFile:
     num_bytes: int
 
 
-class SegmentFolder:
+class TierFolder:
     """A folder of keys and values. What killed processes have left of unfinished files is removed.
 
     Args:
