@@ -63,9 +63,9 @@ class ReuseReport:
         found_bytes: bytes of the segments in use by the tier they were found in, once for all prompts of the batch.
         stored_bytes: bytes of all segments in the store, by tier.
         encoded_tokens, encode_s: tokens and time of encoding segments that were in no tier; TTFT does not include it.
-        lookup_s: time of finding segments, including copies into faster tiers.
-        copy_s: time of copying them to the device for this call; 0 if they are read in place. The time of compute is
-            `RankReport.prefill_s`.
+        lookup_s: time of finding segments, and of beginning to copy them to the device and into faster tiers.
+        copy_s: time of waiting for copies before the prefill, as for clusters. Attention waits for all others layer by
+            layer, as part of `RankReport.prefill_s`.
         cluster_s: time of clustering the keys of segments for a policy that retrieves; TTFT includes it.
     """
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,19 @@ def test_a_prompt_is_answered_from_what_was_encoded_ahead(model: str, files: Pat
     assert reuse["cached_tokens"] + reuse["computed_tokens"] == told["prompt_tokens"]
     assert ("cache" in told) == (bits == "4")
     assert told["policy"] == {"name": "prompt_cache", "schema": str(files / "ice.xml"), "store": str(store)}
+
+
+def test_encoding_ahead_on_a_full_disk_ends_with_an_error(model: str, files: Path, capfd, monkeypatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    store = files / "store"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what serves a prompt tells, too
+        ended = exit_status(encode, ["model=hf", f"model.path={model}", f"schema={files / 'ice.xml'}", f"out={store}"])
+    assert ended == 1 and "No space left on device" in capfd.readouterr().err
+    assert list(store.glob("*.safetensors")) == []
 
 
 @pytest.mark.slow

@@ -53,10 +53,10 @@ class Finder(Protocol[AnyEntry]):
 
 
 class TieredStore(Generic[AnyEntry]):
-    """Entries with their places. All that `bring` gave is held until it is released.
+    """Entries with their places. What has holds stays in its fastest tier, and may exceed the limits.
 
     Args:
-        limits: most bytes of each memory tier that there is. What is held may exceed them.
+        limits: most bytes of each memory tier that there is.
         folder: the disk tier.
         lost_on_disk: what happens to entries that cannot be kept on disk, for messages.
     """
@@ -100,7 +100,7 @@ class TieredStore(Generic[AnyEntry]):
         """Store an entry on the device.
 
         Args:
-            everywhere: in every tier that has room for it, in each at once; the device may have none, either.
+            everywhere: at once in every tier that has room for it, of which the device may be none.
         """
         if not everywhere:
             self.memory[Tier.device].place(entry, rows)
@@ -216,8 +216,9 @@ class TieredStore(Generic[AnyEntry]):
     def _leave(self, entry: AnyEntry, memory: TierMemory[AnyEntry]) -> None:
         """Let an entry leave a tier, for the next one that has room if it is in no slower one, or be lost."""
         host, copies = self.memory.get(Tier.host), entry.copies
-        goes_down = memory.tier is Tier.device and host is not None and Tier.host not in entry.places
-        if goes_down and copies is not None and host is not None and host.takes(entry.stored_bytes):
+        if memory.tier is Tier.host or Tier.host in entry.places:
+            host = None
+        if host is not None and copies is not None and host.takes(entry.stored_bytes):
             host.place(entry, copies.to_host(entry.layers_TKX))
         if len(entry.places) == 1 and entry.file is None and not self.save(entry):
             self._finder.lose(entry)
