@@ -15,12 +15,11 @@ from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
 from policies.pyramidkv import PyramidKV
-from policies.quest import Quest
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
-from runahead import Conversation, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
+from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.kept import KeptLayer
-from runahead.config import Device, Positions
+from runahead.config import Device
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
@@ -28,7 +27,6 @@ from tests.policies.running import Run, model_with
 from tests.policies.test_matrix import policy
 from tests.policies.test_scorers import view_of
 from tests.policies.test_selection import signals_of, tensors
-from tests.ranks.tasks import tiny_model
 
 TOLERANCE = 1e-9  # float64
 BUDGET, WINDOW = 12, 4
@@ -254,22 +252,6 @@ def test_heads_that_come_to_keep_equally_many_are_dense_again() -> None:
             torch.testing.assert_close(ours[row], alone.decode(token)[0], atol=TOLERANCE, rtol=0)
 
 
-def test_a_conversation_goes_on_and_forks() -> None:
-    model = model_with(4)
-    with throughout(torch.float64):
-        talk = Conversation(model, RankPolicies(last=[AdaKV(scorer=H2O(budget=BUDGET))]))
-        talk.feed(torch.tensor([prompt(40)]))
-        assert talk.kept_tokens == [BUDGET] * 3
-        fork = talk.fork()
-        first = talk.follow(torch.tensor([GENERATED]))
-        assert torch.equal(fork.follow(torch.tensor([GENERATED])), first)
-        peeked = talk.peek(torch.tensor([prompt(5, seed=3)]))
-        followed = talk.follow(torch.tensor([prompt(5, seed=3)]))
-        torch.testing.assert_close(followed, peeked, atol=TOLERANCE, rtol=0)
-        talk.feed(torch.tensor([prompt(6, seed=4)]))
-        assert talk.kept_tokens == [BUDGET] * 3
-
-
 def test_the_engine_decodes_what_the_policy_left(ranks: Ranks) -> None:
     model, policies = model_with(4), RankPolicies.everywhere([AdaKV(scorer=SNAPKV)])
     run = Run(model, list(policies.last), prompts())
@@ -320,16 +302,3 @@ def test_a_row_that_begins_in_a_later_chunk_is_what_it_is_alone(chunk: int) -> N
         torch.testing.assert_close(logits_BV[row], logits_1V[0], atol=TOLERANCE, rtol=0)
         for layer in range(3):
             assert kept_by(together, layer, row) == kept_by(alone, layer, 0)
-
-
-@pytest.mark.parametrize(
-    ("policies", "says"),
-    [
-        (RankPolicies(last=[AdaKV(), Quest()]), "AdaKV leaves heads of different lengths, and Quest retrieves from"),
-        (RankPolicies(last=[AdaKV()], positions=Positions.reencoded), "use policy.positions=original"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(policies: RankPolicies, says: str) -> None:
-    with throughout(torch.float64), pytest.raises(ValueError, match=says) as raised:
-        policies.check(tiny_model("llama"))
-    assert "\n" not in str(raised.value)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.full import Full
 from runahead.cache import copy_stream, host_memory
 from runahead.cache.copy_stream import MOVED_AT_ONCE, CopyStream
 from runahead.cache.host_layer import HostLayer
@@ -227,28 +226,6 @@ def test_an_index_is_made_anew_of_keys_on_the_host(copies: list[LateCopies], mon
     assert torch.equal(ours.decode(GENERATED * 2), theirs.decode(GENERATED * 2))
     found = ours.retrieval.layers[1]
     assert found is not None and 0 < found.age < 2 * len(GENERATED)
-
-
-@pytest.mark.parametrize("pool", [{}, {"bytes": 12000}], ids=["free", "full"])
-def test_a_fork_leaves_it_as_it_is(pool: dict[str, int], copies: list[LateCopies]) -> None:
-    turns, alone = (
-        Turns(tiny_model("llama"), [policy("infinigen", SOME["infinigen"] | {"pool": pool})]) for _ in range(2)
-    )
-    turns.prefill(), alone.prefill()
-    other = turns.conversation.fork()
-    with throughout(torch.float64):
-        other.follow(torch.tensor([[17, 19, 23, 29]]))
-        other.feed(torch.tensor([[1, 2]]))
-    assert torch.equal(turns.decode(GENERATED), alone.decode(GENERATED))
-    with throughout(torch.float64):
-        more = torch.tensor([prompt(3, seed=5)])
-        assert torch.equal(turns.conversation.feed(more), alone.conversation.feed(more))
-
-
-def test_chunks_of_a_prompt_go_to_the_host_in_turn(copies: list[LateCopies]) -> None:
-    turns, full = (Turns(tiny_model("llama"), [each]) for each in (policy("offload", {}), Full()))
-    assert torch.equal(turns.prefill([17, 1, 12, 10]), full.prefill([17, 1, 12, 10]))
-    assert torch.equal(turns.decode(GENERATED), full.decode(GENERATED))
 
 
 class Recorder:

@@ -179,19 +179,6 @@ def test_thresholds_below_and_above_all_scores_are_the_full_cache_and_a_window(f
             torch.testing.assert_close(ours.decode(token), theirs.decode(token), atol=1e-9, rtol=0)
 
 
-def test_rows_of_a_padded_batch_and_further_turns_are_what_they_are_alone() -> None:
-    model, more = tiny_model("llama"), prompt(9, seed=5)
-    together = Run(model, [ZAP], prompts())
-    logits = [together.prefill(), *(together.decode(token) for token in GENERATED), together.next_prompt(more)]
-    for row, ids in enumerate(prompts()):
-        alone = Run(model, [ZAP], [ids])
-        expected = [alone.prefill(), *(alone.decode(token) for token in GENERATED), alone.next_prompt(more)]
-        for ours, theirs in zip(logits, expected, strict=True):
-            torch.testing.assert_close(ours[row], theirs[0], atol=1e-9, rtol=0)
-        for layer in range(3):
-            assert kept_by(together, layer, row) == kept_by(alone, layer, 0)
-
-
 def test_under_a_budget_adakv_shares_it_out() -> None:
     """All of it alike is the policy itself."""
     budget, model = MadeUpKVzap(budget=16, sinks=SINKS, recent=RECENT), tiny_model("llama")

@@ -132,17 +132,6 @@ def test_at_1_even_a_query_of_the_same_direction_is_asked(late: float, is_own: b
     assert torch.equal(slots[0], slots[1] if is_own else slots[2]) and not torch.equal(slots[1], slots[2])
 
 
-def test_a_fork_is_as_late_as_its_conversation() -> None:
-    one, alone = (Turns(tiny_model("llama"), [policy("quest", SOME["quest"] | {"late": 0.3})]) for _ in range(2))
-    one.prefill(), alone.prefill()
-    one.decode(GENERATED), alone.decode(GENERATED)
-    fork = one.conversation.fork()
-    with throughout(torch.float64):
-        theirs = fork.follow(torch.tensor([[17, 19]]))
-    ours = one.decode([17, 19])
-    assert torch.equal(ours, theirs) and torch.equal(ours, alone.decode([17, 19]))
-
-
 def test_the_first_token_after_a_turn_chooses_for_itself() -> None:
     one = Turns(tiny_model("llama"), [policy("quest", SOME["quest"] | {"late": -1.0})])
     one.prefill()

@@ -174,24 +174,6 @@ def test_both_layers_of_a_pair_read_one_direction() -> None:
     assert torch.equal(alone, exact.kept.layers[2].slab().slab_TBKX[:, 0])
 
 
-def test_forks_do_not_know_of_each_other() -> None:
-    """Both merge what they generate, of one prompt."""
-    ours, theirs = ([seed + token % 30 for token in range(BLOCK + 3)] for seed in (3, 53))
-
-    def talk() -> Conversation:
-        conversation = Conversation(tiny_model("llama"), RankPolicies(last=[SOME]))
-        conversation.feed(torch.tensor([prompt(NUM_TOKENS)]))
-        return conversation
-
-    original = talk()
-    fork = original.fork()
-    found = [each.follow(torch.tensor([ids])) for each, ids in ((fork, theirs), (original, ours))]
-    for logits, ids in zip(found, (theirs, ours), strict=True):
-        assert torch.equal(logits, talk().follow(torch.tensor([ids])))
-    turns = [each.feed(torch.tensor([[5, 6, 7]])) for each in (fork, original)]
-    assert not torch.equal(*turns)
-
-
 def test_given_tokens_see_each_other_exactly_and_are_merged_after_that() -> None:
     """In chunks of a turn, too, of which the last one says that it is over."""
     ids = prompt(NUM_TOKENS)

@@ -24,7 +24,7 @@ from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt
-from tests.policies.test_matrix import KEEPING, policy
+from tests.policies.test_matrix import policy
 from tests.ranks.tasks import tiny_model
 
 RESIDUAL = 8
@@ -116,31 +116,6 @@ def test_no_more_than_a_block_is_dequantised_for_a_token(monkeypatch: pytest.Mon
     assert set(most) == {GROUP}
 
 
-@every_bits
-def test_rows_of_a_padded_batch_are_what_they_are_alone(bits: int) -> None:
-    """Groups begin at a row's first token, whatever the padding before it; rows leave the window at different times."""
-    tokens = list(range(3, 27))
-    together = Talk("llama", policies_of(bits=bits), LENGTHS).follow(*tokens)
-    for row, length in enumerate(LENGTHS):
-        alone = Conversation(tiny_model("llama"), policies_of(bits=bits))
-        alone.feed(torch.tensor([prompt(length, row)]))
-        torch.testing.assert_close(together[row], alone.follow(torch.tensor([tokens]))[0], atol=1e-9, rtol=0)
-
-
-def test_the_prompt_is_exact_and_its_chunks_do_not_matter() -> None:
-    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    exact, whole = (generate("llama", prompts, policies_of(bits=bits)) for bits in (None, 4))
-    pieces = generate("llama", prompts, policies_of(), prefill=PrefillOptions(chunk_tokens=33))
-    for ours, theirs, chunked in zip(whole.generations, exact.generations, pieces.generations, strict=True):
-        assert ours.first_token_logits_top5 == theirs.first_token_logits_top5
-        assert ours.new_token_ids == chunked.new_token_ids
-        for (token, logit), (other, same) in zip(
-            ours.first_token_logits_top5, chunked.first_token_logits_top5, strict=True
-        ):
-            assert token == other and logit == pytest.approx(same, abs=1e-9)
-    assert whole.ranks[0].kv_kept_bytes == pieces.ranks[0].kv_kept_bytes
-
-
 def test_the_tokens_of_a_turn_are_exact_to_each_other() -> None:
     """However many they are, and in chunks of it that drop nothing yet; they are quantised after it."""
     exact, talk = (Talk("llama", policies_of(bits=bits), (RESIDUAL,)) for bits in (None, 4))
@@ -223,25 +198,6 @@ def test_the_last_tokens_are_exact_and_the_others_are_not(bits: int) -> None:
         assert (slab[:-num_exact] != ours[:-num_exact]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in KEEPING if not policy(name).keeps_ragged and not policy(name).merges_layers]
-)
-@pytest.mark.sampled(3)
-def test_policies_choose_before_anything_is_quantised(name: str) -> None:
-    """The same tokens stay after the prompt as without bits, and the answer goes on to another turn."""
-    exact, talk = (Talk("llama", policies_of(policy(name, 40), bits=bits), (50, 44)) for bits in (None, 4))
-    assert torch.equal(exact.first_BV, talk.first_BV)
-    assert exact.conversation.cache is not None
-    for number, layer in enumerate(exact.conversation.cache.layers):
-        assert torch.equal(layer.positions_BKn(), talk.layer(number).positions_BKn())
-    for turn in (range(3, 21), [6]):
-        exact.follow(*turn)
-        talk.follow(*turn)
-        assert talk.feed(9, 8, 7).isfinite().all()
-        exact.feed(9, 8, 7)
-        assert exact.conversation.kept_tokens == talk.conversation.kept_tokens
-
-
 @pytest.mark.parametrize(("name", "bits"), [("h2o", 2), ("streaming_llm", 4), ("snapkv", 4)])
 def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
     """However often others are dropped beside them, and whichever each head keeps, over two turns."""
@@ -266,17 +222,6 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
     assert 0 < end < layer.num_slots < full.conversation.num_tokens
     assert torch.equal(ours[:, :, :end], rounded_BKnX.take_along_dim(positions, dim=2)[:, :, :end])
     assert torch.equal(ours[:, :, end:], exact_BKnX.take_along_dim(positions, dim=2)[:, :, end:])
-
-
-def test_forks_do_not_know_of_each_other() -> None:
-    """Both quantise what they generate, from one window."""
-    ours, theirs = list(range(3, 33)), list(range(53, 83))
-    talk = Talk("llama", policies_of())
-    fork = talk.conversation.fork()
-    found = fork.follow(torch.tensor([theirs])), talk.follow(*ours)
-    assert talk.layer().parts[0].num_tokens == 3 * GROUP
-    assert torch.equal(found[0], Talk("llama", policies_of()).follow(*theirs))
-    assert torch.equal(found[1], Talk("llama", policies_of()).follow(*ours))
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,8 @@ from torch import Tensor
 
 from policies.base import Phase, Policy
 from policies.exact_topk import ExactTopK
-from policies.infllm import InfLLM
 from policies.offload import Offload
-from policies.quest import Quest
-from policies.snapkv import SnapKV
-from runahead import Conversation, Engine, GenerationOptions, PrefillOptions
+from runahead import Conversation, Engine, GenerationOptions
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import seen_in
@@ -44,10 +41,6 @@ SOON = list(range(3, 17))
 def policies_of(*policies: Policy, bits: int | None = 4) -> RankPolicies:
     storage = CacheOptions(bits=bits, residual=RESIDUAL, residual_bits=None)
     return RankPolicies.everywhere(policies, storage=storage)
-
-
-def checked(policy: Policy) -> None:
-    policies_of(policy).check(tiny_model("llama"))
 
 
 class Talk:
@@ -215,25 +208,6 @@ def test_words_that_a_brought_layer_gets_reach_the_host() -> None:
     assert torch.equal(again.slab().slab_TBKX, layer.slab().slab_TBKX)
 
 
-def test_rows_of_a_padded_batch_are_what_they_are_alone(place: str) -> None:
-    """Their groups begin at their first tokens, and their tokens leave the window at different times."""
-    policies = policies_of(ExactTopK(fetch=6, sinks=1, recent=1, min_tokens=0))
-    together = Talk(policies, LENGTHS).follow(SOON)
-    for row, length in enumerate(LENGTHS):
-        alone = Conversation(tiny_model("llama"), policies)
-        with throughout(torch.float64):
-            alone.feed(torch.tensor([prompt(length, row)]))
-            logits = alone.follow(torch.tensor([SOON]))[0]
-        torch.testing.assert_close(together[row], logits, atol=1e-9, rtol=0)
-
-
-def test_chunks_of_a_prompt_do_not_matter(place: str) -> None:
-    policies = policies_of(ExactTopK(fetch=10, min_tokens=0))
-    whole, chunked = (Talk(policies, LENGTHS[:2], chunks=chunks) for chunks in (1, 3))
-    torch.testing.assert_close(whole.follow(SOON), chunked.follow(SOON), atol=1e-9, rtol=0)
-    assert whole.cache.retrieval.host_bytes == chunked.cache.retrieval.host_bytes
-
-
 @pytest.mark.parametrize("options", [{"turn_tokens": 9}, {"late": 0.3}, {"late": 1.0}], ids=str)
 @pytest.mark.sampled(2)
 def test_turns_and_late_choices_fetch_what_is_dequantised(
@@ -244,22 +218,6 @@ def test_turns_and_late_choices_fetch_what_is_dequantised(
     as_dequantised(monkeypatch)
     for ours, theirs in zip(found, Talk(policies, LENGTHS).turns(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("lengths", [(92,), LENGTHS], ids=["alone", "padded"])
-@pytest.mark.sampled(2)
-def test_forks_do_not_know_of_each_other(lengths: tuple[int, ...], place: str) -> None:
-    """Both quantise what they generate, from one window, and rows of one length go on in memory that others read."""
-    policies = policies_of(ExactTopK(fetch=1.0, min_tokens=0))
-    talk, others = Talk(policies, lengths), SOON[::-1]
-    fork = talk.conversation.fork()
-    with throughout(torch.float64):
-        found = fork.follow(torch.tensor([others])), talk.follow(SOON)
-        again = fork.follow(torch.tensor([[5]])), talk.follow([5])
-    for tokens, ours, more in zip((others, SOON), found, again, strict=True):
-        alone = Talk(policies, lengths)
-        assert torch.equal(alone.follow(tokens), ours)
-        assert torch.equal(alone.follow([5]), more)
 
 
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("gpt_bigcode", 2), ("deepseek_v3", 2)])
@@ -298,23 +256,6 @@ def test_another_turn_copies_no_words_again(copies: list[LateCopies]) -> None:  
     assert before == after
 
 
-def test_an_engine_stores_chunks_and_whole_prompts_alike() -> None:
-    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS[:2])]
-    found = []
-    for prefill in (PrefillOptions(), PrefillOptions(chunk_tokens=33)):
-        engine = Engine(
-            tiny_model("llama"),
-            Ranks.start(RanksOptions(device=Device.cpu)),
-            policies=policies_of(Quest(page=4, fetch=12, first_layer=0, min_tokens=0)),
-            prefill=prefill,
-        )
-        found.append(engine.generate(prompts, GenerationOptions(max_new_tokens=4, ignore_eos=True)))
-    whole, chunked = found
-    assert [each.new_token_ids for each in whole.generations] == [each.new_token_ids for each in chunked.generations]
-    assert whole.ranks[0].kv_host_bytes == chunked.ranks[0].kv_host_bytes
-    assert whole.ranks[0].kv_kept_bytes == chunked.ranks[0].kv_kept_bytes
-
-
 def test_a_prefix_from_the_tree_gives_the_pool_of_the_whole_prompt() -> None:
     ids, tree = prompt(77), PrefixTree(10**9)
     options = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
@@ -329,17 +270,3 @@ def test_a_prefix_from_the_tree_gives_the_pool_of_the_whole_prompt() -> None:
     require_same(*found)
     assert computed_and_cached(found[0]) == (27, 50)
     assert found[0].ranks[0].kv_host_bytes == found[1].ranks[0].kv_host_bytes
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: checked(ExactTopK(pool={"bytes": 1000})), "cache.bits=4 does not go with policy.pool.bytes=1000"),
-        (lambda: checked(InfLLM(clamped=True, recent=16)), "use policy.clamped=false"),
-        (lambda: Talk(policies_of(SnapKV(budget=40), ExactTopK())), "cache.bits=4 with policy ExactTopK keeps keys"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused_in_one_line(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        make()
-    assert "\n" not in str(caught.value)

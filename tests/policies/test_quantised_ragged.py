@@ -10,7 +10,6 @@ from policies.fastgen import FastGen
 from runahead import Conversation
 from runahead.cache.kept import KeptLayer
 from runahead.cache.quantised.groups import TokenGroups
-from runahead.config import PrefillOptions
 from runahead.thinning.quantised_ragged import QuantisedRagged, ragged_bytes
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
@@ -18,7 +17,6 @@ from tests.families import prompt
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.test_matrix import policy
 from tests.policies.test_quantised import RESIDUAL, Talk, every_bits, generate, policies_of
-from tests.ranks.tasks import tiny_model
 
 LENGTHS = (77, 60, 9)
 TIGHT = 40
@@ -105,59 +103,6 @@ def test_with_all_tokens_kept_it_is_cache_bits_alone(name: str, bits: int, monke
     for alone, ours in zip(*found, strict=True):
         # What RazorAttention dropped, nothing, is added to the sum.
         torch.testing.assert_close(ours, alone, atol=1e-12 if name == "razor_attention" else 0, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["adakv", "kvzip"])
-def test_answers_of_an_engine_are_those_of_cache_bits_alone_with_all_tokens_kept(name: str) -> None:
-    """Keys grouped by channel; whole prompts and chunks of them."""
-    prompts, policies = [prompt(length, seed) for seed, length in enumerate(LENGTHS)], policies_of(ragged(name, 1000))
-    expected, whole = (generate("llama", prompts, each, num_new=14) for each in (policies_of(), policies))
-    pieces = generate("llama", prompts, policies, num_new=14, prefill=PrefillOptions(chunk_tokens=33))
-    for result in (whole, pieces):
-        assert [each.new_token_ids for each in result.generations] == [
-            each.new_token_ids for each in expected.generations
-        ]
-        assert result.ranks[0].kv_kept_bytes == expected.ranks[0].kv_kept_bytes
-
-
-@every_policy
-def test_policies_choose_before_anything_is_quantised(name: str) -> None:
-    """The same tokens stay after the prompt as without bits, and the answer goes on to another turn.
-
-    Seen to fail: quantised tokens at the left of the slots, where short heads have padding.
-    """
-    exact, talk = (Talk("llama", policies_of(ragged(name), bits=bits), LENGTHS[:2]) for bits in (None, 4))
-    assert torch.equal(exact.first_BV, talk.first_BV)
-    for ours, theirs in zip(layers(talk), layers(exact), strict=True):
-        assert torch.equal(ours.positions_BKn(), theirs.positions_BKn()) and ours.tokens_BK == theirs.tokens_BK
-    assert talk.conversation.kv_bytes < exact.conversation.kv_bytes
-    for turn in (range(3, 21), [6]):
-        exact.follow(*turn)
-        talk.follow(*turn)
-        assert talk.feed(9, 8, 7).isfinite().all()
-
-
-@every_policy
-@pytest.mark.sampled(2)
-def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str) -> None:
-    """Rows and heads have windows of their own, which tokens leave at different times.
-
-    Seen to fail: tokens that leave all windows when they leave the longest one; a row whose heads keep equally many cut
-    back as a layer of equal heads, which quantises the oldest tokens of a window for those that it drops.
-    """
-    tokens, more = list(range(3, 27)), [9, 8, 7]
-    together = Talk("llama", policies_of(ragged(name)), LENGTHS)
-    found = [together.follow(*tokens), together.feed(*more), together.follow(5)]
-    for row, length in enumerate(LENGTHS):
-        alone = Conversation(tiny_model("llama"), policies_of(ragged(name)))
-        alone.feed(torch.tensor([prompt(length, row)]))
-        expected = [
-            alone.follow(torch.tensor([tokens])),
-            alone.feed(torch.tensor([more]), all_logits=True),
-            alone.follow(torch.tensor([[5]])),
-        ]
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours[row], theirs[0], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("adakv", 2), ("kvzap", 4), ("duo_attention", 4)])

@@ -465,17 +465,6 @@ def test_a_pool_with_room_for_all_gives_up_nothing(victim: str) -> None:
     assert ours.retrieval.report().evicted == [0, 0, 0]
 
 
-@pytest.mark.parametrize("pool", [{}, {"bytes": 12000}], ids=["free", "full"])
-def test_a_fork_leaves_the_conversation_as_it_is(pool: dict[str, int]) -> None:
-    model = tiny_model("llama")
-    turns, alone = (Turns(model, [policy("infinigen", SOME["infinigen"] | {"pool": pool})]) for _ in range(2))
-    turns.prefill(), alone.prefill()
-    other = turns.conversation.fork()
-    with throughout(torch.float64):
-        other.follow(torch.tensor([[17, 19, 23, 29]]))
-    assert torch.equal(turns.decode(GENERATED), alone.decode(GENERATED))
-
-
 def test_behind_a_policy_that_narrows_all_that_is_left_is_retrieved_from() -> None:
     model = tiny_model("llama")
     narrowed = PyramidInfer(mean_keep=0.6, min_tokens=8)

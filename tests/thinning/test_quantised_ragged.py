@@ -233,21 +233,3 @@ def test_bytes_are_known_to_the_byte(
     text.layer.free(room=0)
     known = ragged_bytes(text.shape, lengths, **text.made, compensates=compensates)
     assert text.layer.num_bytes == known < text.exact.num_bytes
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_forks_do_not_know_of_each_other(copy: bool) -> None:
-    """Both store other tokens, step by step, and quantise them from one window.
-
-    Seen to fail: a fork that writes to the room of the other one.
-    """
-    texts = [Text(1, 2, 2) for _ in range(4)]
-    for number, text in enumerate(texts):
-        text.generator.manual_seed(number % 2)
-    texts[1].layer = texts[0].layer.fork(copy=copy)
-    for _ in range(40):
-        for text in texts:
-            text.append(1)
-    for text, alone in zip(texts[:2], texts[2:], strict=True):
-        assert torch.equal(text.layer.kv_BKnX(), alone.layer.kv_BKnX())
-    assert not torch.equal(texts[0].layer.kv_BKnX(), texts[1].layer.kv_BKnX())

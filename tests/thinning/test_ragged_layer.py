@@ -170,17 +170,3 @@ def test_positions_and_slots_are_padded_on_the_left() -> None:
     k_BKnH, _ = both.layer.seen(both.random(2, 2, 1, KEY_DIM), NewTokens(0, both.pads)).read()
     last_BKH = both.dense.k_BKnH[:, :, -1]
     assert torch.equal(k_BKnH[:, :, -1], last_BKH)
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_forks_do_not_see_each_others_tokens(copy: bool) -> None:
-    both = Both(1, 2, 2, seed=0)
-    both.cut(room=5)
-    fork = both.layer.fork(copy=copy)
-    before = fork.positions_BKn().clone(), fork.kv_BKnX().clone()
-    tokens = both.append(1)
-    assert torch.equal(fork.positions_BKn(), before[0]) and torch.equal(fork.kv_BKnX(), before[1])
-    other = torch.full((1, 2, 1, KEY_DIM), 7.0, dtype=torch.float64)
-    fork.append(other, other, tokens)
-    both.check(tokens, 1, AttentionTerms(scaling=SCALING))
-    assert torch.equal(fork.kv_BKnX()[:, :, -1], torch.cat([other, other], dim=-1)[:, :, 0])
