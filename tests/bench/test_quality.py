@@ -134,13 +134,17 @@ def test_a_table_says_what_is_kept_in_host_memory_and_what_attention_saw() -> No
 def test_the_manual_has_the_setting_of_most_questions_of_each_model() -> None:
     found = [line("full", 0, 1.0), line("snapkv", 0, 1.0, budget=0.2)]
     found += [line("full", sample, 1.0, length=2048, date=f"2026-11-2{sample}T10:00:00Z") for sample in (1, 3)]
+    found += [line("full", sample, 1.0, length=2048, date="2026-11-23T10:00:00Z") for sample in range(4, 7)]
+    found += [line("snapkv", 1, 1.0, budget=0.5, length=2048)]
+    found += [line("keydiff", sample, 1.0, budget=0.5, length=2048) for sample in (1, 3)]
     found += [line("full", 0, 1.0, question="with_context") | {"model": "other"}]
     found += [line("snapkv", sample, 1.0, length=4096, budget=0.2) for sample in range(3)]  # without the full cache
     text = main_tables(found)
-    assert "| `full` | - | 50% | 100% |  |  |  | 2 |" in text and "vt" not in text  # scores by task are in the study
+    assert "| `full` | - | 50% | 100% |  |  |  | 5 |" in text and "vt" not in text  # scores by task are in the study
+    assert "keydiff" in text and "snapkv" not in text  # which was asked one question of five
     headings = [line for line in text.splitlines() if line.startswith("**")]
     assert headings == [
-        "**m, question not seen, 2,048 tokens**: 2 questions, 2026-11-21 to 2026-11-23, commit abc",
+        "**m, question not seen, 2,048 tokens**: 5 questions, 2026-11-21 to 2026-11-25, commit abc",
         "**other, question seen, 1,024 tokens**: 1 questions, 2026-11-25, commit abc",
     ]
 

@@ -29,12 +29,16 @@ def tables(found: list[Line]) -> str:
 
 
 def main_tables(found: list[Line]) -> str:
-    """The table of docs/quality.md for each model: of its setting with most questions, without the single tasks."""
+    """The table of docs/quality.md for each model, of its setting with most questions.
+
+    It has no scores of single tasks, and no policies that were asked less than a quarter of the questions.
+    """
     largest: dict[str, tuple[int, str]] = {}
     for setting, group, of_setting in compared(found):
         questions = num_questions(of_setting)
         if questions > largest.get(setting[0], (0, ""))[0]:
-            largest[setting[0]] = questions, with_heading(setting, group, of_setting, of_tasks=False)
+            asked = [row for row in of_setting if 4 * row.pairs >= questions]
+            largest[setting[0]] = questions, with_heading(setting, group, asked, of_tasks=False)
     return "\n".join(text for _, text in largest.values())
 
 
