@@ -18,6 +18,7 @@ from partitioner.cost.measured import MeasuredCost
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, even
 from runahead.engine import Engine
@@ -127,7 +128,9 @@ class _Run:
 
 def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = ()) -> _Run:
     clock = clock_for(model.device)
-    cache = KVCache(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slabs=1, device=model.device)
+    cache = KVCache(
+        Slabs.empty(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slabs=1, device=model.device)
+    )
     probe = _Probe(cache, clock, depth, keep)
     ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
     with suppress(PrefillEndsHere):

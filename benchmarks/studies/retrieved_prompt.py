@@ -113,9 +113,7 @@ class FullCache(Decoding):
     cache: KVCache
 
     def __init__(self, model: Model, *, num_tokens: int, batch: int, room: int) -> None:
-        spans = [(0, num_tokens + room)] * model.num_layers
-        cache = KVCache(model.kv_shapes, batch=batch, spans=spans, num_slabs=model.num_layers, device=model.device)
-        super().__init__(model, cache, num_tokens=num_tokens, batch=batch)
+        super().__init__(model, model.empty_cache(num_tokens + room, batch=batch), num_tokens=num_tokens, batch=batch)
 
     @classmethod
     def of(cls, conversation: Conversation, room: int) -> FullCache:

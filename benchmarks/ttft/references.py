@@ -13,6 +13,7 @@ from torch import Tensor
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.config import ModelOptions
 from runahead.context import ContextPartition
 from runahead.model import loading
@@ -37,7 +38,7 @@ def _chunk_s(model: Model, ids: list[int], partition: ContextPartition, rank: in
     if not chunk:
         return 0.0
     spans = [(model.first_needed(layer, chunk.start, [0]), chunk.stop) for layer in range(model.num_layers)]
-    cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slabs=model.num_layers, device=model.device)
+    cache = KVCache(Slabs.empty(model.kv_shapes, batch=1, spans=spans, num_slabs=model.num_layers, device=model.device))
     for layer in range(model.num_layers):
         cache.layer(layer).slab_TBKX.normal_()  # the cost of attention does not depend on the values
     ids_1C = torch.tensor([ids[chunk.start : chunk.stop]], device=model.device)

@@ -22,8 +22,10 @@ from runahead.attention.base import LayerInput
 from runahead.attention.marked import attend_marked
 from runahead.attention.op import Part, Step, attend, finish, nothing
 from runahead.attention.partial import AttentionTerms, merge, merge_parts
+from runahead.cache.index import Index
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
+from runahead.cache.slabs import Slabs
 from runahead.report import RankReport
 
 
@@ -153,6 +155,8 @@ class KVStore:
 
     Attributes:
         layers: one per layer of the model.
+        slabs: the memory of the tokens that are stored here, if each has its slot in it.
+        slab_index: where they lie in these slabs.
         peak_bytes: most bytes allocated at any call of `note_peak`.
         shared_TKX: keys and values of each layer that this cache and others have in common; no part of `num_bytes`.
         gather: between ranks of which each stores a part of the text and runs the same forwards; None: all is here.
@@ -160,6 +164,8 @@ class KVStore:
     """
 
     layers: Sequence[LayerStore]
+    slabs: Slabs | None = None
+    slab_index: Index | None = None
     peak_bytes: int = 0
     shared_TKX: Sequence[Tensor] = ()
     gather: Gather | None = None
@@ -194,6 +200,11 @@ class KVStore:
         return False
 
     @property
+    def sets_lengths(self) -> bool:
+        """Whether rows may have any number of tokens before a repeated step; see `set_lengths`."""
+        return False
+
+    @property
     def num_bytes(self) -> int:
         """Bytes allocated on the device, including those of indices into the cache."""
         return sum(layer.num_bytes for layer in self.layers)
@@ -220,6 +231,9 @@ class KVStore:
 
     def close(self, layer: int, *, room: int) -> None:
         """Called after the attention of several new tokens to a layer; `room` tokens are expected to follow."""
+
+    def set_lengths(self, stored: Sequence[int]) -> None:
+        """Called before each decoding step with the number of tokens of each row, if `sets_lengths`."""
 
     def advance(self) -> None:
         """Called after each decoding step, if steps repeat: all layers have appended its token."""

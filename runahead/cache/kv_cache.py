@@ -1,4 +1,4 @@
-"""The full KV cache: one slab per layer, or a ring of a few slabs that the layers take in turn.
+"""The full KV cache: slabs, and an index of where the tokens of a text lie in them.
 
 The last rank of a chain, which decodes, has a slab for every layer. A rank that only forwards keys and values needs
 slabs for a few layers at a time. With sharded decoding every rank has a ring for the prefix, and slabs of their own for
@@ -9,10 +9,8 @@ its chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,13 +18,12 @@ from torch import Tensor
 from policies.row_values import row_values
 from runahead.attention.op import Run, Step
 from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.index import ALL_TOKENS, Index
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import ALL_TOKENS, AfterPrefix, Index, KVShape, KVSlab
+from runahead.cache.slabs import KVSlab, Slabs
 from runahead.cache.slot_positions import at_slots
+from runahead.report import RankReport
 from runahead.rotary import Rotary
-
-Allocator: TypeAlias = Callable[[Sequence[int]], list[Tensor]]
-"""Allocates byte tensors of given sizes. Raises ValueError or RuntimeError if they do not fit."""
 
 
 def seen_in(
@@ -80,15 +77,21 @@ class SlabLayer(LayerStore):
     """One layer in a slab with room for all its tokens.
 
     Attributes:
+        slabs: memory of all layers.
         number: of the layer.
-        index: where they lie, and what else their queries see.
+        index: where its tokens lie, and what else their queries see.
         rotary: of this layer, if keys are stored unrotated.
     """
 
-    slab: KVSlab
+    slabs: Slabs
     number: int
     index: Index = ALL_TOKENS
     rotary: Rotary | None = None
+
+    @property
+    def slab(self) -> KVSlab:
+        """The memory of this layer."""
+        return self.slabs.by_layer[self.number]
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
         slot = self.index.slot(tokens)
@@ -96,11 +99,12 @@ class SlabLayer(LayerStore):
             self.slab.write(slot, k_BKCH, v_BKCV)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        steps = self.index.steps(self.number, self.slab, tokens, q_BNCH.shape[2])
+        slab = self.slab
+        steps = self.index.steps(self.number, slab, tokens, q_BNCH.shape[2])
         start, pads = tokens.start, tokens.row_pads
         if not self.index.is_whole:
             return SeenKV(q_BNCH=q_BNCH, steps=steps)
-        return seen_in(self.slab, q_BNCH, start=start, pads=pads, steps=steps, rotary=self.rotary)
+        return seen_in(slab, q_BNCH, start=start, pads=pads, steps=steps, rotary=self.rotary)
 
     @property
     def num_bytes(self) -> int:
@@ -111,143 +115,103 @@ class KVCache(KVStore):
     """KV cache in slabs: one per layer, or a ring of fewer slabs that the layers take in turn.
 
     Args:
-        shapes: shape of every layer's keys and values.
-        batch: number of rows.
-        spans: tokens [first, end) that each layer stores.
-        num_slabs: number of slabs; with fewer than layers they form a ring.
-        pin_memory: page-lock host memory, for copies to and from a GPU.
+        slabs: the memory, which other caches may share; one of them may take it over (`Slabs.take`).
+        index: where the tokens lie in it, and what else their queries see.
         rotaries: of every layer, if keys are stored unrotated.
-        allocate: allocates the slabs; by default each is memory of its own.
-        own: stores what follows the spans, in memory that this cache's layers do not share.
 
     Attributes:
         layers: all layers; in a ring each is valid until a later layer takes its slab.
-
-    Raises:
-        ValueError: the memory cannot be allocated.
     """
 
     layers: list[SlabLayer]
+    slabs: Slabs
+    slab_index: Index
 
-    def __init__(
-        self,
-        shapes: Sequence[KVShape],
-        *,
-        batch: int,
-        spans: Sequence[tuple[int, int]],
-        num_slabs: int,
-        device: torch.device,
-        pin_memory: bool = False,
-        rotaries: Sequence[Rotary] | None = None,
-        allocate: Allocator | None = None,
-        own: KVCache | None = None,
-    ) -> None:
-        self.shapes, self.batch, self.spans, self.device = list(shapes), batch, list(spans), device
-        self._own = own
-        self.num_slabs, self._rotaries = min(num_slabs, len(shapes)), rotaries
-        layer_bytes = [
-            (end - first) * shape.bytes_per_token(batch) for shape, (first, end) in zip(shapes, spans, strict=True)
-        ]
-        sizes = [max(layer_bytes[slab :: self.num_slabs]) for slab in range(self.num_slabs)]
-
-        def each_its_own(sizes: Sequence[int]) -> list[Tensor]:
-            return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in sizes]
-
-        try:
-            self._slabs = (allocate or each_its_own)(sizes)
-        except RuntimeError as error:  # torch.OutOfMemoryError on GPUs, a plain RuntimeError on CPUs
-            raise ValueError(
-                f"{sum(sizes):,} bytes of keys and values do not fit on {device}; use a shorter prompt, a smaller "
-                "prompt.batch or generation.max_new_tokens, or more memory"
-            ) from error
-        slabs = []
-        for layer, (shape, (first, end)) in enumerate(zip(shapes, spans, strict=True)):
-            flat = self._slabs[layer % self.num_slabs][: layer_bytes[layer]].view(shape.dtype)
-            slab_TBKX = flat.view(end - first, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim)
-            slabs.append(KVSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first))
-            assert own is None or end == own.layer(layer).first, (end, own.layer(layer).first)
-        self._by_layer = slabs
-        index, new = (ALL_TOKENS, slabs) if own is None else (AfterPrefix(slabs), own._by_layer)
-        rotary_of = [None] * len(slabs) if rotaries is None else rotaries
+    def __init__(self, slabs: Slabs, index: Index = ALL_TOKENS, *, rotaries: Sequence[Rotary] | None = None) -> None:
+        self.slabs, self.slab_index, self._rotaries = slabs, index, rotaries
+        rotary_of = [None] * len(slabs.by_layer) if rotaries is None else rotaries
+        # No layer refers to the cache: a cycle would keep both until the garbage collector comes.
         self.layers = [
-            SlabLayer(slab=slab, number=number, index=index, rotary=rotary)
-            for number, (slab, rotary) in enumerate(zip(new, rotary_of, strict=True))
+            SlabLayer(slabs=slabs, number=number, index=index, rotary=rotary) for number, rotary in enumerate(rotary_of)
         ]
 
     @property
     def num_bytes(self) -> int:
-        return sum(memory.numel() for memory in self._slabs) + (0 if self._own is None else self._own.num_bytes)
+        """Bytes allocated for the tokens of this cache, not for what it reuses of others."""
+        return self.slabs.num_bytes + (0 if self.slab_index.prefix is None else self.slab_index.prefix.num_bytes)
 
     @property
     def rotates(self) -> bool:
         return self._rotaries is not None
 
+    @property
+    def repeats_steps(self) -> bool:
+        return self.slab_index.repeats_steps
+
+    @property
+    def sets_lengths(self) -> bool:
+        return self.slab_index.repeats_steps and self.gather is None
+
+    def set_lengths(self, stored: Sequence[int]) -> None:
+        self.slab_index.set_lengths(stored)
+
+    def advance(self) -> None:
+        self.slab_index.advance()
+
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
+        return self.slab_index.positions_BC(index_C, start)
+
+    def for_decoding(self) -> KVCache:
+        index = self.slab_index.for_decoding()
+        return self if index is self.slab_index else KVCache(self.slabs, index, rotaries=self._rotaries)
+
     def split(self, pads: Sequence[int]) -> list[KVStore]:
-        assert self.num_slabs == self.num_layers, "layers share slabs"
-        return [SlabRow(self, row, pad) for row, pad in enumerate(pads)]
+        """The slabs are freed once all rows are gone."""
+        if self.slab_index.is_part:
+            return super().split(pads)
+        return [self._row(row, pad) for row, pad in enumerate(pads)]
 
-    def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
-        if self.rotates or self.num_slabs < self.num_layers:
-            return None
-        return SlabRow(self, row, pad).row_kv(0, 0, num_tokens)
+    def _row(self, row: int, pad: int) -> KVCache:
+        assert not self.slabs.is_ring, "layers share slabs"
+        by_layer = [self.slab_index.row_slab(slab, row, pad) for slab in self.slabs.by_layer]
+        return KVCache(Slabs.each_its_own(by_layer), self.slab_index.row(row, pad), rotaries=self._rotaries)
 
-    def readers(self, layer: int) -> Sequence[int]:
-        return self.shapes[layer].readers
-
-    def take_layers(self) -> Iterator[SlabLayer]:
-        """Hand over the layers in order. The memory of each belongs to the caller; this cache is empty afterwards."""
-        assert self.num_slabs == self.num_layers, "layers share slabs"
-        self._slabs.clear()
-        self._by_layer.clear()
-        while self.layers:
-            yield self.layers.pop(0)
-
-    def layer(self, layer: int) -> KVSlab:
-        """The slab of a layer's span; in a ring it is valid until layer + num_slabs takes its memory."""
-        return self._by_layer[layer]
-
-    def tokens(self, layer: int, start: int, end: int) -> Tensor:
-        """The contiguous tokens [start, end) of a layer (S, B, K, X), in its span or after it."""
-        is_after = self._own is not None and start >= self._by_layer[layer].end
-        return (self.layers[layer].slab if is_after else self._by_layer[layer]).tokens(start, end)
-
-    def extent(self, layer: int) -> tuple[int, int]:
-        """The tokens [first, end) of a layer that are stored here, in its span and after it."""
-        return self._by_layer[layer].first, self.layers[layer].slab.end
-
-
-class SlabRow(KVStore):
-    """One row of a KV cache, without its padding. The slabs are freed once all rows of the cache are gone."""
-
-    layers: list[SlabLayer]
-
-    def __init__(self, cache: KVCache, row: int, pad: int) -> None:
-        self.device = cache.device
-        self.layers = [SlabLayer(slab=layer.slab.row(row, pad), number=layer.number) for layer in cache.layers]
-
-    @classmethod
-    def of(cls, key_dims: Sequence[int], layers_TKX: Sequence[Tensor]) -> SlabRow:
-        """A row in memory of others: keys and values of each layer, and how wide its keys are."""
-        row = cls.__new__(cls)
-        row.device = layers_TKX[0].device
-        row.layers = [
-            SlabLayer(slab=KVSlab(slab_TBKX=kv_TKX[:, None], key_dim=key_dim, first=0), number=number)
-            for number, (kv_TKX, key_dim) in enumerate(zip(layers_TKX, key_dims, strict=True))
-        ]
-        return row
-
-    def fork(self) -> SlabRow:
-        other = copy(self)
-        other.layers = [
-            replace(layer, slab=replace(layer.slab, slab_TBKX=layer.slab.slab_TBKX.clone())) for layer in self.layers
-        ]
-        return other
+    def fork(self) -> KVCache:
+        assert not self.repeats_steps, "numbers on the device are of one cache"
+        return KVCache(self.slabs.clone(), self.slab_index, rotaries=self._rotaries)
 
     def take_back(self, num_tokens: int) -> None:
         """Nothing is to be done, since a token is stored at its index, over what was there."""
 
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
-        assert (row, pad) == (0, 0), (row, pad)
-        if any(layer.slab.first > 0 for layer in self.layers):  # earlier tokens are on other ranks
+        if self.rotates or self.slabs.is_ring or self.slab_index.is_part:
             return None
-        return [layer.slab.tokens(0, num_tokens)[:, 0] for layer in self.layers]
+        slabs = self._row(row, pad).slabs.by_layer
+        if any(slab.first > 0 for slab in slabs):  # earlier tokens are on other ranks
+            return None
+        return [slab.tokens(0, num_tokens)[:, 0] for slab in slabs]
+
+    def readers(self, layer: int) -> Sequence[int]:
+        return self.slabs.shapes[layer].readers
+
+    def describe_decoding(self, report: RankReport) -> None:
+        super().describe_decoding(report)
+        report.kv_peak_bytes = max(report.kv_peak_bytes, self.peak_bytes)
+
+    @property
+    def _span(self) -> Slabs:
+        """The memory of the first tokens that are stored here."""
+        return self.slabs if self.slab_index.prefix is None else self.slab_index.prefix
+
+    def layer(self, layer: int) -> KVSlab:
+        """The slab of a layer's first tokens; in a ring it is valid until layer + num_slabs takes its memory."""
+        return self._span.by_layer[layer]
+
+    def tokens(self, layer: int, start: int, end: int) -> Tensor:
+        """The contiguous tokens [start, end) of a layer (S, B, K, X), in a prefix in memory of its own or after it."""
+        first = self.layer(layer)
+        return (first if start < first.end else self.slabs.by_layer[layer]).tokens(start, end)
+
+    def extent(self, layer: int) -> tuple[int, int]:
+        """The tokens [first, end) of a layer that are stored here, in a prefix and after it."""
+        return self.layer(layer).first, self.slabs.by_layer[layer].end

@@ -3,11 +3,9 @@
 Which stage stores which new token is known before the prefill, and so are the bytes of every stage.
 """
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, S keys, H key dim, V value dim.
-
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -15,12 +13,7 @@ from itertools import accumulate
 import torch
 
 from policies.base import PromptPart
-from policies.row_values import sent
-from runahead.attention.op import Span, spans_of
-from runahead.cache.base import KVStore
-from runahead.cache.kv_cache import KVCache, SlabLayer
-from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import Index, KVShape
+from runahead.cache.slabs import KVShape, Slabs
 from runahead.context import ContextPartition
 
 
@@ -31,12 +24,17 @@ class Shard:
     Attributes:
         chunk: indices of the prompt's tokens.
         num_tokens: length of the padded prompt.
-        is_own: of each new token that is stored anywhere, whether it is stored here.
+        is_own: of each new token that is stored anywhere, whether it is stored here; () if all of them are.
     """
 
     chunk: range
     num_tokens: int
-    is_own: tuple[bool, ...]
+    is_own: tuple[bool, ...] = ()
+
+    @classmethod
+    def whole(cls, num_tokens: int) -> Shard:
+        """All tokens of a text whose prompt has so many."""
+        return cls(chunk=range(num_tokens), num_tokens=num_tokens)
 
     @cached_property
     def own_new(self) -> list[int]:
@@ -113,54 +111,7 @@ def shard_bytes(shapes: Sequence[KVShape], shard: Shard, batch: int) -> int:
     return (end - first) * sum(shape.bytes_per_token(batch) for shape in shapes)
 
 
-class ShardIndex(Index):
-    """Index of the tokens that one stage stores."""
-
-    def __init__(self, shard: Shard, device: torch.device) -> None:
-        self._shard, self._indices = shard, shard.indices()
-        self._index_T = sent(torch.tensor(self._indices), device)
-
-    def slot(self, tokens: NewTokens) -> int | None:
-        shard, new = self._shard, tokens.start - self._shard.num_tokens
-        return shard.chunk.stop + shard.own_before[new] if shard.is_own[new] else None
-
-    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span]:
-        shard = self._shard
-        num_stored = len(shard.chunk) + shard.own_before[tokens.start - shard.num_tokens + 1]
-        return spans_of(
-            range(shard.chunk.start, shard.chunk.start + num_stored),
-            start=tokens.start,
-            num_new=num_new,
-            pads=tokens.row_pads,
-            at=self._indices,
-            at_T=self._index_T,
-            has_new=False,
-        )
-
-
-class ShardCache(KVStore):
-    """One stage's shard of a batch's KV cache.
-
-    Args:
-        own: slabs of the shard's span.
-        pads: left padding of each row.
-
-    Attributes:
-        own: the slabs, until another store takes them.
-    """
-
-    def __init__(self, own: KVCache, shard: Shard, *, pads: Sequence[int]) -> None:
-        self.own, self.shard, self.pads = own, shard, list(pads)
-        index = ShardIndex(shard, own.device)
-        self.layers = [SlabLayer(slab=layer.slab, number=layer.number, index=index) for layer in own.layers]
-
-    def take_layers(self) -> Iterator[SlabLayer]:
-        """Hand over the slabs, as `KVCache.take_layers`."""
-        self.layers = []
-        yield from self.own.take_layers()
-
-    @classmethod
-    def slabs(cls, shapes: Sequence[KVShape], shard: Shard, *, batch: int, device: torch.device) -> KVCache:
-        """Empty slabs for a shard. Raises: ValueError: the memory cannot be allocated."""
-        spans = [shard.span] * len(shapes)
-        return KVCache(shapes, batch=batch, spans=spans, num_slabs=len(shapes), device=device)
+def shard_slabs(shapes: Sequence[KVShape], shard: Shard, *, batch: int, device: torch.device) -> Slabs:
+    """Empty slabs for a shard. Raises: ValueError: the memory cannot be allocated."""
+    spans = [shard.span] * len(shapes)
+    return Slabs.empty(shapes, batch=batch, spans=spans, num_slabs=len(shapes), device=device)

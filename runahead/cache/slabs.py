@@ -1,4 +1,4 @@
-"""Memory layout of the KV cache: token-major slabs, in which any run of tokens is one contiguous message.
+"""Memory of the KV cache: token-major slabs, in which any run of tokens is one contiguous message.
 
 A slab is (T, B, K, H + V): token, batch row, KV head, key and value side by side. A prefix is its leading part and a
 chunk the part after it; both are received in place and sent without a copy. Attention kernels read keys and values as
@@ -9,15 +9,16 @@ strided views.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from runahead.attention.op import Lengths, Run, Span, Step, spans_of
-from runahead.cache.new_tokens import NewTokens
+Allocator: TypeAlias = Callable[[Sequence[int]], list[Tensor]]
+"""Allocates byte tensors of given sizes. Raises ValueError or RuntimeError if they do not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,58 +99,112 @@ class KVSlab:
         return slab_BKTX[..., : self.key_dim], slab_BKTX[..., self.key_dim :]
 
 
-class Index:
-    """Where the tokens of a text lie in the memory of its layers: each in the slot of its index in the padded batch.
-
-    An index is a function of a forward's new tokens, which say where in the text they are. So nothing is committed
-    after a forward, and nothing is taken back: a later forward that begins earlier stores its tokens over others.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slabs:
+    """The memory of all layers: a slab for each, or a ring of fewer slabs that the layers take in turn.
 
     Attributes:
-        is_whole: whether all tokens that queries see are in a layer's own memory.
+        shapes: shape of every layer's keys and values.
+        by_layer: slabs of all layers; in a ring each is valid until layer + num_slabs takes its memory.
+        num_slabs: number of slabs; with fewer than layers they form a ring.
     """
 
-    is_whole: bool = True
+    shapes: Sequence[KVShape]
+    by_layer: list[KVSlab] = field(repr=False)
+    num_slabs: int
 
-    def slot(self, tokens: NewTokens) -> int | Tensor | None:
-        """Where the new tokens are stored; None: another rank stores them.
-
-        Returns:
-            the slot of the first one, which others follow; or of the only one of each sequence, on the device.
-        """
-        return tokens.start
-
-    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span] | Lengths:
-        """The stored tokens that the last `num_new` tokens see, once they are stored, in a layer's own memory."""
-        slots = range(tokens.start + num_new)
-        return spans_of(slots, start=tokens.start, num_new=num_new, pads=tokens.row_pads)
-
-    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        """Steps over all that the last `num_new` tokens see in a layer.
+    @classmethod
+    def empty(
+        cls,
+        shapes: Sequence[KVShape],
+        *,
+        batch: int,
+        spans: Sequence[tuple[int, int]],
+        num_slabs: int,
+        device: torch.device,
+        pin_memory: bool = False,
+        allocate: Allocator | None = None,
+    ) -> Slabs:
+        """Allocate slabs.
 
         Args:
-            slab: the layer's own memory.
+            batch: number of rows.
+            spans: tokens [first, end) that each layer stores.
+            num_slabs: number of slabs, at most one per layer.
+            pin_memory: page-lock host memory, for copies to and from a GPU.
+            allocate: allocates the slabs; by default each is memory of its own.
+
+        Raises:
+            ValueError: the memory cannot be allocated.
         """
-        return [Step([Run(slab, tokens.once((self, num_new), lambda: self.spans(tokens, num_new)))])]
+        num_slabs = min(num_slabs, len(shapes))
+        layer_bytes = [
+            (end - first) * shape.bytes_per_token(batch) for shape, (first, end) in zip(shapes, spans, strict=True)
+        ]
+        sizes = _largest(layer_bytes, num_slabs)
+
+        def each_its_own(sizes: Sequence[int]) -> list[Tensor]:
+            return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pin_memory) for size in sizes]
+
+        try:
+            memory = (allocate or each_its_own)(sizes)
+        except RuntimeError as error:  # torch.OutOfMemoryError on GPUs, a plain RuntimeError on CPUs
+            raise ValueError(
+                f"{sum(sizes):,} bytes of keys and values do not fit on {device}; use a shorter prompt, a smaller "
+                "prompt.batch or generation.max_new_tokens, or more memory"
+            ) from error
+        slabs = []
+        for layer, (shape, (first, end)) in enumerate(zip(shapes, spans, strict=True)):
+            flat = memory[layer % num_slabs][: layer_bytes[layer]].view(shape.dtype)
+            slab_TBKX = flat.view(end - first, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim)
+            slabs.append(KVSlab(slab_TBKX=slab_TBKX, key_dim=shape.key_dim, first=first))
+        return cls(shapes=list(shapes), by_layer=slabs, num_slabs=num_slabs)
+
+    @classmethod
+    def each_its_own(cls, by_layer: Sequence[KVSlab]) -> Slabs:
+        """Slabs of which no two share memory."""
+        shapes = [
+            KVShape(
+                num_kv_heads=slab.slab_TBKX.shape[2],
+                key_dim=slab.key_dim,
+                value_dim=slab.value_dim,
+                dtype=slab.slab_TBKX.dtype,
+            )
+            for slab in by_layer
+        ]
+        return cls(shapes=shapes, by_layer=list(by_layer), num_slabs=len(by_layer))
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether layers share memory."""
+        return self.num_slabs < len(self.by_layer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.by_layer[0].slab_TBKX.device
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return self.by_layer[0].slab_TBKX.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(_largest([slab.slab_TBKX.nbytes for slab in self.by_layer], self.num_slabs))
+
+    def clone(self) -> Slabs:
+        """A copy in memory of its own."""
+        assert not self.is_ring, "layers share slabs"
+        return replace(self, by_layer=[replace(slab, slab_TBKX=slab.slab_TBKX.clone()) for slab in self.by_layer])
+
+    def take(self) -> Iterator[KVSlab]:
+        """Hand over the slabs in the order of layers. Each belongs to the caller; nothing is left afterwards."""
+        assert not self.is_ring, "layers share slabs"
+        while self.by_layer:
+            yield self.by_layer.pop(0)
 
 
-ALL_TOKENS = Index()
-
-
-class AfterPrefix(Index):
-    """Index of tokens that follow a prefix in other memory.
-
-    Args:
-        prefixes: the prefix of each layer. Each slot has the number of its token's index in the padded batch.
-    """
-
-    is_whole = False
-
-    def __init__(self, prefixes: Sequence[KVSlab]) -> None:
-        self._prefixes = prefixes
-
-    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        prefix, start, pads = self._prefixes[layer], tokens.start, tokens.row_pads
-        own = spans_of(range(slab.first, start + num_new), start=start, num_new=num_new, pads=pads)
-        slots = range(prefix.first, prefix.end)
-        before = spans_of(slots, start=start, num_new=num_new, pads=pads, has_new=False)
-        return [Step([Run(slab, own)], arrives=False), Step([Run(prefix, before)])]
+def _largest(layer_bytes: Sequence[int], num_slabs: int) -> list[int]:
+    """Bytes of each slab: those of the largest of the layers that take it."""
+    return [max(layer_bytes[slab::num_slabs], default=0) for slab in range(num_slabs)]

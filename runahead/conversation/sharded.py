@@ -19,7 +19,8 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
-from runahead.cache.shard import ShardCache, emptiest, shards
+from runahead.cache.shard import emptiest, shards
+from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
 from runahead.conversation.conversation import Conversation
@@ -193,8 +194,9 @@ class ShardedConversation(Conversation):
         )
         stored = strategy.run(job).cache
         if stored is not None:
-            assert isinstance(stored, ShardCache), type(stored)
-            chunk, self.cache = stored.shard.chunk, _kept_of(stored)
+            assert stored.slabs is not None, type(stored)
+            chunk = shard_of[ranks.stage].chunk
+            self.cache = _kept_of(stored.slabs, chunk, self.pads)
             self.cache.part = TextPart(chunk, pads=self.pads, owns=self._owners.owns)
         for stage, shard in shard_of.items():
             self._owners.give(stage, shard.chunk.start, len(shard.chunk))
@@ -234,21 +236,20 @@ class ShardedConversation(Conversation):
         return made
 
 
-def _kept_of(cache: ShardCache) -> KeptCache:
-    """The tokens of a shard in layers that can grow, without a copy. The shard's slabs are taken over."""
-    chunk, device = cache.shard.chunk, cache.own.device
-    pads = NewTokens(chunk.start, cache.pads).pads(len(chunk))
+def _kept_of(slabs: Slabs, chunk: range, pads: Sequence[int]) -> KeptCache:
+    """The chunk of a shard in layers that can grow, without a copy. The shard's slabs are taken over."""
+    device, chunk_pads = slabs.device, NewTokens(chunk.start, list(pads)).pads(len(chunk))
     index_T1 = torch.arange(chunk.start, chunk.stop, device=device)[:, None]
-    positions_TBK = (index_T1 - row_values(cache.pads, device))[:, :, None].int()
+    positions_TBK = (index_T1 - row_values(pads, device))[:, :, None].int()
     return KeptCache(
         [
             KeptLayer(
                 shape=shape,
-                slab_TBKX=layer.slab.slab_TBKX[: len(chunk)],
+                slab_TBKX=slab.slab_TBKX[: len(chunk)],
                 positions_TBK=positions_TBK,
-                pads=list(pads),
+                pads=list(chunk_pads),
                 num_slots=len(chunk),
             )
-            for shape, layer in zip(list(cache.own.shapes), cache.take_layers(), strict=True)
+            for shape, slab in zip(slabs.shapes, slabs.take(), strict=True)
         ]
     )

@@ -19,7 +19,7 @@ from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.fixed import FixedCache
+from runahead.cache.fixed import in_fixed_shape
 from runahead.cache.kept import NEW_ROOM
 from runahead.cache.new_tokens import NewTokens
 from runahead.failures import first_line
@@ -40,9 +40,10 @@ def fastest_form(cache: KVStore, model: Model, *, pads: list[int], num_tokens: i
         num_tokens: number of tokens of the padded prompt.
         apart: rows may advance by different numbers of tokens.
     """
-    if model.repeats_steps and accelerator_for(model.device) is not None and FixedCache.takes(cache):
-        return FixedCache(cache, pads=pads, num_tokens=num_tokens, apart=apart)
-    return cache.for_decoding()
+    fixed = None
+    if model.repeats_steps and accelerator_for(model.device) is not None:
+        fixed = in_fixed_shape(cache, pads=pads, num_tokens=num_tokens, apart=apart)
+    return cache.for_decoding() if fixed is None else fixed
 
 
 def forward_over(

@@ -14,7 +14,6 @@ from torch import Tensor
 from policies.row_values import row_values, sent
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
-from runahead.cache.fixed import FixedCache
 from runahead.decoding.forward import Forward, forward_over
 from runahead.decoding.row import Row, RowId
 from runahead.model.model import Model
@@ -49,7 +48,6 @@ class _Batch:
         forward: of one token of every row, also of those that left: with fewer rows it would round differently.
         pads: left padding of each row.
         last_ids: the last token of each row.
-        on_device: tokens of each row that are stored, in tensors of fixed shape.
         left: rows that left.
         is_split: every lane has the cache of its row, in the same memory.
         is_in_step: the rows advance by one token at a time.
@@ -59,15 +57,9 @@ class _Batch:
     forward: Forward
     pads: dict[RowId, int]
     last_ids: dict[RowId, int]
-    on_device: list[int]
     left: set[RowId] = field(default_factory=set)
     is_split: bool = False
     is_in_step: bool = True
-
-    @property
-    def fixed(self) -> FixedCache | None:
-        """The cache, if it is of fixed shape and rows may have any number of tokens in it; in a shard they may not."""
-        return self.cache if isinstance(self.cache, FixedCache) and self.cache.gather is None else None
 
 
 class Lanes:
@@ -124,15 +116,14 @@ class Lanes:
             pads: left padding per row.
             num_tokens: number of tokens of the padded prompt.
         """
-        lanes, stored = cls(model), [num_tokens - pad for pad in pads]
-        for id, num in zip(ids, stored, strict=True):
-            lanes._lanes[id] = Lane(cache=cache, num_tokens=num, prompt_tokens=num)
+        lanes = cls(model)
+        for id, pad in zip(ids, pads, strict=True):
+            lanes._lanes[id] = Lane(cache=cache, num_tokens=num_tokens - pad, prompt_tokens=num_tokens - pad)
         lanes._batch = _Batch(
             cache=cache,
             forward=forward or forward_over(model, cache, [], pads=pads, prompt_tokens=num_tokens),
             pads=dict(zip(ids, pads, strict=True)),
             last_ids=dict.fromkeys(ids, 0),
-            on_device=stored,
         )
         return lanes
 
@@ -213,7 +204,7 @@ class Lanes:
         """From now on rows may advance by different numbers of tokens."""
         self._groups, batch = None, self._batch
         if batch is not None:  # a single row has nothing to be in step with
-            batch.is_in_step = len(batch.pads) == 1 or batch.fixed is not None
+            batch.is_in_step = len(batch.pads) == 1 or batch.cache.sets_lengths
 
     def take_back(self, row: RowId, num: int) -> None:
         """Forget the last tokens of a row that are stored, so that others are stored in their place."""
@@ -231,11 +222,8 @@ class Lanes:
         """A plain step of all rows of a batch, also of those that left."""
         batch.last_ids |= last_ids
         lanes = list(self._lanes.values())
-        if (fixed := batch.fixed) is not None:
-            wanted = [min(lane.num_tokens, fixed.lengths.room - 1) for lane in lanes]
-            if wanted != batch.on_device:
-                fixed.set_lengths(wanted)
-            batch.on_device = [num + 1 for num in wanted]
+        if batch.cache.sets_lengths:
+            batch.cache.set_lengths([lane.num_tokens for lane in lanes])
         start = max(lane.num_tokens + pad for lane, pad in zip(lanes, batch.pads.values(), strict=True))
         logits_BV = batch.forward(self._ids(batch.last_ids.values()), start)
         for row, lane in self._lanes.items():

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from runahead.cache.base import KVStore
+from runahead.cache.index import ShardIndex
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.shard import Shard, ShardCache, shard_bytes, shards
+from runahead.cache.shard import Shard, shard_bytes, shard_slabs, shards
+from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions
 from runahead.context import ContextPartition
 from runahead.decoding.forward import fastest_form, forward_over
@@ -213,16 +215,16 @@ class Placement:
         return seconds[1:]
 
     def _alone(self, num_tokens: int, batch: int) -> Timed:
-        return self._forward(self._model.empty_cache(num_tokens + ROUNDS * STEPS, batch=batch), num_tokens, batch)
+        return self._forward(self._model.empty_cache(num_tokens + ROUNDS * STEPS, batch=batch).slabs, num_tokens, batch)
 
     def _sharded(self, partition: ContextPartition, batch: int, gather: Gathering) -> Timed:
         shard = shards(partition, ROUNDS * STEPS)[self._ranks.stage]
-        slabs = ShardCache.slabs(self._model.kv_shapes, shard, batch=batch, device=self._ranks.device)
+        slabs = shard_slabs(self._model.kv_shapes, shard, batch=batch, device=self._ranks.device)
         return self._forward(slabs, partition.num_tokens, batch, shard, gather)
 
     def _forward(
         self,
-        slabs: KVCache,
+        slabs: Slabs,
         num_tokens: int,
         batch: int,
         shard: Shard | None = None,
@@ -231,9 +233,9 @@ class Placement:
         """A forward of single tokens over slabs of zeros."""
         pads, index = [0] * batch, count(num_tokens)
         self._held_bytes += slabs.num_bytes
-        for layer in slabs.layers:
-            layer.slab.slab_TBKX.zero_()
-        cache: KVStore = slabs if shard is None else ShardCache(slabs, shard, pads=pads)
+        for slab in slabs.by_layer:
+            slab.slab_TBKX.zero_()
+        cache: KVStore = KVCache(slabs) if shard is None else KVCache(slabs, ShardIndex(shard, slabs.device))
         cache = fastest_form(cache, self._model, pads=pads, num_tokens=num_tokens)
         is_told = False
         if gather is not None:

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from runahead.cache.kv_cache import Allocator, KVCache
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Allocator, Slabs
 from runahead.kv_transfer.schedule import STORED, Message, Schedule
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
@@ -59,7 +60,7 @@ class KVTransfer(ABC):
         self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
         self.record = record
         self.lead = depth * (len(schedule.chain) - 1) if schedule.feeds(0) else 0
-        self._stored = self._stored_ring(cache.device) if self.lead else None
+        self._stored = self._stored_ring(cache.slabs.device) if self.lead else None
         self.log = TransferLog()
         self._prefill = ranks.records.begin()
         self._oldest = partial(ranks.records.oldest_outstanding, self._prefill)
@@ -79,11 +80,11 @@ class KVTransfer(ABC):
         """Bytes allocated for stored keys and values on their way to other ranks."""
         return 0 if self._stored is None else self._stored.num_bytes
 
-    def _stored_ring(self, device: torch.device, *, pin_memory: bool = False) -> KVCache:
+    def _stored_ring(self, device: torch.device, *, pin_memory: bool = False) -> Slabs:
         """Memory from which stored keys and values of a few layers are sent."""
-        return KVCache(
-            self.cache.shapes,
-            batch=self.cache.batch,
+        return Slabs.empty(
+            self.cache.slabs.shapes,
+            batch=self.cache.slabs.batch,
             spans=[(-self.schedule.num_stored, 0)] * self.cache.num_layers,
             num_slabs=self.lead + 1,
             device=device,
@@ -174,5 +175,5 @@ class KVTransfer(ABC):
     def part(self, message: Message) -> Tensor:
         """The message's tokens in the cache: a contiguous view (tokens, batch, KV heads, key dim + value dim)."""
         if self._stored is not None and message.chunk == STORED:
-            return self._stored.tokens(message.layer, message.start, message.end)
+            return self._stored.by_layer[message.layer].tokens(message.start, message.end)
         return self.cache.tokens(message.layer, message.start, message.end)

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from runahead.cache.kv_cache import Allocator, KVCache
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Allocator
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.mapped.memory import Counts, Unmapped
@@ -158,7 +159,7 @@ class CopyTransfer(KVTransfer):
         beside = [peer for peer in self._senders if peer in self._memory.peers]
         if beside:
             slabs = [self.cache.layer(layer) for layer in range(self.cache.num_layers)]
-            rows = [shape.bytes_per_token(self.cache.batch) for shape in self.cache.shapes]
+            rows = [shape.bytes_per_token(self.cache.slabs.batch) for shape in self.cache.slabs.shapes]
             self._memory.describe([slab.slab_TBKX for slab in slabs], rows, [slab.first for slab in slabs])
         first = min(self.depth, self.cache.num_layers)
         for peer in self._senders:

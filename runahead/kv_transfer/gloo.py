@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.kv_transfer.base import KVTransfer
 from runahead.kv_transfer.schedule import STORED, Message, Schedule
 from runahead.ranks.accelerator import Accelerator, Event
@@ -137,7 +138,7 @@ class GlooTransfer(KVTransfer):
         if self._error is not None:
             raise self._error
 
-    def _stored_ring(self, device: torch.device, *, pin_memory: bool = False) -> KVCache:
+    def _stored_ring(self, device: torch.device, *, pin_memory: bool = False) -> Slabs:
         return super()._stored_ring(torch.device("cpu"), pin_memory=self.ranks.accelerator is not None)
 
     def _await_fed(self, layer: int) -> None:
@@ -234,7 +235,7 @@ class GlooTransfer(KVTransfer):
     def _host_part(self, message: Message) -> Tensor:
         if self._staging is None or (self.lead and message.chunk == STORED):
             return self.part(message)
-        return self._staging.host.tokens(message.layer, message.start, message.end)
+        return self._staging.host.by_layer[message.layer].tokens(message.start, message.end)
 
 
 class _Lost(RuntimeError):
@@ -245,9 +246,9 @@ class _Staging:
     """Pinned host copies of the GPU's slots, since Gloo reads and writes host memory only."""
 
     def __init__(self, cache: KVCache, depth: int, accelerator: Accelerator) -> None:
-        self.host = KVCache(
-            cache.shapes,
-            batch=cache.batch,
+        self.host = Slabs.empty(
+            cache.slabs.shapes,
+            batch=cache.slabs.batch,
             spans=[cache.extent(layer) for layer in range(cache.num_layers)],
             num_slabs=depth,
             device=torch.device("cpu"),
@@ -261,14 +262,14 @@ class _Staging:
     def take_down(self, cache: KVCache, message: Message) -> None:
         """Copy a message to the host, and wait for the copy, since Gloo reads it at once."""
         part = cache.tokens(message.layer, message.start, message.end)
-        self.host.tokens(message.layer, message.start, message.end).copy_(part)
+        self.host.by_layer[message.layer].tokens(message.start, message.end).copy_(part)
 
     def bring_up(self, cache: KVCache, message: Message) -> None:
         """Queue the copy of a message to the GPU, after the attention that last used the slot."""
         with self._accelerator.on(self._stream):
             if (before := self._attended.pop(message.layer - self._depth, None)) is not None:
                 self._stream.wait_event(before)
-            part = self.host.tokens(message.layer, message.start, message.end)
+            part = self.host.by_layer[message.layer].tokens(message.start, message.end)
             cache.tokens(message.layer, message.start, message.end).copy_(part, non_blocking=True)
             self._uploads[message.layer] = self._stream.record_event()
 

@@ -21,7 +21,7 @@ from runahead.attention.masks import MaskRule
 from runahead.attention.partial import takes_sequences
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape
+from runahead.cache.slabs import KVShape, Slabs
 from runahead.config import ModelOptions
 from runahead.failures import PeerFailure
 from runahead.model import loading
@@ -479,7 +479,8 @@ class Model:
     def empty_cache(self, num_tokens: int, *, batch: int = 1) -> KVCache:
         """A KV cache with room for `num_tokens` tokens in every layer. Raises: ValueError: memory is too small."""
         spans = [(0, num_tokens)] * self.num_layers
-        return KVCache(self.kv_shapes, batch=batch, spans=spans, num_slabs=self.num_layers, device=self.device)
+        slabs = Slabs.empty(self.kv_shapes, batch=batch, spans=spans, num_slabs=self.num_layers, device=self.device)
+        return KVCache(slabs)
 
     def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
         """First token that a chunk from `start` on attends to in a layer: 0, or later under a sliding window."""

@@ -16,7 +16,7 @@ from runahead.attention.partial import AttentionTerms, attend_at, merge
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.prefill.chain_run import ChainRun
 from runahead.reuse.blend import Blend
-from runahead.reuse.cache import ReusedCache
+from runahead.reuse.cache import reusing
 from runahead.reuse.reused_kv import ReusedKV
 
 
@@ -34,7 +34,7 @@ class BlendedAttention(ChainAttention):
     def __init__(self, run: ChainRun, reused: ReusedKV, chunk: range) -> None:
         job = run.job
         self._chunk, self._reused = chunk, reused.without_blended()
-        super().__init__(run, ReusedCache(run.cache, self._reused), start=chunk.start, pads=job.batch.pads)
+        super().__init__(run, reusing(run.cache.slabs, self._reused), start=chunk.start, pads=job.batch.pads)
         self.blend = Blend(
             reused,
             chunk,
@@ -76,7 +76,8 @@ class BlendedAttention(ChainAttention):
 
     def _keys(self, layer: int, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Keys, values and their positions that a row's tokens may see; those of earlier ranks last."""
-        slab, pad, start, device = self.run.cache.layer(layer), self.pads[row], self._chunk.start, self.run.cache.device
+        slab, pad, start = self.run.cache.layer(layer), self.pads[row], self._chunk.start
+        device = self.run.cache.slabs.device
         spans = [(max(start, pad), self._chunk.stop), (min(start, pad), start)]
         for first, end in spans:
             if end == start:

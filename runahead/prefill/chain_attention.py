@@ -18,7 +18,7 @@ from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.context import ContextPartition
 from runahead.prefill.chain_run import ChainRun
-from runahead.reuse.cache import ReusedCache
+from runahead.reuse.cache import reusing
 from runahead.reuse.reused_kv import ReusedKV, WholeTexts
 from runahead.thinning.steps import PolicySteps
 
@@ -85,7 +85,7 @@ class ThinnedAttention(ChainAttention):
         reused: ReusedKV | None = None,
     ) -> None:
         job, policies, chunk = run.job, run.job.own_policies, run.job.partition.chunk(rank)
-        cache = run.cache if reused is None else ReusedCache(run.cache, reused)
+        cache = run.cache if reused is None else reusing(run.cache.slabs, reused)
         super().__init__(run, cache, start=chunk.start, pads=job.batch.pads)
         self._by_layer, self._rank, self._slabs = by_layer, rank, run.cache
         self._texts = None if reused is None else reused.whole(job.batch.pads)
@@ -149,7 +149,7 @@ class ThinnedAttention(ChainAttention):
         before_nB = torch.arange(begin, placed.start, device=device)[:, None] - pads_B
         own_nB = self.tokens.positions_BC(num_new, device).T
         return KeptLayer(
-            shape=self._slabs.shapes[layer],
+            shape=self._slabs.slabs.shapes[layer],
             slab_TBKX=slab.tokens(begin, end),
             positions_TBK=torch.cat([before_nB, own_nB.expand(-1, len(self.pads))])[:, :, None].int(),
             pads=self.tokens.pads(num_new) if is_part else placed.row_pads,
@@ -165,7 +165,7 @@ class ThinnedAttention(ChainAttention):
         pads = [num_tokens - num for num in texts.lengths]
         index_T = torch.arange(num_tokens + room, device=new_SBKX.device)
         return KeptLayer(
-            shape=self._slabs.shapes[layer],
+            shape=self._slabs.slabs.shapes[layer],
             slab_TBKX=texts.kv(layer, new_SBKX, room=room),
             positions_TBK=(index_T[:, None] - row_values(pads, new_SBKX.device))[:, :, None].int(),
             pads=pads,

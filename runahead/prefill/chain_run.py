@@ -15,8 +15,10 @@ import torch
 from runahead.attention.base import LayerAttention
 from runahead.attention.op import nothing
 from runahead.cache.base import KVStore
+from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.model.model import PrefillEndsHere
@@ -57,20 +59,19 @@ class ChainRun:
         num_slabs: int,
         depth: int,
         rotaries: Sequence[Rotary] | None = None,
-        own: KVCache | None = None,
+        own: Slabs | None = None,
         attends_last: bool = False,
     ) -> None:
         self.job, self.is_last, self._attends_last = job, schedule.is_last, attends_last
-        self.cache = KVCache(
+        slabs = Slabs.empty(
             job.model.kv_shapes,
             batch=len(job.batch.pads),
             spans=spans,
             num_slabs=num_slabs,
             device=job.ranks.device,
-            rotaries=rotaries,
             allocate=carrier.allocator(job.ranks, schedule),
-            own=own,
         )
+        self.cache = KVCache(slabs, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(slabs))
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
         self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)
         self._layer_ends = [self._clock.mark()]

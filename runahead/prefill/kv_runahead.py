@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from runahead.cache.index import ShardIndex
+from runahead.cache.kv_cache import KVCache
 from runahead.cache.part import TextPart
-from runahead.cache.shard import Shard, ShardCache
+from runahead.cache.shard import Shard, shard_slabs
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
@@ -26,7 +28,7 @@ from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.chunked import run_chunked
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
-from runahead.reuse.cache import ReusedCache
+from runahead.reuse.cache import reusing
 from runahead.thinning.replay import decide_on_prompt
 
 
@@ -149,7 +151,7 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         )
         prefilled.recomputed_tokens = blended.blend.mean_computed
         return prefilled
-    cache = run.cache if reused is None else ReusedCache(run.cache, reused)
+    cache = run.cache if reused is None else reusing(run.cache.slabs, reused)
     attention = ChainAttention(run, cache, start=chunk.start, pads=pads)
     return run.compute(attention, [chunk], store=cache if schedule.is_last else None)
 
@@ -164,7 +166,7 @@ def _run_sharded(
 ) -> Prefilled:
     """Run a rank's part, with a ring for the prefix and memory for the rank's shard, in which its chunk is computed."""
     model, pads, chunk = job.model, job.batch.pads, shard.chunk
-    own = ShardCache.slabs(model.kv_shapes, shard, batch=len(pads), device=job.ranks.device)
+    own = shard_slabs(model.kv_shapes, shard, batch=len(pads), device=job.ranks.device)
     run = ChainRun(
         job,
         carrier,
@@ -175,4 +177,4 @@ def _run_sharded(
         own=own,
     )
     attention = ChainAttention(run, run.cache, start=chunk.start, pads=pads)
-    return run.compute(attention, [chunk], store=ShardCache(own, shard, pads=pads))
+    return run.compute(attention, [chunk], store=KVCache(own, ShardIndex(shard, own.device)))

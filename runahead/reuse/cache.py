@@ -22,9 +22,10 @@ from torch import Tensor
 from policies.row_values import row_values, sent
 from runahead.attention.op import EVERY_ROW, Run, Span, Step, spans_of
 from runahead.cache.base import KVStore
-from runahead.cache.kv_cache import KVCache, SlabLayer, SlabRow
+from runahead.cache.index import Index
+from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import Index, KVSlab
+from runahead.cache.slabs import KVSlab, Slabs
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 FEW_QUERIES = 64
@@ -32,27 +33,33 @@ FEW_QUERIES = 64
 costs less than an output for each part."""
 
 
-class ReusedCache(KVStore):
+def reusing(slabs: Slabs, reused: ReusedKV, *, shared_TKX: Sequence[Tensor] = ()) -> KVCache:
     """KV cache of new tokens and of the segments that their prompts reuse.
 
     Args:
-        own: slabs of the new tokens, by their index in the padded batch; or those of one row.
+        slabs: of the new tokens, by their index in the padded batch; or those of one row.
         reused: reused parts, and the positions of the new tokens.
-        shared_TKX: of the reused parts, those that belong to this cache and others like it; one tensor per layer.
+        shared_TKX: of the reused parts, those that belong to this cache and others like it; one tensor per layer. The
+            others belong to the segment store.
     """
+    cache = KVCache(slabs, ReusedIndex(reused, slabs.device))
+    cache.shared_TKX = shared_TKX
+    return cache
 
-    layers: list[SlabLayer]
 
-    def __init__(self, own: KVCache | SlabRow, reused: ReusedKV, *, shared_TKX: Sequence[Tensor] = ()) -> None:
-        self.own, self.reused, self.shared_TKX = own, reused, shared_TKX
-        index = ReusedIndex(reused, own.device)
-        # No layer refers to the cache: a cycle would keep both until the garbage collector comes.
-        self.layers = [SlabLayer(slab=layer.slab, number=layer.number, index=index) for layer in own.layers]
+def reused_by(cache: KVStore) -> ReusedKV | None:
+    """What the prompts of a cache of `reusing` reuse; None of any other."""
+    index = cache.slab_index
+    return index.reused if isinstance(index, ReusedIndex) else None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated for the new tokens. Reused parts belong to the segment store or to several caches."""
-        return self.own.num_bytes
+
+class ReusedIndex(Index):
+    """Index of new tokens, each in the slot of its index in the padded batch, whose queries see reused parts, too."""
+
+    is_whole = False
+
+    def __init__(self, reused: ReusedKV, device: torch.device) -> None:
+        self.reused, self._device = reused, device
 
     def positions_BC(self, index_C: Tensor, start: int) -> Tensor:  # noqa: N802
         end, device = start + len(index_C), index_C.device
@@ -62,29 +69,12 @@ class ReusedCache(KVStore):
             return index_C + row_values(offsets, device)[:, None]
         return sent(torch.tensor([list(positions) for positions in rows]), device)
 
-    def for_decoding(self) -> ReusedCache:
-        """The same cache with reused parts concatenated if that saves time; see `ReusedKV.joined`."""
-        return ReusedCache(self.own, self.reused.joined())
+    def row(self, row: int, pad: int) -> ReusedIndex:
+        return ReusedIndex(self.reused.row(row, pad), self._device)
 
-    def split(self, pads: Sequence[int]) -> list[KVStore]:
-        assert isinstance(self.own, KVCache), "a row of a batch"
-        return [ReusedCache(SlabRow(self.own, row, pad), self.reused.row(row, pad)) for row, pad in enumerate(pads)]
-
-    def take_back(self, num_tokens: int) -> None:
-        self.own.take_back(num_tokens)
-
-    def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
-        """Keys and values of new tokens alone."""
-        return self.own.row_kv(row, pad, num_tokens)
-
-
-class ReusedIndex(Index):
-    """Index of new tokens, each in the slot of its index in the padded batch, whose queries see reused parts, too."""
-
-    is_whole = False
-
-    def __init__(self, reused: ReusedKV, device: torch.device) -> None:
-        self._reused, self._device = reused, device
+    def for_decoding(self) -> ReusedIndex:
+        """Reused parts are concatenated if that saves time; see `ReusedKV.joined`."""
+        return ReusedIndex(self.reused.joined(), self._device)
 
     def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span]:
         start, pads, end = tokens.start, tokens.row_pads, tokens.start + num_new
@@ -93,8 +83,8 @@ class ReusedIndex(Index):
             """The tokens of one row, by their positions."""
             rows, first = EVERY_ROW if len(pads) == 1 else slice(row, row + 1), max(start, pad)
             return span_at(
-                self._reused.positions(row, pad, end),
-                self._reused.positions(row, first, end),
+                self.reused.positions(row, pad, end),
+                self.reused.positions(row, first, end),
                 self._device,
                 rows=rows,
                 stored=rows,
@@ -111,16 +101,16 @@ class ReusedIndex(Index):
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
         own = super().steps(layer, slab, tokens, num_new)
-        if not self._reused.parts:
+        if not self.reused.parts:
             return own
         groups = tokens.once((self, "parts", num_new), lambda: self._groups(tokens, num_new))
-        return [*own, *steps_over(groups, layer, slab, arrives=self._reused.arrives)]
+        return [*own, *steps_over(groups, layer, slab, arrives=self.reused.arrives)]
 
     def _groups(self, tokens: NewTokens, num_new: int) -> list[list[Group]]:
         start, end = tokens.start, tokens.start + num_new
         firsts = [min(end, max(start, pad)) for pad in tokens.row_pads]
-        rows = [(first - start, self._reused.positions(row, first, end)) for row, first in enumerate(firsts)]
-        return groups_of(self._reused.parts, rows, self._device)
+        rows = [(first - start, self.reused.positions(row, first, end)) for row, first in enumerate(firsts)]
+        return groups_of(self.reused.parts, rows, self._device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ import torch
 
 from policies.base import GivenPrompt, ReusingPrompt
 from runahead.cache.base import KVStore
-from runahead.cache.kv_cache import SlabRow
 from runahead.model.model import Model
-from runahead.reuse.cache import ReusedCache
+from runahead.reuse.cache import reused_by, reusing
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 
@@ -49,11 +48,10 @@ def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: in
     layers_TKX = row.row_kv(0, 0, num_tokens) if attends_together(model) else None
     if layers_TKX is None:
         return [row, *(row.fork() for _ in range(count - 1))], 0
-    reused = ReusedKV(parts=[], positions_BS=torch.arange(num_tokens)[None], ends=[num_tokens])
-    if isinstance(row, ReusedCache):
-        reused = row.reused
+    reused = reused_by(row)
+    if reused is None:
+        reused = ReusedKV(parts=[], positions_BS=torch.arange(num_tokens)[None], ends=[num_tokens])
     assert reused.positions_BS.shape == (1, num_tokens), (reused.positions_BS.shape, num_tokens)
     given = ReusedPart(layers_TKX=layers_TKX, positions_T=reused.positions_BS[0], rows=(0,))
     after = replace(reused, parts=[*reused.parts, given], positions_BS=reused.positions_BS[:, num_tokens:])
-    rows = [ReusedCache(SlabRow(model.empty_cache(num_new), 0, 0), after, shared_TKX=layers_TKX) for _ in range(count)]
-    return list(rows), num_tokens
+    return [reusing(model.empty_cache(num_new).slabs, after, shared_TKX=layers_TKX) for _ in range(count)], num_tokens

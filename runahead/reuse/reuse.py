@@ -28,7 +28,7 @@ from runahead.features.refused import check
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
-from runahead.reuse.cache import ReusedCache
+from runahead.reuse.cache import reusing
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.store import Found, SegmentStore
 from runahead.reuse.tiers.layer_rows import Layers, MendedRows
@@ -258,7 +258,7 @@ def encode_segment(
             ranks.progress()
         after_layer()
 
-    attention = _EncodingAttention(ReusedCache(cache, at_positions), start=0, pads=[0], on_layer=on_layer)
+    attention = _EncodingAttention(reusing(cache.slabs, at_positions), start=0, pads=[0], on_layer=on_layer)
     with suppress(PrefillEndsHere):
         model.forward(torch.tensor([ids], device=model.device), attention, start=0, pads=[0], length=positions[-1] + 1)
     stored = torch.tensor(segment.stored, device=model.device) + len(segment.context_ids)

@@ -15,8 +15,9 @@ from runahead.attention.op import Step
 from runahead.cache.base import KVStore
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
-from runahead.reuse.cache import Group, ReusedCache, groups_of, steps_over
-from runahead.reuse.reused_kv import ReusedPart
+from runahead.cache.slabs import Slabs
+from runahead.reuse.cache import Group, groups_of, reused_by, reusing, steps_over
+from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 
 def rows_cache(rows: Sequence[KVStore], pads: Sequence[int], counts: Sequence[int] | None = None) -> KVStore:
@@ -26,42 +27,43 @@ def rows_cache(rows: Sequence[KVStore], pads: Sequence[int], counts: Sequence[in
         rows: caches of one row each.
         pads, counts: as of `RowsCache`.
     """
-    reusing = {number: row for number, row in enumerate(rows) if isinstance(row, ReusedCache)}
-    if not reusing:
-        return RowsCache(rows, pads, counts)
-    own: list[KVStore] = [
-        ReusedCache(row.own, replace(row.reused, parts=[])) if isinstance(row, ReusedCache) else row for row in rows
-    ]
-    return RowsCache(own, pads, counts, shared=SharedParts(reusing, counts))
+    own, shared = list(rows), dict[int, tuple[Slabs, ReusedKV]]()
+    for number, row in enumerate(rows):
+        reused = reused_by(row)
+        if reused is not None:
+            assert row.slabs is not None, type(row)
+            own[number] = reusing(row.slabs, replace(reused, parts=[]))
+            shared[number] = row.slabs, reused
+    return RowsCache(own, pads, counts, shared=SharedParts(shared, counts) if shared else None)
 
 
 class SharedParts:
     """Parts that rows reuse, each once.
 
     Args:
-        rows: those that reuse any, by number.
+        rows: those that reuse any, by number: the memory of their own tokens, and what they reuse.
         counts: as of `RowsCache`.
     """
 
-    def __init__(self, rows: dict[int, ReusedCache], counts: Sequence[int] | None) -> None:
+    def __init__(self, rows: dict[int, tuple[Slabs, ReusedKV]], counts: Sequence[int] | None) -> None:
         found: dict[tuple[int, int, int], tuple[ReusedPart, list[int]]] = {}
-        for number, row in rows.items():
-            for part in row.reused.parts:
+        for number, (_, reused) in rows.items():
+            for part in reused.parts:
                 where = part.layers_TKX[0].data_ptr(), int(part.positions_T[0]), len(part.positions_T)
                 found.setdefault(where, (part, []))[1].append(number)
         self._parts = [replace(part, rows=tuple(users)) for part, users in found.values()]
-        self._rows, self._counts = rows, counts
+        self._reused, self._counts = {number: reused for number, (_, reused) in rows.items()}, counts
+        self._slabs = next(slabs for slabs, _ in rows.values())
 
     def steps(self, layer: int, tokens: NewTokens, num_new: int) -> list[Step]:
         """Steps over these parts for the new tokens of all rows in a layer."""
-        slab = next(iter(self._rows.values())).own.layers[layer].slab
         groups = tokens.once((self, num_new), lambda: self._groups(tokens, num_new))
-        return steps_over(groups, layer, slab, arrives=False)
+        return steps_over(groups, layer, self._slabs.by_layer[layer], arrives=False)
 
     def _groups(self, tokens: NewTokens, num_new: int) -> list[list[Group]]:
         rows = list[tuple[int, Sequence[int]]]()
         for number, pad in enumerate(tokens.row_pads):
-            row, count = self._rows.get(number), num_new if self._counts is None else self._counts[number]
+            reused, count = self._reused.get(number), num_new if self._counts is None else self._counts[number]
             first = tokens.start - pad
-            rows.append((0, [] if row is None else row.reused.positions(0, first, first + count)))
-        return groups_of(self._parts, rows, next(iter(self._rows.values())).own.device, joins=False)
+            rows.append((0, [] if reused is None else reused.positions(0, first, first + count)))
+        return groups_of(self._parts, rows, self._slabs.device, joins=False)

@@ -93,7 +93,7 @@ class StoredPrefix:
 
         The last layer never does: only the rank with the first token attends in it.
         """
-        num_slots, parts, at = self.num_slots(cache.batch), list[ReusedPart](), 0
+        num_slots, parts, at = self.num_slots(cache.slabs.batch), list[ReusedPart](), 0
         layers = [cache.layer(layer).tokens(-num_slots, 0).flatten(0, 1) for layer in range(cache.num_layers - 1)]
         for run in self.runs:
             end = at + len(run.positions)

@@ -24,10 +24,11 @@ from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
 from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.base import LayerStore, SeenKV
+from runahead.cache.index import AfterPrefix
 from runahead.cache.kept import KeptCache, KeptLayer
-from runahead.cache.kv_cache import SlabLayer
-from runahead.cache.slabs import AfterPrefix, KVSlab
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVSlab, Slabs
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model, PrefillEndsHere
 from runahead.thinning.cutting import cut_back
@@ -158,13 +159,12 @@ class ReplayAttention(CausalAttention):
         num_new: int,
         on_layer: Callable[[], None] = nothing,
     ) -> None:
-        cache, after = KVStore(), AfterPrefix(stored)
         self._stored = stored
         self._own = [
             replace(slab, slab_TBKX=slab.slab_TBKX.new_empty(num_new, *slab.slab_TBKX.shape[1:]), first=slab.end)
             for slab in stored
         ]
-        cache.layers = [SlabLayer(slab=slab, number=layer, index=after) for layer, slab in enumerate(self._own)]
+        cache = KVCache(Slabs.each_its_own(self._own), AfterPrefix(Slabs.each_its_own(stored)))
         super().__init__(cache, start=stored[0].end, pads=[0], on_layer=on_layer)
         self._model, self._policy, self._chunk, self._scores = model, policy, chunk, scores
         self._input_1CD: Tensor | None = None

@@ -15,7 +15,7 @@ from runahead.attention.masks import MaskRule
 from runahead.attention.op import Run, Step, attend, spans_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.slabs import KVShape
+from runahead.cache.slabs import KVShape, Slabs
 
 NUM_TOKENS, BATCH = 14, 3
 SHAPE = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float64)
@@ -30,7 +30,7 @@ TERMS = {
 
 def filled_cache() -> KVCache:
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+    cache = KVCache(Slabs.empty([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu")))
     cache.layer(0).slab_TBKX.normal_(generator=generator)
     return cache
 

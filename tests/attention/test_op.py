@@ -18,7 +18,7 @@ from runahead.attention.op import EVERY_ROW, Run, Span, Step, attend, spans_of
 from runahead.attention.partial import AttentionTerms, merge
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.slabs import KVShape
+from runahead.cache.slabs import KVShape, Slabs
 from tests.partitions import boundaries
 
 # Legend: B batch, N query heads, K kv heads, S tokens of the padded batch, H head dim.
@@ -36,6 +36,11 @@ SCATTERED = {
 }
 
 RULES = {"causal": None, "window": MaskRule(sliding_window_causal_mask_function(4))}
+
+
+def slabs(room: int) -> Slabs:
+    """Empty slabs of one layer."""
+    return Slabs.empty([SHAPE], batch=BATCH, spans=[(0, room)], num_slabs=1, device=torch.device("cpu"))
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +73,7 @@ def test_chunks_and_padding_do_not_matter(rule: MaskRule | None, bounds: tuple[i
     pads = [*pads, 0]  # the longest row sets the length
     terms = AttentionTerms(scaling=0.5, rule=rule)
     q_BNSH, k_BKSH, v_BKSH = _inputs()
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+    cache = KVCache(slabs(NUM_TOKENS))
     outs = []
     for start, end in pairwise(bounds):
         if start == end:
@@ -86,7 +91,7 @@ def test_chunks_and_padding_do_not_matter(rule: MaskRule | None, bounds: tuple[i
 def test_prefix_is_not_read_before_it_arrived(start: int) -> None:
     """Earlier K,V are written by `await_prefix` only; they were not a number until then."""
     q_BNSH, k_BKSH, v_BKSH = _inputs()
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+    cache = KVCache(slabs(NUM_TOKENS))
     slab = cache.layer(0)
     slab.slab_TBKX.fill_(math.nan)
     slab.write(start, k_BKSH[:, :, start:], v_BKSH[:, :, start:])
@@ -114,7 +119,7 @@ def test_tokens_of_two_places_make_the_whole(
     q_BNCH, start = q_BNSH[:, :, -num_new:], NUM_TOKENS - num_new
     for indices in (sorted(here), sorted(set(range(NUM_TOKENS)) - here)):
         room = len(indices) + 1
-        slab = KVCache([SHAPE], batch=BATCH, spans=[(0, room)], num_slabs=1, device=torch.device("cpu")).layer(0)
+        slab = slabs(room).by_layer[0]
         slab.slab_TBKX.fill_(math.nan)
         slab.write(0, k_BKSH[:, :, indices], v_BKSH[:, :, indices])
         spans = spans_of(
@@ -128,7 +133,7 @@ def test_tokens_of_two_places_make_the_whole(
         )
         parts.append(attend(q_BNCH, [Step([Run(slab, spans)])], terms))
     out, lse_BNC = merge(*parts[0], *parts[1])
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+    cache = KVCache(slabs(NUM_TOKENS))
     cache.layer(0).write(0, k_BKSH, v_BKSH)
     spans = spans_of(range(NUM_TOKENS), start=start, num_new=num_new, pads=pads)
     expected, expected_lse = attend(q_BNCH, [Step([Run(cache.layer(0), spans)])], terms)
@@ -142,7 +147,7 @@ def test_sinks_are_added_once_however_many_parts_there_are() -> None:
     terms = AttentionTerms(scaling=0.5, sinks_N=sinks_N)
     outs = []
     for cuts in ([0, NUM_TOKENS], [0, 1, 6, NUM_TOKENS]):
-        cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+        cache = KVCache(slabs(NUM_TOKENS))
         for start, end in pairwise(cuts):
             q, k, v = (x[:, :, start:end] for x in (q_BNSH, k_BKSH, v_BKSH))
             out = CausalAttention(cache, start=start, pads=[0] * BATCH).attend(0, q, k, v, terms)
@@ -157,7 +162,7 @@ def test_sinks_are_added_once_however_many_parts_there_are() -> None:
 def test_a_part_that_some_queries_see_is_merged_into_these_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged into all, each of many parts would take an output of all queries."""
     q_BNSH, k_BKSH, v_BKSH = _inputs()
-    cache = KVCache([SHAPE], batch=BATCH, spans=[(0, NUM_TOKENS)], num_slabs=1, device=torch.device("cpu"))
+    cache = KVCache(slabs(NUM_TOKENS))
     slab = cache.layer(0)
     slab.write(0, k_BKSH, v_BKSH)
     num_new, merged = 6, list[int]()

@@ -14,8 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runahead.attention.partial import attend_sequences
 from runahead.cache.attention import CausalAttention
-from runahead.cache.fixed import FixedCache
+from runahead.cache.fixed import in_fixed_shape
+from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.model.model import Model
 from runahead.ranks.graphs import Graphs
@@ -28,22 +30,21 @@ TOKENS, NEW = 11, 6
 def prefilled(model: Model, pads: list[int]) -> tuple[KVCache, Tensor]:
     """A cache with a prompt's keys and values, and random following ids (B, NEW)."""
     ids_BS = torch.randint(3, VOCAB_SIZE, (len(pads), TOKENS + NEW), generator=torch.Generator().manual_seed(7))
-    end = TOKENS + NEW
-    cache = KVCache(
-        model.kv_shapes,
-        batch=len(pads),
-        spans=[(0, end)] * model.num_layers,
-        num_slabs=model.num_layers,
-        device=model.device,
-    )
+    cache = model.empty_cache(TOKENS + NEW, batch=len(pads))
     model.forward(ids_BS[:, :TOKENS], CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
     return cache, ids_BS[:, TOKENS:]
+
+
+def fixed_shape(cache: KVCache, pads: list[int]) -> KVCache:
+    fixed = in_fixed_shape(cache, pads=pads, num_tokens=TOKENS)
+    assert fixed is not None
+    return fixed
 
 
 def logits_of(model: Model, pads: list[int], *, fixed: bool) -> Tensor:
     """Logits (NEW, B, V) of the following tokens, one step each."""
     cache, following = prefilled(model, pads)
-    over = FixedCache(cache, pads=pads, num_tokens=TOKENS) if fixed else cache
+    over = fixed_shape(cache, pads) if fixed else cache
     forward = forward_over(model, over, [], pads=pads, prompt_tokens=TOKENS)
     return torch.stack(
         [forward(ids_B1, TOKENS + step).clone() for step, ids_B1 in enumerate(following.split(1, dim=1))]
@@ -58,7 +59,7 @@ def test_logits_equal_those_over_slabs(family: str, pads: list[int]) -> None:
     model = Model(build(family))
     if not model.repeats_steps or (len(set(pads)) > 1 and model.uneven_limit is not None):
         pytest.skip("steps of this family differ in more than ids, positions and stored tokens")
-    if not FixedCache.takes(prefilled(model, pads)[0]):
+    if in_fixed_shape(prefilled(model, pads)[0], pads=pads, num_tokens=TOKENS) is None:
         pytest.skip("keys and values have different widths")
     expected, actual = (logits_of(model, pads, fixed=fixed) for fixed in (False, True))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
@@ -73,18 +74,23 @@ def test_which_families_repeat_their_steps() -> None:
 
 def test_a_cache_of_a_part_of_the_prompt_is_left_as_it_is() -> None:
     model = Model(build("llama"))
-    cache, _ = prefilled(model, [0])
-    assert FixedCache.takes(cache)
-    ring = KVCache(cache.shapes, batch=1, spans=cache.spans, num_slabs=2, device=cache.device)
-    later = KVCache(cache.shapes, batch=1, spans=[(2, 9)] * 3, num_slabs=3, device=cache.device)
-    assert not FixedCache.takes(ring) and not FixedCache.takes(later)
+    slabs = {
+        "a ring": Slabs.empty(model.kv_shapes, batch=1, spans=[(0, 9)] * 3, num_slabs=2, device=model.device),
+        "later tokens": Slabs.empty(model.kv_shapes, batch=1, spans=[(2, 9)] * 3, num_slabs=3, device=model.device),
+    }
+    for what, each in slabs.items():
+        num_bytes = each.num_bytes
+        assert in_fixed_shape(KVCache(each), pads=[0], num_tokens=8) is None, what
+        assert each.num_bytes == num_bytes, what
+    own = Slabs.empty(model.kv_shapes, batch=1, spans=[(9, 12)] * 3, num_slabs=3, device=model.device)
+    assert in_fixed_shape(KVCache(own, AfterPrefix(slabs["a ring"])), pads=[0], num_tokens=9) is None
 
 
 @pytest.mark.parametrize("pads", [[0, 0], [0, 4]])
 def test_the_bytes_are_those_of_the_slabs(pads: list[int]) -> None:
     cache, _ = prefilled(Model(build("llama")), pads)
     num_bytes, slab = cache.num_bytes, cache.layers[0].slab.slab_TBKX
-    fixed = FixedCache(cache, pads=pads, num_tokens=TOKENS)
+    fixed = fixed_shape(cache, pads)
     assert fixed.num_bytes == num_bytes and cache.num_bytes == 0
     shares_memory = fixed.layers[0].slab.slab_TBKX.data_ptr() == slab.data_ptr()
     assert shares_memory == (not any(pads)), "only padded rows are moved"
@@ -124,7 +130,7 @@ def replayed(gpu: Gpu) -> int:
     model = Model(build("llama"))
     expected = logits_of(model, [0], fixed=False)
     cache, following = prefilled(model, [0])
-    forward = FixedForward(model, FixedCache(cache, pads=[0], num_tokens=TOKENS), pads=[0], prompt_tokens=TOKENS)
+    forward = FixedForward(model, fixed_shape(cache, [0]), pads=[0], prompt_tokens=TOKENS)
     with patch.object(forward, "_gpu", gpu), patch.object(model, "forward", wraps=model.forward) as computed:
         for step, ids_B1 in enumerate(following.split(1, dim=1)):
             torch.testing.assert_close(forward(ids_B1, TOKENS + step), expected[step], rtol=1e-9, atol=1e-9)
@@ -158,15 +164,15 @@ def test_no_rank_replays_a_graph_that_another_does_not_have(
 ) -> None:
     told: list[int] = []
 
-    def agreed(cache: FixedCache, fine_1: Tensor) -> Tensor:
+    def agreed(cache: KVCache, fine_1: Tensor) -> Tensor:
         told.append(int(fine_1))
         return torch.tensor([min(told[-1], answers[len(told) - 1])])
 
     gpu = Gpu()
-    with patch.object(FixedCache, "agreed", agreed):
+    with patch.object(KVCache, "agreed", agreed):
         model = Model(build("llama"))
         cache, following = prefilled(model, [0])
-        forward = FixedForward(model, FixedCache(cache, pads=[0], num_tokens=TOKENS), pads=[0], prompt_tokens=TOKENS)
+        forward = FixedForward(model, fixed_shape(cache, [0]), pads=[0], prompt_tokens=TOKENS)
         with patch.object(forward, "_gpu", gpu):
             for step, ids_B1 in enumerate(following.split(1, dim=1)):
                 forward(ids_B1, TOKENS + step)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runahead.cache.kv_cache import KVCache
-from runahead.cache.slabs import KVShape
+from runahead.cache.slabs import KVShape, Slabs
 
 # Legend: B batch, K kv heads, S tokens, H key dim, V value dim.
 
@@ -30,8 +29,8 @@ def spans(draw: st.DrawFn) -> tuple[int, int]:
     return first, first + draw(st.integers(1, 20))
 
 
-def one_layer(shape: KVShape, batch: int, span: tuple[int, int]) -> KVCache:
-    return KVCache([shape], batch=batch, spans=[span], num_slabs=1, device=CPU)
+def one_layer(shape: KVShape, batch: int, span: tuple[int, int]) -> Slabs:
+    return Slabs.empty([shape], batch=batch, spans=[span], num_slabs=1, device=CPU)
 
 
 def keys_and_values(shape: KVShape, batch: int, num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -49,7 +48,7 @@ class TestSlab:
     ) -> None:
         first, end = span
         k_BKSH, v_BKSV = keys_and_values(shape, batch, end - first)
-        slab = one_layer(shape, batch, span).layer(0)
+        slab = one_layer(shape, batch, span).by_layer[0]
         cut = data.draw(st.integers(first, end))
         for start, stop in ((cut, end), (first, cut)):  # a chunk is written before its prefix arrives
             slab.write(start, k_BKSH[:, :, start - first : stop - first], v_BKSV[:, :, start - first : stop - first])
@@ -63,7 +62,7 @@ class TestSlab:
     def test_any_run_of_tokens_is_one_contiguous_message(
         self, shape: KVShape, batch: int, span: tuple[int, int], data: st.DataObject
     ) -> None:
-        slab = one_layer(shape, batch, span).layer(0)
+        slab = one_layer(shape, batch, span).by_layer[0]
         start = data.draw(st.integers(*span))
         end = data.draw(st.integers(start, span[1]))
         message = slab.tokens(start, end)
@@ -75,7 +74,7 @@ class TestSlab:
     def test_message_received_in_place_is_what_attention_reads(
         self, shape: KVShape, batch: int, span: tuple[int, int]
     ) -> None:
-        here, there = one_layer(shape, batch, span).layer(0), one_layer(shape, batch, span).layer(0)
+        here, there = one_layer(shape, batch, span).by_layer[0], one_layer(shape, batch, span).by_layer[0]
         k_BKSH, v_BKSV = keys_and_values(shape, batch, span[1] - span[0])
         here.write(span[0], k_BKSH, v_BKSV)
         there.tokens(*span).copy_(here.tokens(*span))
@@ -85,7 +84,7 @@ class TestSlab:
 
     def test_reading_copies_nothing(self) -> None:
         shape = KVShape(num_kv_heads=2, key_dim=4, value_dim=3, dtype=torch.float32)
-        slab = one_layer(shape, 2, (5, 12)).layer(0)
+        slab = one_layer(shape, 2, (5, 12)).by_layer[0]
         storage = slab.slab_TBKX.untyped_storage().data_ptr()
         assert [part.untyped_storage().data_ptr() for part in slab.read(6, 9)] == [storage, storage]
 
@@ -93,7 +92,7 @@ class TestSlab:
     def test_tokens_that_are_not_stored_are_an_error(self, start: int, end: int) -> None:
         shape = KVShape(num_kv_heads=1, key_dim=2, value_dim=2, dtype=torch.float32)
         with pytest.raises(AssertionError):
-            one_layer(shape, 1, (5, 12)).layer(0).tokens(start, end)
+            one_layer(shape, 1, (5, 12)).by_layer[0].tokens(start, end)
 
 
 class TestCache:
@@ -101,7 +100,7 @@ class TestCache:
     def test_layers_with_a_slot_each_do_not_touch_each_other(
         self, layers: list[tuple[KVShape, tuple[int, int]]], batch: int, data: st.DataObject
     ) -> None:
-        cache = KVCache(
+        slabs = Slabs.empty(
             [shape for shape, _ in layers],
             batch=batch,
             spans=[span for _, span in layers],
@@ -110,12 +109,12 @@ class TestCache:
         )
         stored = [keys_and_values(shape, batch, end - first, i) for i, (shape, (first, end)) in enumerate(layers)]
         for layer, (k, v) in enumerate(stored):
-            cache.layer(layer).write(layers[layer][1][0], k, v)
+            slabs.by_layer[layer].write(layers[layer][1][0], k, v)
         for layer, (k_BKSH, v_BKSV) in enumerate(stored):
-            k, v = cache.layer(layer).read(*layers[layer][1])
+            k, v = slabs.by_layer[layer].read(*layers[layer][1])
             assert torch.equal(k, k_BKSH)
             assert torch.equal(v, v_BKSV)
-        assert cache.num_bytes == sum((end - first) * shape.bytes_per_token(batch) for shape, (first, end) in layers)
+        assert slabs.num_bytes == sum((end - first) * shape.bytes_per_token(batch) for shape, (first, end) in layers)
 
     @given(
         layers=st.lists(st.tuples(shapes, spans()), min_size=1, max_size=9),
@@ -126,7 +125,7 @@ class TestCache:
         self, layers: list[tuple[KVShape, tuple[int, int]]], num_slots: int, batch: int
     ) -> None:
         """Layers that share a slot may differ in shape, dtype and span."""
-        cache = KVCache(
+        slabs = Slabs.empty(
             [shape for shape, _ in layers],
             batch=batch,
             spans=[span for _, span in layers],
@@ -135,17 +134,17 @@ class TestCache:
         )
         stored = [keys_and_values(shape, batch, end - first, i) for i, (shape, (first, end)) in enumerate(layers)]
         for layer, (k, v) in enumerate(stored):
-            cache.layer(layer).write(layers[layer][1][0], k, v)
+            slabs.by_layer[layer].write(layers[layer][1][0], k, v)
             for earlier in range(max(0, layer - num_slots + 1), layer + 1):
-                read = cache.layer(earlier).read(*layers[earlier][1])
+                read = slabs.by_layer[earlier].read(*layers[earlier][1])
                 assert all(torch.equal(ours, theirs) for ours, theirs in zip(read, stored[earlier], strict=True))
         sizes = [(end - first) * shape.bytes_per_token(batch) for shape, (first, end) in layers]
-        assert cache.num_bytes == sum(max(sizes[slot::num_slots]) for slot in range(min(num_slots, len(layers))))
+        assert slabs.num_bytes == sum(max(sizes[slot::num_slots]) for slot in range(min(num_slots, len(layers))))
 
     def test_layer_a_ring_behind_has_the_same_memory(self) -> None:
         shape = KVShape(num_kv_heads=2, key_dim=4, value_dim=4, dtype=torch.float32)
-        cache = KVCache([shape] * 5, batch=1, spans=[(0, 8)] * 5, num_slabs=3, device=CPU)
-        places = [cache.layer(layer).slab_TBKX.data_ptr() for layer in range(5)]
+        slabs = Slabs.empty([shape] * 5, batch=1, spans=[(0, 8)] * 5, num_slabs=3, device=CPU)
+        places = [slabs.by_layer[layer].slab_TBKX.data_ptr() for layer in range(5)]
         assert places[3:] == places[:2]
         assert len(set(places)) == 3
 
@@ -155,5 +154,5 @@ class TestCache:
         with pytest.raises(
             ValueError, match=f"{1 << 51:,} bytes of keys and values do not fit on cpu; use a shorter prompt"
         ) as caught:
-            KVCache([shape], batch=1, spans=spans, num_slabs=1, device=CPU)
+            Slabs.empty([shape], batch=1, spans=spans, num_slabs=1, device=CPU)
         assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ import torch
 
 from runahead.attention.partial import AttentionTerms, attend, blockwise_attention, merge
 from runahead.cache.attention import CausalAttention
-from runahead.cache.fixed import FixedCache
+from runahead.cache.fixed import in_fixed_shape
 from runahead.decoding.forward import forward_over
 from tests.gpu.models import CUDA, model
 
@@ -43,7 +43,8 @@ def test_replayed_steps_equal_eager_ones(dtype: torch.dtype, lengths: tuple[int,
     for fixed in (False, True):
         cache = loaded.empty_cache(end + 8, batch=len(lengths))
         loaded.forward(ids_BS[:, :end], CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
-        over = FixedCache(cache, pads=pads, num_tokens=end) if fixed else cache
+        over = in_fixed_shape(cache, pads=pads, num_tokens=end) if fixed else cache
+        assert over is not None
         forward = forward_over(loaded, over, [], pads=pads, prompt_tokens=end)
         steps = range(end, end + 8)
         rows.append(torch.stack([forward(ids_BS[:, step : step + 1], step).clone() for step in steps]))

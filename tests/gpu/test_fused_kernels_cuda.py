@@ -17,10 +17,10 @@ from torch import Tensor
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions
 from runahead.attention import partial as attention
 from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore
-from runahead.cache.fixed import FixedCache
+from runahead.cache.fixed import in_fixed_shape
+from runahead.cache.index import ShardIndex
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.shard import Shard, ShardCache
+from runahead.cache.shard import Shard
 from runahead.config import Attention, PrefillName
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.kv_transfer.gathering import LoneGathering
@@ -67,10 +67,11 @@ def by_steps(loaded: Model, lengths: tuple[int, ...], *, fixed: bool = False, sh
         ids_BC = ids_BS[:, start : min(start + CHUNK, end)]
         logits = [loaded.forward(ids_BC, CausalAttention(own, start=start, pads=pads), start=start, pads=pads)]
     whole = Shard(chunk=range(end), num_tokens=end, is_own=(True,) * NEW)
-    stored: KVCache | ShardCache = ShardCache(own, whole, pads=pads) if shard else own
-    is_fixed = fixed and FixedCache.takes(stored)
+    stored = KVCache(own.slabs, ShardIndex(whole, CUDA)) if shard else own
+    in_steps = in_fixed_shape(stored, pads=pads, num_tokens=end) if fixed else None
+    is_fixed = in_steps is not None
     assert is_fixed == (fixed and attention._kernel is KERNEL)
-    cache: KVStore = FixedCache(stored, pads=pads, num_tokens=end) if is_fixed else stored
+    cache = stored if in_steps is None else in_steps
     if shard:
         cache = cache.over_ranks(LoneGathering(alone(), [0]))
     forward = forward_over(loaded, cache, [], pads=pads, prompt_tokens=end)

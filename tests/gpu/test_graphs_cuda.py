@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runahead import Ranks
 from runahead.cache.attention import CausalAttention
-from runahead.cache.fixed import FixedCache
+from runahead.cache.fixed import in_fixed_shape
 from runahead.decoding.forward import Forward, forward_over
 from runahead.model.model import Model
 from runahead.ranks.accelerator import Accelerator, Communicator, accelerator_for
@@ -48,7 +48,8 @@ def decoding(half: Model, *, fixed: bool) -> tuple[Forward, list[Tensor]]:
     ids_1S = IDS.to(half.device)
     cache = half.empty_cache(END + NEW)
     half.forward(ids_1S[:, :END], CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
-    over = FixedCache(cache, pads=[0], num_tokens=END) if fixed else cache
+    over = in_fixed_shape(cache, pads=[0], num_tokens=END) if fixed else cache
+    assert over is not None
     return forward_over(half, over, [], pads=[0], prompt_tokens=END), list(ids_1S[:, END:].split(1, dim=1))
 
 
@@ -119,7 +120,7 @@ def test_a_float32_forward_is_replayed_with_the_same_result(gpu: Accelerator) ->
     """GPUs have no kernel for decoding steps of fixed shape in float32, so a prefill is captured."""
     single = model(gpu.device)
     cache, ids_1S = single.empty_cache(END), IDS[:, :END].to(gpu.device)
-    assert not FixedCache.takes(cache)
+    assert in_fixed_shape(cache, pads=[0], num_tokens=END) is None
 
     def step() -> Tensor:
         return single.forward(ids_1S, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])

@@ -13,7 +13,6 @@ from policies.skewing import Skew, typical_queries
 from runahead import Model
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.cache.kv_cache import KVCache
 from runahead.config import ModelName, ModelOptions
 from tests.exit_status import exit_status, one_line_error
 from tests.families import build, prompt
@@ -92,13 +91,7 @@ def test_queries_are_those_that_attention_sees(family: str) -> None:
 def products_at_0(model: Model, ids: list[int]) -> list[torch.Tensor]:
     """Q^T Q per token and KV head, of a forward that has its positions from an attention that rotates."""
     found = []
-    cache = KVCache(
-        model.kv_shapes,
-        batch=1,
-        spans=[(0, len(ids))] * model.num_layers,
-        num_slabs=model.num_layers,
-        device=model.device,
-    )
+    cache = model.empty_cache(len(ids))
 
     class Rotating(CausalAttention):
         rotates = True  # so that queries and keys come as they are at position 0

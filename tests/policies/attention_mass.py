@@ -22,7 +22,6 @@ from policies.skewing import Skew, column_weights, skewing_basis
 from runahead.attention.base import LayerInput
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.cache.kv_cache import KVCache
 from runahead.model.layers.narrowing import decoder_layers
 from runahead.model.model import Model
 
@@ -134,9 +133,7 @@ class _Asking(CausalAttention):
     """
 
     def __init__(self, model: Model, num_tokens: int, setup: Setup, modules: list[nn.Module]) -> None:
-        spans = [(0, num_tokens)] * model.num_layers
-        cache = KVCache(model.kv_shapes, batch=1, spans=spans, num_slabs=model.num_layers, device=model.device)
-        super().__init__(cache, start=0, pads=[0])
+        super().__init__(model.empty_cache(num_tokens), start=0, pads=[0])
         self.model, self.rotaries, self.setup, self.modules = model, model.rotaries, setup, modules
         self.prediction = model.query_prediction  # made before the forward, whose inputs it passes on
         self.reading = Reading()

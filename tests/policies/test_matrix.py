@@ -18,7 +18,6 @@ from policies.retriever import Retriever
 from policies.wrapper import Wrapper
 from runahead import Conversation
 from runahead.cache.attention import CausalAttention
-from runahead.cache.kv_cache import KVCache
 from runahead.config import CacheOptions
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
@@ -177,13 +176,7 @@ def test_with_room_for_all_it_is_the_full_cache_bit_by_bit(
     run = Run(model, [policy(name, budget)], prompts(lengths))
     ours = [run.prefill(), *(run.decode(token) for token in GENERATED)]
     total = NUM_TOKENS + len(GENERATED)
-    cache = KVCache(
-        model.kv_shapes,
-        batch=len(lengths),
-        spans=[(0, total)] * model.num_layers,
-        num_slabs=model.num_layers,
-        device=model.device,
-    )
+    cache = model.empty_cache(total, batch=len(lengths))
     start, full = 0, []
     for chunk_BC in [run.ids_BS, *(torch.full((len(lengths), 1), token) for token in GENERATED)]:
         with throughout(model.dtype):

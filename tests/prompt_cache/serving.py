@@ -22,6 +22,7 @@ from runahead import ContextPartition, Model, PrefillOptions, Ranks
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.decoding.forward import forward_over
 from runahead.prefill import PrefillJob, PromptBatch
 from runahead.prefill.kv_runahead import run_in_chain
@@ -159,7 +160,9 @@ class MaskedAttention(CausalAttention):
     """Attention of all tokens at once, by a matrix of scores and a mask, at given positions."""
 
     def __init__(self, positions_S: Tensor, allowed_SS: Tensor) -> None:
-        super().__init__(KVCache([], batch=1, spans=[], num_slabs=1, device=torch.device("cpu")), start=0, pads=[0])
+        super().__init__(
+            KVCache(Slabs.empty([], batch=1, spans=[], num_slabs=1, device=torch.device("cpu"))), start=0, pads=[0]
+        )
         self.positions_S, self.allowed_SS = positions_S, allowed_SS
 
     def positions_BC(self, index_C: Tensor) -> Tensor:  # noqa: N802

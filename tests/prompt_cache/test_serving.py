@@ -19,7 +19,7 @@ from runahead.attention import op
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape
+from runahead.cache.slabs import KVShape, Slabs
 from runahead.config import PrefillName, PrefillOptions
 from runahead.reuse import cache as reused_cache
 from runahead.reuse import reused_kv
@@ -342,9 +342,9 @@ def test_positions_with_gaps_are_sent_to_the_device_only_where_they_count(monkey
     part = ReusedPart(layers_TKX=[kv_TKX], positions_T=torch.tensor([0, 1, 2, 10, 11, 12]), rows=(0,))
     reused = ReusedKV(parts=[part], positions_BS=torch.tensor([[3, 5, 9, 14]]), ends=[15])
     shape = KVShape(num_kv_heads=1, key_dim=4, value_dim=4, dtype=torch.float32)
-    own = KVCache([shape], batch=1, spans=[(0, 9)], num_slabs=1, device=torch.device("cpu"))
-    own.layer(0).write(0, new, new)
-    sent, layer = list[int](), reused_cache.ReusedCache(own, reused).layers[0]
+    own = Slabs.empty([shape], batch=1, spans=[(0, 9)], num_slabs=1, device=torch.device("cpu"))
+    own.by_layer[0].write(0, new, new)
+    sent, layer = list[int](), reused_cache.reusing(own, reused).layers[0]
     monkeypatch.setattr(reused_cache, "sent", lambda host, device: (sent.append(len(host)), host)[1])
     for bias, expected in ((None, []), (lambda keys_S: 0.1 * keys_S[None], [7, 6])):
         seen = layer.seen(new[:, :, 6:7], NewTokens(6, [0]))

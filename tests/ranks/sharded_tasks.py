@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks
-from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName
 from runahead.decoding import together
 from runahead.decoding.placement import Placement
@@ -24,7 +24,7 @@ from runahead.ranks.mapped.memory import Unmapped
 from runahead.report import GenerationBatch, RankReport
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.ranks.tasks import generate, tiny_model
+from tests.ranks.tasks import generate, slots_of, tiny_model
 
 Case = tuple[list[list[int]], tuple[int, ...], GenerationOptions, PrefillOptions]
 """Prompts, boundaries and options of one batch."""
@@ -74,11 +74,12 @@ def kv_bytes(
     """Most bytes of slabs alive in a layer of the prefill, those alive after the call, and this rank's report."""
     sizes: list[int] = [0]
     slots: list[tuple[StorageWeakRef, int]] = []
-    attend, make_cache = ChainAttention.attend, KVCache.__init__
+    attend, empty_slabs = ChainAttention.attend, Slabs.empty
 
-    def make_cache_and_note_slots(self: KVCache, *args: Any, **kwargs: Any) -> None:
-        make_cache(self, *args, **kwargs)
-        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in self._slabs)
+    def empty_slabs_that_are_noted(*args: Any, **kwargs: Any) -> Slabs:
+        slabs = empty_slabs(*args, **kwargs)
+        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in slots_of(slabs))
+        return slabs
 
     def live_bytes() -> int:
         return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
@@ -95,7 +96,7 @@ def kv_bytes(
         decode=DecodeOptions(name=DecodeName.sharded),
     )
     with (
-        mock.patch.object(KVCache, "__init__", make_cache_and_note_slots),
+        mock.patch.object(Slabs, "empty", empty_slabs_that_are_noted),
         mock.patch.object(ChainAttention, "attend", attend_and_look),
         throughout(torch.float64),
     ):

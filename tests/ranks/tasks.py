@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
-from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.chain_attention import ChainAttention
@@ -162,6 +162,12 @@ def only_new_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
+def slots_of(slabs: Slabs) -> list[torch.Tensor]:
+    """Memory that layers take in turn: the largest of those that take the same."""
+    each = [slab.slab_TBKX for slab in slabs.by_layer]
+    return [max(each[slot :: slabs.num_slabs], key=lambda slab: slab.nbytes) for slot in range(slabs.num_slabs)]
+
+
 def kv_bytes_in_layers(
     ranks: Ranks,
     family: str,
@@ -173,11 +179,12 @@ def kv_bytes_in_layers(
     """Bytes of K,V alive on this rank in every layer of the prefill, those alive after the call, and its report."""
     sizes: list[int] = []
     slots: list[tuple[StorageWeakRef, int]] = []
-    attend, make_cache = ChainAttention.attend, KVCache.__init__
+    attend, empty_slabs = ChainAttention.attend, Slabs.empty
 
-    def make_cache_and_note_slots(self: KVCache, *args: Any, **kwargs: Any) -> None:
-        make_cache(self, *args, **kwargs)
-        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in self._slabs)
+    def empty_slabs_that_are_noted(*args: Any, **kwargs: Any) -> Slabs:
+        slabs = empty_slabs(*args, **kwargs)
+        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in slots_of(slabs))
+        return slabs
 
     def live_bytes() -> int:
         return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
@@ -189,7 +196,7 @@ def kv_bytes_in_layers(
     partition = ContextPartition(boundaries=boundaries)
     engine = Engine(tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
     with (
-        mock.patch.object(KVCache, "__init__", make_cache_and_note_slots),
+        mock.patch.object(Slabs, "empty", empty_slabs_that_are_noted),
         mock.patch.object(ChainAttention, "attend", attend_and_look),
     ):
         batch = engine.generate(prompts, options)

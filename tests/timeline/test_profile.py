@@ -19,7 +19,7 @@ from policies.exact_topk import ExactTopK
 from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Model, Ranks
 from runahead.cache.attention import CausalAttention
-from runahead.cache.fixed import FixedCache
+from runahead.cache.fixed import in_fixed_shape
 from runahead.config import Device, Exchange, Profile, RanksOptions, Transfer
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.kv_transfer.copy import CopyTransfer
@@ -87,7 +87,8 @@ def test_without_a_profile_layers_and_steps_are_called_as_they_are() -> None:
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
     cache = model.empty_cache(50)
     model.forward(torch.tensor([prompt(40)]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
-    fixed = FixedCache(cache, pads=[0], num_tokens=40)
+    fixed = in_fixed_shape(cache, pads=[0], num_tokens=40)
+    assert fixed is not None
     assert type(forward_over(model, fixed, [], pads=[0], prompt_tokens=40)) is FixedForward
     ranges = Ranges()
     assert ranges("layer", 1) is ranges("policy", "SnapKV") and not isinstance(ranges.recording(CPU), Iterator)

@@ -14,7 +14,7 @@ from policies.base import Policy
 from runahead.cache.base import LayerStore
 from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import KVCache, SlabLayer
-from runahead.cache.slabs import KVShape
+from runahead.cache.slabs import KVShape, Slabs
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import ExchangeSchedule, KVTransfer, TransferSchedule
@@ -28,6 +28,7 @@ from runahead.ranks.mapped.memory import ALIGNMENT
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.clock import Clock
+from tests.ranks.tasks import slots_of
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, VirtualRanks, transfers_early
 
@@ -299,14 +300,16 @@ def slabs(
 ) -> KVCache:
     """A cache whose accesses are watched."""
     cache = KVCache(
-        [SHAPE] * len(spans),
-        batch=1,
-        spans=spans,
-        num_slabs=num_slabs,
-        device=ranks.device,
-        allocate=carrier.allocator(ranks, schedule),
+        Slabs.empty(
+            [SHAPE] * len(spans),
+            batch=1,
+            spans=spans,
+            num_slabs=num_slabs,
+            device=ranks.device,
+            allocate=carrier.allocator(ranks, schedule),
+        )
     )
-    for slab in cache._slabs:
+    for slab in slots_of(cache.slabs):
         ranks.accelerator.watch(slab, SHAPE.bytes_per_token())
     return cache
 

@@ -12,8 +12,7 @@ from policies.base import Policy
 from policies.h2o import H2O
 from policies.pyramidinfer import PyramidInfer
 from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore
-from runahead.cache.fixed import FixedCache
+from runahead.cache.fixed import in_fixed_shape
 from runahead.cache.shard import shards
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition
@@ -88,9 +87,8 @@ def answers(
             )
             prefilled, own_policies = strategy.run(job), job.own_policies
             assert prefilled.cache is not None
-            own: KVStore = prefilled.cache.for_decoding()
-            if FixedCache.takes(prefilled.cache):  # as on an accelerator
-                own = FixedCache(prefilled.cache, pads=[0], num_tokens=NUM_TOKENS)
+            fixed = in_fixed_shape(prefilled.cache, pads=[0], num_tokens=NUM_TOKENS)  # as on an accelerator
+            own = prefilled.cache.for_decoding() if fixed is None else fixed
             whole = own.over_ranks(gather)
             forward = forward_over(
                 model,

@@ -22,8 +22,9 @@ from policies.base import Policy
 from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Model, Ranks
 from runahead.cache.attention import CausalAttention
+from runahead.cache.index import ShardIndex
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.shard import Shard, ShardCache
+from runahead.cache.shard import Shard
 from runahead.config import CacheOptions
 from runahead.context import ContextPartition
 from runahead.decoding.forward import FixedForward, fastest_form, forward_in_turn, forward_over
@@ -210,7 +211,7 @@ def over_a_shard(model: Model, prompt: list[int]) -> Forward:
     own, token, num = model.empty_cache(len(prompt) + TO_TOKEN + 1), on_device(model, [7]), len(prompt)
     model.forward(on_device(model, prompt), CausalAttention(own, start=0, pads=[0]), start=0, pads=[0])
     shard = Shard(chunk=range(num), num_tokens=num, is_own=(True,) * TO_TOKEN)
-    part = fastest_form(ShardCache(own, shard, pads=[0]), model, pads=[0], num_tokens=num)
+    part = fastest_form(KVCache(own.slabs, ShardIndex(shard, model.device)), model, pads=[0], num_tokens=num)
     cache = part.over_ranks(LoneGathering(ranks_of(model), [0]))
     forward = forward_over(model, cache, [], pads=[0], prompt_tokens=num)
     return lambda start: forward(token, start)

@@ -13,16 +13,24 @@ from torch import Tensor
 from policies.row_values import sent
 from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.base import SeenKV
+from runahead.cache.base import KVStore, SeenKV
+from runahead.cache.index import ALL_TOKENS
 from runahead.cache.kept import KeptLayer
-from runahead.cache.kv_cache import SlabRow, seen_in
+from runahead.cache.kv_cache import seen_in
+from runahead.cache.slabs import Slabs
 from runahead.model.model import Model, PrefillEndsHere
 
 Observe = Callable[[int, SeenKV, AttentionTerms], object]
 """Called after each layer's attention with the number of the layer, its keys, values and queries, and the terms."""
 
 
-def first_observed(model: Model, whole: SlabRow, num_tokens: int, num_last: int) -> int:
+def slabs_of(row: KVStore) -> Slabs:
+    """The memory of a row, which holds all that its queries see."""
+    assert row.slabs is not None and row.slab_index is ALL_TOKENS, (type(row), row.slab_index)
+    return row.slabs
+
+
+def first_observed(model: Model, whole: Slabs, num_tokens: int, num_last: int) -> int:
     """First of a row's last `num_last` tokens that can be computed again.
 
     In a layer with a sliding window, a rank stores no keys before those that the first token of its own chunk sees.
@@ -32,13 +40,13 @@ def first_observed(model: Model, whole: SlabRow, num_tokens: int, num_last: int)
         num_tokens: number of its tokens.
     """
     start = max(0, num_tokens - num_last)
-    for number, layer in enumerate(whole.layers):
-        while model.first_needed(number, start, [0]) < layer.slab.first:
+    for number, slab in enumerate(whole.by_layer):
+        while model.first_needed(number, start, [0]) < slab.first:
             start += 1
     return start
 
 
-def observe(model: Model, whole: SlabRow, ids: Sequence[int], start: int, each_layer: Observe) -> None:
+def observe(model: Model, whole: Slabs, ids: Sequence[int], start: int, each_layer: Observe) -> None:
     """Compute the last tokens of a row that is stored; nothing is stored.
 
     Args:
@@ -51,14 +59,14 @@ def observe(model: Model, whole: SlabRow, ids: Sequence[int], start: int, each_l
         model.forward(ids_1C, _Observed(whole, start, each_layer), start=start, pads=[0], length=len(ids))
 
 
-def as_kept(model: Model, whole: SlabRow, layer: int, num_tokens: int, *, has_room: bool = False) -> KeptLayer:
+def as_kept(model: Model, whole: Slabs, layer: int, num_tokens: int, *, has_room: bool = False) -> KeptLayer:
     """One layer of a row as policies see it, in the same memory.
 
     Args:
         num_tokens: the first tokens of the row, which the layer has.
         has_room: the memory for later tokens belongs to the layer, too.
     """
-    slab = whole.layers[layer].slab
+    slab = whole.by_layer[layer]
     end = slab.end if has_room else num_tokens
     positions_T = torch.arange(slab.first, end, dtype=torch.int32, device=model.device)
     return KeptLayer(
@@ -74,14 +82,14 @@ def as_kept(model: Model, whole: SlabRow, layer: int, num_tokens: int, *, has_ro
 class _Observed(LayerAttention):
     """Attention of the last tokens of a row to what is stored of it."""
 
-    def __init__(self, whole: SlabRow, start: int, each_layer: Observe) -> None:
+    def __init__(self, whole: Slabs, start: int, each_layer: Observe) -> None:
         super().__init__(start=start, pads=[0])
         self._whole, self._each_layer = whole, each_layer
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        seen = seen_in(self._whole.layers[layer].slab, q_BNCH, start=self.start, pads=[0])
+        seen = seen_in(self._whole.by_layer[layer], q_BNCH, start=self.start, pads=[0])
         out_BNCV = seen.output(terms)
         self._each_layer(layer, seen, terms)
-        if layer == len(self._whole.layers) - 1:
+        if layer == len(self._whole.by_layer) - 1:
             raise PrefillEndsHere
         return out_BNCV

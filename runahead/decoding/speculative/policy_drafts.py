@@ -13,14 +13,14 @@ from policies.row_values import sent
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, SeenKV
 from runahead.cache.kept import NEW_ROOM, KeptCache
-from runahead.cache.kv_cache import SlabRow
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
+from runahead.cache.slabs import Slabs
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
-from runahead.decoding.speculative.observed import as_kept, first_observed, observe
+from runahead.decoding.speculative.observed import as_kept, first_observed, observe, slabs_of
 from runahead.model.model import Model
 from runahead.thinning.steps import PolicySteps
 
@@ -47,14 +47,13 @@ class PolicyDrafter(GeneratedDrafter):
         return OBSERVED_TOKENS * len(self._rows) + super().tokens_to_begin
 
     def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
-        kept = [self._kept(self._whole.lane(row).cache, text) for row, text in texts.items()]
+        kept = [self._kept(slabs_of(self._whole.lane(row).cache), text) for row, text in texts.items()]
         longest = max(map(len, texts.values()))
         pads = [longest - len(text) for text in texts.values()]
         return Lanes.holding(self._model, list(texts), RowsCache(kept, pads), pads=pads, num_tokens=longest)
 
-    def _kept(self, whole: KVStore, ids: Sequence[int]) -> KVStore:
+    def _kept(self, whole: Slabs, ids: Sequence[int]) -> KVStore:
         """Keys and values that the policies keep of a row with these tokens."""
-        assert isinstance(whole, SlabRow), type(whole)
         model = self._model
         tokens = NewTokens(first_observed(model, whole, len(ids), OBSERVED_TOKENS), [0])
         tokens.ids_BC = sent(torch.tensor([list(ids[tokens.start :])]), model.device)

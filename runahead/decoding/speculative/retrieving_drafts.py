@@ -18,14 +18,15 @@ from torch import Tensor
 from policies.retriever import Retriever
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import SlabLayer, SlabRow, seen_in
+from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.rows import RowsCache
+from runahead.cache.slabs import KVSlab
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
-from runahead.decoding.speculative.observed import as_kept, first_observed, observe
+from runahead.decoding.speculative.observed import as_kept, first_observed, observe, slabs_of
 from runahead.model.model import Model
 from runahead.retrieval.cache import estimate
 from runahead.retrieval.retrieval import Retrieval, num_observed
@@ -55,9 +56,7 @@ class RetrievingDrafter(GeneratedDrafter):
 
     def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
         for row, text in texts.items():
-            whole = self._whole.lane(row).cache
-            assert isinstance(whole, SlabRow), type(whole)
-            self._drafting[row] = RetrievedRow(self._model, self._policy, whole, text)
+            self._drafting[row] = RetrievedRow(self._model, self._policy, self._whole.lane(row).cache, text)
         longest = max(map(len, texts.values()))
         pads = [longest - len(text) for text in texts.values()]
         cache = RowsCache(list(self._drafting.values()), pads)
@@ -81,21 +80,22 @@ class RetrievedRow(KVStore):
 
     layers: list[RetrievedDrafts]
 
-    def __init__(self, model: Model, policy: Retriever, whole: SlabRow, ids: Sequence[int]) -> None:
-        pool = [as_kept(model, whole, layer, len(ids), has_room=True) for layer in range(len(whole.layers))]
+    def __init__(self, model: Model, policy: Retriever, whole: KVStore, ids: Sequence[int]) -> None:
+        slabs = slabs_of(whole)
+        pool = [as_kept(model, slabs, layer, len(ids), has_room=True) for layer in range(whole.num_layers)]
         self.retrieval = Retrieval(policy, model, pool, batch=1)
-        start = first_observed(model, whole, len(ids), max(1, num_observed(policy)))
+        start = first_observed(model, slabs, len(ids), max(1, num_observed(policy)))
         positions_1C = torch.arange(start, len(ids), device=model.device)[None]
-        room = whole.layers[0].slab.end - len(ids)
+        room = slabs.by_layer[0].end - len(ids)
 
         def index(layer: int, seen: SeenKV, terms: AttentionTerms) -> None:
             if self.retrieval.in_pool[layer]:
                 self.retrieval.store_prompt(layer, seen.q_BNCH, positions_1C, terms, room=room, was_cut=False)
 
-        observe(model, whole, ids, start, index)
+        observe(model, slabs, ids, start, index)
         self.layers = [
-            RetrievedDrafts(whole=each, retrieval=self.retrieval, number=number)
-            for number, each in enumerate(whole.layers)
+            RetrievedDrafts(whole=each, slab=slab, retrieval=self.retrieval, number=number)
+            for number, (each, slab) in enumerate(zip(whole.layers, slabs.by_layer, strict=True))
         ]
 
     def take_back(self, num_tokens: int) -> None:
@@ -108,11 +108,13 @@ class RetrievedDrafts(LayerStore):
 
     Attributes:
         whole: the layer that verifies.
+        slab: its memory.
         retrieval: over its verified tokens.
         number: of the layer.
     """
 
-    whole: SlabLayer
+    whole: LayerStore
+    slab: KVSlab
     retrieval: Retrieval
     number: int
 
@@ -120,7 +122,7 @@ class RetrievedDrafts(LayerStore):
         self.whole.append(k_BKCH, v_BKCV, tokens)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        slab, num_verified = self.whole.slab, self.retrieval.pool[self.number].num_slots
+        slab, num_verified = self.slab, self.retrieval.pool[self.number].num_slots
         end = tokens.start + q_BNCH.shape[2]
         num_drafted = end - num_verified
         fetched = self.retrieval.fetched(self.number, q_BNCH, tokens.start, [0], room=num_drafted)

@@ -1,0 +1,129 @@
+"""Where the tokens of a text lie in slabs, and what else their queries see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from policies.row_values import sent
+from runahead.attention.op import Lengths, Run, Span, Step, spans_of
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.shard import Shard
+from runahead.cache.slabs import KVSlab, Slabs
+
+
+class Index:
+    """Where the tokens of a text lie in the slabs of its layers: each in the slot of its index in the padded batch.
+
+    An index is a function of a forward's new tokens, which say where in the text they are. So nothing is committed
+    after a forward, and nothing is taken back: a later forward that begins earlier stores its tokens over others.
+
+    Attributes:
+        is_whole: whether all tokens that queries see are in a layer's own memory.
+        is_part: whether a part of the text alone lies there, so that rows are not told apart.
+        repeats_steps: whether a decoding step is the same operations on the same tensors every time; see `advance`.
+        prefix: memory of earlier tokens that belongs to the same cache.
+        shard: the tokens that lie there, if the others are on other ranks.
+    """
+
+    is_whole: bool = True
+    is_part: bool = False
+    repeats_steps: bool = False
+    prefix: Slabs | None = None
+    shard: Shard | None = None
+
+    def slot(self, tokens: NewTokens) -> int | Tensor | None:
+        """Where the new tokens are stored; None: another rank stores them.
+
+        Returns:
+            the slot of the first one, which others follow; or of the only one of each sequence, on the device.
+        """
+        return tokens.start
+
+    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span] | Lengths:
+        """The stored tokens that the last `num_new` tokens see, once they are stored, in a layer's own memory."""
+        slots = range(tokens.start + num_new)
+        return spans_of(slots, start=tokens.start, num_new=num_new, pads=tokens.row_pads)
+
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        """Steps over all that the last `num_new` tokens see in a layer.
+
+        Args:
+            slab: the layer's own memory.
+        """
+        return [Step([Run(slab, tokens.once((self, num_new), lambda: self.spans(tokens, num_new)))])]
+
+    def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
+        """Positions (B, C) of tokens, as `KVStore.positions_BC`."""
+        return None
+
+    def row(self, row: int, pad: int) -> Index:
+        """Index of one row, without its padding, over the `row_slab` of each layer."""
+        return self
+
+    def row_slab(self, slab: KVSlab, row: int, pad: int) -> KVSlab:
+        """One row's tokens in a layer, numbered from the first after its padding, as a view."""
+        return slab.row(row, pad)
+
+    def for_decoding(self) -> Index:
+        """Index of the same tokens in the form that single new tokens attend to fastest."""
+        return self
+
+    def advance(self) -> None:
+        """Called after each decoding step, if steps repeat."""
+
+    def set_lengths(self, stored: Sequence[int]) -> None:
+        """Called before a decoding step, if steps repeat, with the number of tokens of each row."""
+
+
+ALL_TOKENS = Index()
+
+
+class AfterPrefix(Index):
+    """Index of tokens that follow a prefix in other memory.
+
+    Args:
+        prefix: slabs of the prefix. Each slot has the number of its token's index in the padded batch.
+    """
+
+    is_whole, is_part = False, True
+
+    def __init__(self, prefix: Slabs) -> None:
+        self.prefix: Slabs = prefix
+
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        prefix, start, pads = self.prefix.by_layer[layer], tokens.start, tokens.row_pads
+        own = spans_of(range(slab.first, start + num_new), start=start, num_new=num_new, pads=pads)
+        slots = range(prefix.first, prefix.end)
+        before = spans_of(slots, start=start, num_new=num_new, pads=pads, has_new=False)
+        return [Step([Run(slab, own)], arrives=False), Step([Run(prefix, before)])]
+
+
+class ShardIndex(Index):
+    """Index of the tokens that one stage stores."""
+
+    is_part = True
+
+    def __init__(self, shard: Shard, device: torch.device) -> None:
+        self.shard: Shard = shard
+        self._indices = shard.indices()
+        self._index_T = sent(torch.tensor(self._indices), device)
+
+    def slot(self, tokens: NewTokens) -> int | None:
+        shard, new = self.shard, tokens.start - self.shard.num_tokens
+        return shard.chunk.stop + shard.own_before[new] if shard.is_own[new] else None
+
+    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span]:
+        shard = self.shard
+        num_stored = len(shard.chunk) + shard.own_before[tokens.start - shard.num_tokens + 1]
+        return spans_of(
+            range(shard.chunk.start, shard.chunk.start + num_stored),
+            start=tokens.start,
+            num_new=num_new,
+            pads=tokens.row_pads,
+            at=self._indices,
+            at_T=self._index_T,
+            has_new=False,
+        )
