@@ -3,6 +3,10 @@
 What a passage says is lost with some of its tokens. So the votes of the prompt's last `window` queries are averaged
 over chunks of `chunk` tokens, and those with the highest mean stay. Generated tokens are all kept. The paper also lets
 neighbouring layers keep the same chunks, to save the choice; here every layer chooses.
+
+It votes as SnapKV, without pooling. Chunks are counted in each row from its first token, and kept by their mean vote in
+each KV head. Published code keeps a whole number of chunks, and those of a batch's first row in all rows (kvpress);
+here the budget is used up, so the last chunk that fits in part is cut short.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Keys are clustered by direction after the prompt (Sec. III-B), and new ones in b
 of their scores until the budget is full; of the last one that fits in part, the latest tokens. Published code leaves
 new tokens outside of the clusters and reads all of them beyond the budget; here each is a cluster of its own until its
 block is full. A choice is that of a KV head, the published one of a query head.
+
+There are `cluster` tokens per cluster at every length (published: 400 clusters).
 """
 
 # Legend: B batch, N query heads, K kv heads, n slots, T tokens of a segment, Y clusters, H key dim.

@@ -3,6 +3,9 @@
 A wrapper around a policy whose scores are shares of attention. It chooses half of the budget; the rest goes to the
 tokens with the largest product of score and length of the value after the output projection, which bounds how far
 dropping the token moves the output of attention.
+
+The length is the L1 norm, averaged over a KV head's group, as published. The published code counts the recent window as
+part of the half.
 """
 
 # Legend: B batch, K kv heads, n stored slots.

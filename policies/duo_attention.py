@@ -2,6 +2,15 @@
 
 A gate of each KV head says how much the model's answers need it to see all tokens. The gates are a table, which the
 authors publish for some models; `python -m policies.duo_gates` makes one for any other.
+
+It takes the heads with the largest gates, `retrieval_share` of them, the earlier of equal ones (published code: noise
+decides). A table is a folder in the authors' format, full_attention_heads.tsv and config.json: theirs (attn_patterns/
+of github.com/mit-han-lab/duo-attention), which is checked by its shape, or one that the program made, which is checked
+by its model, too. `by=optimising` trains gates as published, with passkeys in a sample text, and other numbers: 100
+steps with texts of 512 tokens instead of 2,000 with up to 32,000, and the student sees its own keys in both kinds of
+attention (published code: the teacher's output). It does not go with soft caps or sinks in attention. `by=kvzip` takes
+the largest score that KVzip gives to a token, in a few forwards. If all heads retrieve, it is the full cache bit by
+bit; if none does, StreamingLLM.
 """
 
 from __future__ import annotations

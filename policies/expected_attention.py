@@ -4,6 +4,11 @@ The queries so far, before RoPE, stand for those to come: normally distributed, 
 each turned by the mean rotation of the next positions. The expected exponential of a score is then known in closed
 form, exp(m k + k S k / 2), and no token is chosen for the sake of the prompt's last words. On several ranks the queries
 are those of the rank that cuts its tokens back.
+
+With N query heads of H dims, mean and covariance are N x H x (H + 1) numbers per row and layer, which the report counts
+as bytes of the KV cache. `epsilon` is 0.01, as in kvpress's evaluations; with 0, the default of kvpress's class,
+SmolLM2 answers much worse (docs/quality.md). It needs a model whose rotations are known (not learned positions,
+LongRoPE or dynamic NTK). A soft cap on scores (Gemma 2) is not part of the expectation.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n stored slots, H key dim.

@@ -3,6 +3,12 @@
 After the prompt each KV head gets the cheapest of five rules, each of which keeps what the one before it keeps, and
 more: special tokens; punctuation; the tokens that receive most attention; the last tokens; all. The cheapest that
 recovers a given share of the attention of the prompt's last queries is taken. Generated tokens are all kept.
+
+There is no budget but `recovered`. `frequent` and `local` are 30% of the prompt each as published. A KV head needs the
+rule that suits the worst of its query heads; the paper has no such groups. Published profiles count all queries of the
+prompt and let the last tokens move along with them. The first `sinks` tokens count as special, since some models have
+no special token there. Punctuation is what has only ASCII marks. Which tokens these are, a rank knows of its own chunk
+alone; on several ranks those of earlier chunks are kept as any other, and what is recovered holds all the same.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n stored slots, m kept slots of the longest head.

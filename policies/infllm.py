@@ -6,6 +6,9 @@ queries rank the blocks, one choice for all heads. With `clamped` all tokens bef
 window's length, so that no distance is longer than those of training, and a text may be longer than the model's
 context. In the paper the queries that choose representatives are those of the window that follows a token; here they
 are the last ones that were given when the block left it, and a KV head chooses for its group.
+
+Tokens between the last block and the window are attended to, as there. In a chunk of a prompt the newest token is
+`recent` away from all earlier blocks, others by their place less. There is no cache of blocks on the device.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, P blocks, S slots of a block, R representatives,

@@ -4,6 +4,9 @@ Keys come in clusters, and tokens of one cluster are attended to alike. Beside t
 keys are centres: one after another the key that is farthest from all that stay (Gonzalez, 1985), which at most doubles
 the smallest possible distance of any key to its nearest centre. No attention is computed. SubGen also draws samples
 from each cluster, to estimate what attention to all tokens would give; here attention is to the tokens that stay.
+
+SubGen's code could not be read; its estimate would take a weight per token in attention. A cut takes as many steps as
+centres are chosen, one after another.
 """
 
 # Legend: B batch, K kv heads, n stored slots, c slots at a time, H key dim.

@@ -3,6 +3,12 @@
 Where tokens are dropped, those that are left receive more attention than they would have, and unevenly. So scores are
 accumulated from a softmax of the logits with Gumbel noise, at a temperature that rises as the text grows: more tokens
 have a chance to be kept. As in the paper, 30% of the budget is the recent window.
+
+Noise is added as published, to each logit of prompt and answer, and averaged over a KV head's group, which the paper
+does not have. It depends on `seed`, layer, query head and the two positions, so that rows of a batch and chunks of a
+prompt do not change what is kept; the published code adds the scores of all rows of a batch. The temperature reaches
+its end after `tau_tokens` generated tokens (published: with the last one). Without noise and at temperature 1 it is
+H2O.
 """
 
 from __future__ import annotations

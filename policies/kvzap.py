@@ -4,6 +4,11 @@
 score in each KV head, is known when the token is computed, in a prompt or an answer, and nothing is repeated. Either
 all tokens below a threshold are dropped, so that heads, layers and prompts that need more keep more, or the best ones
 of each head fill a budget. The last tokens stay until enough others have come.
+
+The maps score contexts of texts as KVzip+ does, and are fitted by ridge regression in closed form. The program tells
+how much of the variance they explain in contexts that it left out (R squared, by layer) and which thresholds keep which
+share of these. The authors fit on 1.2 million tokens of many kinds and also have maps of two layers, which are not
+here.
 """
 
 # Legend: B batch, K kv heads, C new tokens, n stored slots.

@@ -8,6 +8,12 @@ cut back once serves any of them. It takes about as long again as the prompt did
 KVzip+ (Jegou and Jeblick, 2026, arXiv 2601.07891) weighs each probability by what its token adds to the residual stream
 of the one that attends, relative to the latter: the length of the value after the output projection, over that of the
 hidden state that attention is given there.
+
+During the repetition a server's rank that decodes does nothing else, and all keys and values of the prompt are stored
+until then. The repetition stands at the positions after the prompt, so a prompt has to leave some of the model's: those
+of the request and one more, and chunks are as long as what is left. A prompt within the budget is not repeated. In a
+conversation the first turn is cut back, and later ones are kept. KVzip+ (`plus`) needs what CriticalKV needs of a
+model, and that the hidden states can be seen.
 """
 
 # Legend: B batch, K kv heads, n stored slots, X all slots of all layers and heads.

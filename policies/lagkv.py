@@ -3,6 +3,11 @@
 A text is cut into partitions of `lag` tokens. Each channel of a partition's keys and values is scaled to the range that
 the next partition has there, and the tokens with the largest standard deviation over their channels stay. No attention
 is computed: a choice needs the stored keys and values alone, after the prompt and while decoding.
+
+It ranks as published. The budget is a number of tokens here and a share of each partition there, so here the partitions
+are cut back again as the text grows, and a text shorter than two of them too, to its newest tokens. A channel in which
+the next partition is constant is left out; the published code divides by zero there. Sixteen sinks and partitions of
+128 tokens are the authors' defaults (kvpress has four sinks).
 """
 
 # Legend: K kv heads, P partitions, L tokens of a partition, n stored slots, H key or value dim.

@@ -7,6 +7,17 @@ prompt, chosen by votes that are updated with every new token.
 
 With a budget every layer l has a fixed length N_l, whatever the length of the text. No tokens are dropped while a layer
 has fewer; then every chunk is narrowed, and each layer is cut back to the N_l tokens with the most votes so far.
+
+Where it differs from the paper, and the paper from its code: the tokens that go on are those with the most votes,
+`mean_keep` of them on average over layers, by `schedule=power` (paper: top-p of the votes, `select=top_p`, with p
+falling by a factor per layer above a least number; code: a cosine schedule that compounds, `schedule=cosine`). The
+newest 128 of the recent 20% vote (paper: all recent tokens, 40% of the input, `voters=null recent_ratio=0.4`; code:
+20%). Votes are the same weighted mean of the attention to the context, newer queries weighing more (1.0 to 1.2),
+without the whole attention matrix. As in the code a layer has at least 64 tokens (`min_tokens`), and the first 4 stay
+(`sinks`). While decoding tokens are chosen anew every `evict_every` tokens, by votes that fade with each new token
+(paper: in a sliding window). Padding is dropped before votes (code: it counts). On several ranks every rank narrows its
+own chunk by the votes of its own last tokens. How to choose the schedule and the recent ratio is measured in
+docs/studies/pyramid_relations.md.
 """
 
 # Legend: B batch, K kv heads, N chunk tokens, n stored tokens, R recent ones, i a layer of L.

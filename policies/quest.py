@@ -6,6 +6,8 @@ of max(q_i min_i, q_i max_i) bounds the scores in the page (Sec. 3.3, Algorithm 
 Other keys may stand for a page. ArkVale (Chen et al., NeurIPS 2024) shrinks the box between minimum and maximum to the
 keys' mean distance from its centre: closer to the scores inside, and no bound any more. ShadowKV (Sun et al., ICML
 2025) takes the mean.
+
+`digest=shrunk` and `digest=mean` are these. ArkVale chooses once for all heads and attends to all pages on the device.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, P pages, p chosen ones, S slots of a

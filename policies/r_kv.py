@@ -2,6 +2,11 @@
 
 A model that reasons repeats itself, and repetitions attend to each other. So, whenever 128 tokens were generated, a
 token's score is the votes of the last queries for it, less the similarity of its key to the other keys.
+
+Scores are as published, with SnapKV's rule for the query heads of a group, the mean of their probabilities (published:
+the maximum of their logits); lambda is 0.1 as in the paper (0.07 in the code). Of keys that are alike the latest is not
+held against itself. In the published code it is as redundant as the others, and a batch takes the redundancy of its
+first row. The similarities of a prompt are computed in blocks, n x n in all for n tokens.
 """
 
 # Legend: B batch, K kv heads, q keys at a time, n stored slots, H key dim.

@@ -3,6 +3,12 @@
 Retrieval heads are those that look for earlier copies of a token, found once per model on random tokens that come
 again. Every other head takes each token that it dropped for the mean of all of these, by one slot that attention counts
 as often. That is exact if the dropped keys and values are equal.
+
+It takes the heads that attend most to what followed an earlier copy of their token (`induction_share`, 14%) or to the
+copy itself (`echo_share`, 1%). Shares are of the model's KV heads, and a KV head has the largest score of its query
+heads; the paper does not say how groups are treated. The mean gives tokens that are not equal too little weight.
+`recent` is a number of tokens, or a share of the prompt and then at least `least_recent` tokens: 4,000 as published, so
+that shorter prompts are kept whole.
 """
 
 from __future__ import annotations

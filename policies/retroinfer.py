@@ -4,6 +4,8 @@ Clusters are those of `policies.clusters`, of keys centred by their mean. What i
 n exp(q C) of a cluster's n tokens with mean key C and mean value (Sec. 4.2), a lower bound of what its tokens have. Of
 a cluster that is fetched in part, the rest is left out. Here all other clusters are estimated by default, published are
 those that hold 23% of the tokens; and the group's heads choose by their mean probability.
+
+`estimate=0.23` is the published share. `fetch` is 10% here and 1.8% there, at 120,000 tokens.
 """
 
 # Legend: B batch, N query heads, K kv heads, n slots, Y clusters, H key dim.

@@ -2,6 +2,11 @@
 
 Of the last queries those are counted that give a token less than their mean attention, 1/t for t tokens. When the
 budget is exceeded while decoding, the tokens that most queries neglected are dropped, many at once.
+
+It counts as published, in each query head, and averages the counts of a KV head's group, which the paper does not have.
+All layers have the same budget (published: later layers more). After a prompt the whole budget is used; while decoding
+a layer has between half of it (`drop_share`) and all of it. Queries count since the last cut, at most `window` of them.
+If the last chunk of a prompt is shorter than that, the last ones of the chunk before count, too.
 """
 
 from __future__ import annotations

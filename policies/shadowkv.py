@@ -5,6 +5,11 @@ stay on the device as they are and are always attended to (outliers, Algorithm 1
 as factors of low rank, from which those of chosen pages are rebuilt, while their values are fetched (Algorithm 2). Keys
 of later tokens are on the device, too, exact. Published code keeps new tokens in a buffer of fixed size; here they are
 pages as any other.
+
+`outliers` is 48 in each KV head, as published; in a batch at most as many as each row has. `rank` is 160, of the 1,024
+dims of all KV heads there; null fetches keys, too. It is that of keys before RoPE, where rotations are known. For n
+tokens factors take n x rank numbers per layer; with ranks.tensor each rank has factors of its own heads, of this rank.
+It does not go with `late`.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new slots, m slots that are asked for, P pages, o outlier pages, S slots

@@ -3,6 +3,8 @@
 In every step the r dims with the largest sum of |q| over a group's heads are taken, and approximate probabilities are
 s = softmax(q_r K_r^T / sqrt(d |q_r| / |q|)) with L1 norms (Sec. 3, Algorithm 1). The tokens with the highest ones are
 fetched. Of the share alpha of s that they have, attention gives the rest, 1 - alpha, to the mean of all values.
+
+All keys are stored a second time, by dims, on the device, half again as much as keys and values. `dims` is r.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, C new tokens, H key dim, V value dim,

@@ -7,6 +7,12 @@ threshold of its own, published is one for all heads and layers; and those of a 
 
 With two levels (Sec. 4.4) the means of clusters are clustered themselves. A query is first compared with these coarse
 clusters; clusters of those below a threshold of their own are not compared with it, nor counted in the sum above.
+
+At most `max_fetch` is fetched; with `fetch` that number. Every prompt is clustered, where the paper does that once for
+a fixed context; the modules of a Prompt Cache are clustered once, as there (docs/prompt_cache.md). New tokens are
+clustered in blocks of `block`; every 256 of them the thresholds are made anew, for queries at later positions, and the
+clusters stay. `coarse=5` adds the second level: clusters of five clusters on average. The share of tokens above the
+threshold is the same on one level and on two.
 """
 
 # Legend: B batch, N query heads, K kv heads, n slots, H key dim.

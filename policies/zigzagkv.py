@@ -3,6 +3,10 @@
 The prompt's last `window` queries vote as in SnapKV. How many tokens a head needs is the fewest that hold a given share
 of its votes. Beside a least number for each, the budget of all layers is shared out in proportion to that, over layers
 and over the KV heads of each. Generated tokens are all kept, and their queries do not count.
+
+Votes are averaged over a KV head's query heads. The paper divides by layer and then by head, which comes to the same;
+it gives no value for the least share (`least_share`), 20% is from later code. A conversation is cut back once, and
+several ranks give the answer of one if the window is within the last chunk.
 """
 
 # Legend: B batch, K kv heads, n stored slots, m kept slots of the longest head.

@@ -16,6 +16,7 @@ import yaml
 
 from policies.base import LayerView
 from tests.files import PACKAGES, ROOT, files_page
+from tests.policy_table import BEGIN, END, tables
 
 ARCHITECTURE = "docs/architecture.md"
 POLICIES_PAGE = "docs/policies.md"
@@ -43,14 +44,17 @@ def test_the_architecture_page_is_short() -> None:
     assert len(read(ROOT / ARCHITECTURE).split()) <= 2_500
 
 
-def test_the_policies_page_lists_what_a_policy_sees() -> None:
-    table = (
-        read(ROOT / POLICIES_PAGE)
-        .partition("What a policy sees of a layer is a `LayerView`.")[2]
-        .partition("\n\nProp")[0]
-    )
-    rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
-    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(each.name for each in fields(LayerView))
+def test_the_policies_page_has_the_tables_of_their_classes() -> None:
+    for what, lines in tables().items():
+        assert BEGIN.format(what) + lines + END in read(ROOT / POLICIES_PAGE), (
+            "python -m tests.policy_table writes them"
+        )
+
+
+def test_what_a_policy_sees_is_explained() -> None:
+    attributes = (LayerView.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    named = re.findall(r"^ {8}([\w, ]+): ", attributes, re.MULTILINE)
+    assert sorted(", ".join(named).split(", ")) == sorted(each.name for each in fields(LayerView))
 
 
 @pytest.mark.parametrize("page", ["README.md", ARCHITECTURE, POLICIES_PAGE])

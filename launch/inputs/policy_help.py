@@ -41,14 +41,15 @@ def _lines(kind: type, section: str) -> Iterator[str]:
         if is_dataclass(default):
             yield from _lines(type(default), f"{section}.{option.name}")
         elif option.init:
-            shown = f"  {section}.{option.name}={_shown(default)}"
+            text = f"  {section}.{option.name}={shown(default)}"
             meaning = meanings.get(option.name, "")
             if isinstance(default, Enum):
                 meaning += f" ({'|'.join(type(default).__members__)})"
-            yield textwrap.fill(meaning, WIDTH, initial_indent=f"{shown:<{COLUMN}}", subsequent_indent=" " * COLUMN)
+            yield textwrap.fill(meaning, WIDTH, initial_indent=f"{text:<{COLUMN}}", subsequent_indent=" " * COLUMN)
 
 
-def _shown(default: Any) -> str:
+def shown(default: Any) -> str:
+    """A default as the command line writes it."""
     if isinstance(default, Enum):
         return default.name
     if isinstance(default, bool) or default is None:
