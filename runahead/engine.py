@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
-from policies.retriever import Retriever
 from runahead.attention.op import nothing
 from runahead.config import (
     DecodeName,
@@ -39,7 +38,7 @@ from runahead.kv_transfer.gathering import Gathering
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
 from runahead.model.shares import check_arrangement
-from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PromptBatch
+from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PrefillPlan, PromptBatch
 from runahead.prefill.base import ToItsEnd
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.ranks.agreement import fact, option_facts, secret
@@ -92,13 +91,13 @@ class Engine:
     ) -> None:
         self.model, self.ranks = model, ranks
         self.policies = policies or RankPolicies()
-        self.prefill = prefill or PrefillOptions()
+        self.prefill_options = prefill or PrefillOptions()
         self.partition = partition
-        self._strategy = PREFILLS[self.prefill.name]
+        self._strategy = PREFILLS[self.prefill_options.name]
         check_arrangement(model, ranks)
         self.decode = decode or DecodeOptions()
         self._setup = Setup(
-            prefill=self.prefill,
+            prefill=self.prefill_options,
             decode=self.decode,
             cache=self.policies.storage,
             policies=self.policies,
@@ -159,64 +158,80 @@ class Engine:
         rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
         check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         self.check(prompts, [each for each, _ in rows])
-        ids = [ids_of(prompt) for prompt in prompts]
-        reuse, prefixes = self._reuse(prompts), list[RowPrefix]()
+        self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
+        reuses, found = any(isinstance(each, ReusingPrompt) for each in prompts), list[RowPrefix]()
         try:
-            self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
-            if self.prefixes is not None and reuse is None and self.ranks.stage == self.ranks.num_stages - 1:
-                prefixes += self.prefixes.of(ids)
-            return self._generate(
-                ids,
-                rows,
-                reuse,
-                prefixes,
-                on_tokens=on_tokens,
-                record_timeline=record_timeline,
-                cancellable=cancellable,
-            )
+            if self.prefixes is not None and not reuses and self.ranks.stage == self.ranks.num_stages - 1:
+                found += self.prefixes.of([ids_of(prompt) for prompt in prompts])
+            plan = self._plan(prompts, rows, found, reuses=reuses, record=record_timeline)
+            result = self._generate(plan, rows, found, on_tokens=on_tokens, cancellable=cancellable)
         finally:
-            for prefix in prefixes:
+            for prefix in found:
                 prefix.release()
+        result.slower = list(slower(_asked(self._setup, [each for each, _ in rows], reuses=reuses)).values())
+        self._num_calls += 1
+        return result
+
+    def _plan(
+        self,
+        prompts: Sequence[GivenPrompt],
+        rows: Sequence[tuple[GenerationOptions, int]],
+        found: Sequence[RowPrefix],
+        *,
+        reuses: bool,
+        record: bool,
+    ) -> PrefillPlan:
+        """Agree with all ranks on a prefill: its chunks, what it reuses of prefixes, and where its tokens are stored.
+
+        Args:
+            found: prefix of each row on the last stage, if this engine reuses any.
+            reuses: prompts reuse segments.
+        """
+        stored, last = [0] * len(prompts), self.ranks.num_stages - 1
+        if self.prefixes is not None and not reuses:
+            nums = [prefix.num_tokens for prefix in found]
+            stored = self.ranks.broadcast(nums, self.ranks.mesh.rank(last, 0), "the stored prefixes")
+        partition = self._split([len(each) - num for each, num in zip(prompts, stored, strict=True)])
+        if any(stored) and partition.chain[-1] != last:  # it has no new token, so another stage decodes
+            for prefix in found:
+                prefix.reuse_nothing()
+            stored = [0] * len(prompts)
+            partition = self._split(list(map(len, prompts)))
+        asked = _asked(self._setup, [each for each, _ in rows], reuses=reuses)
+        check(replace(asked, num_chunks=len(partition.chain)))
+        self._require_same({"the context partition": fact(list(partition.boundaries))})
+        num_new, shards = max(each.max_new_tokens for each, _ in rows), None
+        if takes(asked, Way.sharded):
+            with self.ranks.announcing_failure():
+                shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1)
+        return PrefillPlan(
+            prompts=prompts,
+            partition=partition,
+            num_new=num_new,
+            reuses=True,
+            stored=stored,
+            shards=shards,
+            record=record,
+        )
 
     def _generate(
         self,
-        ids: list[list[int]],
+        plan: PrefillPlan,
         rows: list[tuple[GenerationOptions, int]],
-        reuse: Reuse | None,
-        prefixes: Sequence[RowPrefix],
+        found: list[RowPrefix],
         *,
         on_tokens: OnTokens | None,
-        record_timeline: bool,
         cancellable: bool,
     ) -> GenerationBatch:
-        """Generate from prompts that were checked, with what they reuse.
-
-        Args:
-            prefixes: of each row on the last stage, if this engine reuses any.
-        """
-        mesh, limits = self.ranks.mesh, self.prompt_limits
-        num_new = max(each.max_new_tokens for each, _ in rows)
-        new_ids, num_reused = ids, [0] * len(ids)
-        if reuse is not None:
-            new_ids = [list(prompt.new_ids) for prompt in reuse.prompts]
-            partition = self._split(new_ids)
-        else:
-            partition, num_reused = self._split_after_prefixes(ids, prefixes)
-            new_ids = [each[num:] for each, num in zip(ids, num_reused, strict=True)]
-        asked = _asked(self._setup, [each for each, _ in rows], reuses=reuse is not None)
-        check(replace(asked, num_chunks=len(partition.chain)))
-        self._require_same({"the context partition": fact(list(partition.boundaries))})
-        stored = StoredPrefix.of(ids, num_reused) if any(num_reused) and len(partition.chain) > 1 else None
+        """Prefill and decode; all ranks begin at once. `found` is as of `_plan`."""
+        mesh, partition, ids = self.ranks.mesh, plan.partition, [ids_of(prompt) for prompt in plan.prompts]
         gather, recording = None, None
         with self.ranks.announcing_failure(), ExitStack() as profiled:
-            batch = PromptBatch.of(new_ids, self.ranks.device)
             stage = self._strategy.first_token_stage(partition, mesh.num_stages)
-            source, shards = mesh.rank(stage, 0), None
-            if takes(asked, Way.sharded):
-                shards = self._placement.shards(partition, batch=len(ids), num_new=num_new - 1)
-            if shards is not None:
-                gather = self._placement.gathering(list(shards), len(ids))
-            stages = [stage] if shards is None else list(shards)
+            source = mesh.rank(stage, 0)
+            if plan.shards is not None:
+                gather = self._placement.gathering(list(plan.shards), len(ids))
+            stages = [stage] if plan.shards is None else list(plan.shards)
             stream = TokenStream(
                 self.ranks,
                 source=0 if 0 in stages else source,  # rank 0 needs no messages of tokens that it decodes itself
@@ -225,48 +240,36 @@ class Engine:
                 decoders=[rank for each in stages for rank in mesh.members(each)],
                 cancellable=cancellable,
             )
-            with self.ranks.busy():
-                self._strategy.connect(self.ranks, partition, self.prefill, has_stored=stored is not None)
-                if reuse is not None:
+            ready = self._ready(plan, found=found)
+            job, reuse = ready.job, ready.reuse
+            if reuse is not None:
+                with self.ranks.busy():
                     reuse.encode_missing()
-            offset_s = self.ranks.clock_offset_s() if record_timeline else 0.0
-            if record_timeline:
+            offset_s = self.ranks.clock_offset_s() if plan.record else 0.0
+            if plan.record:
                 with self.ranks.busy():
                     recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
             self.ranks.barrier("all ranks to hold the prompt")
             began_s = time.perf_counter()
-            reused = reused_kv(ids, prefixes, self._computed_anew)
-            if reuse is not None and partition.chunk(self.ranks.stage):
-                reused = reuse.fetch(self._storing(partition))
-            job = self._job(
-                batch,
-                partition,
-                num_new,
-                shards=shards,
-                reused=reused,
-                stored=stored,
-                gives_new=bool(prefixes),
-                record=record_timeline,
-            )
-            prefilled, policies = self._strategy.run(job), job.own_policies
-            del job, reused  # frees reused segments, of which decoding may have its own copies
+            prefilled = self._run(ready)
+            prefixes = prefilled.prefixes
             if prefilled.given is not None:
                 assert prefilled.logits_BV is not None
                 store_prompts(prefixes, ids, prefilled.given, prefilled.logits_BV)
                 prefilled.given = None
             # Under policies the cache has what is reused, too, as one text with what was computed.
-            whole = PromptBatch.of(ids, self.ranks.device) if self.policies else batch
-            decoded = self._decode(ids, rows, prefilled, whole, stream, gather, policies)
+            whole = PromptBatch.of(ids, self.ranks.device) if self.policies else job.batch
+            decoded = self._decode(ids, rows, prefilled, whole, stream, gather, job.own_policies)
             stream.relay()
             if decoded is not None and prefixes:
-                self._store(prefixes, decoded, prefilled, batch)
+                self._store(prefixes, decoded, prefilled, job.batch)
             prefilled.cache = None
             with self.ranks.busy():
                 profiled.close()
             chunk_tokens = prefilled.report.chunk_tokens
             prefilled.report.memory = self.model.memory_after(
                 kv_bytes=max(prefilled.report.kv_peak_bytes, self._placement.timed_bytes),
-                num_tokens=len(ids) * min(chunk_tokens, limits.chunk_tokens(batch.num_tokens) or chunk_tokens),
+                num_tokens=len(ids) * min(chunk_tokens, job.chunk_tokens or chunk_tokens),
             )
             result = gathered_result(
                 self.ranks,
@@ -279,43 +282,21 @@ class Engine:
                 is_warm=self._num_calls > 0,
                 recording=recording,
             )
-            result.decode = "last" if shards is None else "sharded"
-            result.slower = list(slower(asked).values())
+            result.decode = "last" if plan.shards is None else "sharded"
             if reuse is not None:
                 reuse.report.recomputed_tokens = prefilled.recomputed_tokens
                 reuse.add_to(result)
             num = len(result.generations)
-            if not any(num_reused):  # the times of a rest say nothing of whole prompts
+            if not any(plan.stored):  # the times of a rest say nothing of whole prompts
                 self.learn(partition, {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks})
-        self._num_calls += 1
         return result
 
     def _check_pools(self, batch: int) -> None:
         keep_parts = self.ranks.num_stages > 1 and self.decode.name is DecodeName.sharded
         self.policies.check_pools(self.model, batch=batch, keep_parts=keep_parts)
 
-    def _split(self, new_ids: Sequence[Sequence[int]]) -> ContextPartition:
-        return self._strategy.split(max(map(len, new_ids)), self.ranks.num_stages, self.partition)
-
-    def _split_after_prefixes(
-        self, ids: list[list[int]], prefixes: Sequence[RowPrefix]
-    ) -> tuple[ContextPartition, list[int]]:
-        """The chunks of what prompts do not reuse, and how many tokens each reuses. All ranks call it.
-
-        Args:
-            prefixes: of each row on the last stage, if this engine reuses any.
-        """
-        num_reused, last = [0] * len(ids), self.ranks.num_stages - 1
-        if self.prefixes is not None:
-            found = [prefix.num_tokens for prefix in prefixes]
-            num_reused = self.ranks.broadcast(found, self.ranks.mesh.rank(last, 0), "the stored prefixes")
-        partition = self._split([each[num:] for each, num in zip(ids, num_reused, strict=True)])
-        if any(num_reused) and partition.chain[-1] != last:  # it has no new token, so another stage decodes
-            for prefix in prefixes:
-                prefix.reuse_nothing()
-            num_reused = [0] * len(ids)
-            partition = self._split(ids)
-        return partition, num_reused
+    def _split(self, lengths: Sequence[int]) -> ContextPartition:
+        return self._strategy.split(max(lengths), self.ranks.num_stages, self.partition)
 
     def takes(self, way: Way) -> bool:
         """Whether a faster way is taken in a server, by the table of `runahead/features/slower.py`."""
@@ -357,80 +338,83 @@ class Engine:
     @property
     def prompt_limits(self) -> PromptLimits:
         """Which prompts can be generated from."""
-        return PromptLimits.of_model(self.model, self.policies, self.prefill, self.ranks.num_stages)
+        return PromptLimits.of_model(self.model, self.policies, self.prefill_options, self.ranks.num_stages)
 
     def split(self, num_tokens: int) -> ContextPartition:
         """The chunks of a prompt, one per stage. Asked for on rank 0 alone."""
         return self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition))
 
-    def prefill_part(
-        self,
-        prompts: Sequence[GivenPrompt],
-        partition: ContextPartition,
-        *,
-        num_new: int,
-        meanwhile: Meanwhile | None = None,
-        record_timeline: bool = False,
-        reuses: bool = False,
-        stored: Sequence[int] = (),
-    ) -> Prefilled:
+    def prefill(self, plan: PrefillPlan, meanwhile: Meanwhile | None = None) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.
 
         In contrast to `generate` nothing is compared, and no rank waits for another one but for its keys and values:
         one that has no chunk, or has computed it, may go on to other prompts. All ranks run the same prefills in the
-        same order; those of one stage alone may change places with others.
+        same order; those of one stage alone may change places with others. Each stage that has a chunk of prompts
+        that reuse segments encodes what its store lacks. The caller stores and releases the prefixes of the result.
 
         Args:
-            prompts: token ids, or prompts that reuse segments. Each stage that has a chunk of them encodes what its
-                store lacks.
-            partition: chunks of the longest prompt, in tokens that are computed.
-            num_new: most tokens that are generated after a prompt.
             meanwhile: what this rank does besides.
-            record_timeline: fill the spans of the result.
-            reuses: reuse prefixes, if this engine does. The caller stores and releases the prefixes of the result.
-            stored: first tokens of each prompt that all stages of a chain reuse. The last one computes what it lacks of
-                them. One stage that computes the prompts alone reuses all that it has, whatever this says.
         """
-        check(replace(self._setup, num_chunks=len(partition.chain)))
-        reuse = self._reuse(prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
-        ids, num_reused = [ids_of(each) for each in prompts], list(stored) or [0] * len(prompts)
-        prefixes, computed_anew_s, is_alone = list[RowPrefix](), 0.0, partition.chain == [self.ranks.stage]
-        if reuses and reuse is None and self.prefixes is not None and self.ranks.stage == partition.chain[-1]:
-            prefixes = self.prefixes.of(ids, None if is_alone else num_reused)
-            if is_alone:
-                num_reused = [prefix.num_tokens for prefix in prefixes]
-            else:
-                computed_anew_s = self._complete(ids, prefixes, num_reused, meanwhile)
-        reused = reused_kv(ids, prefixes, partial(self._computed_anew, meanwhile=meanwhile))
-        computed = [each[num:] for each, num in zip(ids, num_reused, strict=True)]
+        check(replace(self._setup, num_chunks=len(plan.partition.chain)))
+        ready = self._ready(plan, meanwhile=meanwhile)
+        reuse = ready.reuse
+        if reuse is not None and ready.job.partition.chunk(self.ranks.stage):
+            reuse.encode_missing(in_stage=True)
+        prefilled = self._run(ready)
+        if reuse is not None:
+            prefilled.encoded = reuse.encoded
+            prefilled.report.prefill_s += reuse.report.encode_s + reuse.report.cluster_s
+        return prefilled
+
+    def _ready(
+        self, plan: PrefillPlan, *, meanwhile: Meanwhile | None = None, found: list[RowPrefix] | None = None
+    ) -> _Ready:
+        """Make ready what a prefill needs before its clock starts. All ranks call it.
+
+        Args:
+            found: prefix of each row, where they were looked up on the last stage.
+        """
+        reuse = self._reuse(plan.prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
+        ids, stored = [ids_of(each) for each in plan.prompts], list(plan.stored) or [0] * len(plan.prompts)
+        partition, is_alone = plan.partition, plan.partition.chain == [self.ranks.stage]
+        prefixes, computed_anew_s = list[RowPrefix](), 0.0
+        if plan.reuses and reuse is None and self.prefixes is not None and self.ranks.stage == partition.chain[-1]:
+            prefixes = self.prefixes.of(ids, None if is_alone else stored) if found is None else found
+            if prefixes and is_alone:
+                stored = [prefix.num_tokens for prefix in prefixes]
+            elif prefixes:
+                computed_anew_s = self._complete(ids, prefixes, stored, meanwhile)
+        computed = [each[num:] for each, num in zip(ids, stored, strict=True)]
         if reuse is not None:
             computed = [list(prompt.new_ids) for prompt in reuse.prompts]
         if is_alone:
             longest = max(map(len, computed))
             partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
-        batch = PromptBatch.of(computed, self.ranks.device)
-        prefix = StoredPrefix.of(ids, num_reused) if any(num_reused) and len(partition.chain) > 1 else None
-        with self.ranks.busy():
-            self._strategy.connect(self.ranks, partition, self.prefill, has_stored=prefix is not None)
-        if reuse is not None and partition.chunk(self.ranks.stage):
-            reuse.encode_missing(in_stage=True)
-            reused = reuse.fetch(self._storing(partition))
         job = self._job(
-            batch,
+            PromptBatch.of(computed, self.ranks.device),
             partition,
-            num_new,
+            plan.num_new,
             meanwhile=meanwhile,
-            reused=reused,
-            stored=prefix,
+            shards=plan.shards,
+            stored=StoredPrefix.of(ids, stored) if any(stored) and len(partition.chain) > 1 else None,
             gives_new=bool(prefixes),
-            record=record_timeline,
+            record=plan.record,
         )
+        with self.ranks.busy():
+            self._strategy.connect(self.ranks, partition, self.prefill_options, has_stored=job.stored is not None)
+        return _Ready(ids=ids, job=job, reuse=reuse, prefixes=prefixes, computed_anew_s=computed_anew_s)
+
+    def _run(self, ready: _Ready) -> Prefilled:
+        """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
+        job, reuse = ready.job, ready.reuse
+        job.reused = reused_kv(ready.ids, ready.prefixes, partial(self._computed_anew, meanwhile=job.meanwhile))
+        if reuse is not None and job.partition.chunk(self.ranks.stage):
+            is_last = job.partition.chain[-1] == self.ranks.stage
+            job.reused = reuse.fetch(self.policies.retriever if is_last else None)  # whose indices are made there
         prefilled = self._strategy.run(job)
-        prefilled.report.prefill_s += computed_anew_s
-        if reuse is not None:
-            prefilled.encoded = reuse.encoded
-            prefilled.report.prefill_s += reuse.report.encode_s + reuse.report.cluster_s
-        prefilled.prefixes = prefixes
+        job.reused = None  # frees reused segments, of which decoding may have its own copies
+        prefilled.report.prefill_s += ready.computed_anew_s
+        prefilled.prefixes = ready.prefixes
         return prefilled
 
     def _complete(
@@ -468,6 +452,9 @@ class Engine:
         """Check that prompts can be generated from at once, as `generate` does. Raises: PromptTooLong, ValueError."""
         check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each in options])
         self._check_pools(len(prompts))
+        reusing = [each for each in prompts if isinstance(each, ReusingPrompt)]
+        if reusing:
+            self.check_reuse(blends=any(each.blended for each in reusing))
         self.check_speculation(options, prompts)
 
     def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
@@ -491,7 +478,7 @@ class Engine:
             "batch": batch,
             "partition": partition,
             "capacity": batch.num_tokens + num_new - 1,
-            "options": self.prefill,
+            "options": self.prefill_options,
             "policies": self.policies,
             "chunk_tokens": self.prompt_limits.chunk_tokens(batch.num_tokens),
         }
@@ -506,7 +493,7 @@ class Engine:
         Args:
             seconds: of a prefill, and of waiting in it, by rank and per row.
         """
-        if isinstance(self.partition, LearningPartitioner) and self.prefill.takes_partition:
+        if isinstance(self.partition, LearningPartitioner) and self.prefill_options.takes_partition:
             mesh = self.ranks.mesh
             stages = [
                 max((seconds[rank] for rank in mesh.members(stage)), key=lambda times: times[1])
@@ -536,7 +523,7 @@ class Engine:
             facts |= option_facts({"generation": options})
         else:
             facts["the generation options"] = secret(options)
-        facts |= option_facts({"prefill": self.prefill, "decode": self.decode})
+        facts |= option_facts({"prefill": self.prefill_options, "decode": self.decode})
         self._require_same(facts)
 
     def _require_same(self, facts: dict[str, str]) -> None:
@@ -548,20 +535,11 @@ class Engine:
 
         Args:
             after_layer: called after each layer of a segment that is encoded or clustered.
-
-        Raises:
-            ValueError: this engine or its model does not support reuse.
         """
         if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
             return None
-        blends = any(isinstance(prompt, ReusingPrompt) and prompt.blended for prompt in prompts)
-        self.check_reuse(blends=blends)
         self.store = self.store or SegmentStore(self.model)
         return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
-
-    def _storing(self, partition: ContextPartition) -> Retriever | None:
-        """The policy whose indices are made on this rank, if any."""
-        return self.policies.retriever if partition.chain[-1] == self.ranks.stage else None
 
     def _store(self, prefixes: Sequence[RowPrefix], decoded: Decoded, prefilled: Prefilled, batch: PromptBatch) -> None:
         """Store prompts and answers, but for the last token of each, which no forward has seen; or prompts alone."""
@@ -625,6 +603,24 @@ class Engine:
             report.speculation = drafts.report
             report.kv_peak_bytes += drafts.drafter.num_bytes
         return decoded
+
+
+@dataclass(kw_only=True)
+class _Ready:
+    """A prefill on this rank whose part can begin.
+
+    Attributes:
+        ids: of the prompts.
+        job: without keys and values that are reused.
+        prefixes: of each row, where they are reused on this rank.
+        computed_anew_s: seconds in which lost parts of these were computed.
+    """
+
+    ids: list[list[int]]
+    job: PrefillJob
+    reuse: Reuse | None
+    prefixes: list[RowPrefix]
+    computed_anew_s: float
 
 
 def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> Setup:

@@ -117,7 +117,7 @@ class Model:
         try:
             self.marks = Marks.from_config(self.config)
             if self.marks is not None:
-                self._marker = Marker(self.marks, module, self.config)
+                self._marker = Marker.on(module, self.marks, self.config)
             self._look_at_layers()
             if self.marks is None:  # transformers has no attention that leaves out what is marked
                 check = self._logits_check()

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from policies.base import GivenPrompt
 from policies.row_values import sent
 from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
@@ -50,6 +51,30 @@ class PromptBatch:
     @property
     def num_tokens(self) -> int:
         return self.ids_BS.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPlan:
+    """What all ranks know of a prefill: agreed on by `Engine.generate`, or told by rank 0 of a server.
+
+    Attributes:
+        prompts: token ids, or prompts that reuse segments.
+        partition: chunks of the longest prompt, in tokens that are computed.
+        num_new: most tokens that are generated after a prompt.
+        reuses: prefixes are reused, if the engine does.
+        stored: first tokens of each prompt that all stages of a chain reuse. The last one computes what it lacks of
+            them. One stage that computes the prompts alone reuses all that it has, whatever this says.
+        shards: what each stage stores for decoding; None if the last one stores everything.
+        record: fill the spans of the result.
+    """
+
+    prompts: Sequence[GivenPrompt]
+    partition: ContextPartition
+    num_new: int
+    reuses: bool = False
+    stored: Sequence[int] = ()
+    shards: Mapping[int, Shard] | None = None
+    record: bool = False
 
 
 class PrefillCancelled(Exception):

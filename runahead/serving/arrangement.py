@@ -20,7 +20,7 @@ def chunks(
         num_stored: tokens before the prompt that are stored.
     """
     partition = engine.split(num_tokens)
-    if not engine.prefill.takes_partition:
+    if not engine.prefill_options.takes_partition:
         return partition
     return with_slower_last(partition, speed, *constants, num_stored=num_stored)
 

@@ -23,7 +23,7 @@ from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
 from runahead.features.slower import Way
-from runahead.prefill.base import PrefillCancelled
+from runahead.prefill.base import PrefillCancelled, PrefillPlan
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefixes import RowPrefix, store_prompts
 from runahead.serving.items import (
@@ -156,7 +156,6 @@ class Executor:
             self._report(Alive(self._ranks.rank, self._asked_to_end()))
 
     def _prefill(self, item: Prefill) -> None:
-        partition = ContextPartition(boundaries=item.boundaries)
         aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
         self._prepare_schemas(item)
         if self._engine.prefixes is not None and self._stores:
@@ -165,15 +164,15 @@ class Executor:
         if item.record_timeline:
             self._told_s = time.monotonic()
         prompts, prompt_of = each_once(item.prompts)
-        prefilled = self._engine.prefill_part(
-            prompts,
-            partition,
+        plan = PrefillPlan(
+            prompts=prompts,
+            partition=ContextPartition(boundaries=item.boundaries),
             num_new=max(options.max_new_tokens for options in item.options),
-            meanwhile=self,
-            record_timeline=item.record_timeline,
             reuses=self._reuses,
             stored=[item.stored[prompt_of.index(number)] for number in range(len(prompts))] if item.stored else (),
+            record=item.record_timeline,
         )
+        prefilled = self._engine.prefill(plan, self)
         if self._stores and self._inbox.is_stopped(self._under_way[-1].number):
             # Other stages may have stopped, and what was computed from their zeros must not be found as a prefix.
             prefilled.cache, prefilled.is_cancelled = None, True

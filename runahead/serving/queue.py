@@ -230,7 +230,7 @@ class RequestQueue:
 
     @property
     def _has_chain(self) -> bool:
-        return self._engine.ranks.num_stages > 1 and self._engine.prefill.name is not PrefillName.single
+        return self._engine.ranks.num_stages > 1 and self._engine.prefill_options.name is not PrefillName.single
 
     def note_encoded(self, prompts: Sequence[GivenPrompt]) -> None:
         """From now on the segments of these prompts count as encoded."""

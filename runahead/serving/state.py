@@ -107,7 +107,7 @@ class ServerState:
         return cls(
             ranks=[ranks.mesh.name(rank) for rank in range(ranks.size)],
             device=ranks.device.type,
-            prefill=engine.prefill.name.name,
+            prefill=engine.prefill_options.name.name,
             tells_layers=not engine.may_shard,
             waiting=[sum(map(len, request.different)) for request in queue.by_deadline()],
             rows=[

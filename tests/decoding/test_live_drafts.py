@@ -18,6 +18,7 @@ from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.model.model import Model
+from runahead.prefill import PrefillPlan
 from runahead.ranks.ranks import Ranks
 from tests.decoding.test_speculation import VOCAB_SIZE, knowing
 from tests.families import WINDOW, prompt, throughout
@@ -51,7 +52,7 @@ class Decoding:
         prompts = [PROMPTS[row] for row in rows]
         whole = ContextPartition(boundaries=(0, max(map(len, prompts))))
         num_new = max(OPTIONS[row].max_new_tokens for row in rows)
-        prefilled = self.engine.prefill_part(prompts, whole, num_new=num_new)
+        prefilled = self.engine.prefill(PrefillPlan(prompts=prompts, partition=whole, num_new=num_new))
         made = [Row(self.engine.model, PROMPTS[row], OPTIONS[row], seed=OPTIONS[row].seed) for row in rows]
         assert prefilled.cache is not None and prefilled.logits_BV is not None
         self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, list(map(len, prompts))))

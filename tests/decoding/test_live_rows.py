@@ -17,7 +17,7 @@ from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row
 from runahead.decoding.rows import Rows
 from runahead.decoding.sampling import NOT_NUMBERS
-from runahead.prefill import Prefilled
+from runahead.prefill import Prefilled, PrefillPlan
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import WINDOW, prompt, throughout
@@ -49,7 +49,7 @@ class Decoding:
         prompts = [PROMPTS[row] for row in rows]
         whole = ContextPartition(boundaries=(0, max(map(len, prompts))))
         num_new = max(OPTIONS[row].max_new_tokens for row in rows)
-        prefilled = self.engine.prefill_part(prompts, whole, num_new=num_new)
+        prefilled = self.engine.prefill(PrefillPlan(prompts=prompts, partition=whole, num_new=num_new))
         made = [Row(self.engine.model, PROMPTS[row], OPTIONS[row], seed=OPTIONS[row].seed) for row in rows]
         assert prefilled.cache is not None and prefilled.logits_BV is not None
         self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, list(map(len, prompts))))

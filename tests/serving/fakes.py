@@ -18,14 +18,14 @@ from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
 from policies.prompt_cache.schemas import Schemas
-from policies.reuse import GivenPrompt, ReusingPrompt, ids_of
+from policies.reuse import ReusingPrompt, ids_of
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore
 from runahead.config import DecodeName, DecodeOptions, Device, GenerationOptions, PrefillOptions, RanksOptions
 from runahead.context import ContextPartition
 from runahead.features.slower import Way
 from runahead.model.json_schemas import JSONSchemas
-from runahead.prefill import Prefilled
+from runahead.prefill import Prefilled, PrefillPlan
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
@@ -120,7 +120,11 @@ class FakeEngine:
     def __init__(self) -> None:
         self.tokenizer = byte_level()
         self.ranks = Ranks.start(RanksOptions(device=Device.cpu))
-        self.policies, self.prefill, self.decode = RankPolicies(), PrefillOptions(), DecodeOptions(name=DecodeName.last)
+        self.policies, self.prefill_options, self.decode = (
+            RankPolicies(),
+            PrefillOptions(),
+            DecodeOptions(name=DecodeName.last),
+        )
         config = SimpleNamespace(
             max_position_embeddings=POSITIONS, num_hidden_layers=2, vocab_size=len(self.tokenizer), model_type="fake"
         )
@@ -139,7 +143,7 @@ class FakeEngine:
             memory_after=lambda **_: None,
             engine=self,
         )
-        self.prompt_limits = PromptLimits.of_model(self.model, self.policies, self.prefill, 1)  # type: ignore[arg-type]
+        self.prompt_limits = PromptLimits.of_model(self.model, self.policies, self.prefill_options, 1)  # type: ignore[arg-type]
         self.batches: list[list[list[int]]] = []
         self.options: list[GenerationOptions] = []
         self.steps: list[int] = []
@@ -160,17 +164,9 @@ class FakeEngine:
     def learn(self, *_: object) -> None:
         pass
 
-    def prefill_part(
-        self,
-        given: Sequence[GivenPrompt],
-        partition: ContextPartition,
-        *,
-        meanwhile: Any,
-        record_timeline: bool,
-        **_: object,
-    ) -> Prefilled:
-        prompts = [ids_of(prompt) for prompt in given]
-        uses = [use for prompt in given if isinstance(prompt, ReusingPrompt) for use in prompt.uses]
+    def prefill(self, plan: PrefillPlan, meanwhile: Any) -> Prefilled:
+        prompts = [ids_of(prompt) for prompt in plan.prompts]
+        uses = [use for prompt in plan.prompts if isinstance(prompt, ReusingPrompt) for use in prompt.uses]
         encoded = {use.segment.content_key for use in uses} - self.stored
         self.stored |= encoded
         self.batches.append(prompts)
@@ -185,7 +181,7 @@ class FakeEngine:
 
         rows = [FakeRow(prompt, note) for prompt in prompts]
         report = RankReport(rank=0, prefill_s=max(time.perf_counter() - began_s, 1e-4))
-        spans = self.spans if record_timeline else []
+        spans = self.spans if plan.record else []
         logits_BV, cache = self.logits(rows), FakeCache(rows)
         return Prefilled(report=report, logits_BV=logits_BV, cache=cache, encoded=encoded, spans=spans)
 

@@ -19,7 +19,7 @@ from policies.reuse import GivenPrompt, Segment
 from runahead import Engine, GenerationOptions, Model, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions
 from runahead.context import ContextPartition
-from runahead.prefill.base import PrefillCancelled
+from runahead.prefill.base import PrefillCancelled, PrefillPlan
 from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
@@ -162,8 +162,9 @@ def prefill_after_drops(
                 tree.make_room()
                 tree.limit_bytes = 0 if number == 4 else 1 << 40
             if number == 3 and ranks.stage == ranks.num_stages - 1:
-                engine.prefill_part([ids[:20]], _alone(ranks, 20), num_new=1, reuses=True).prefixes[0].release()
-                done = engine.prefill_part([ids[:20]], _alone(ranks, 20), num_new=1, reuses=True)
+                alone = PrefillPlan(prompts=[ids[:20]], partition=_alone(ranks, 20), num_new=1, reuses=True)
+                engine.prefill(alone).prefixes[0].release()
+                done = engine.prefill(alone)
                 done.prefixes[0].store(ids[:20], done.cache.row_kv(0, 0, 20))
                 done.prefixes[0].release()
             stored = 0 if number == 0 else sum(one == other for one, other in zip(ids, prompts[0], strict=False))
@@ -210,13 +211,15 @@ def stop_after_prefix(ranks: Ranks, prefill: PrefillOptions, prompts: list[list[
             stored = [len(prompts[0])] if number else []
             partition = chunks(engine, len(ids) - sum(stored), 1.0, (0.0, 0.0))
             meanwhile = Stopping() if number == 1 and ranks.rank in knows else None
-            done = engine.prefill_part([ids], partition, num_new=1, meanwhile=meanwhile, reuses=True, stored=stored)
+            plan = PrefillPlan(prompts=[ids], partition=partition, num_new=1, reuses=True, stored=stored)
+            done = engine.prefill(plan, meanwhile)
             assert done.is_cancelled == (meanwhile is not None)
             for prefix in done.prefixes:
                 if number == 0 and done.cache is not None:
                     prefix.store(ids, done.cache.row_kv(0, 0, len(ids)))
                 prefix.release()
-        whole = engine.prefill_part([ids], chunks(engine, len(ids), 1.0, (0.0, 0.0)), num_new=1)
+        split = chunks(engine, len(ids), 1.0, (0.0, 0.0))
+        whole = engine.prefill(PrefillPlan(prompts=[ids], partition=split, num_new=1))
         for each in (done, whole):
             if each.logits_BV is not None:
                 found += each.logits_BV.argmax(dim=-1).tolist()

@@ -248,11 +248,11 @@ def test_a_row_that_is_cancelled_stores_what_it_has() -> None:
 def test_of_a_prefill_that_was_stopped_nothing_is_stored_or_decoded(when: str) -> None:
     """Other stages may have stopped before their last layer, and sent zeros, once this one has said that it knows."""
     serving = Serving("llama")
-    inbox, prefill_part = serving.executor._inbox, serving.engine.prefill_part
+    inbox, prefill = serving.executor._inbox, serving.engine.prefill
     item = Prefill(number=9, prompts=[DOCUMENT], options=[GREEDY], boundaries=(0, len(DOCUMENT)))
 
     def stopping(*rest: Any, **more: Any) -> Any:
-        prefilled = prefill_part(*rest, **more)
+        prefilled = prefill(*rest, **more)
         assert not serving.stopping
         inbox.put(Stop(9))
         return prefilled
@@ -263,7 +263,7 @@ def test_of_a_prefill_that_was_stopped_nothing_is_stored_or_decoded(when: str) -
             inbox.put(Stop(9))
             serving.executor.carry_out(inbox.take())
         else:
-            with mock.patch.object(serving.engine, "prefill_part", stopping):
+            with mock.patch.object(serving.engine, "prefill", stopping):
                 serving.executor.carry_out(inbox.take())
         assert serving.stopping == [9] and not serving.executor.live and not list(serving.tree.nodes())
         assert [part.is_cancelled for part in serving.parts] == [True] and not serving.tokens

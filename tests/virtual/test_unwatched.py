@@ -93,7 +93,7 @@ def test_rows_of_a_server_are_decoded_inside_a_prefill_behind_no_message(transfe
         reports, inbox, model = list[Any](), Inbox(), tiny_llama(ranks.rank, 3)
         engine = Engine(model, ranks, prefill=PrefillOptions(transfer=transfer))
         executor = Executor(engine, inbox, reports.append, QueueLimits(itl_s=1e-9))
-        engine._strategy.connect(ranks, ContextPartition(boundaries=(0, 5, 11, 16)), engine.prefill)
+        engine._strategy.connect(ranks, ContextPartition(boundaries=(0, 5, 11, 16)), engine.prefill_options)
         with Deferred(ranks.accelerator):
             executor.carry_out(request(0, (0, 0, 0, 9)))
             if ranks.rank == 2:

@@ -33,7 +33,7 @@ from runahead.decoding.row import Row, batch_ids
 from runahead.decoding.rows import Rows
 from runahead.decoding.sampling import next_tokens
 from runahead.kv_transfer.gathering import LoneGathering
-from runahead.prefill import Prefilled
+from runahead.prefill import Prefilled, PrefillPlan
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.virtual.cuda import Counts, counting
@@ -150,7 +150,7 @@ def served(prompts: list[list[int]], policies: Sequence[Policy] = (), *, answers
 def prefilled(model: Model, prompts: list[list[int]], policies: Sequence[Policy] = (), **options: Any) -> Prefilled:
     """Prompts of which one rank has computed everything."""
     num_new, whole = options.pop("num_new"), ContextPartition(boundaries=(0, max(map(len, prompts))))
-    return engine(model, policies, **options).prefill_part(prompts, whole, num_new=num_new)
+    return engine(model, policies, **options).prefill(PrefillPlan(prompts=prompts, partition=whole, num_new=num_new))
 
 
 def drafted(prompts: list[list[int]]) -> Decode:

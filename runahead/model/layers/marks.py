@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from runahead.attention.base import LayerAttention, WrappedAttention
 from runahead.attention.partial import AttentionTerms
+from runahead.model.layers.hooks import hook_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +76,36 @@ class Marker:
         for attention in found:
             last = getattr(attention, "q_norm", None) or attention.q_proj
             assert isinstance(last, nn.Module), type(last)
-            last.register_forward_hook(partial(self._take, attention))
+            hook_after(last, _Taking(self, attention))
 
-    def _take(self, attention: Any, _module: nn.Module, _args: Any, q: Tensor) -> Tensor:
+    @classmethod
+    def on(cls, module: nn.Module, marks: Marks, config: Any) -> Marker:
+        """Return the marker of a model's modules, which they have once. Raises: ValueError, as the class."""
+        taking = [hook for child in module.modules() for hook in child._forward_hooks.values()]
+        found = next((hook.marker for hook in taking if isinstance(hook, _Taking)), None)
+        if found is None:
+            return cls(marks, module, config)
+        found.marks = marks
+        return found
+
+    def take(self, attention: Any, q: Tensor) -> Tensor:
+        """Keep the logits of a layer, and return its queries without them."""
         q_BCNH = q.view(*q.shape[:2], -1, self._head_dim).clone()
         marking_BCK = q_BCNH[:, :, :: attention.num_key_value_groups, -1]
         self.logits[attention.layer_idx] = (marking_BCK * self.marks.scale - self.marks.offset).transpose(1, 2)
         marking_BCK.zero_()
         return q_BCNH.view(q.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Taking:
+    """The hook on a module that gives a layer's queries."""
+
+    marker: Marker
+    attention: Any
+
+    def __call__(self, module: nn.Module, args: Any, keywords: Any, q: Tensor) -> Tensor:
+        return self.marker.take(self.attention, q)
 
 
 class MarkingAttention(WrappedAttention):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runahead.model.layers.hooks import hook_after, hook_before
 from runahead.model.seam import SeamCache
 
 
@@ -36,9 +37,9 @@ def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
 def narrow(layers: Sequence[nn.Module]) -> None:
     """Let all decoder layers, in order, compute only the tokens that are left in the forward that runs them."""
     for layer in layers:
-        layer.register_forward_pre_hook(_narrowed, with_kwargs=True)
+        hook_before(layer, _narrowed)
     # Modules after the layers may expect the whole chunk. Zeros do no harm: only the last token's output is used.
-    layers[-1].register_forward_hook(_widened, with_kwargs=True)
+    hook_after(layers[-1], _widened)
 
 
 def _narrowed(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:

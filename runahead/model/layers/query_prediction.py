@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from runahead.attention.base import LayerAttention, LayerInput, Recording
 from runahead.attention.partial import AttentionTerms
+from runahead.model.layers.hooks import hook_before
 from runahead.model.seam import SeamCache
 from runahead.rotary import Rotary
 
@@ -112,7 +113,7 @@ class QueryPrediction:
     ) -> None:
         self._layers = layers
         for index, module in enumerate(layers):
-            module.register_forward_pre_hook(_shown_to_attention(index), with_kwargs=True)
+            hook_before(module, _ShowingInput(index))
         recording = record(PROBED_AT)
         self._projections: list[_Projection | None] = []
         for layer, q_BNCH, *_ in recording.calls:
@@ -193,19 +194,20 @@ def _is_norm(module: nn.Module, dim: int) -> bool:
     return isinstance(weight, Tensor) and weight.shape == (dim,)
 
 
-def _shown_to_attention(layer: int) -> Any:
-    """Make a hook that passes the input of a layer to the attention of the forward."""
+@dataclass(frozen=True)
+class _ShowingInput:
+    """The hook that passes the input of a layer to the attention of the forward."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    layer: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         attention: LayerAttention | None = keywords.get("runahead")
         if attention is None:  # a family that drops unknown keywords
             attention = getattr(keywords.get("past_key_values"), "attention", None)
         if attention is not None:  # None while transformers' own attention computes
             x_BCD, rest = (args[0], args[1:]) if args else (keywords["hidden_states"], ())
             given = LayerInput(x_BCD=x_BCD, rest=rest, keywords=keywords, start=attention.start, pads=attention.pads)
-            attention.see_input(layer, given)
-
-    return hook
+            attention.see_input(self.layer, given)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from runahead.attention.base import LayerAttention, WrappedAttention
 from runahead.attention.partial import AttentionTerms
+from runahead.model.layers.hooks import hook_before
 from runahead.model.seam import SeamCache
 
 
@@ -64,7 +65,7 @@ def end_with_last(layers: Sequence[nn.Module]) -> None:
     Forward pre-hooks cut what the layers are given. Hidden states are (..., C, D), all else (B or 1, C, ...).
     """
     for layer in layers:
-        layer.register_forward_pre_hook(_shortened, with_kwargs=True)
+        hook_before(layer, _shortened)
 
 
 def _shortened(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
