@@ -217,7 +217,7 @@ class _Part(Layers):
 
 def _lost(all_found: dict[str, Found | None], *, waits: bool = True) -> set[str]:
     """What was not found, and if all its layers are waited for what is found to be lost then."""
-    return {key for key, found in all_found.items() if found is None or (waits and not found.layers_TKX.is_whole())}
+    return {key for key, found in all_found.items() if found is None or (waits and not found.layers_TKX.are_whole())}
 
 
 class _EncodingAttention(CausalAttention):

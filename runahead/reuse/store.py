@@ -31,7 +31,7 @@ from runahead.reuse.tiers.entry import Entry, FileRows, Tier
 from runahead.reuse.tiers.file_format import FORMAT
 from runahead.reuse.tiers.files import FileAbout
 from runahead.reuse.tiers.folder import TierFolder
-from runahead.reuse.tiers.layer_rows import LayerRows, Layers, LostRows
+from runahead.reuse.tiers.layer_rows import LayerRows
 from runahead.reuse.tiers.store import TieredStore
 
 VOLATILE = ("_name_or_path", "_model_name_or_path", "transformers_version", "architectures", "_attn_implementation")
@@ -74,39 +74,19 @@ class SegmentEntry(Entry):
         return self.length
 
 
-class HeldLayers(Layers):
-    """Keys and values of a segment on the device, which holds its place for as long as anybody has these."""
-
-    def __init__(self, rows: LayerRows) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def layer(self, number: int) -> Tensor:
-        return self.rows.layer(number)
-
-    def is_whole(self) -> bool:
-        """Wait until all layers are there. Returns whether none is lost."""
-        try:
-            return len(list(self.rows)) == len(self)
-        except LostRows:
-            return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A segment that was found in the store.
 
     Attributes:
         layers_TKX: its keys and values of each layer, (T, K, H + V), in the model's dtype, on the device. A reader
-            waits for each layer, and gets `LostRows` if it is lost.
+            waits for each layer, and gets `LostRows` if it is lost. The segment is held as long as anybody has them.
         tier: the fastest tier that had it.
         num_bytes: that it takes there.
         is_mapped: whether it is mapped from a file, since memory has no room for it.
     """
 
-    layers_TKX: HeldLayers
+    layers_TKX: LayerRows
     tier: Tier
     num_bytes: int
     is_mapped: bool = False
@@ -202,7 +182,7 @@ class SegmentStore:
             self.lose(entry)
             return None
         self._use(entry)
-        layers = HeldLayers(rows)
+        layers = rows.part(0, rows.num_tokens)  # of this user alone
         entry.holds += 1
         weakref.finalize(layers, self._released.put, entry).atexit = False
         self._store.make_room()

@@ -155,7 +155,7 @@ class Segments(Kept):
         if found is None:
             return None
         self.held.append(found)
-        return found.layers_TKX.rows
+        return found.layers_TKX
 
     def release(self) -> None:
         self.held.clear()

@@ -244,6 +244,13 @@ class LayerRows(Layers):
         )
         return self.within(memory)
 
+    def are_whole(self) -> bool:
+        """Wait for all layers. Returns whether none is lost."""
+        try:
+            return len(list(self)) == len(self)
+        except LostRows:
+            return False
+
     def part(self, start: int, stop: int) -> LayerRows:
         """The rows [start, stop) of these."""
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self)
