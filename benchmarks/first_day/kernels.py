@@ -153,7 +153,9 @@ def _sequence(q_SNH: Tensor, k_TUH: Tensor, v_TUH: Tensor, starts: Tensor) -> tu
     Args:
         starts: 0 and the number of keys, on the GPU: copying them there waits, which is no part of a step.
     """
-    return attend_sequences(q_SNH, k_TUH, v_TUH, starts=starts, used_S=starts[1:], longest=len(k_TUH), scaling=SCALING)
+    k_1UTH, v_1UTH = (x.transpose(0, 1)[None] for x in (k_TUH, v_TUH))
+    longest = len(k_TUH)
+    return attend_sequences(q_SNH, k_1UTH, v_1UTH, starts=starts, used_S=starts[1:], longest=longest, scaling=SCALING)
 
 
 def _decoding(visit: Visit, *, num_tokens: int) -> None:

@@ -151,7 +151,7 @@ class Retrieved(Decoding):
         retrieval = self.cache.retrieval
         retrieval.store_prompt(layer, q_BNwH, positions_Bw, terms, room=self._room, was_cut=False)
         if host is not None and retrieval.in_pool[layer]:
-            self.cache.layers[layer] = replace(host, positions_TBK=base.positions_TBK.clone())
+            self.cache.layers[layer] = replace(host, placed_TBK=base.positions_TBK.clone())
 
     def used(self) -> tuple[Bytes, float]:
         device, link = retrieved_bytes(self.model, self.cache)

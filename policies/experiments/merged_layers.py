@@ -9,14 +9,16 @@ once all of them have attended to each other, generated ones in blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from policies.experiments.shared_directions import SharedDirections
 from runahead.attention.op import rows_by_pad
+from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
+from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
 
@@ -99,8 +101,7 @@ class MergedLayer(KeptLayer):
         merged = MergedTokens(options=options)
 
         def made(layer: KeptLayer, below: MergedLayer | None) -> MergedLayer:
-            kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)}
-            return cls(**kept, merged=merged, lower=below)
+            return cls(**layer.fields_of(KeptLayer), merged=merged, lower=below)
 
         below = made(lower, None)
         above = made(upper, below)
@@ -119,6 +120,10 @@ class MergedLayer(KeptLayer):
     def _window(self, end: int) -> KVSlab:
         """The slots from `start` to `end`, in place."""
         return KVSlab(slab_TBKX=self.slab_TBKX[: end - self.start], key_dim=self.shape.key_dim, first=self.start)
+
+    @property
+    def memory_first(self) -> int:
+        return self.start
 
     @property
     def num_bytes(self) -> int:
@@ -142,6 +147,12 @@ class MergedLayer(KeptLayer):
         slab_TBKX[end:] = self.slab_TBKX[: self.num_slots - end]
         return KVSlab(slab_TBKX=slab_TBKX, key_dim=key_dim, first=0)
 
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        start, positions_BKn = self.num_slots - q_BNCH.shape[2], self.positions_BKn()
+        return seen_in(
+            self.slab(), q_BNCH, start=start, pads=self.pads, rotary=self.rotary, positions_BKn=positions_BKn
+        )
+
     def kv_BKnX(self) -> Tensor:  # noqa: N802
         return self.slab().slab_TBKX.permute(1, 2, 0, 3)
 
@@ -150,11 +161,12 @@ class MergedLayer(KeptLayer):
 
     def fork(self, *, copy: bool) -> MergedLayer:
         """As of `KeptLayer`; the other layer is to be linked, see `MergedLayers.forked`."""
+        self._place()
         other, n = replace(self), self.num_slots
         if copy:
             other.copy_out(room=0)
         else:
-            other.slab_TBKX, other.positions_TBK = self.slab_TBKX[: n - self.start], self.positions_TBK[:n]
+            other.slab_TBKX, other.placed_TBK = self.slab_TBKX[: n - self.start], self.placed_TBK[:n]
         return other
 
     def free(self, *, room: int) -> None:
@@ -171,10 +183,6 @@ class MergedLayer(KeptLayer):
     def _reserve(self, num_new: int) -> None:
         if self.num_slots + num_new > self.start + self.slab_TBKX.shape[0]:
             self.copy_out(room=num_new - 1 + BLOCK)
-
-    def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.start)
-        slab.write(self.num_slots, k_BKCH, v_BKCV)
 
 
 class MergedLayers:

@@ -46,7 +46,7 @@ class KVReader(Protocol):
 
     @property
     def sequences(self) -> tuple[Tensor, Tensor]:
-        """Keys (T, U, H) and values (T, U, V) of all slots, U = B K."""
+        """Keys (1, U, T, H) and values (1, U, T, V) of all slots, U = B K."""
 
 
 class Codec(ABC):

@@ -227,8 +227,8 @@ def cpu_flash(
 
 def attend_sequences(
     q_SNH: Tensor,
-    k_TUH: Tensor,
-    v_TUV: Tensor,
+    k_1UTH: Tensor,
+    v_1UTV: Tensor,
     *,
     starts: Tensor,
     used_S: Tensor,
@@ -240,7 +240,7 @@ def attend_sequences(
 
     Args:
         q_SNH: a query per sequence and head.
-        k_TUH, v_TUV: keys and values of all sequences, one sequence after another.
+        k_1UTH, v_1UTV: keys and values of all sequences, one sequence after another.
         starts: first token of each sequence, and the end of the last (S + 1, int32).
         used_S: tokens of each sequence that are seen, from its first on (int32); at least one unless `may_be_empty`.
         longest: upper bound of `used_S`.
@@ -250,13 +250,13 @@ def attend_sequences(
         output (S, N, V) in the query's dtype, log-sum-exp (S, N).
     """
     if q_SNH.device.type == "cpu":
-        parts, q_SUGH = [], q_SNH.unflatten(1, (k_TUH.shape[1], -1))  # a group's heads as queries of one head
-        k_1UTH, v_1UTV = (x.transpose(0, 1)[None] for x in (k_TUH, v_TUV))
+        parts, q_SUGH = [], q_SNH.unflatten(1, (k_1UTH.shape[1], -1))  # a group's heads as queries of one head
         for i, (first, used) in enumerate(zip(starts[:-1].tolist(), used_S.tolist(), strict=True)):
             q, k, v = q_SUGH[i : i + 1], k_1UTH[:, :, first : first + used], v_1UTV[:, :, first : first + used]
             parts.append(cpu_flash(q, k, v, False, scaling) if used else _no_keys(q, v))
         return torch.cat([out for out, _ in parts]).flatten(1, 2), torch.cat([lse for _, lse in parts]).flatten(1, 2)
     queries = torch.arange(len(used_S) + 1, dtype=torch.int32, device=q_SNH.device)
+    k_TUH, v_TUV = (x.squeeze(0).transpose(0, 1) for x in (k_1UTH, v_1UTV))
     out, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
         q_SNH, k_TUH, v_TUV, queries, starts, 1, longest, 0.0, False, False, scale=scaling, seqused_k=used_S
     )

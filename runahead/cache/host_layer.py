@@ -10,15 +10,16 @@ device only when memory grows or is freed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from runahead.cache.base import SeenKV
 from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.cache.kept import KeptLayer
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.ranks.accelerator import Event
 
@@ -55,7 +56,7 @@ class HostLayer(KeptLayer):
         with copies.copying(layer.slab_TBKX):
             host_TBKX[start:n].copy_(layer.slab_TBKX[start:n], non_blocking=True)
         copies.pace()
-        return cls(slab_TBKX=host_TBKX, copies=copies, **_on_device(layer))
+        return cls(slab_TBKX=host_TBKX, copies=copies, **layer.fields_of(KeptLayer, "slab_TBKX", "host"))
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +67,7 @@ class HostLayer(KeptLayer):
         """Copy the layer to the device."""
         self.copies.hold_compute()
         slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
-        return KeptLayer(slab_TBKX=slab_TBKX, host=self, **_on_device(self))
+        return KeptLayer(slab_TBKX=slab_TBKX, host=self, **self.fields_of(KeptLayer, "slab_TBKX", "host"))
 
     def gather(
         self,
@@ -115,6 +116,9 @@ class HostLayer(KeptLayer):
     def slab(self) -> KVSlab:
         return self.brought().slab()
 
+    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        return self.brought().seen(q_BNCH, tokens)
+
     def read(self) -> tuple[Tensor, Tensor]:
         self.copies.hold_compute()
         slab = KVSlab(slab_TBKX=self.mapped_TBKX()[: self.num_slots], key_dim=self.shape.key_dim, first=0)
@@ -125,7 +129,7 @@ class HostLayer(KeptLayer):
 
     def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         num_new, end = k_BKCH.shape[2], self.num_slots + k_BKCH.shape[2]
-        if end > self.positions_TBK.shape[0]:
+        if end > self.placed_TBK.shape[0]:
             self._resize_positions(num_new + end // 8)
         new_CBKX = torch.cat([k_BKCH, v_BKCV], dim=-1).permute(2, 0, 1, 3).contiguous()
         with self.copies.copying(new_CBKX):
@@ -152,14 +156,6 @@ class HostLayer(KeptLayer):
             self.mapped_TBKX()[slots_BK, rows_B1, heads_K] = new_BKX
 
 
-_KV_FIELDS = ("slab_TBKX", "host")
-
-
 def _empty(layer: KeptLayer, num_slots: int, copies: CopyStream) -> Tensor:
     shape = num_slots, *layer.slab_TBKX.shape[1:]
     return host_empty(shape, layer.shape.dtype, copies.device, before_free=copies.finish)
-
-
-def _on_device(layer: KeptLayer) -> dict[str, Any]:
-    """All fields of a layer except its keys and values and the host's copy of them."""
-    return {each.name: getattr(layer, each.name) for each in fields(KeptLayer) if each.name not in _KV_FIELDS}

@@ -11,7 +11,8 @@ needs no mask. Keeping some slots copies them and frees the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from policies.base import LayerForm, Phase
 from policies.retriever import StoredPart
 from policies.row_values import row_values
+from runahead.attention.op import Run, Span, Step, spans_of
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
@@ -38,8 +40,7 @@ class KeptLayer(LayerStore):
 
     Attributes:
         slab_TBKX: slots, of which the first `num_slots` are in use.
-        positions_TBK: position of each slot's token in its row, below 0 on padding; (T, B, 1) while all KV heads hold
-            the same tokens.
+        placed_TBK: memory of `positions_TBK`, where positions of the newest slots may be lacking.
         pads: slots on the left of each row that are padding.
         alike: whether a slot has the same token in all KV heads of the model, those of other ranks included.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
@@ -54,7 +55,7 @@ class KeptLayer(LayerStore):
 
     shape: KVShape
     slab_TBKX: Tensor
-    positions_TBK: Tensor
+    placed_TBK: Tensor
     pads: list[int]
     alike: bool = True
     num_slots: int = 0
@@ -63,6 +64,8 @@ class KeptLayer(LayerStore):
     queries: QueryMoments | None = None
     rotary: Rotary | None = None
     host: KeptLayer | None = None
+    _unplaced: list[Tensor] = field(default_factory=list, init=False, repr=False)  # positions (B, C), in order
+    _memory: KVSlab | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def empty(cls, shape: KVShape, *, batch: int, room: int, device: torch.device) -> KeptLayer:
@@ -71,7 +74,7 @@ class KeptLayer(LayerStore):
             room, batch, shape.num_kv_heads, shape.key_dim + shape.value_dim, dtype=shape.dtype, device=device
         )
         positions = torch.empty(room, batch, 1, dtype=torch.int32, device=device)
-        return cls(shape=shape, slab_TBKX=slab, positions_TBK=positions, pads=[0] * batch)
+        return cls(shape=shape, slab_TBKX=slab, placed_TBK=positions, pads=[0] * batch)
 
     @property
     def on_host(self) -> bool:
@@ -96,7 +99,41 @@ class KeptLayer(LayerStore):
         """Bytes allocated: keys and values, positions, and what policies accumulate."""
         carried = sum(each_TBK.nbytes for each_TBK in self.carried.values())
         queries = 0 if self.queries is None else self.queries.num_bytes
-        return self.slab_TBKX.nbytes + self.positions_TBK.nbytes + carried + queries
+        return self.slab_TBKX.nbytes + self.placed_TBK.nbytes + carried + queries
+
+    def fields_of(self, kind: type[KeptLayer], *but: str) -> dict[str, Any]:
+        """Values of the fields of a kind of layer, for another one with the same slots, but for some fields."""
+        self._place()
+        return {each.name: getattr(self, each.name) for each in fields(kind) if each.init and each.name not in but}
+
+    @property
+    def positions_TBK(self) -> Tensor:  # noqa: N802
+        """Position of each slot's token in its row, below 0 on padding; (T, B, 1) while all heads hold the same."""
+        self._place()
+        return self.placed_TBK
+
+    def _place(self) -> None:
+        """Store the positions of the newest slots, which few steps ask for."""
+        if self._unplaced:
+            with torch.inference_mode():  # as the forward, which is over
+                positions_BC = self._unplaced[0] if len(self._unplaced) == 1 else torch.cat(self._unplaced, dim=1)
+                self._unplaced.clear()
+                self._place_newest(positions_BC)
+
+    def _place_newest(self, positions_BC: Tensor) -> None:
+        self.placed_TBK[self.num_slots - positions_BC.shape[1] : self.num_slots] = positions_BC.T[:, :, None]
+
+    @property
+    def memory(self) -> KVSlab:
+        """The slots with the room after them, in place."""
+        if self._memory is None or self._memory.slab_TBKX is not self.slab_TBKX:
+            self._memory = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.memory_first)
+        return self._memory
+
+    @property
+    def memory_first(self) -> int:
+        """Number of the first slot in `slab_TBKX`."""
+        return self.first
 
     def slab(self) -> KVSlab:
         """The slots in use."""
@@ -138,13 +175,19 @@ class KeptLayer(LayerStore):
         if tokens.part is not None:
             return seen_in_part(self.slab(), q_BNCH, tokens, self.pads)
         # Counted in slots, which are in causal order whichever tokens they hold.
-        return seen_in(
-            self.slab(),
-            q_BNCH,
-            start=self.end - q_BNCH.shape[2],
-            pads=self.pads,
-            rotary=self.rotary,
-            positions_BKn=self.positions_BKn(),
+        end, num_new, pads = self.end, q_BNCH.shape[2], self.pads
+        if self.rotary is not None:
+            return seen_in(self.slab(), q_BNCH, start=end - num_new, pads=pads, rotary=self.rotary)
+        memory, first = self.memory, self.first
+
+        def spans() -> Sequence[Span]:
+            return spans_of(range(first, end), start=end - num_new, num_new=num_new, pads=pads)
+
+        return SeenKV(
+            q_BNCH=q_BNCH,
+            steps=[Step([Run(memory, tokens.once((KeptLayer, first, end, num_new, *pads), spans))])],
+            whole=lambda: memory.read(first, end),
+            positions=self.positions_BKn,
         )
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
@@ -159,7 +202,7 @@ class KeptLayer(LayerStore):
         self._write(k_BKCH, v_BKCV)
         self.num_slots = end
         self.pads = [pad + new for pad, new in zip(self.pads, new_pads, strict=True)]
-        self.positions_TBK[end - num_new : end] = positions_BC.T[:, :, None]
+        self._unplaced.append(positions_BC)
         for each_TBK in self.carried.values():
             each_TBK[end - num_new : end] = 0
 
@@ -170,13 +213,17 @@ class KeptLayer(LayerStore):
 
     def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         """Write keys and values to the slots after those in use."""
-        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=0)
-        slab.write(self.num_slots, k_BKCH, v_BKCV)
+        self.memory.write(self.end, k_BKCH, v_BKCV)
+
+    def set_end(self, end: int) -> None:
+        """Let the slot with this number be the next one. Slots before it hold tokens, whose positions are stored."""
+        self._place()
+        self.num_slots = end - self.first
 
     def carry(self, values_BKn: Tensor, policy: type) -> None:
         """Store a policy's value of each slot; it stays with the slot's token when slots are dropped."""
         if policy not in self.carried:
-            shape = len(self.positions_TBK), *self.slab_TBKX.shape[1:3]
+            shape = len(self.placed_TBK), *self.slab_TBKX.shape[1:3]
             zeros_TBK = torch.zeros(shape, dtype=values_BKn.dtype, device=self.slab_TBKX.device)
             self.carried = {**self.carried, policy: zeros_TBK}
         self.carried[policy][: self.num_slots] = values_BKn.permute(2, 0, 1)
@@ -202,10 +249,11 @@ class KeptLayer(LayerStore):
         is_new_mBK = slots_mBK < 0  # padding of a row that keeps fewer tokens than others: any slot's numbers
         slots_mBK = slots_mBK.clamp_min(0)
         self._keep_kv(slots_mBK, kept_pads, room)
-        if self.positions_TBK.shape[2] == 1 and slots_mBK.shape[2] > 1:
-            self.positions_TBK = self.positions_TBK.expand(-1, -1, self.shape.num_kv_heads)
-        self.positions_TBK = taken(self.positions_TBK, slots_mBK, room)
-        self.positions_TBK[:num_kept].masked_fill_(is_new_mBK, -1)
+        positions_TBK = self.positions_TBK
+        if positions_TBK.shape[2] == 1 and slots_mBK.shape[2] > 1:
+            positions_TBK = positions_TBK.expand(-1, -1, self.shape.num_kv_heads)
+        self.placed_TBK = taken(positions_TBK, slots_mBK, room)
+        self.placed_TBK[:num_kept].masked_fill_(is_new_mBK, -1)
         self.carried = {policy: taken(each_TBK, slots_mBK, room) for policy, each_TBK in self.carried.items()}
         if self.queries is not None:  # those since a row was cut back
             tokens = zip(self.pads, kept_pads, strict=True)
@@ -299,6 +347,7 @@ class KeptLayer(LayerStore):
         Args:
             copy: allocate memory of its own; otherwise both share the present slots and new ones go to new memory.
         """
+        self._place()
         if copy:
             other = replace(self)
             other.copy_out(room=0)
@@ -307,7 +356,7 @@ class KeptLayer(LayerStore):
         return replace(
             self,
             slab_TBKX=self.slab_TBKX[:n],
-            positions_TBK=self.positions_TBK[:n],
+            placed_TBK=self.placed_TBK[:n],
             carried=self.forked_carried(),
         )
 
@@ -322,7 +371,7 @@ class KeptLayer(LayerStore):
 
     def _resize_positions(self, room: int) -> None:
         """Move positions and carried values to new memory, with room for `room` more tokens."""
-        self.positions_TBK = _with_room(self.positions_TBK[: self.num_slots], room)
+        self.placed_TBK = _with_room(self.positions_TBK[: self.num_slots], room)
         self.carried = {
             policy: _with_room(each_TBK[: self.num_slots], room) for policy, each_TBK in self.carried.items()
         }
@@ -337,11 +386,11 @@ class KeptLayer(LayerStore):
         """
         batch, heads = slots_BK.shape
         if self.positions_TBK.shape[2] < heads:
-            self.positions_TBK = self.positions_TBK.expand(-1, -1, heads).contiguous()
+            self.placed_TBK = self.placed_TBK.expand(-1, -1, heads).contiguous()
         rows_B1 = torch.arange(batch, device=slots_BK.device)[:, None]
         heads_K = torch.arange(heads, device=slots_BK.device)
         self._put(slots_BK, rows_B1, heads_K, torch.cat([k_BK1H, v_BK1V], dim=-1)[:, :, 0])
-        self.positions_TBK[slots_BK, rows_B1, heads_K] = positions_B1.int()
+        self.placed_TBK[slots_BK, rows_B1, heads_K] = positions_B1.int()
         self.alike = False
         for each_TBK in self.carried.values():
             each_TBK[slots_BK, rows_B1, heads_K] = 0
@@ -427,7 +476,7 @@ class KeptCache(KVStore):
     @property
     def device(self) -> torch.device:
         """The device that computes attention."""
-        return self.layers[0].positions_TBK.device
+        return self.layers[0].placed_TBK.device
 
     @property
     def rotates(self) -> bool:
@@ -515,7 +564,7 @@ class KeptCache(KVStore):
 
     def take_back(self, num_tokens: int) -> None:
         for layer in self.layers:
-            layer.num_slots -= num_tokens
+            layer.set_end(layer.end - num_tokens)
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)

@@ -88,9 +88,9 @@ class KVSlab:
 
     @cached_property
     def sequences(self) -> tuple[Tensor, Tensor]:
-        """Keys (T, U, H) and values (T, U, V) of all tokens, U = B K, as views."""
-        slab_TUX = self.slab_TBKX.flatten(1, 2)
-        return slab_TUX[..., : self.key_dim], slab_TUX[..., self.key_dim :]
+        """Keys (1, U, T, H) and values (1, U, T, V) of all tokens, U = B K, as views."""
+        slab_1UTX = self.slab_TBKX.flatten(1, 2).transpose(0, 1)[None]
+        return slab_1UTX[..., : self.key_dim], slab_1UTX[..., self.key_dim :]
 
     @cached_property  # so that each read and write takes one more view
     def _all(self) -> tuple[Tensor, Tensor]:

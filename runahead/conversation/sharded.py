@@ -246,7 +246,7 @@ def _kept_of(slabs: Slabs, chunk: range, pads: Sequence[int]) -> KeptCache:
             KeptLayer(
                 shape=shape,
                 slab_TBKX=slab.slab_TBKX[: len(chunk)],
-                positions_TBK=positions_TBK,
+                placed_TBK=positions_TBK,
                 pads=list(chunk_pads),
                 num_slots=len(chunk),
             )

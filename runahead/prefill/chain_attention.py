@@ -151,7 +151,7 @@ class ThinnedAttention(ChainAttention):
         return KeptLayer(
             shape=self._slabs.slabs.shapes[layer],
             slab_TBKX=slab.tokens(begin, end),
-            positions_TBK=torch.cat([before_nB, own_nB.expand(-1, len(self.pads))])[:, :, None].int(),
+            placed_TBK=torch.cat([before_nB, own_nB.expand(-1, len(self.pads))])[:, :, None].int(),
             pads=self.tokens.pads(num_new) if is_part else placed.row_pads,
             num_slots=end - begin,
             first=0 if is_part else begin,
@@ -167,7 +167,7 @@ class ThinnedAttention(ChainAttention):
         return KeptLayer(
             shape=self._slabs.slabs.shapes[layer],
             slab_TBKX=texts.kv(layer, new_SBKX, room=room),
-            positions_TBK=(index_T[:, None] - row_values(pads, new_SBKX.device))[:, :, None].int(),
+            placed_TBK=(index_T[:, None] - row_values(pads, new_SBKX.device))[:, :, None].int(),
             pads=pads,
             num_slots=num_tokens,
         )

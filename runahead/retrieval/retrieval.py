@@ -180,7 +180,7 @@ class Retrieval:
         for kept, found in zip(self.pool, self.layers, strict=True):
             if found is not None:
                 found.age += num_slots - kept.num_slots
-            kept.num_slots = num_slots
+            kept.set_end(kept.first + num_slots)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Choose and start fetching a layer's slots, by queries predicted from the input of the layer before it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class QuantisedRagged(RaggedLayer):
         window = KeptLayer(
             shape=layer.shape,
             slab_TBKX=layer.slab_TBKX[: num_slots - layer.start],
-            positions_TBK=layer.positions_TBK[layer.start : num_slots],
+            placed_TBK=layer.positions_TBK[layer.start : num_slots],
             pads=[],
             num_slots=num_slots - layer.start,
             carried={policy: each_TBK[layer.start : num_slots] for policy, each_TBK in layer.carried.items()},
@@ -91,8 +91,7 @@ class QuantisedRagged(RaggedLayer):
 
     @classmethod
     def _over(cls, window: RaggedLayer, coded: QuantisedSequences, *, bits: int, residual: int) -> QuantisedRagged:
-        kept = {each.name: getattr(window, each.name) for each in fields(RaggedLayer) if each.init}
-        return cls(**kept, coded=coded, bits=bits, residual=residual)
+        return cls(**window.fields_of(RaggedLayer), coded=coded, bits=bits, residual=residual)
 
     @property
     def in_few_bits(self) -> bool:
@@ -117,7 +116,7 @@ class QuantisedRagged(RaggedLayer):
         # Their memory is freed when the windows are copied next: forks may share it.
         self.starts = [start + num for start, num in zip(self.starts, [*counts, 0], strict=True)]
         self.lengths = [length - num for length, num in zip(self.lengths, counts, strict=True)]
-        self._place()
+        self._locate()
 
     def cut_to(self, slots_BKm: Tensor, *, room: int, compensates: bool) -> QuantisedRagged:
         """A layer with the tokens of these slots alone. None is quantised a second time, and none is dequantised.
@@ -232,7 +231,7 @@ def ragged_bytes(
     `compensates` those of the sums of dropped tokens, too.
     """
     exact = (shape.key_dim + shape.value_dim) * dtype_of_window(shape, residual_bits).itemsize
-    total = torch.int32.itemsize * (3 * len(lengths) + 2)
+    total = torch.int32.itemsize * (3 * len(lengths) + 2) + torch.int64.itemsize * len(lengths)
     if compensates:
         wide = torch.promote_types(shape.dtype, torch.float32).itemsize
         total += len(lengths) * (shape.key_dim + shape.value_dim + 1) * wide

@@ -90,9 +90,10 @@ class RaggedLayer(KeptLayer):
     dropped: DroppedTokens | None = None
     _starts: Tensor = field(init=False, repr=False)
     _used_S: Tensor = field(init=False, repr=False)
+    _next_S: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._place()
+        self._locate()
         self._count()
 
     @classmethod
@@ -132,7 +133,7 @@ class RaggedLayer(KeptLayer):
         return cls(
             shape=layer.shape,
             slab_TBKX=taken(layer.slab_TBKX),
-            positions_TBK=taken(layer.positions_TBK),
+            placed_TBK=taken(layer.positions_TBK),
             carried={policy: taken(each_TBK) for policy, each_TBK in layer.carried.items()},
             pads=[],
             alike=False,
@@ -156,22 +157,21 @@ class RaggedLayer(KeptLayer):
             new[: len(kept_mBK)] = kept_mBK
             return new
 
-        positions_TBK = taken(self.positions_BKn())
         num_kept = slots_BKm.shape[2]
         return KeptLayer(
             shape=self.shape,
             slab_TBKX=taken(self.kv_BKnX()),
-            positions_TBK=positions_TBK,
+            placed_TBK=taken(self.positions_BKn()),
             carried={policy: taken(self._padded(each_TBK[:, 0, 0], 0)) for policy, each_TBK in self.carried.items()},
             pads=[num_kept - tokens for tokens in tokens_B],
             alike=False,
             num_slots=num_kept,
         )
 
-    def _place(self) -> None:
-        """Tell the device where the sequences are."""
-        device = self.slab_TBKX.device
-        self._starts, self._used_S = row_values(self.starts, device).int(), row_values(self.lengths, device).int()
+    def _locate(self) -> None:
+        """Tell the device where the sequences are, how long they are, and where their next tokens are stored."""
+        starts, used_S = (row_values(each, self.slab_TBKX.device) for each in (self.starts, self.lengths))
+        self._starts, self._used_S, self._next_S = starts.int(), used_S.int(), starts[:-1] + used_S
 
     @property
     def stored(self) -> Sequence[int]:
@@ -202,7 +202,7 @@ class RaggedLayer(KeptLayer):
     def num_bytes(self) -> int:
         """Bytes allocated: as of `KeptLayer`, where the sequences are, and what stands for dropped tokens."""
         dropped = 0 if self.dropped is None else self.dropped.num_bytes
-        return super().num_bytes + self._starts.nbytes + self._used_S.nbytes + dropped
+        return super().num_bytes + self._starts.nbytes + self._used_S.nbytes + self._next_S.nbytes + dropped
 
     def slab(self) -> KVSlab:
         raise NotImplementedError("a layer whose heads store different numbers of tokens is no slab")
@@ -240,29 +240,40 @@ class RaggedLayer(KeptLayer):
         heads, num_new, device = self.shape.num_kv_heads, k_BKCH.shape[2], k_BKCH.device
         if num_new > self.room:  # an eighth more, so that growing token by token stays cheap
             self.copy_out(room=num_new + sum(self.lengths) // len(self.lengths) // 8)
-        rows_SC = (self._starts[:-1] + self._used_S).long()[:, None] + torch.arange(num_new, device=device)
-        kv_SCX = torch.cat([k_BKCH, v_BKCV], dim=-1).flatten(0, 1)
-        positions_SC = positions_BC[:, None].expand(-1, heads, -1).flatten(0, 1)
         new_S: list[int] = [num_new - pad for pad in new_pads for _ in range(heads)]
+        rows_Y = self._next_S
         if any(new_pads):  # on the left of a row, which has no tokens yet
-            is_token_SC = positions_SC >= 0
+            is_token_SC = (positions_BC >= 0).repeat_interleave(heads, dim=0)
             pads_S1 = row_values([num_new - new for new in new_S], device)[:, None]
-            rows_Y, kv_YX, positions_Y = (
-                (rows_SC - pads_S1)[is_token_SC],
-                kv_SCX[is_token_SC],
-                positions_SC[is_token_SC],
-            )
-            self._used_S += num_new - pads_S1[:, 0]
+            rows_Y = (self._newest(num_new) + num_new - pads_S1)[is_token_SC]
+            kv_YX = torch.cat([k_BKCH, v_BKCV], dim=-1).flatten(0, 1)[is_token_SC]
+            k_BKCH, v_BKCV = (x[None, :, None] for x in kv_YX.split([self.shape.key_dim, self.shape.value_dim], dim=-1))
+            self._place()
+            positions_Y = positions_BC.repeat_interleave(heads, dim=0)[is_token_SC]
+            self.placed_TBK[:, 0, 0].index_copy_(0, rows_Y, positions_Y.int())
+            counts_S: Tensor | int = num_new - pads_S1[:, 0]
         else:
-            rows_Y, kv_YX, positions_Y = rows_SC.flatten(), kv_SCX.flatten(0, 1), positions_SC.flatten()
-            self._used_S += num_new
-        self.slab_TBKX[:, 0, 0].index_copy_(0, rows_Y, kv_YX)
-        self.positions_TBK[:, 0, 0].index_copy_(0, rows_Y, positions_Y.int())
+            if num_new > 1:
+                rows_Y = (self._newest(num_new) + num_new).flatten()
+            self._unplaced.append(positions_BC)
+            counts_S = num_new
+        self.memory.write(rows_Y, k_BKCH, v_BKCV)
         for each_TBK in self.carried.values():
             each_TBK[:, 0, 0].index_fill_(0, rows_Y, 0)
+        self._used_S += counts_S
+        self._next_S += counts_S
         self.lengths = [length + new for length, new in zip(self.lengths, new_S, strict=True)]
         self.room -= num_new
         self._count()
+
+    def _newest(self, num: int) -> Tensor:
+        """Rows (S, num) of memory of each sequence's last tokens."""
+        return self._next_S[:, None] + torch.arange(-num, 0, device=self._next_S.device)
+
+    def _place_newest(self, positions_BC: Tensor) -> None:
+        rows_Y = self._newest(positions_BC.shape[1]).flatten()
+        positions_Y = positions_BC.repeat_interleave(self.shape.num_kv_heads, dim=0).flatten()
+        self.placed_TBK[:, 0, 0].index_copy_(0, rows_Y, positions_Y.int())
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         # A token that another rank stores sees all of its sequence, as the last one of it does.
@@ -296,7 +307,6 @@ class RaggedLayer(KeptLayer):
         takes = takes_sequences(q_BNCH.device, q_BNCH.dtype, shape.key_dim, shape.value_dim)
         if num_new > 1 or any(new_pads) or not takes or not self.num_slots:
             return [Step(apart())]
-        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=shape.key_dim, first=0)
         lengths = Lengths(
             starts=self._starts,
             seen_S=self._used_S,
@@ -304,7 +314,7 @@ class RaggedLayer(KeptLayer):
             may_be_empty=0 in self.lengths,
             apart=apart,
         )
-        return [Step([Run(slab, lengths)])]
+        return [Step([Run(self.memory, lengths)])]
 
     def read(self) -> tuple[Tensor, Tensor]:
         """A copy of all keys (B, K, n, H) and values (B, K, n, V), padded on the left to the longest head."""
@@ -327,12 +337,13 @@ class RaggedLayer(KeptLayer):
                 new[to : to + length] = old[start : start + length]
             return new
 
-        self.slab_TBKX, self.positions_TBK = moved(self.slab_TBKX), moved(self.positions_TBK)
+        self.placed_TBK, self.slab_TBKX = moved(self.positions_TBK), moved(self.slab_TBKX)
         self.carried = {policy: moved(each_TBK) for policy, each_TBK in self.carried.items()}
         self.starts, self.room = starts, room
-        self._place()
+        self._locate()
 
     def fork(self, *, copy: bool) -> RaggedLayer:
+        self._place()
         other = replace(self, room=0)
         if copy:
             other.copy_out(room=0)

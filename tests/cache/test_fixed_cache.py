@@ -218,7 +218,7 @@ def test_a_rank_without_a_graph_says_so_to_the_others() -> None:
 def test_a_gpu_attends_to_all_sequences_in_one_call(sequences: int) -> None:
     """Shapes and operators alone: these tensors hold no values, so the host cannot ask for one."""
     with FakeTensorMode(), patch("torch.cuda.get_device_capability", lambda *_: (9, 0)):
-        kv = torch.empty(40 * sequences, 2, 128, device="cuda", dtype=torch.bfloat16)
+        kv = torch.empty(1, 2, 40 * sequences, 128, device="cuda", dtype=torch.bfloat16)
         counts = {"dtype": torch.int32, "device": "cuda"}
         out, lse = attend_sequences(
             torch.empty(sequences, 8, 64, device="cuda", dtype=torch.bfloat16),

@@ -95,7 +95,7 @@ def dequantised(
     whole = KeptLayer(
         shape=self.shape,
         slab_TBKX=self.slab().slab_TBKX.contiguous(),
-        positions_TBK=self.positions_TBK,
+        placed_TBK=self.positions_TBK,
         pads=self.pads,
         num_slots=self.num_slots,
     )

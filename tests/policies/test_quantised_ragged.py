@@ -46,7 +46,7 @@ def dequantised(layer: QuantisedRagged) -> RaggedLayer:
     padded = KeptLayer(
         shape=layer.shape,
         slab_TBKX=layer.kv_BKnX().permute(2, 0, 1, 3).contiguous(),
-        positions_TBK=positions_BKn.permute(2, 0, 1).contiguous(),
+        placed_TBK=positions_BKn.permute(2, 0, 1).contiguous(),
         pads=layer.pads,
         num_slots=layer.num_slots,
     )

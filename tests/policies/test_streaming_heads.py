@@ -402,7 +402,7 @@ def test_the_engine_decodes_what_the_policy_left(tmp_path: Path, ranks: Ranks) -
         expected = [generation.new_token_ids[step] for generation in batch.generations]
         assert logits_BV[-1].argmax(dim=-1).tolist() == expected
         logits_BV.append(run.decode_each(expected))
-    room, per_token, places = 7, 2 * 8 * 8 + 4, 4 * (2 * 3 * 4 + 1)
+    room, per_token, places = 7, 2 * 8 * 8 + 4, 4 * (2 * 3 * 4 + 1) + 8 * 3 * 4
     tokens = sum(6 * (length + room) + 6 * (min(SINKS + RECENT, length) + room) for length in LENGTHS)
     assert batch.ranks[0].kv_kept_bytes == tokens * per_token + 3 * places
 

@@ -149,7 +149,7 @@ def test_memory_is_that_of_the_tokens_that_are_left(room: int) -> None:
     layer = both.layer
     assert isinstance(layer, RaggedLayer) and len(set(layer.lengths)) > 2
     per_token, sequences = 2 * KEY_DIM * 8 + 4, 3 * 2
-    of_places = 4 * (2 * sequences + 1)
+    of_places = 4 * (2 * sequences + 1) + 8 * sequences
     assert layer.num_bytes == (sum(layer.lengths) + sequences * room) * per_token + of_places
     assert sum(layer.lengths) < sequences * max(layer.lengths)  # padded to the longest head it would take more
     assert room or layer.num_bytes < whole

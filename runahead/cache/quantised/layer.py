@@ -11,7 +11,7 @@ the window; at no time is more than a block dequantised, but for a policy that l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ class QuantisedLayer(KeptLayer):
             QuantisedRows.empty(k_BK0H[rows], v_BK0V[rows], bits, rows=rows, pad=pad, by_token=keys_by_token)
             for rows, pad in rows_by_pad(layer.pads)
         ]
-        kept = {each.name: getattr(layer, each.name) for each in fields(KeptLayer)} | {"host": None}
+        kept = layer.fields_of(KeptLayer, "host")
         window_dtype = dtype_of_window(layer.shape, residual_bits)
         made = cls(
             **kept, bits=bits, residual=residual, window_dtype=window_dtype, parts=parts, becomes_ragged=becomes_ragged
@@ -183,6 +183,10 @@ class QuantisedLayer(KeptLayer):
         made.flush()
         made.copy_out(room=room)
         return made
+
+    @property
+    def memory_first(self) -> int:
+        return self.start
 
     @property
     def in_few_bits(self) -> bool:
@@ -235,12 +239,11 @@ class QuantisedLayer(KeptLayer):
         if tokens.part is not None:
             return super().seen(q_BNCH, tokens)
         num_new, end = q_BNCH.shape[2], self.num_slots
-        window = _Window(
-            slab_TBKX=self.slab_TBKX[: end - self.start],
-            key_dim=self.shape.key_dim,
-            first=self.start,
-            dtype=self.shape.dtype,
-        )
+        window = self.memory
+        if self.slab_TBKX.dtype != self.shape.dtype:
+            window = _Window(
+                slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.start, dtype=self.shape.dtype
+            )
         places = tuple((part.pad, part.end) for part in self.parts)
         exact, coded = tokens.once((num_new, end, places), lambda: self._spans(num_new))
         runs = [Run(part, [span]) for part, span in zip(self.parts, coded, strict=True) if part.num_tokens]
@@ -283,12 +286,13 @@ class QuantisedLayer(KeptLayer):
         return self.slab().slab_TBKX.permute(1, 2, 0, 3)
 
     def fork(self, *, copy: bool) -> KeptLayer:
+        self._place()
         other = replace(self, parts=list(self.parts))
         if copy:
             other.copy_out(room=0)
             return other
         n = self.num_slots
-        other.slab_TBKX, other.positions_TBK = self.slab_TBKX[: n - self.start], self.positions_TBK[:n]
+        other.slab_TBKX, other.placed_TBK = self.slab_TBKX[: n - self.start], self.placed_TBK[:n]
         other.carried = self.forked_carried()
         return other
 
@@ -315,8 +319,7 @@ class QuantisedLayer(KeptLayer):
             self.copy_out(room=num_new - 1 + GROUP)
 
     def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        slab = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.start)
-        slab.write(self.num_slots, *(narrowed(x, self.window_dtype) for x in (k_BKCH, v_BKCV)))
+        self.memory.write(self.num_slots, *(narrowed(x, self.window_dtype) for x in (k_BKCH, v_BKCV)))
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
         """Keep slots of a layer whose keys are grouped by token.

@@ -13,7 +13,7 @@ where they arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class PooledLayer(QuantisedLayer):
     def of_quantised(cls, layer: QuantisedLayer, *, room: int) -> PooledLayer:
         """Copy the codes of a layer, with room for those of `room` more tokens."""
         made = cls(
-            **{each.name: getattr(layer, each.name) for each in fields(QuantisedLayer)},
+            **layer.fields_of(QuantisedLayer),
             words=_memory(layer, word_shape(layer.shape, layer.bits), layer.quantised_end(room)),
             scales=_memory(layer, scale_shape(layer.shape), -(-layer.quantised_end(room) // GROUP)),
         )
@@ -186,6 +186,7 @@ class PooledLayer(QuantisedLayer):
 
     def _over(self, words: KeptLayer, scales: KeptLayer) -> PooledLayer:
         """The same layer over other memory with the same content."""
+        self._place()
         other = replace(self, words=words, scales=scales)
         other.parts = [other._viewed(part, part.num_tokens) for part in self.parts]
         return other

@@ -72,7 +72,7 @@ def as_kept(model: Model, whole: Slabs, layer: int, num_tokens: int, *, has_room
     return KeptLayer(
         shape=model.kv_shapes[layer],
         slab_TBKX=slab.tokens(slab.first, end),
-        positions_TBK=positions_T[:, None, None],
+        placed_TBK=positions_T[:, None, None],
         pads=[0],
         num_slots=num_tokens - slab.first,
         first=slab.first,
