@@ -15,9 +15,9 @@ from runahead.model.token_kinds import token_kinds
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
+from tests.launch.test_retrieval_heads import Noting
 from tests.policies.running import Run
 from tests.policies.test_adakv import kept_by
-from tests.policies.test_retrieval_heads import Noting
 from tests.policies.test_scorers import view_of
 from tests.ranks.tasks import tiny_model
 from tests.tokenizers_for_tests import byte_level
