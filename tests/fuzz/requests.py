@@ -65,13 +65,15 @@ COMPLETIONS = (
 def api() -> API:
     """An API whose scheduler takes everything."""
     tokenizer = chat_tokenizer(TOOLS_TEMPLATE)
-    scheduler: Any = SimpleNamespace(fitting=lambda prompts, wanted: wanted, check=lambda prompts, options: None)
+    scheduler: Any = SimpleNamespace(
+        fitting=lambda prompts, wanted, is_chosen: [wanted] * len(prompts), check=lambda prompts, options: None
+    )
     return API(
         scheduler,
         tokenizer=tokenizer,
         eos_ids={tokenizer.eos_token_id},
         vocab_size=len(tokenizer),
-        model="fake",
+        names=["fake"],
         options=ServeOptions(),
         defaults=GenerationOptions(max_new_tokens=16),
         keys=Keys(),

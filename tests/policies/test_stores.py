@@ -30,7 +30,7 @@ from tests.policies.test_matrix import KEEPING, policy
 from tests.policies.test_quantised_ragged import RAGGED, ragged
 from tests.ranks.tasks import tiny_model
 
-LENGTHS = (92, 60, 9)
+LENGTHS = (92, 65, 9)
 RESIDUAL = 8
 SOON = [*range(3, 18)]
 """Generated tokens until some of each row have left the window of exact ones."""
@@ -38,6 +38,7 @@ OTHERS = SOON[::-1]
 
 CHOOSING: dict[str, dict[str, Any]] = {
     "exact_topk": {"fetch": 6, "sinks": 1, "recent": 1},
+    "exact_topk, all": {"fetch": 1.0},
     "quest, late": {"page": 1, "fetch": 6, "first_layer": 0, "late": 0.3},
     "infinigen": {"fetch": 10, "ratio": 0.25, "first_layer": 1, "observed": 8},
     "infinigen, full pool": {
@@ -57,6 +58,7 @@ POLICIES: dict[str, Callable[[], list[Policy]]] = {
     "minicache": lambda: [MiniCache(start_share=0.0, retain_share=0.3)],
     **{name: (lambda name=name: [ragged(name)]) for name in RAGGED},
     "exact_topk": lambda: [ExactTopK(min_tokens=0, **CHOOSING["exact_topk"])],
+    "exact_topk, all": lambda: [ExactTopK(min_tokens=0, **CHOOSING["exact_topk, all"])],
     "quest, late": lambda: [Quest(min_tokens=0, **CHOOSING["quest, late"])],
     "infinigen": lambda: [InfiniGen(min_tokens=0, **CHOOSING["infinigen"])],
     "infinigen, full pool": lambda: [InfiniGen(min_tokens=0, **CHOOSING["infinigen, full pool"])],
@@ -158,17 +160,16 @@ def test_forks_do_not_know_of_each_other(name: str, bits: int | None, place: str
             talk.follow(torch.tensor([SOON[:5]]))
         return talk
 
-    def more(talk: Conversation) -> Tensor:
+    def first(talk: Conversation, tokens: list[int]) -> Tensor:
         with throughout(torch.float64):
-            return talk.follow(torch.tensor([[4]]))
+            return talk.follow(torch.tensor([tokens[:1]]))
 
     talk = answered()
-    fork = talk.fork()
-    found = [turns(talk, SOON), turns(fork, OTHERS)]
-    found = [[*ours, more(each)] for ours, each in zip(found, (talk, fork), strict=True)]
-    for ours, tokens in zip(found, (SOON, OTHERS), strict=True):
+    both = [(talk, SOON), (talk.fork(), OTHERS)]
+    begun_B1V = [first(*each) for each in both]  # one after the other, in what room there was behind the first answer
+    for (each, tokens), logits in zip(both, begun_B1V, strict=True):
         alone = answered()
-        require_same(ours, [*turns(alone, tokens), more(alone)])
+        require_same([logits, *turns(each, tokens)], [first(alone, tokens), *turns(alone, tokens)])
 
 
 @every_store
