@@ -81,7 +81,7 @@ def api() -> API:
 
 
 def check_body(content: bytes, *, is_chat: bool) -> Outcome:
-    def read() -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt]]:
+    def read() -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt], list[GenerationOptions]]:
         try:
             return api()._read(content, is_chat, "a client")
         except APIError as error:
@@ -89,11 +89,11 @@ def check_body(content: bytes, *, is_chat: bool) -> Outcome:
             json.dumps(error.body).encode()
             raise ValueError(str(error)) from error
 
-    def use(found: tuple[ChatRequest | CompletionRequest, list[GivenPrompt]]) -> None:
-        request, prompts = found
-        assert prompts and all(prompts) and request.options
+    def use(found: tuple[ChatRequest | CompletionRequest, list[GivenPrompt], list[GenerationOptions]]) -> None:
+        _, prompts, options = found
+        assert prompts and all(prompts) and options
         assert all(type(token) is int and 0 <= token < 2**31 for ids in map(ids_of, prompts) for token in ids)
-        assert all(token < api()._vocab_size for options in request.options for token in options.logit_bias)
+        assert all(token < api()._vocab_size for each in options for token in each.logit_bias)
 
     return judged(read, use)
 
