@@ -27,8 +27,12 @@ def each_once(prompts: Sequence[GivenPrompt]) -> tuple[list[GivenPrompt], list[i
 
 
 def attends_together(model: Model) -> bool:
-    """Whether rows can attend to the same keys and values of a prompt, which needs positions that the runtime gives."""
-    return model.uneven_limit is None and not model.rotates_by_length
+    """Whether rows can attend to the same keys and values of a prompt.
+
+    That needs positions that the runtime gives, and no marks: a token's mark is in the key of the next one, which each
+    row has for the prompt's last token.
+    """
+    return model.uneven_limit is None and not model.rotates_by_length and model.marks is None
 
 
 def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: int) -> tuple[list[KVStore], int]:

@@ -71,7 +71,7 @@ def test_rows_are_decoded_in_one_forward_or_in_several(family: str, how: str) ->
         served.require_answers()
 
 
-@pytest.mark.parametrize(("family", "how"), [run for run in RUNS if run[0] != "llama_dms"])
+@every_run
 def test_answers_to_a_prompt_share_its_keys_and_values_or_copy_them(family: str, how: str) -> None:
     served = Answers(family, policies=POLICIES[how]())
     with throughout(served.model.dtype):
