@@ -119,11 +119,10 @@ class MergedLayer(KeptLayer):
 
     def _window(self, end: int) -> KVSlab:
         """The slots from `start` to `end`, in place."""
-        return KVSlab(slab_TBKX=self.slab_TBKX[: end - self.start], key_dim=self.shape.key_dim, first=self.start)
+        return self.memory_of(self.slab_TBKX[: end - self.start])
 
-    @property
-    def memory_first(self) -> int:
-        return self.start
+    def memory_of(self, slab_TBKX: Tensor) -> KVSlab:
+        return KVSlab(slab_TBKX=slab_TBKX, key_dim=self.shape.key_dim, first=self.start)
 
     @property
     def num_bytes(self) -> int:
@@ -177,7 +176,8 @@ class MergedLayer(KeptLayer):
         window_TBKX = self.slab_TBKX[self.merged.end - self.start : self.num_slots - self.start]
         slab_TBKX = window_TBKX.new_empty(len(window_TBKX) + room, *window_TBKX.shape[1:])
         slab_TBKX[: len(window_TBKX)] = window_TBKX
-        self.slab_TBKX, self.start = slab_TBKX, self.merged.end
+        self._hold(slab_TBKX)
+        self.start = self.merged.end
         self._resize_positions(room)
 
     def _reserve(self, num_new: int) -> None:

@@ -116,6 +116,7 @@ class Lengths:
         seen_S: tokens that the new token sees, with itself (int32).
         room: most tokens of a sequence.
         may_be_empty: a sequence may have no token that the new one sees.
+        places: where the tokens lie that are seen, if the host knows it.
         apart: returns runs that take the place of this one where scores are modified, which its kernel does not.
     """
 
@@ -123,6 +124,7 @@ class Lengths:
     seen_S: Tensor
     room: int
     may_be_empty: bool = False
+    places: Sequence[range] | None = None
     apart: Callable[[], Sequence[Run]] | None = None
 
 
@@ -297,6 +299,7 @@ def _attend_lengths(q_BN1H: Tensor, keys: KVReader | Codec, lengths: Lengths, te
         longest=lengths.room,
         scaling=terms.scaling,
         may_be_empty=lengths.may_be_empty,
+        places=lengths.places,
     )
     return out_SNV.reshape(*q_BN1H.shape[:3], -1), lse_SN.reshape(q_BN1H.shape[:3])
 

@@ -9,7 +9,7 @@ key set i and z_i the log-sum-exp of its scores, attention over the union is sum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -235,6 +235,7 @@ def attend_sequences(
     longest: int,
     scaling: float,
     may_be_empty: bool = False,
+    places: Sequence[range] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query per sequence to all its keys, of which the device knows how many there are.
 
@@ -245,15 +246,19 @@ def attend_sequences(
         used_S: tokens of each sequence that are seen, from its first on (int32); at least one unless `may_be_empty`.
         longest: upper bound of `used_S`.
         may_be_empty: a sequence may have no token that is seen.
+        places: where those lie that are seen, if the host knows it.
 
     Returns:
         output (S, N, V) in the query's dtype, log-sum-exp (S, N).
     """
     if q_SNH.device.type == "cpu":
         parts, q_SUGH = [], q_SNH.unflatten(1, (k_1UTH.shape[1], -1))  # a group's heads as queries of one head
-        for i, (first, used) in enumerate(zip(starts[:-1].tolist(), used_S.tolist(), strict=True)):
-            q, k, v = q_SUGH[i : i + 1], k_1UTH[:, :, first : first + used], v_1UTV[:, :, first : first + used]
-            parts.append(cpu_flash(q, k, v, False, scaling) if used else _no_keys(q, v))
+        if places is None:
+            firsts, counts = starts[:-1].tolist(), used_S.tolist()
+            places = [range(first, first + used) for first, used in zip(firsts, counts, strict=True)]
+        for i, seen in enumerate(places):
+            q, k, v = q_SUGH[i : i + 1], k_1UTH[:, :, seen.start : seen.stop], v_1UTV[:, :, seen.start : seen.stop]
+            parts.append(cpu_flash(q, k, v, False, scaling) if seen else _no_keys(q, v))
         return torch.cat([out for out, _ in parts]).flatten(1, 2), torch.cat([lse for _, lse in parts]).flatten(1, 2)
     queries = torch.arange(len(used_S) + 1, dtype=torch.int32, device=q_SNH.device)
     k_TUH, v_TUV = (x.squeeze(0).transpose(0, 1) for x in (k_1UTH, v_1UTV))

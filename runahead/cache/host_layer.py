@@ -139,7 +139,8 @@ class HostLayer(KeptLayer):
         self.copies.finish()
         host_TBKX = _empty(self, self.num_slots + room, self.copies)
         host_TBKX[: self.num_slots] = self.slab_TBKX[: self.num_slots]
-        self.slab_TBKX, self._mapped_TBKX = host_TBKX, None
+        self._hold(host_TBKX)
+        self._mapped_TBKX = None
         self._resize_positions(room)
 
     def mapped_TBKX(self) -> Tensor:  # noqa: N802

@@ -127,13 +127,16 @@ class KeptLayer(LayerStore):
     def memory(self) -> KVSlab:
         """The slots with the room after them, in place."""
         if self._memory is None or self._memory.slab_TBKX is not self.slab_TBKX:
-            self._memory = KVSlab(slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.memory_first)
+            self._memory = self.memory_of(self.slab_TBKX)
         return self._memory
 
-    @property
-    def memory_first(self) -> int:
-        """Number of the first slot in `slab_TBKX`."""
-        return self.first
+    def _hold(self, slab_TBKX: Tensor) -> None:
+        """Have the slots in other memory from now on; views keep none of the old one."""
+        self.slab_TBKX, self._memory = slab_TBKX, None
+
+    def memory_of(self, slab_TBKX: Tensor) -> KVSlab:
+        """The slots in this memory, with the numbers that they have in the layer."""
+        return KVSlab(slab_TBKX=slab_TBKX, key_dim=self.shape.key_dim, first=self.first)
 
     def slab(self) -> KVSlab:
         """The slots in use."""
@@ -263,7 +266,8 @@ class KeptLayer(LayerStore):
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
         """Move keys and values of these slots to memory of their own. `kept_pads` is the padding among them by row."""
-        self.slab_TBKX, self.host = taken(self.slab_TBKX, slots_mBK, room), None
+        self._hold(taken(self.slab_TBKX, slots_mBK, room))
+        self.host = None
 
     def free(self, *, room: int) -> None:
         if self.slab_TBKX.shape[0] != self.num_slots + room:
@@ -366,7 +370,7 @@ class KeptLayer(LayerStore):
 
     def copy_out(self, *, room: int) -> None:
         """Move to newly allocated memory, with room for `room` more tokens."""
-        self.slab_TBKX = _with_room(self.slab_TBKX[: self.num_slots], room)
+        self._hold(_with_room(self.slab_TBKX[: self.num_slots], room))
         self._resize_positions(room)
 
     def _resize_positions(self, room: int) -> None:

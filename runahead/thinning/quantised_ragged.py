@@ -51,7 +51,7 @@ class QuantisedRagged(RaggedLayer):
         made = cls._over(layer, coded, bits=bits, residual=residual)
         made.flush()
         made.copy_out(room=room)
-        made.slab_TBKX = narrowed(made.slab_TBKX, dtype_of_window(layer.shape, residual_bits))
+        made._hold(narrowed(made.slab_TBKX, dtype_of_window(layer.shape, residual_bits)))
         return made
 
     @classmethod

@@ -312,6 +312,7 @@ class RaggedLayer(KeptLayer):
             seen_S=self._used_S,
             room=max(self.lengths),
             may_be_empty=0 in self.lengths,
+            places=[range(first, first + num) for first, num in zip(self.starts, self.lengths, strict=False)],
             apart=apart,
         )
         return [Step([Run(self.memory, lengths)])]
@@ -337,7 +338,8 @@ class RaggedLayer(KeptLayer):
                 new[to : to + length] = old[start : start + length]
             return new
 
-        self.placed_TBK, self.slab_TBKX = moved(self.positions_TBK), moved(self.slab_TBKX)
+        self.placed_TBK = moved(self.positions_TBK)
+        self._hold(moved(self.slab_TBKX))
         self.carried = {policy: moved(each_TBK) for policy, each_TBK in self.carried.items()}
         self.starts, self.room = starts, room
         self._locate()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -120,11 +121,13 @@ class QuantisedRows(Codec):
         wide = torch.promote_types(q_BN1H.dtype, torch.float32)
         num_kv_heads, ranges = self.keys.codes_BKTW.shape[1], list(blocks(self.num_tokens))
         q_BKGH = q_BN1H[:, :, 0].to(wide).unflatten(1, (num_kv_heads, -1)) * scaling
-        scores_BKGS = torch.cat([self.keys.dot(q_BKGH, first, end) for first, end in ranges], dim=3)
+        scores = [self.keys.dot(q_BKGH, first, end) for first, end in ranges]
+        scores_BKGS = scores[0] if len(scores) == 1 else torch.cat(scores, dim=3)
         lse_BKG = torch.logsumexp(scores_BKGS, dim=3)
         weights_BKGS = torch.exp(scores_BKGS - lse_BKG.unsqueeze(3))
-        out_BKGV = sum(self.values.weighted(weights_BKGS[..., first:end], first, end) for first, end in ranges)
-        assert isinstance(out_BKGV, Tensor)
+        out_BKGV = reduce(
+            torch.add, (self.values.weighted(weights_BKGS[..., first:end], first, end) for first, end in ranges)
+        )
         return out_BKGV.flatten(1, 2).unsqueeze(2), lse_BKG.flatten(1, 2).unsqueeze(2)
 
 
@@ -184,9 +187,10 @@ class QuantisedLayer(KeptLayer):
         made.copy_out(room=room)
         return made
 
-    @property
-    def memory_first(self) -> int:
-        return self.start
+    def memory_of(self, slab_TBKX: Tensor) -> KVSlab:
+        if slab_TBKX.dtype == self.shape.dtype:
+            return KVSlab(slab_TBKX=slab_TBKX, key_dim=self.shape.key_dim, first=self.start)
+        return _Window(slab_TBKX=slab_TBKX, key_dim=self.shape.key_dim, first=self.start, dtype=self.shape.dtype)
 
     @property
     def in_few_bits(self) -> bool:
@@ -239,15 +243,10 @@ class QuantisedLayer(KeptLayer):
         if tokens.part is not None:
             return super().seen(q_BNCH, tokens)
         num_new, end = q_BNCH.shape[2], self.num_slots
-        window = self.memory
-        if self.slab_TBKX.dtype != self.shape.dtype:
-            window = _Window(
-                slab_TBKX=self.slab_TBKX, key_dim=self.shape.key_dim, first=self.start, dtype=self.shape.dtype
-            )
         places = tuple((part.pad, part.end) for part in self.parts)
         exact, coded = tokens.once((num_new, end, places), lambda: self._spans(num_new))
         runs = [Run(part, [span]) for part, span in zip(self.parts, coded, strict=True) if part.num_tokens]
-        steps = [Step([Run(window, exact)]), Step(runs)] if runs else [Step([Run(window, exact)])]
+        steps = [Step([Run(self.memory, exact)])] + ([Step(runs)] if runs else [])
         return SeenKV(q_BNCH=q_BNCH, steps=steps, whole=lambda: self.slab().read(0, end), positions=self.positions_BKn)
 
     def _spans(self, num_new: int) -> tuple[list[Span], list[Span]]:
@@ -304,8 +303,9 @@ class QuantisedLayer(KeptLayer):
         start = self._window_start
         window_TBKX = self.slab_TBKX[start - self.start : self.num_slots - self.start]
         shape = len(window_TBKX) + room, *window_TBKX.shape[1:]
-        self.slab_TBKX = window_TBKX.new_empty(shape, dtype=self.window_dtype)
-        self.slab_TBKX[: len(window_TBKX)] = narrowed(window_TBKX, self.window_dtype)
+        slab_TBKX = window_TBKX.new_empty(shape, dtype=self.window_dtype)
+        slab_TBKX[: len(window_TBKX)] = narrowed(window_TBKX, self.window_dtype)
+        self._hold(slab_TBKX)
         self.start = start
         self._resize_positions(room)
 
@@ -347,7 +347,8 @@ class QuantisedLayer(KeptLayer):
         for part, window_SBK in zip(kept, windows, strict=True):
             slots = slice(part.end - start, num_kept - start)
             slab_TBKX[slots, part.rows] = taken(self.slab_TBKX[:, part.rows], window_SBK, 0)
-        self.slab_TBKX, self.start, self.parts = slab_TBKX, start, kept
+        self._hold(slab_TBKX)
+        self.start, self.parts = start, kept
 
 
 @dataclass(frozen=True, kw_only=True)
