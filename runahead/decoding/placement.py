@@ -94,7 +94,7 @@ class Placement:
             batch: number of rows.
             num_new: number of new tokens per row that are stored.
         """
-        if self._name is DecodeName.last or len(partition.chain) == 1:
+        if self._name is DecodeName.last or min(self._ranks.num_stages, len(partition.chain)) == 1:
             return None
         chosen = shards(partition, num_new, by_share=self._by_share)
         if self._name is DecodeName.sharded:

@@ -167,7 +167,7 @@ def test_memory_is_that_of_the_tokens_that_heads_keep() -> None:
     run = Run(model, [AdaKV(scorer=SNAPKV)], prompts())
     run.prefill()
     per_token = 2 * 8 * 8 + 4  # a key, a value and a position
-    places = 4 * (2 * 3 * 4 + 1)
+    places = 4 * (2 * 3 * 4 + 1) + 8 * 3 * 4
     tokens = 4 * sum(min(BUDGET, length) for length in LENGTHS)
     assert run.kept.num_bytes == 3 * (tokens * per_token + places) == 3 * places + held_bytes(run)
     for token in GENERATED:
@@ -264,7 +264,7 @@ def test_the_engine_decodes_what_the_policy_left(ranks: Ranks) -> None:
         assert logits_BV[-1].argmax(dim=-1).tolist() == expected
         logits_BV.append(run.decode_each(expected))
     assert batch.ranks[0].kept_tokens == [BUDGET] * 3
-    room, per_token, places = 5, 2 * 8 * 8 + 4, 4 * (2 * 3 * 4 + 1)
+    room, per_token, places = 5, 2 * 8 * 8 + 4, 4 * (2 * 3 * 4 + 1) + 8 * 3 * 4
     tokens = 4 * sum(min(BUDGET, length) + room for length in LENGTHS)
     assert batch.ranks[0].kv_kept_bytes == 3 * (tokens * per_token + places)
 

@@ -143,7 +143,7 @@ def test_one_threshold_decides_on_all_layers_and_heads(budget: int | float, fami
         assert total == 3 * heads * min(budget_tokens(budget, 40), length)
         assert not dropped or min(kept) >= max(dropped)
     assert len(counts) > 4
-    per_token, places = 2 * 8 * 8 + 4, 4 * (2 * 3 * heads + 1)
+    per_token, places = 2 * 8 * 8 + 4, 4 * (2 * 3 * heads + 1) + 8 * 3 * heads
     tokens = heads * sum(min(budget_tokens(budget, 40), length) for length in LENGTHS)
     assert all(isinstance(layer, RaggedLayer) for layer in run.kept.layers)
     assert run.kept.num_bytes == 3 * (tokens * per_token + places)
@@ -202,7 +202,7 @@ def test_the_engine_decodes_what_the_policy_left(ranks: Ranks, prefill: PrefillO
         expected = [generation.new_token_ids[step] for generation in batch.generations]
         assert logits_BV[-1].argmax(dim=-1).tolist() == expected
         logits_BV.append(run.decode_each(expected))
-    room, per_token, places = 5, 2 * 8 * 8 + 4, 4 * (2 * 3 * 2 + 1)
+    room, per_token, places = 5, 2 * 8 * 8 + 4, 4 * (2 * 3 * 2 + 1) + 8 * 3 * 2
     tokens = sum(min(BUDGET, length) + room for length in LENGTHS)
     assert batch.ranks[0].kv_kept_bytes == 3 * (2 * tokens * per_token + places)
 

@@ -46,7 +46,7 @@ def test_budgets_of_all_layers_and_heads_add_up() -> None:
         total += sum(counts)
     assert len(set(of_layers)) > 3  # else nothing was shared out
     assert all(isinstance(layer, RaggedLayer) for layer in run.kept.layers)
-    per_token, places = 2 * 8 * 8 + 4, 4 * (2 * 3 * HEADS + 1)
+    per_token, places = 2 * 8 * 8 + 4, 4 * (2 * 3 * HEADS + 1) + 8 * 3 * HEADS
     assert run.kept.num_bytes == total * per_token + LAYERS * places  # the votes are gone, too
 
 

@@ -550,7 +550,7 @@ def test_bytes_are_those_of_the_tokens_of_each_head(rank_pools: RankPools) -> No
         assert all(sum(of_layer) == 2 * share for of_layer in lengths)
         ragged = sum(len(set(of_layer)) > 1 for of_layer in lengths)
         assert ragged > 0
-        kept = DEEP_LAYERS * (share + room) * (LAYER_BYTES + 2 * 4) + ragged * (2 + 3) * 4
+        kept = DEEP_LAYERS * (share + room) * (LAYER_BYTES + 2 * 4) + ragged * ((2 + 3) * 4 + 2 * 8)
         ring = PrefillOptions().layers_in_flight * bounds[rank + 1] * LAYER_BYTES
         assert report.kept_tokens == [share] * DEEP_LAYERS
         assert report.kv_kept_bytes == kept

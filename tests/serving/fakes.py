@@ -93,6 +93,7 @@ class FakeModel(SimpleNamespace):
     """A model without layers: what it decodes are `FakeRow`s."""
 
     ranges = Ranges()
+    marks = None
 
     def forward(self, ids_B1: torch.Tensor, attention: CausalAttention, **_: object) -> torch.Tensor:
         self.engine.before_step()

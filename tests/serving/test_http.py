@@ -111,7 +111,7 @@ def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch
     monkeypatch.setattr(serving_module, "API", Mock())
     engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock())
     bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
-    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, Event())
+    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, [], Event())
     assert events == ["run", "busy", "stop", "not busy"]
 
 
@@ -145,5 +145,5 @@ def test_a_server_that_was_asked_to_end_before_it_serves_takes_no_request(monkey
     asked = Event()
     asked.set()
     engine: Any = MagicMock()
-    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, asked)
+    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, [], asked)
     assert events == ["drain", "start", "run"]

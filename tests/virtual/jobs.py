@@ -147,7 +147,7 @@ def walk(ranks: VirtualRanks, transfer: Any, own: list[range], *, in_steps: bool
         in_steps: attend to messages as they arrive, rather than to the whole prefix.
     """
     gpu, cache, ends = ranks.accelerator, transfer.cache, list[Any]()
-    fed = [] if transfer._stored is None else [slab.slab.slab_TBKX for slab in transfer._stored.layers]
+    fed = [] if transfer._stored is None else [slab.slab_TBKX for slab in transfer._stored.by_layer]
     for slab_TBKX in fed:
         gpu.watch(slab_TBKX, SHAPE.bytes_per_token())
     in_stage = ranks.nccl_in_stage() if ranks.num_shares > 1 else None

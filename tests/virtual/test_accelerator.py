@@ -29,7 +29,6 @@ BEHIND_THE_SEAM = re.compile(
 OUTSIDE = {
     "runahead/ranks/accelerator.py": "the seam",
     "runahead/ranks/devices.py": "chooses the GPU",
-    "runahead/reuse/store.py": "copies without streams of its own",
     "partitioner/measure.py": "measures links as they are",
 }
 

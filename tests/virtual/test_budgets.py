@@ -99,7 +99,7 @@ BUDGETS: dict[str, tuple[float, Waits, Waits]] = {
     "4 bits": (73, ONCE, PROMPT),
     "2 bits": (85, ONCE, PROMPT),
     "unequal heads": (46, ONCE, PROMPT | {"adakv.py": 4, "cutting.py": 4}),
-    "unequal heads in 4 bits": (109.5, ONCE, PROMPT | {"adakv.py": 4, "cutting.py": 4}),
+    "unequal heads in 4 bits": (110.5, ONCE, PROMPT | {"adakv.py": 4, "cutting.py": 4}),
     "window": (41, ONCE, PROMPT),
     "streaming_llm": (47.5, ONCE, PROMPT),
     "h2o": (73.75, ONCE, PROMPT),
