@@ -73,10 +73,11 @@ class RetrievedCache(KeptCache):
             )
 
     def settle(self, *, room: int) -> None:
-        super().settle(room=room)
-        if self.form is not None:  # layers in few bits become pools
+        if self.form is not None:  # each becomes a pool before the next one is brought: the device holds codes of one
             for layer in range(len(self.layers)):
-                self.close(layer, room=room)
+                if self.form.complete(self.layers, layer, room=room):
+                    self.close(layer, room=room)
+        super().settle(room=room)
 
     def await_device_by(self, settle: Callable[[], None]) -> None:
         self.retrieval.await_device = settle
