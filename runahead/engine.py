@@ -160,15 +160,16 @@ class Engine:
         self.check(prompts, [each for each, _ in rows])
         self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
         reuses, found = any(isinstance(each, ReusingPrompt) for each in prompts), list[RowPrefix]()
+        asked = _asked(self._setup, [each for each, _ in rows], reuses=reuses)
         try:
             if self.prefixes is not None and not reuses and self.ranks.stage == self.ranks.num_stages - 1:
                 found += self.prefixes.of([ids_of(prompt) for prompt in prompts])
-            plan = self._plan(prompts, rows, found, reuses=reuses, record=record_timeline)
+            plan = self._plan(prompts, rows, found, asked, reuses=reuses, record=record_timeline)
             result = self._generate(plan, rows, found, on_tokens=on_tokens, cancellable=cancellable)
         finally:
             for prefix in found:
                 prefix.release()
-        result.slower = list(slower(_asked(self._setup, [each for each, _ in rows], reuses=reuses)).values())
+        result.slower = list(slower(asked).values())
         self._num_calls += 1
         return result
 
@@ -177,6 +178,7 @@ class Engine:
         prompts: Sequence[GivenPrompt],
         rows: Sequence[tuple[GenerationOptions, int]],
         found: Sequence[RowPrefix],
+        asked: Setup,
         *,
         reuses: bool,
         record: bool,
@@ -185,6 +187,7 @@ class Engine:
 
         Args:
             found: prefix of each row on the last stage, if this engine reuses any.
+            asked: what is known of the run, and what the batch asks for.
             reuses: prompts reuse segments.
         """
         stored, last = [0] * len(prompts), self.ranks.num_stages - 1
@@ -197,7 +200,6 @@ class Engine:
                 prefix.reuse_nothing()
             stored = [0] * len(prompts)
             partition = self._split(list(map(len, prompts)))
-        asked = _asked(self._setup, [each for each, _ in rows], reuses=reuses)
         check(replace(asked, num_chunks=len(partition.chain)))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         num_new, shards = max(each.max_new_tokens for each, _ in rows), None
@@ -624,7 +626,7 @@ class _Ready:
 
 
 def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> Setup:
-    """What is known of a run, with what a batch of prompts asks for."""
+    """The setup of a run, with what a batch of prompts asks for."""
     drafted = [each for each in options if each.speculate is not Speculate.none]
     return replace(setup, generation=[*drafted, *options][0], segments=SEGMENTS if reuses else "")
 

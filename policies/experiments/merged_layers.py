@@ -147,10 +147,8 @@ class MergedLayer(KeptLayer):
         return KVSlab(slab_TBKX=slab_TBKX, key_dim=key_dim, first=0)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        start, positions_BKn = self.num_slots - q_BNCH.shape[2], self.positions_BKn()
-        return seen_in(
-            self.slab(), q_BNCH, start=start, pads=self.pads, rotary=self.rotary, positions_BKn=positions_BKn
-        )
+        start, positions = self.num_slots - q_BNCH.shape[2], self.positions_BKn
+        return seen_in(self.slab(), q_BNCH, start=start, pads=self.pads, rotary=self.rotary, positions=positions)
 
     def kv_BKnX(self) -> Tensor:  # noqa: N802
         return self.slab().slab_TBKX.permute(1, 2, 0, 3)
@@ -159,7 +157,7 @@ class MergedLayer(KeptLayer):
         raise NotImplementedError("a token that one layer drops is still in the other")
 
     def fork(self, *, copy: bool) -> MergedLayer:
-        """As of `KeptLayer`; the other layer is to be linked, see `MergedLayers.forked`."""
+        """Fork as `KeptLayer` does; `MergedLayers.forked` links the other layer."""
         self._place()
         other, n = replace(self), self.num_slots
         if copy:

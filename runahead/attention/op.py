@@ -234,6 +234,7 @@ def attend(
         if spans.apart is not None and terms.needs_scores:
             steps = [Step(spans.apart()), *steps[1:]]
         else:
+            assert not terms.needs_scores, "the kernel for sequences modifies no scores"
             found, sees_own = _attend_lengths(q_BNCH, keys, spans, terms), not spans.may_be_empty
             if len(steps) == 1:  # in the order of heads, however they are grouped
                 return found

@@ -178,20 +178,17 @@ class KeptLayer(LayerStore):
         if tokens.part is not None:
             return seen_in_part(self.slab(), q_BNCH, tokens, self.pads)
         # Counted in slots, which are in causal order whichever tokens they hold.
-        end, num_new, pads = self.end, q_BNCH.shape[2], self.pads
-        if self.rotary is not None:
-            return seen_in(self.slab(), q_BNCH, start=end - num_new, pads=pads, rotary=self.rotary)
-        memory, first = self.memory, self.first
+        first, end, num_new, pads = self.first, self.end, q_BNCH.shape[2], self.pads
+        start, positions = end - num_new, self.positions_BKn
+        if self.rotary is not None:  # which rotates the whole of what it is given
+            slab, rotary = self.slab(), self.rotary
+            return seen_in(slab, q_BNCH, start=start, pads=pads, rotary=rotary, positions=positions)
 
         def spans() -> Sequence[Span]:
-            return spans_of(range(first, end), start=end - num_new, num_new=num_new, pads=pads)
+            return spans_of(range(first, end), start=start, num_new=num_new, pads=pads)
 
-        return SeenKV(
-            q_BNCH=q_BNCH,
-            steps=[Step([Run(memory, tokens.once((KeptLayer, first, end, num_new, *pads), spans))])],
-            whole=lambda: memory.read(first, end),
-            positions=self.positions_BKn,
-        )
+        steps = [Step([Run(self.memory, tokens.once((KeptLayer, first, end, num_new, *pads), spans))])]
+        return seen_in(self.memory, q_BNCH, start=start, pads=pads, steps=steps, positions=positions)
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         """Store new tokens after the others; allocates more memory if there is no room.
@@ -222,6 +219,8 @@ class KeptLayer(LayerStore):
         """Let the slot with this number be the next one. Slots before it hold tokens, whose positions are stored."""
         self._place()
         self.num_slots = end - self.first
+        if self.host is not None and self.num_slots < self.host.num_slots:
+            self.host = None
 
     def carry(self, values_BKn: Tensor, policy: type) -> None:
         """Store a policy's value of each slot; it stays with the slot's token when slots are dropped."""
@@ -353,12 +352,13 @@ class KeptLayer(LayerStore):
         """
         self._place()
         if copy:
-            other = replace(self)
+            other = replace(self, host=None)
             other.copy_out(room=0)
             return other
         n = self.num_slots
         return replace(
             self,
+            host=None,
             slab_TBKX=self.slab_TBKX[:n],
             placed_TBK=self.placed_TBK[:n],
             carried=self.forked_carried(),

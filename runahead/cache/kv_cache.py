@@ -9,7 +9,7 @@ its chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ def seen_in(
     pads: Sequence[int],
     steps: Sequence[Step] | None = None,
     rotary: Rotary | None = None,
-    positions_BKn: Tensor | None = None,
+    positions: Callable[[], Tensor] | None = None,
 ) -> SeenKV:
     """A slab together with the queries of its newest tokens, which attend to it.
 
@@ -43,7 +43,7 @@ def seen_in(
         pads: left padding of each row, in slots.
         steps: where the tokens lie that they see; by default in the slots up to their own.
         rotary: keys and queries are unrotated, and are read rotated to their slots.
-        positions_BKn: positions of the tokens in the slots, where some were dropped; by default they are contiguous.
+        positions: as of `SeenKV`, where tokens were dropped; by default they are contiguous.
     """
     num_new, device = q_BNCH.shape[2], q_BNCH.device
     if rotary is not None:
@@ -51,16 +51,19 @@ def seen_in(
     if steps is None or rotary is not None:
         steps = ALL_TOKENS.steps(0, slab, NewTokens(start, list(pads)), num_new)
 
-    def positions() -> Tensor:
-        if positions_BKn is not None:
-            return positions_BKn
+    def contiguous() -> Tensor:
         return (torch.arange(slab.first, start + num_new, device=device) - row_values(pads, device)[:, None])[:, None]
 
-    return SeenKV(q_BNCH=q_BNCH, steps=steps, whole=lambda: slab.read(slab.first, start + num_new), positions=positions)
+    return SeenKV(
+        q_BNCH=q_BNCH,
+        steps=steps,
+        whole=lambda: slab.read(slab.first, start + num_new),
+        positions=positions or contiguous,
+    )
 
 
 def seen_in_part(slab: KVSlab, q_BNCH: Tensor, tokens: NewTokens, pads: Sequence[int]) -> SeenKV:
-    """As `seen_in`, with the newest tokens stored on any of the ranks.
+    """Return the same as `seen_in`, with the newest tokens stored on any of the ranks.
 
     Args:
         slab: the tokens that are stored here.

@@ -16,7 +16,7 @@ from runahead.attention.op import Span, spans_of
 
 
 class TextPart:
-    """Which tokens of a text a stage stores, in layers that grow or are cut back.
+    """The tokens of a text that a stage stores, in layers that grow or are cut back.
 
     Args:
         indices: index in the padded batch of the token in each slot of a layer that is never cut back.

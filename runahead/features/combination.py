@@ -26,7 +26,7 @@ class Combination(ABC):
     @property
     @abstractmethod
     def sentence(self) -> str:
-        """What the user is told, with {0} for what the first fact is called, and so on, {model} and {retriever}."""
+        """The message to the user, with {0} for what the first fact is called, and so on, {model} and {retriever}."""
 
     def message(self, setup: Setup, known: dict[str, str | None] | None = None) -> str | None:
         """The message to the user if all facts hold, else None. `known` has, and gets, what was asked of `setup`."""

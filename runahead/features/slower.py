@@ -65,7 +65,7 @@ def takes(setup: Setup, way: Way) -> bool:
 
 
 def _unsharded(row: Refused) -> Slower:
-    """What decode=sharded does not go with, for which decode=auto keeps all on the last stage."""
+    """The row of a refusal of decode=sharded: with its facts decode=auto keeps all on the last stage."""
     place = row.facts.index("decode=sharded")
     facts = tuple(AUTO if fact == "decode=sharded" else fact for fact in row.facts)
     return Slower(facts, Way.sharded, row.why.replace(f"{{{place}}}", "decode=sharded"))

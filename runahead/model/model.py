@@ -452,7 +452,7 @@ class Model:
 
     @property
     def lacks_step_kernel(self) -> str:
-        """Which keys and values the device has no kernel for that attends to sequences of any lengths; "" if none."""
+        """The keys and values for which the device has no kernel for sequences of any lengths, in words; "" if none."""
         lacking = [
             shape
             for shape in self.kv_shapes

@@ -55,7 +55,7 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """What all ranks know of a prefill: agreed on by `Engine.generate`, or told by rank 0 of a server.
+    """The facts of a prefill that all ranks know: agreed on by `Engine.generate`, or told by rank 0 of a server.
 
     Attributes:
         prompts: token ids, or prompts that reuse segments.

@@ -48,7 +48,7 @@ def reusing(slabs: Slabs, reused: ReusedKV, *, shared_TKX: Sequence[Tensor] = ()
 
 
 def reused_by(cache: KVStore) -> ReusedKV | None:
-    """What the prompts of a cache of `reusing` reuse; None of any other."""
+    """The reused keys and values of a cache that `reusing` made; None for any other cache."""
     index = cache.slab_index
     return index.reused if isinstance(index, ReusedIndex) else None
 

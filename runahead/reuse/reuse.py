@@ -216,7 +216,7 @@ class _Part(Layers):
 
 
 def _lost(all_found: dict[str, Found | None], *, waits: bool = True) -> set[str]:
-    """What was not found, and if all its layers are waited for what is found to be lost then."""
+    """Keys of what was not found; if it `waits` for all layers, also of what is found to be lost then."""
     return {key for key, found in all_found.items() if found is None or (waits and not found.layers_TKX.are_whole())}
 
 

@@ -9,19 +9,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from runahead import ContextPartition, Engine, GenerationOptions
+from runahead import Engine, GenerationOptions
 from runahead.config import Device, RanksOptions, Speculate
 from runahead.decoding.lanes import Lanes
-from runahead.decoding.row import NewToken, Row
+from runahead.decoding.row import NewToken
 from runahead.decoding.rows import Rows
 from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.model.model import Model
-from runahead.prefill import PrefillPlan
 from runahead.ranks.ranks import Ranks
+from tests.decoding.test_live_rows import PROMPTS, joined
 from tests.decoding.test_speculation import VOCAB_SIZE, knowing
-from tests.families import WINDOW, prompt, throughout
+from tests.families import throughout
 from tests.ranks.tasks import tiny_model
 
 GREEDY = GenerationOptions(max_new_tokens=14, ignore_eos=True, speculate=Speculate.lookup, speculate_always=True)
@@ -31,7 +31,6 @@ OPTIONS = [
     replace(GREEDY, max_new_tokens=16, repetition_penalty=3.0),
     replace(GREEDY, max_new_tokens=8, speculate=Speculate.none, do_sample=True, top_k=5, seed=3),
 ]
-PROMPTS = [prompt(2 * WINDOW + 9, seed=1), prompt(WINDOW + 3, seed=2), prompt(WINDOW + 3, seed=3), prompt(1, seed=4)]
 
 
 class Decoding:
@@ -49,13 +48,7 @@ class Decoding:
         self.left[id] = lane.num_tokens
 
     def join(self, *rows: int) -> None:
-        prompts = [PROMPTS[row] for row in rows]
-        whole = ContextPartition(boundaries=(0, max(map(len, prompts))))
-        num_new = max(OPTIONS[row].max_new_tokens for row in rows)
-        prefilled = self.engine.prefill(PrefillPlan(prompts=prompts, partition=whole, num_new=num_new))
-        made = [Row(self.engine.model, PROMPTS[row], OPTIONS[row], seed=OPTIONS[row].seed) for row in rows]
-        assert prefilled.cache is not None and prefilled.logits_BV is not None
-        self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, list(map(len, prompts))))
+        self._take(joined(self.engine, self.live, rows, OPTIONS)[0])
 
     def step(self, times: int) -> None:
         for _ in range(times):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, Engine, GenerationOptions
 from runahead.config import CacheOptions, Device, RanksOptions
 from runahead.decoding.lanes import Lanes
-from runahead.decoding.row import Row
+from runahead.decoding.row import NewToken, Row
 from runahead.decoding.rows import Rows
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.prefill import Prefilled, PrefillPlan
@@ -37,6 +38,19 @@ def engine_of(family: str, policies: RankPolicies | None = None) -> Engine:
     return Engine(tiny_model(family), Ranks.start(RanksOptions(device=Device.cpu)), policies=policies)
 
 
+def joined(
+    engine: Engine, live: Rows, rows: Sequence[int], options: Sequence[GenerationOptions]
+) -> tuple[list[NewToken], Prefilled]:
+    """Prefill some of `PROMPTS` as one batch, and let its rows join. Returns their first tokens, too."""
+    prompts = [PROMPTS[row] for row in rows]
+    whole = ContextPartition(boundaries=(0, max(map(len, prompts))))
+    num_new = max(options[row].max_new_tokens for row in rows)
+    prefilled = engine.prefill(PrefillPlan(prompts=prompts, partition=whole, num_new=num_new))
+    made = [Row(engine.model, PROMPTS[row], options[row], seed=options[row].seed) for row in rows]
+    assert prefilled.cache is not None and prefilled.logits_BV is not None
+    return live.join(rows, made, prefilled.logits_BV, prefilled.cache, list(map(len, prompts))), prefilled
+
+
 class Decoding:
     """Rows of an engine that are decoded together; `tokens` are those of each row so far, `ended` how rows ended."""
 
@@ -46,13 +60,8 @@ class Decoding:
         self.ended: dict[int, str] = {}
 
     def join(self, *rows: int) -> Prefilled:
-        prompts = [PROMPTS[row] for row in rows]
-        whole = ContextPartition(boundaries=(0, max(map(len, prompts))))
-        num_new = max(OPTIONS[row].max_new_tokens for row in rows)
-        prefilled = self.engine.prefill(PrefillPlan(prompts=prompts, partition=whole, num_new=num_new))
-        made = [Row(self.engine.model, PROMPTS[row], OPTIONS[row], seed=OPTIONS[row].seed) for row in rows]
-        assert prefilled.cache is not None and prefilled.logits_BV is not None
-        self._take(self.live.join(rows, made, prefilled.logits_BV, prefilled.cache, list(map(len, prompts))))
+        tokens, prefilled = joined(self.engine, self.live, rows, OPTIONS)
+        self._take(tokens)
         return prefilled
 
     def step(self, times: int) -> None:

@@ -1,4 +1,4 @@
-"""What a tiered store keeps: keys and values of some tokens, and all the places where they are."""
+"""Entries of a tiered store: keys and values of some tokens, and all the places where they are."""
 
 # Legend: T tokens, K kv heads, X = H + V key and value dims.
 

@@ -23,7 +23,7 @@ BACKLOG_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class FileAbout:
-    """What a file says of its keys and values.
+    """The description of keys and values in a file.
 
     Attributes:
         name: of the file, 64 hexadecimal digits.

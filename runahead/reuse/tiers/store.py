@@ -40,7 +40,7 @@ class Finder(Protocol[AnyEntry]):
         """The entries without which an entry is of no use, in order."""
 
     def file_of(self, entry: AnyEntry, around: tuple[int, int]) -> FileAbout:
-        """What an entry's file says. `around`: rows of the file before and after those of the entry."""
+        """Describe an entry for its file. `around`: rows of the file before and after those of the entry."""
 
     def is_right(self, metadata: dict[str, str], name: str) -> bool:
         """Whether metadata are those of a file of this name."""
