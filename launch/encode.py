@@ -28,7 +28,7 @@ folder as policy.store. Several ranks encode a share each. Segments that the fol
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
   sinks=0                   first tokens that all modules attend to; must equal policy.sinks of later runs
   disk_bytes=64GiB          limit of the folder; the least recently used segments are removed
-  tier_bits=4|2             of each number; must equal cache.tier_bits of later runs
+  tier_bits=8|4|2           of each number; must equal cache.tier_bits of later runs
   ranks.device=...   ranks.threads=<n>   ranks.timeout_s=60   ranks.tensor=<ranks that share one model>
 
 --layout prints the positions of the modules and encodes nothing.
@@ -55,7 +55,7 @@ class EncodeOptions:
         if self.disk_bytes is not None:
             self.disk_bytes = num_bytes(self.disk_bytes, "disk_bytes")
         if self.tier_bits not in (None, *BITS):
-            raise ValueError(f"tier_bits={self.tier_bits} must be 4 or 2, or null for the model's dtype")
+            raise ValueError(f"tier_bits={self.tier_bits} must be 8, 4 or 2, or null for the model's dtype")
 
 
 ENCODE = Program(module="policies.prompt_cache.encode", options=EncodeOptions, help=HELP, has_layout=True)

@@ -28,7 +28,7 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
 
   policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; {{name:file,path:my.py}} is your own;
                                         one with a budget among its options, as {{name:window,budget:256}}, runs under
-                                        that one; {{name:full,bits:4}} stores keys and values in 4 (or 2) bits;
+                                        that one; {{name:full,bits:4}} stores keys and values in 4 (8 or 2) bits;
                                         docs/cache_precision.md says which policies take bits; full is added if it is
                                         missing
   budgets=[0.2,0.5,0.8]                 shares of the prompt (pyramidinfer's mean_keep), or tokens if whole numbers, of

@@ -57,9 +57,9 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
 {choices("policy", NAMES)}
                                policy.positions=original|reencoded, and options of its own, which
                                policy=<name> --help lists: policy=snapkv policy.budget=0.2
-  cache.bits=4|2               of stored keys and values, but for the last tokens:
+  cache.bits=8|4|2             of stored keys and values, but for the last tokens:
                                cache.residual=128   cache.residual_bits=16, or null for the model's dtype
-  cache.tier_bits=4|2          of modules in host memory and in policy.store, with policy=prompt_cache
+  cache.tier_bits=8|4|2        of modules in host memory and in policy.store, with policy=prompt_cache
   decode=auto|last|sharded     while decoding: the KV cache on the last rank, on each rank that of its chunk, or
                                whichever is faster
   generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false

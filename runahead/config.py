@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-BITS = (4, 2)
+BITS = (8, 4, 2)
 """Numbers of bits in which keys and values can be quantised."""
 
 
@@ -291,11 +291,11 @@ class CacheOptions:
     """Precision of stored keys and values. Those that ranks send each other are in the model's dtype.
 
     Attributes:
-        bits: of each number but the newest tokens': 4 or 2; None is the model's dtype.
+        bits: of each number but the newest tokens': 8, 4 or 2; None is the model's dtype.
         residual: number of last tokens in `residual_bits`; up to 31 more are, as whole groups of 32 leave.
         residual_bits: of each of their numbers: 16, or None for the model's dtype.
-        tier_bits: of each number of texts in host memory and on disk that later prompts reuse, whatever `bits`: 4 or 2;
-            None is the model's dtype.
+        tier_bits: of each number of texts in host memory and on disk that later prompts reuse, whatever `bits`: 8, 4 or
+            2; None is the model's dtype.
     """
 
     bits: int | None = None
@@ -306,7 +306,7 @@ class CacheOptions:
     def __post_init__(self) -> None:
         for name in ("bits", "tier_bits"):
             value = getattr(self, name)
-            require(value in (None, *BITS), f"cache.{name}", value, "must be 4 or 2, or null for the model's dtype")
+            require(value in (None, *BITS), f"cache.{name}", value, "must be 8, 4 or 2, or null for the model's dtype")
         require(self.residual >= 1, "cache.residual", self.residual, "must be at least 1 token")
         valid = self.residual_bits in (None, 16)
         require(valid, "cache.residual_bits", self.residual_bits, "must be 16, or null for the model's dtype")

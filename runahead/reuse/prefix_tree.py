@@ -99,8 +99,8 @@ class PrefixTree:
         disk_bytes: most bytes of prefixes in the folder, whoever stored them.
         on_change: called with every change of what is stored in any tier.
         option: where the folder was named, for messages.
-        bits: of each number in host memory and on disk, 4 or 2; None is the model's dtype. A number is quantised once,
-            when it leaves the device.
+        bits: of each number in host memory and on disk, 8, 4 or 2; None is the model's dtype. A number is quantised
+            once, when it leaves the device.
 
     Raises:
         ValueError: the folder cannot be created or written to.

@@ -4,7 +4,7 @@ A segment is put into every tier that has room for it, so one that a faster tier
 tier evicts the least recently used segments; pinned segments stay, and the clusters of a segment never push it out. The
 name is a hash of the model and of the segment's tokens and positions, so that another model or another text is never
 found. On disk a segment is a file of this name that appears atomically, so several processes may share a folder.
-Segments in host memory and on disk may be in 4 or 2 bits; each is quantised once, when it is put there.
+Segments in host memory and on disk may be in 8, 4 or 2 bits; each is quantised once, when it is put there.
 """
 
 # Legend: T tokens, K kv heads, X = H + V key and value dims.
@@ -99,7 +99,7 @@ class SegmentStore:
         model: the model that encodes them.
         folder: folder of the disk tier, created if it is missing; None is no disk tier.
         limits: budgets of the tiers.
-        bits: of each number in host memory and on disk, 4 or 2; None is the model's dtype.
+        bits: of each number in host memory and on disk, 8, 4 or 2; None is the model's dtype.
 
     Raises:
         ValueError: the folder cannot be created or written to.

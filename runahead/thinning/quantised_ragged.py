@@ -1,4 +1,4 @@
-"""A layer in 4 or 2 bits whose KV heads store different numbers of tokens.
+"""A layer in 8, 4 or 2 bits whose KV heads store different numbers of tokens.
 
 Each row and KV head is a sequence that is quantised by itself, as a row of a dense layer: its first tokens in groups,
 its newest ones exact. The exact ones are a `RaggedLayer`, the others are `QuantisedSequences`.

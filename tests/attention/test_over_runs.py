@@ -28,7 +28,7 @@ TOLERANCE = 1e-9
 """Tolerances in float64. Outputs are averages of normal values; log-sum-exps reach 1,000 under a bias."""
 
 KEY_DIM = 8
-CODECS = [None, *(Codec(bits, by_token) for bits in (4, 2) for by_token in (False, True))]
+CODECS = [None, *(Codec(bits, by_token) for bits in (8, 4, 2) for by_token in (False, True))]
 RULES = {
     "causal": None,
     "window of 3": MaskRule(sliding_window_causal_mask_function(3)),

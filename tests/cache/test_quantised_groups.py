@@ -1,4 +1,4 @@
-"""Keys and values in 4 or 2 bits: codes, scales and zero points, and products with codes as they are."""
+"""Keys and values in 8, 4 or 2 bits: codes, scales and zero points, and products with codes as they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups, d
 
 DIMS = [7, 8, 33, 64, 80]
 every_kind = pytest.mark.parametrize("kind", [ChannelGroups, TokenGroups])
-every_bits = pytest.mark.parametrize("bits", [4, 2])
+every_bits = pytest.mark.parametrize("bits", [8, 4, 2])
 
 
 def numbers(dim: int, num_tokens: int = 3 * GROUP, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -47,6 +47,33 @@ def test_no_number_is_off_by_more_than_half_a_step(kind: type, bits: int, dtype:
     coarse = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11  # of the scale, which has 16 bits, and of the zero point
     room = 1e-9 + coarse * (2**bits * step + x.double().abs().amax())
     assert ((found - x.double()).abs() <= step / 2 + room).all()
+
+
+@every_bits
+def test_codes_are_those_of_fake_quantisation(bits: int) -> None:
+    """PyTorch's own kernel for steps of one size: of a group's numbers above its zero point, as they are stored."""
+    x_BKTD = numbers(64, dtype=torch.float32)
+    by_channel, by_token = ChannelGroups.of(x_BKTD, bits), TokenGroups.of(x_BKTD, bits)
+    of_channels = x_BKTD.unflatten(2, (-1, GROUP)).transpose(3, 4), by_channel.scale, by_channel.zero
+    for grouped, scale, zero in (of_channels, (x_BKTD.unflatten(3, (-1, GROUP)), by_token.scale, by_token.zero)):
+        above, steps = (grouped - zero.float()[..., None]).reshape(-1, GROUP), scale.float().flatten()
+        none = torch.zeros(len(steps), dtype=torch.int32)
+        rounded = torch.fake_quantize_per_channel_affine(above, steps, none, 0, 0, 2**bits - 1)
+        expected = rounded.view_as(grouped) + zero.float()[..., None]
+        is_by_channel = grouped is of_channels[0]
+        found = (by_channel if is_by_channel else by_token).read(0, x_BKTD.shape[2], torch.float32)
+        expected = expected.transpose(3, 4).flatten(2, 3) if is_by_channel else expected.flatten(3)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)  # one rounding more: scale * code, then + zero
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_more_bits_are_closer(kind: type, dtype: torch.dtype) -> None:
+    """By the number of steps: 15 in place of 3, 255 in place of 15. bfloat16 scales are off by 1 / 256 themselves."""
+    x = numbers(64, dtype=dtype)
+    off = {bits: (kind.of(x, bits).read(0, x.shape[2], torch.float64) - x.double()).norm() for bits in (8, 4, 2)}
+    assert off[4] < off[2] / 4
+    assert off[8] < off[4] / (14 if dtype == torch.float64 else 4)
 
 
 @every_kind

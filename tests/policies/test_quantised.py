@@ -1,4 +1,4 @@
-"""The KV cache in 4 or 2 bits, under every policy: what every store must do, and what only this one does."""
+"""The KV cache in 8, 4 or 2 bits, under every policy: what every store must do, and what only this one does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.ranks.tasks import tiny_model
 RESIDUAL = 8
 LENGTHS = (77, 60, 7)
 FAMILIES = ["llama", "gpt2", "gpt_bigcode", "deepseek_v3", "gpt_oss", "gemma2"]
-every_bits = pytest.mark.parametrize("bits", [4, 2])
+every_bits = pytest.mark.parametrize("bits", [8, 4, 2])
 by_channel_or_token = pytest.mark.parametrize(
     "policies", [[], [StreamingLLM(budget=4096)]], ids=["keys by channel", "keys by token"]
 )
@@ -128,7 +128,7 @@ def test_the_tokens_of_a_turn_are_exact_to_each_other() -> None:
     assert torch.equal(exact.feed(*given), talk.feed(*given))
 
 
-@pytest.mark.parametrize(("bits", "residual_bits"), [(4, 16), (2, None)])
+@pytest.mark.parametrize(("bits", "residual_bits"), [(8, None), (4, 16), (2, None)])
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "deepseek_v3"])
 @by_channel_or_token
 def test_bytes_are_known_to_the_byte(family: str, bits: int, residual_bits: int | None, policies: list[Policy]) -> None:
@@ -154,6 +154,7 @@ def test_bytes_of_smollm2_are_a_third_of_those_of_16_bits(dtype: torch.dtype) ->
     window = {"residual": options.residual, "residual_bits": options.residual_bits, "room": NEW_ROOM}
     for num_tokens in range(8000, 8000 + GROUP):  # the window has 128 to 159 of them
         in_16_bits = num_tokens * 30 * 3 * (64 + 64) * 2
+        assert quantised_bytes(shapes, num_tokens, bits=8, **window) / in_16_bits <= 0.6
         assert quantised_bytes(shapes, num_tokens, bits=4, **window) / in_16_bits <= 0.35
         assert quantised_bytes(shapes, num_tokens, bits=2, **window) / in_16_bits <= 0.23
 
@@ -227,8 +228,8 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: CacheOptions(bits=3), "cache.bits=3 must be 4 or 2"),
-        (lambda: CacheOptions(tier_bits=8), "cache.tier_bits=8 must be 4 or 2"),
+        (lambda: CacheOptions(bits=3), "cache.bits=3 must be 8, 4 or 2"),
+        (lambda: CacheOptions(tier_bits=6), "cache.tier_bits=6 must be 8, 4 or 2"),
         (lambda: CacheOptions(bits=4, residual=0), "cache.residual=0 must be at least 1"),
         (lambda: CacheOptions(bits=4, residual_bits=8), "cache.residual_bits=8 must be 16, or null"),
         (

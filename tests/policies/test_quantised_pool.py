@@ -1,4 +1,4 @@
-"""Policies that retrieve from keys and values in 4 or 2 bits, in memory of the host and where the CPU computes."""
+"""Policies that retrieve from keys and values in 8, 4 or 2 bits, in memory of the host and where the CPU computes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def place(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("lengths", [(77,), LENGTHS], ids=["alone", "padded"])
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.sampled(16)
 def test_attention_is_that_to_the_dequantised_tokens(
     name: str, lengths: tuple[int, ...], bits: int, place: str, monkeypatch: pytest.MonkeyPatch
@@ -220,7 +220,7 @@ def test_turns_and_late_choices_fetch_what_is_dequantised(
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("gpt_bigcode", 2), ("deepseek_v3", 2)])
+@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("gpt_bigcode", 2), ("deepseek_v3", 2), ("llama", 8)])
 def test_bytes_are_known_to_the_byte(family: str, bits: int, place: str) -> None:
     talk = Talk(policies_of(ExactTopK(fetch=10, min_tokens=0), bits=bits), (76, 76), family)
     shapes = talk.conversation.model.kv_shapes

@@ -1,4 +1,4 @@
-"""Policies whose KV heads keep different numbers of tokens, in 4 or 2 bits."""
+"""Policies whose KV heads keep different numbers of tokens, in 8, 4 or 2 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts in 4 or 2 bits that reuse keys and values: every number is as if all of each prompt was computed."""
+"""Prompts in 8, 4 or 2 bits that reuse keys and values: every number is as if all of each prompt was computed."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_the_encoder_tells_mistakes_in_one_line(model: str, files: Path, capfd) 
     assert encode(base) == 2
     assert "schema=<xml file> is missing" in capfd.readouterr().err
     assert encode([*base, f"schema={files / 'ice.xml'}", "tier_bits=3"]) == 2
-    assert capfd.readouterr().err == "tier_bits=3 must be 4 or 2, or null for the model's dtype\n"
+    assert capfd.readouterr().err == "tier_bits=3 must be 8, 4 or 2, or null for the model's dtype\n"
     for more, message in (
         ([], "out=<folder> is missing"),
         ([f"out={files / 'ice.xml'}"], "is not a writable folder"),

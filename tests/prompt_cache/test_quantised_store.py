@@ -1,4 +1,4 @@
-"""Segments in 4 or 2 bits in host memory and on disk: quantised once, bytes as predicted, other bits never found."""
+"""Segments in 8, 4 or 2 bits in host memory and on disk: quantised once, bytes as predicted, other bits never found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def once(layers_TKX: list[Tensor], bits: int) -> list[Tensor]:
     return [kept.unpack(layer, kept.pack(layer, kv_TKX)) for layer, kv_TKX in enumerate(layers_TKX)]
 
 
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_a_segment_is_quantised_once_and_counted_to_the_byte(tmp_path: Path, bits: int) -> None:
     """Wrong: a segment from disk that is quantised again for host memory; bytes and limits in the model's dtype."""
     a, b, size = segment("a"), segment("b"), TOKENS * token_bytes(bits)
@@ -64,7 +64,7 @@ def test_a_segment_is_quantised_once_and_counted_to_the_byte(tmp_path: Path, bit
 def test_segments_of_other_bits_are_not_found_and_told_once(tmp_path: Path) -> None:
     """Wrong: a key without the bits."""
     a, b, paths = segment("a"), segment("b"), set[str]()
-    for bits in (4, 2, None):
+    for bits in (8, 4, 2, None):
         folder = tmp_path / str(bits)
         store = store_of(folder, bits=bits)
         for each in (a, b):
@@ -84,7 +84,7 @@ def test_segments_of_other_bits_are_not_found_and_told_once(tmp_path: Path) -> N
                 names = ["null" if each is None else str(each) for each in (bits, other)]
                 text = f"stored with tier_bits={names[0]}; with tier_bits={names[1]} they are not used"
                 assert text in str(warning.message)
-    assert len(paths) == 6
+    assert len(paths) == 8
 
 
 def test_a_prompt_attends_to_the_numbers_of_the_records(tmp_path: Path) -> None:

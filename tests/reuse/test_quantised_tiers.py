@@ -1,4 +1,4 @@
-"""Prefixes in 4 or 2 bits in host memory and on disk: each number is quantised once, and bytes are as predicted."""
+"""Prefixes in 8, 4 or 2 bits in host memory and on disk: each number is quantised once, and bytes are as predicted."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 # Records.
 
 
-@pytest.mark.parametrize(("bits", "dim"), [(4, 64), (2, 40), (4, 7)])
+@pytest.mark.parametrize(("bits", "dim"), [(8, 64), (4, 64), (2, 40), (4, 7), (8, 7)])
 def test_records_are_groups_of_32_tokens_of_keys_and_32_channels_of_values(bits: int, dim: int) -> None:
     """Keys after the last whole group of tokens are in groups of channels. Wrong: all keys are."""
     shape = KVShape(num_kv_heads=3, key_dim=dim, value_dim=64, dtype=torch.float32)
@@ -114,7 +114,7 @@ def test_a_part_of_records_is_read_with_the_rest_of_its_groups(start: int, stop:
 # The tree.
 
 
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_a_number_is_quantised_once_however_often_it_moves_and_wherever_its_text_is_split(
     tmp_path: Path, bits: int
 ) -> None:
@@ -159,12 +159,12 @@ def test_what_is_left_of_a_text_moves_with_its_records() -> None:
     assert same(found(tree, IDS[:20]), first)
 
 
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_bytes_of_a_tier_are_those_of_records_and_limits_hold_to_the_byte(tmp_path: Path, bits: int) -> None:
     """Wrong: room for a node is asked for in the model's dtype."""
     token_bytes = sum(shape.bytes_per_token() for shape in KVRecords(SHAPES, bits).shapes)
-    of_head = {4: (40 * 4 // 8 + 8) + (24 * 4 // 8 + 4), 2: (40 * 2 // 8 + 8) + (24 * 2 // 8 + 4)}[bits]
-    of_other = {4: (4 + 4) + (32 + 8), 2: (2 + 4) + (16 + 8)}[bits]
+    of_head = (40 * bits // 8 + 8) + (24 * bits // 8 + 4)
+    of_other = {8: (7 + 4) + (64 + 8), 4: (4 + 4) + (32 + 8), 2: (2 + 4) + (16 + 8)}[bits]
     assert token_bytes == 2 * of_head + of_other
     for room, tier in ((NUM_TOKENS * token_bytes, Tier.host), (NUM_TOKENS * token_bytes - 1, Tier.disk)):
         tree = opened(PrefixTree(inf, host_bytes=room, folder=tmp_path / str(room), bits=bits))
@@ -184,7 +184,7 @@ def test_bytes_of_a_tier_are_those_of_records_and_limits_hold_to_the_byte(tmp_pa
 
 def test_files_of_other_bits_are_not_found_and_told_once(tmp_path: Path) -> None:
     """Wrong: a file's key without its bits."""
-    for bits in (4, 2, None):
+    for bits in (8, 4, 2, None):
         tree = opened(PrefixTree(inf, folder=tmp_path / str(bits), bits=bits))
         tree.insert(IDS, numbers(), KEY).release()
         tree.save()

@@ -129,7 +129,7 @@ def test_attention_is_that_to_the_dequantised_tokens(
 
 @every_kind
 @by_token_or_channel
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_each_head_is_stored_as_it_is_alone(batch: int, heads: int, group: int, keys_by_token: bool, bits: int) -> None:
     """Groups begin at its first token, and are those of its exact tokens, whether they left in a prompt or after it.
 
@@ -221,7 +221,7 @@ def test_what_is_carried_stays_with_its_token() -> None:
 
 
 @by_token_or_channel
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize(("residual_bits", "compensates"), [(16, False), (None, True)])
 def test_bytes_are_known_to_the_byte(
     keys_by_token: bool, bits: int, residual_bits: int | None, compensates: bool

@@ -1,1 +1,1 @@
-"""Keys and values in 4 or 2 bits."""
+"""Keys and values in 8, 4 or 2 bits."""

@@ -1,4 +1,4 @@
-"""Keys or values in 4 or 2 bits: groups of 32 numbers, each with a scale and a zero point, in packed bytes.
+"""Keys or values in 8, 4 or 2 bits: groups of 32 numbers, each with a scale and a zero point, in packed bytes.
 
 The asymmetric quantisation of KIVI (Liu et al., ICML 2024, arXiv 2402.02750): zero = min x, scale = (max x - min x) /
 (2^bits - 1), code = round((x - zero) / scale). A group is 32 tokens of one channel or 32 channels of one token.

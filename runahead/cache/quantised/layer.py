@@ -1,4 +1,4 @@
-"""A layer whose newest tokens are stored in 16 bits or as they are, and all before these in 4 or 2 bits (KIVI).
+"""A layer whose newest tokens are stored in 16 bits or as they are, and all before these in 8, 4 or 2 bits (KIVI).
 
 Tokens leave the window of the newest ones in whole groups of 32. Groups begin at a row's first token, so a row of a
 padded batch has the same groups as alone. Generated and given tokens attend to blocks of the quantised tokens and to

@@ -1,4 +1,4 @@
-"""Keys and values in 4 or 2 bits as one record of bytes per token and KV head, for host memory and files.
+"""Keys and values in 8, 4 or 2 bits as one record of bytes per token and KV head, for host memory and files.
 
 Records are copied, cut and written like rows of exact numbers. Values have groups of 32 channels of a token. Keys have
 groups of 32 tokens of a channel, which are more precise, and the scales and zero points of such a group lie spread over

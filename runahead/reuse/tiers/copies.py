@@ -33,7 +33,7 @@ class TierCopies:
         shapes: of the layers.
         on_failure: called, perhaps in another thread, with a copy that could not be made, before its readers know:
             there is no host memory, or what is copied is lost.
-        bits: of each number in host memory and on disk, 4 or 2; None is the model's dtype.
+        bits: of each number in host memory and on disk, 8, 4 or 2; None is the model's dtype.
 
     Attributes:
         is_packed: host memory and files have records.
