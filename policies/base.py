@@ -10,7 +10,7 @@ policy that declares it (`keeps_ragged`) may keep different numbers of tokens in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -397,9 +397,17 @@ class Policy:
     needs_token_kinds: ClassVar[bool] = False
     """Whether the policy asks for `LayerView.new_kinds_BC`."""
 
+    occurrence: int = 0
+    """Number of policies of its class before it in a sequence."""
+
     def __init_subclass__(cls, *, name: str | None = None) -> None:
         super().__init_subclass__()
         cls.name = name
+
+    @property
+    def state_key(self) -> Hashable:
+        """Key of what the runtime carries for this policy beside the slots of a layer."""
+        return type(self), self.occurrence
 
     @property
     def queries_from(self) -> int | None:

@@ -237,10 +237,7 @@ def policies_of(step: Any, option: str, file_option: str = "policy") -> list[Pol
         steps = settings.pop("steps", None)
         if not isinstance(steps, list) or not steps or settings:
             raise ValueError(f"{option}=sequence needs steps and nothing else, such as policy.steps=[pyramidinfer,h2o]")
-        found = [policy for each in steps for policy in policies_of(each, f"{option}.steps", file_option)]
-        if sum(policy.queries_from is not None for policy in found) > 1:
-            raise ValueError(f"{option}.steps has more than one policy that accumulates queries; use one of them")
-        return found
+        return [policy for each in steps for policy in policies_of(each, f"{option}.steps", file_option)]
     if name == "file":
         file = _made(name, FileOptions, settings, option)
         kind = policy_class(file.path, file_option)

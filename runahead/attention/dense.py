@@ -35,7 +35,7 @@ class DenseAttention:
 
     def attend(self, q_BNCH: Tensor, steps: Sequence[Step], terms: AttentionTerms) -> Part:
         """`op.attend` without skipped scores, to one run that holds the whole prompt."""
-        [[(keys, spans)], _], *_ = steps
+        [[(keys, spans, _)], _], *_ = steps
         assert not isinstance(spans, Lengths) and not isinstance(keys, Codec), (keys, spans)
         parts = []
         for span in spans:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, attend_at, attend_sequences, merge
+from runahead.attention.partial import AttentionTerms, KeyBias, attend_at, attend_sequences, merge
 from runahead.attention.partial import attend as attend_range
 
 Part: TypeAlias = tuple[Tensor, Tensor]
@@ -129,10 +129,16 @@ class Lengths:
 
 
 class Run(NamedTuple):
-    """Tokens in one memory, and spans that say which new tokens see which of them; no new token is in two spans."""
+    """Tokens in one memory, and spans that say which new tokens see which of them; no new token is in two spans.
+
+    Attributes:
+        bias: (a family's bias, rows of the batch, slots) -> the bias (R, N, S) of the tokens in these slots, where
+            their positions are not those of the spans, since tokens between them were dropped.
+    """
 
     keys: KVReader | Codec
     spans: Sequence[Span] | Lengths
+    bias: Callable[[KeyBias, slice | Tensor, slice], Tensor] | None = None
 
 
 class Step(NamedTuple):
@@ -193,21 +199,21 @@ def spans_of(
 class _Cell(NamedTuple):
     """One call: the queries of a span and its keys [first, end), by number within the span."""
 
-    keys: KVReader | Codec
+    run: Run
     span: Span
     first: int
     end: int
 
 
-def _cells(keys: KVReader | Codec, span: Span, rule: MaskRule | None) -> tuple[_Cell | None, _Cell | None]:
+def _cells(run: Run, span: Span, rule: MaskRule | None) -> tuple[_Cell | None, _Cell | None]:
     """The own chunk of several queries, and what they see of earlier tokens; of one query all that it sees."""
     before, own = len(span.slots), None
     if span.has_new and len(span.queries) > 1:
         before -= len(span.queries)
-        own = _Cell(keys, span, before, len(span.slots))
+        own = _Cell(run, span, before, len(span.slots))
     first_key = 0 if rule is None else rule.first_key(span.positions[0])
     first = bisect_left(span.at, first_key + span.pad, hi=before)
-    return own, _Cell(keys, span, first, before) if first < before else None
+    return own, _Cell(run, span, first, before) if first < before else None
 
 
 def attend(
@@ -229,7 +235,7 @@ def attend(
         output in the queries' dtype if it is of one part, else in that of the log-sum-exp; see `finish`.
     """
     found, sees_own = None, False
-    keys, spans = steps[0].runs[0]
+    keys, spans, _ = steps[0].runs[0]
     if isinstance(spans, Lengths):
         if spans.apart is not None and terms.needs_scores:
             steps = [Step(spans.apart()), *steps[1:]]
@@ -263,15 +269,16 @@ def _attend(
         sees_own: each query has found its own token.
     """
     rule, own = terms.rule, list[_Cell]()
-    by_order = (rule is None or rule.sees_everything) and terms.key_bias is None
+    by_order = rule is None or rule.sees_everything
     earlier: tuple[list[list[_Cell]], list[list[_Cell]]] = ([], [])  # stored here, arriving
     for runs, arrives in steps:
         cells = list[_Cell]()
-        for keys, spans in runs:
-            assert not isinstance(spans, Lengths), "sequences of which the device knows the lengths come first"
-            for span in spans:
-                for each in (span,) if by_order or span.apart is None else span.apart():
-                    new, before = _cells(keys, each, rule)
+        for run in runs:
+            assert not isinstance(run.spans, Lengths), "sequences of which the device knows the lengths come first"
+            takes_order = by_order and (terms.key_bias is None or run.bias is not None)
+            for span in run.spans:
+                for each in (span,) if takes_order or span.apart is None else span.apart():
+                    new, before = _cells(run, each, rule)
                     if new is not None:
                         own.append(new)
                     if before is not None:
@@ -335,7 +342,7 @@ def _merged(q_BNCH: Tensor, terms: AttentionTerms, cells: Sequence[_Cell], found
         all_out[place], all_lse[place] = merge(all_out[place], all_lse[place], out, lse, may_see_none=not sees_own)
         return all_out, all_lse
     places = [(cell.span.rows, cell.span.queries) for cell in cells]
-    part = joined(q_BNCH, cells[0].keys.value_dim, places, parts)
+    part = joined(q_BNCH, cells[0].run.keys.value_dim, places, parts)
     return part if found is None else merge(*found, *part, may_see_none=not sees_own)
 
 
@@ -373,13 +380,16 @@ def _no_part(q_BNCH: Tensor, value_dim: int, dtypes: Sequence[torch.dtype] = ())
 
 
 def _attend_cell(q_BNCH: Tensor, terms: AttentionTerms, cell: _Cell) -> Part:
-    keys, span, first, end = cell
+    (keys, _, bias), span, first, end = cell
     q_RNQH = q_BNCH
     if len(span.queries) != q_BNCH.shape[2]:
         q_RNQH = q_BNCH[:, :, span.queries.start : span.queries.stop]
     if span.rows is not EVERY_ROW:
         q_RNQH = q_RNQH[span.rows]
     slots = span.slots.start + first, span.slots.start + end
+    if terms.key_bias is not None and bias is not None and span.at_T is None:
+        bias_RNS, key = bias(terms.key_bias, span.rows, slice(*slots)), span.at[first] - span.pad
+        terms = replace(terms, key_bias=lambda keys_S: bias_RNS[..., keys_S - key])
     if isinstance(keys, Codec):
         return keys.attend(q_RNQH, *slots, terms, q_start=span.positions[0], k_start=span.at[first] - span.pad)
     k_RKSH, v_RKSV = keys.read(*slots)

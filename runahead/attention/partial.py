@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ FEW_QUERIES = 16
 # Up to so many queries read keys once for all heads of a group on a CPU.
 
 
+KeyBias: TypeAlias = Callable[[Tensor], Tensor]
+"""Key positions (S), or (B, N, S) if they differ between rows and heads -> additive bias (N, S) or (B, N, S)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerms:
     """Terms that a model family adds to softmax(q k^T * scaling) v."""
@@ -33,8 +38,8 @@ class AttentionTerms:
     """The keys that each query sees; None is causal attention."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
-    key_bias: Callable[[Tensor], Tensor] | None = None
-    """Key positions (S) -> additive bias (N, S) (ALiBi; softmax cancels any bias that depends on the query alone)."""
+    key_bias: KeyBias | None = None
+    """ALiBi; softmax cancels any bias that depends on the query alone."""
     sinks_N: Tensor | None = None
     """One extra logit per query head in the softmax's denominator (gpt-oss)."""
     marked_window: int | None = None
@@ -44,6 +49,14 @@ class AttentionTerms:
     def needs_scores(self) -> bool:
         """Whether scores are modified before the softmax, which fused kernels do not support."""
         return self.softcap is not None or self.key_bias is not None
+
+
+def biased(key_bias: KeyBias, positions_BKS: Tensor, num_heads: int) -> Tensor:
+    """Bias (B, N, S) of keys at positions that differ between rows, and between KV heads or not (B, 1, S)."""
+    num_kv_heads = positions_BKS.shape[1]
+    if num_kv_heads > 1:
+        positions_BKS = positions_BKS.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    return key_bias(positions_BKS)
 
 
 def attend(
@@ -166,7 +179,7 @@ def _scored_block(
     if terms.softcap is not None:
         scores = terms.softcap * torch.tanh(scores / terms.softcap)
     if terms.key_bias is not None:
-        scores = scores + terms.key_bias(keys_S).to(wide).unflatten(0, (num_kv_heads, -1))[None, :, :, None, :]
+        scores = scores + terms.key_bias(keys_S).to(wide).unflatten(-2, (num_kv_heads, -1)).unsqueeze(-2)
     if terms.rule is None:
         allowed_CS = keys_S[None, :] <= queries_C[:, None]
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runahead.attention.answers import Answers
 from runahead.attention.gumbel import gumbel
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.partial import AttentionTerms, biased
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Scores per block by device, over all rows and heads: few enough for a core's cache, enough to keep a GPU busy. One
@@ -58,7 +58,6 @@ class QuerySignals:
         first_head: int = 0,
         answers: Answers | None = None,
     ) -> None:
-        assert terms.key_bias is None, "key biases are not part of these scores"
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
         self._queries_BC, self._keys_BKn, self._lse_BNC = queries_BC, keys_BKn, lse_BNC
         self._project = project
@@ -83,6 +82,12 @@ class QuerySignals:
         counts_BKC = queries_B1C >= first_BK1
         group = self._q_BNCH.shape[1] // self.num_kv_heads
         return counts_BKC if counts_BKC.shape[1] == 1 else counts_BKC.repeat_interleave(group, dim=1)
+
+    @cached_property
+    def _bias_BNn(self) -> Tensor:  # noqa: N802
+        """The family's bias of the keys; of padding, which counts nowhere, any."""
+        assert self._terms.key_bias is not None
+        return biased(self._terms.key_bias, self._keys_BKn, self._q_BNCH.shape[1]).float()
 
     def of_reader(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms) -> QuerySignals:
         """Signals of the queries of another layer, of the last of these tokens, about the same keys."""
@@ -201,6 +206,8 @@ class QuerySignals:
         scores_BKGqn = scores_BKXn.unflatten(2, q_BKGqH.shape[2:4]).float()
         if terms.softcap is not None:
             scores_BKGqn = terms.softcap * torch.tanh(scores_BKGqn / terms.softcap)
+        if terms.key_bias is not None:
+            scores_BKGqn += self._bias_BNn.unflatten(1, (num_kv_heads, -1)).unsqueeze(3)
         # Adding the least number gives just that, and takes a CPU a fifth of the time of filling by a mask.
         bias_BKqn = torch.where(self._seen(first, last), 0.0, torch.finfo(torch.float32).min)
         scores_BKGqn += bias_BKqn[:, :, None]

@@ -60,6 +60,7 @@ class SeenKV:
         num_sequences: KV heads that have runs of their own, as rows of one head; None: a run is of all heads.
         rest: attention of the queries to what stands for tokens that are not here, by the terms and by the
             log-sum-exp (B, N, C) over the tokens that are.
+        of_all: the same queries with all slots of the layer, where they see some of them that were chosen.
         readers: queries of the layers that have read this one since.
     """
 
@@ -69,6 +70,7 @@ class SeenKV:
     positions: Callable[[], Tensor] | None = None
     num_sequences: int | None = None
     rest: Callable[[AttentionTerms, Tensor], Part] | None = None
+    of_all: Callable[[], SeenKV] | None = None
     readers: list[ReaderQueries] = field(default_factory=list, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
     _lse_PBNC: Tensor | None = field(default=None, init=False, repr=False)

@@ -10,7 +10,7 @@ needs no mask. Keeping some slots copies them and frees the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from policies.base import LayerForm, Phase
 from policies.retriever import StoredPart
 from policies.row_values import row_values
 from runahead.attention.op import Run, Span, Step, spans_of
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.partial import AttentionTerms, KeyBias, biased
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import seen_in, seen_in_part
@@ -44,9 +44,10 @@ class KeptLayer(LayerStore):
         pads: slots on the left of each row that are padding.
         alike: whether a slot has the same token in all KV heads of the model, those of other ranks included.
         first: number of the first slot; above 0 in a layer with a window, whose early tokens were never stored.
-        carried: values (T, B, K) that policies accumulate per slot, by class of policy. Forks may share the
+        carried: values (T, B, K) that policies accumulate per slot, by `Policy.state_key`. Forks may share the
             mapping, so a policy is added to a new one.
-        queries: moments of the queries since slots were last dropped, if a policy asks for them; shared by forks.
+        queries: moments of the queries since slots were last dropped, by the first position that counts, if policies
+            ask for them; shared by forks.
         rotary: set if positions are re-encoded: keys are stored unrotated, and rotated to their slots when they are
             attended to. Otherwise keys are stored rotated to their tokens' positions.
         host: the layer in host memory that this one was brought from, whose first slots are still the same; None if
@@ -60,8 +61,8 @@ class KeptLayer(LayerStore):
     alike: bool = True
     num_slots: int = 0
     first: int = 0
-    carried: Mapping[type, Tensor] = field(default_factory=dict)
-    queries: QueryMoments | None = None
+    carried: Mapping[Hashable, Tensor] = field(default_factory=dict)
+    queries: Mapping[int, QueryMoments] = field(default_factory=dict)
     rotary: Rotary | None = None
     host: KeptLayer | None = None
     _unplaced: list[Tensor] = field(default_factory=list, init=False, repr=False)  # positions (B, C), in order
@@ -98,7 +99,7 @@ class KeptLayer(LayerStore):
     def num_bytes(self) -> int:
         """Bytes allocated: keys and values, positions, and what policies accumulate."""
         carried = sum(each_TBK.nbytes for each_TBK in self.carried.values())
-        queries = 0 if self.queries is None else self.queries.num_bytes
+        queries = sum(moments.num_bytes for moments in self.queries.values())
         return self.slab_TBKX.nbytes + self.placed_TBK.nbytes + carried + queries
 
     def fields_of(self, kind: type[KeptLayer], *but: str) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class KeptLayer(LayerStore):
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         if tokens.part is not None:
-            return seen_in_part(self.slab(), q_BNCH, tokens, self.pads)
+            return seen_in_part(self.slab(), q_BNCH, tokens, self.pads, bias=self.biased_by(q_BNCH.shape[1]))
         # Counted in slots, which are in causal order whichever tokens they hold.
         first, end, num_new, pads = self.first, self.end, q_BNCH.shape[2], self.pads
         start, positions = end - num_new, self.positions_BKn
@@ -187,8 +188,18 @@ class KeptLayer(LayerStore):
         def spans() -> Sequence[Span]:
             return spans_of(range(first, end), start=start, num_new=num_new, pads=pads)
 
-        steps = [Step([Run(self.memory, tokens.once((KeptLayer, first, end, num_new, *pads), spans))])]
+        seen_spans = tokens.once((KeptLayer, first, end, num_new, *pads), spans)
+        steps = [Step([Run(self.memory, seen_spans, self.biased_by(q_BNCH.shape[1]))])]
         return seen_in(self.memory, q_BNCH, start=start, pads=pads, steps=steps, positions=positions)
+
+    def biased_by(self, num_heads: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
+        """The bias of the tokens in these slots at their positions, as of `Run`, for so many query heads."""
+
+        def bias(key_bias: KeyBias, rows: slice | Tensor, slots: slice) -> Tensor:
+            positions_RKS = self.positions_BKn()[rows, :, slots.start - self.first : slots.stop - self.first]
+            return biased(key_bias, positions_RKS, num_heads)
+
+        return bias
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         """Store new tokens after the others; allocates more memory if there is no room.
@@ -222,7 +233,7 @@ class KeptLayer(LayerStore):
         if self.host is not None and self.num_slots < self.host.num_slots:
             self.host = None
 
-    def carry(self, values_BKn: Tensor, policy: type) -> None:
+    def carry(self, values_BKn: Tensor, policy: Hashable) -> None:
         """Store a policy's value of each slot; it stays with the slot's token when slots are dropped."""
         if policy not in self.carried:
             shape = len(self.placed_TBK), *self.slab_TBKX.shape[1:3]
@@ -230,7 +241,7 @@ class KeptLayer(LayerStore):
             self.carried = {**self.carried, policy: zeros_TBK}
         self.carried[policy][: self.num_slots] = values_BKn.permute(2, 0, 1)
 
-    def carried_BKn(self, policy: type) -> Tensor | None:  # noqa: N802
+    def carried_BKn(self, policy: Hashable) -> Tensor | None:  # noqa: N802
         """What a policy has stored by `carry`, 0 for newer slots; None if it has not."""
         carried_TBK = self.carried.get(policy)
         return None if carried_TBK is None else carried_TBK[: self.num_slots].permute(1, 2, 0)
@@ -257,10 +268,11 @@ class KeptLayer(LayerStore):
         self.placed_TBK = taken(positions_TBK, slots_mBK, room)
         self.placed_TBK[:num_kept].masked_fill_(is_new_mBK, -1)
         self.carried = {policy: taken(each_TBK, slots_mBK, room) for policy, each_TBK in self.carried.items()}
-        if self.queries is not None:  # those since a row was cut back
+        if self.queries:  # those since a row was cut back
             tokens = zip(self.pads, kept_pads, strict=True)
             goes = [num_kept - kept < self.num_slots - pad for pad, kept in tokens]
-            self.queries = None if all(goes) else self.queries.without(row_values(goes, slots_mBK.device))
+            goes_B = row_values(goes, slots_mBK.device)
+            self.queries = {} if all(goes) else {first: each.without(goes_B) for first, each in self.queries.items()}
         self.num_slots, self.pads = num_kept, kept_pads
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
@@ -364,7 +376,7 @@ class KeptLayer(LayerStore):
             carried=self.forked_carried(),
         )
 
-    def forked_carried(self) -> dict[type, Tensor]:
+    def forked_carried(self) -> dict[Hashable, Tensor]:
         """Copies of what policies carry, for a fork: values of present slots change, unlike keys and values."""
         return {policy: each_TBK[: self.num_slots].clone() for policy, each_TBK in self.carried.items()}
 

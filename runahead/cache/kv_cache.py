@@ -17,6 +17,7 @@ from torch import Tensor
 
 from policies.row_values import row_values
 from runahead.attention.op import Run, Step
+from runahead.attention.partial import KeyBias
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.index import ALL_TOKENS, Index
 from runahead.cache.new_tokens import NewTokens
@@ -62,17 +63,25 @@ def seen_in(
     )
 
 
-def seen_in_part(slab: KVSlab, q_BNCH: Tensor, tokens: NewTokens, pads: Sequence[int]) -> SeenKV:
+def seen_in_part(
+    slab: KVSlab,
+    q_BNCH: Tensor,
+    tokens: NewTokens,
+    pads: Sequence[int],
+    *,
+    bias: Callable[[KeyBias, slice | Tensor, slice], Tensor] | None = None,
+) -> SeenKV:
     """Return the same as `seen_in`, with the newest tokens stored on any of the ranks.
 
     Args:
         slab: the tokens that are stored here.
         pads: padding slots on the left of each row.
+        bias: as of `Run`.
     """
     assert tokens.part is not None
     slots, num_new = range(slab.first, slab.end), q_BNCH.shape[2]
     spans = tokens.part.spans(slots, pads, start=tokens.start, num_new=num_new, device=q_BNCH.device)
-    return SeenKV(q_BNCH=q_BNCH, steps=[Step([Run(slab, spans)])], whole=lambda: slab.read(slab.first, slab.end))
+    return SeenKV(q_BNCH=q_BNCH, steps=[Step([Run(slab, spans, bias)])], whole=lambda: slab.read(slab.first, slab.end))
 
 
 @dataclass(kw_only=True)

@@ -275,8 +275,9 @@ def _stores_nothing(setup: Setup) -> Words:
 
 
 def _comes_twice(setup: Setup) -> Words:
-    names = [_named(step) for step in setup.steps]
-    return next((name for name in names if names.count(name) > 1), "")
+    """A policy that is in a sequence twice, with the same options."""
+    steps = list(setup.steps)
+    return _named(next((step for place, step in enumerate(steps) if step in steps[:place]), None))
 
 
 def _looks_ahead(setup: Setup) -> Words:
@@ -469,9 +470,6 @@ FACTS: dict[str, Fact] = {
     "policy.clamped=true": _retriever(lambda policy: _if(policy.clamps, "policy.clamped=true")),
     "policy.pool.bytes": _retriever(
         lambda policy: _if(policy.pool.bytes is not None, f"policy.pool.bytes={policy.pool.bytes}")
-    ),
-    "policy.turn_tokens": _retriever(
-        lambda policy: _if(policy.turn_tokens, f"policy.turn_tokens={policy.turn_tokens}")
     ),
     "a policy that follows marks": _step(lambda step: step.follows_marks),
     "a policy that follows no marks": _step(lambda step: not step.follows_marks),

@@ -366,9 +366,22 @@ REFUSED = (
     ),
     # a policy and a model
     Refused(
-        ("a policy", "ALiBi"),
-        "{1} adds a bias to its attention by distance (ALiBi), and cache policies change which key is where",
-        "use policy=full",
+        ("a retrieving policy", "ALiBi"),
+        "{1} adds a bias to its attention by distance (ALiBi), and policy {0} finds tokens by products of queries and "
+        "keys, which lack it",
+        "use a policy that evicts, such as snapkv",
+    ),
+    Refused(
+        ("a policy that narrows", "ALiBi"),
+        "{1} adds a bias to its attention by distance (ALiBi), and policy {0} drops tokens between layers, of which "
+        "ranks do not tell each other the positions of those that are left",
+        "use a policy that only evicts, such as snapkv",
+    ),
+    Refused(
+        ("unequal heads, compensated", "ALiBi"),
+        "{1} adds a bias to its attention by distance (ALiBi), and what stands for tokens that policy {0} drops is at "
+        "no distance",
+        "use policy.compensate=false",
     ),
     Refused(
         ("a policy that follows marks", "no marks"),
@@ -476,8 +489,13 @@ REFUSED = (
         "use it alone, or ranks.tensor=1",
     ),
     Refused(
-        ("unequal heads", "policy.positions=reencoded"),
-        "policy {0} keeps other tokens in each head, at their positions",
+        ("unequal heads, compensated", "policy.positions=reencoded"),
+        "policy {0} lets the mean of the tokens that it drops stand for them, which has no position",
+        "use policy.compensate=false or policy.positions=original",
+    ),
+    Refused(
+        ("unequal heads", "policy.positions=reencoded", "a policy that turns queries"),
+        "policy {2} turns queries to the next position of a row, and with policy {0} each head has another one",
         "use policy.positions=original",
     ),
     Refused(
@@ -487,20 +505,9 @@ REFUSED = (
         "",
     ),
     Refused(
-        ("policy.turn_tokens", "a sequence"),
-        "{0} is for a policy that retrieves alone",
-        "those before it in a sequence cut a turn back by its attention to all tokens; leave policy.turn_tokens out",
-    ),
-    Refused(
         ("a retrieving policy", "policy.positions=reencoded"),
         "policy {0} keeps all tokens at their positions",
         "use policy.positions=original",
-    ),
-    Refused(
-        ("a retrieving policy", "policy.clamped=true", "a sequence"),
-        "policy {0} with clamped distances must be the only one, since those before it in a sequence drop tokens at "
-        "their positions",
-        "use policy.clamped=false",
     ),
     Refused(
         ("policy.clamped=true", "policy.recent of all positions"),
@@ -508,7 +515,11 @@ REFUSED = (
         "{model.max_positions} positions",
         "use at most {1}",
     ),
-    Refused(("a policy twice",), "policy {0} is in a sequence twice", "leave out one of the two"),
+    Refused(
+        ("a policy twice",),
+        "policy {0} is in a sequence twice with the same options, so the second would decide as the first",
+        "leave out one of the two, or give it other options",
+    ),
     Refused(
         ("a sequence", "a policy that narrows later"),
         "policy {1} narrows what deeper layers compute, by votes on all new tokens, not after {0} has dropped some",

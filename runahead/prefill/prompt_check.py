@@ -111,7 +111,7 @@ class PromptLimits:
             is_long = num_tokens > limit and chunk_tokens is not None and chunk_tokens > window
             return f"prefill.chunk_tokens={window} or less, as policy.recent, or {shorter}" if is_long else None
         stay = policies.most_slots(self.num_layers, Phase.prefill)
-        if stay is None or policies.ragged:  # whose positions cannot be re-encoded
+        if stay is None or policies.ragged:  # whose longest heads have no bound
             budget = max(1, min(1024, limit // 2))
             streams = f"policy=streaming_llm policy.budget={budget} policy.positions=reencoded"
             if policies:

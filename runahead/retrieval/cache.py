@@ -137,6 +137,23 @@ class RetrievedLayer(LayerStore):
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         if self._slab is None and self._kept.rotary is None:
             return self._kept.seen(q_BNCH, tokens)
+        seen = self._seen(q_BNCH, tokens)
+        if self._slab is not None:
+            seen.of_all = partial(self._of_all, q_BNCH)
+        return seen
+
+    def _of_all(self, q_BNCH: Tensor) -> SeenKV:
+        """The new tokens' queries with all slots, for policies that cut a turn back."""
+        kept = self._retrieval.pool[self._layer]
+        slab, pads, rotary = kept.slab(), kept.pads, kept.rotary
+        start = slab.end - q_BNCH.shape[2]
+        if rotary is None or self._retrieval.clamped is None:
+            return seen_in(slab, q_BNCH, start=start, pads=pads)
+        first = [self._retrieval.clamped.first_slot(slab.end)] * len(pads)
+        slab, q_BNCH = at_slots(rotary, slab, q_BNCH, new=start, pads=first)
+        return seen_in(slab, q_BNCH, start=start, pads=pads)
+
+    def _seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab, pads = self._slots()
         if tokens.part is not None:
             return self._with_rest(seen_in_part(slab, q_BNCH, tokens, pads))

@@ -46,13 +46,17 @@ class ClampedDistances:
             end: number of slots that are seen, those of new tokens included.
             pads: number of them that are padding, by row.
         """
-        first = max(0, end - 1 - self._recent)
+        first = self.first_slot(end)
         bases = [
             pad if end - pad == kept.num_slots - row_pad and not self.exceeds(end - pad) else first
             for pad, row_pad in zip(pads, kept.pads, strict=True)
         ]
         self._newest[layer] = [end - 1 - base for base in bases]
         return bases
+
+    def first_slot(self, end: int) -> int:
+        """The slot at which positions begin if distances are clamped among so many slots that are seen."""
+        return max(0, end - 1 - self._recent)
 
     def seen_whole(self, layer: int) -> None:
         """Note that given tokens attend to all slots of a layer, each at its own position."""

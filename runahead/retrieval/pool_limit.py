@@ -75,9 +75,9 @@ class PoolLimit:
             slots: those of the layer, for the token after them.
         """
         victim, num_new = self._policy.pool.victim, q_BNCH.shape[2]
-        if type(self._policy) not in kept.carried:
+        if self._policy.state_key not in kept.carried:
             shape = len(kept.pads), kept.shape.num_kv_heads, kept.num_slots
-            kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device), type(self._policy))
+            kept.carry(torch.zeros(shape, dtype=torch.int32, device=q_BNCH.device), self._policy.state_key)
         use_BKn = self._use_of(kept)
         simulated = min(num_simulated(self._policy), num_new)
         for step, token in enumerate(range(num_new - simulated, num_new), start=1):
@@ -113,6 +113,6 @@ class PoolLimit:
 
     def _use_of(self, kept: KeptLayer) -> Tensor:
         """Use statistics (B, K, n) of the slots of a layer in a limited pool, as the policy carries them along."""
-        use_BKn = kept.carried_BKn(type(self._policy))
+        use_BKn = kept.carried_BKn(self._policy.state_key)
         assert use_BKn is not None
         return use_BKn

@@ -9,7 +9,7 @@ its newest ones exact. The exact ones are a `RaggedLayer`, the others are `Quant
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -153,12 +153,12 @@ class QuantisedRagged(RaggedLayer):
         dtype = self.shape.dtype
         return self._whole(self.coded.read(dtype), self.slab_TBKX[:, 0, 0].to(dtype), 0)
 
-    def carried_BKn(self, policy: type) -> Tensor | None:  # noqa: N802
+    def carried_BKn(self, policy: Hashable) -> Tensor | None:  # noqa: N802
         if policy not in self.carried:
             return None
         return self._whole(self.coded.carried[policy], self.carried[policy][:, 0, 0], 0)
 
-    def carry(self, values_BKn: Tensor, policy: type) -> None:
+    def carry(self, values_BKn: Tensor, policy: Hashable) -> None:
         super().carry(values_BKn, policy)
         ends = [self.num_slots - length for length in self.lengths]
         of_coded = [
@@ -188,7 +188,8 @@ class QuantisedRagged(RaggedLayer):
             windows.slab_TBKX = self.slab_TBKX.to(q_BNCH.dtype)
         steps = RaggedLayer.steps(windows, q_BNCH, new_pads)
         if self.coded.num_tokens:
-            steps.append(Step([Run(self.coded, self.coded.spans_for(q_BNCH.shape[2]))]))
+            bias = self.coded.biased_by(self.shape.num_kv_heads)
+            steps.append(Step([Run(self.coded, self.coded.spans_for(q_BNCH.shape[2]), bias)]))
         return steps
 
 

@@ -9,7 +9,8 @@ followed by room for new tokens, so a head that keeps few tokens takes little me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from policies.row_values import row_values, sent
 from runahead.attention.op import EVERY_ROW, Lengths, Run, Span, Step, spans_of
-from runahead.attention.partial import AttentionTerms, takes_sequences
+from runahead.attention.partial import AttentionTerms, KeyBias, takes_sequences
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, KVSlab
+from runahead.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,7 @@ class RaggedLayer(KeptLayer):
             compensates: whether the mean of all other tokens stands for them.
             lengths: number of slots of each sequence that are not -1; by default the host waits for them.
         """
-        assert layer.rotary is None and layer.first == 0, "positions are original, and all tokens are stored"
+        assert layer.first == 0, "all tokens are stored"
         heads, num_slots = layer.shape.num_kv_heads, slots_BKm.shape[2]
         if lengths is None:
             lengths = (slots_BKm >= 0).sum(dim=-1).flatten().tolist()
@@ -137,6 +139,7 @@ class RaggedLayer(KeptLayer):
             carried={policy: taken(each_TBK) for policy, each_TBK in layer.carried.items()},
             pads=[],
             alike=False,
+            rotary=layer.rotary,
             lengths=lengths,
             starts=starts,
             room=room,
@@ -165,6 +168,7 @@ class RaggedLayer(KeptLayer):
             carried={policy: taken(self._padded(each_TBK[:, 0, 0], 0)) for policy, each_TBK in self.carried.items()},
             pads=[num_kept - tokens for tokens in tokens_B],
             alike=False,
+            rotary=self.rotary,
             num_slots=num_kept,
         )
 
@@ -220,7 +224,7 @@ class RaggedLayer(KeptLayer):
     def kv_BKnX(self) -> Tensor:  # noqa: N802
         return self._padded(self.slab_TBKX[:, 0, 0], 0)
 
-    def carried_BKn(self, policy: type) -> Tensor | None:  # noqa: N802
+    def carried_BKn(self, policy: Hashable) -> Tensor | None:  # noqa: N802
         return self._padded(self.carried[policy][:, 0, 0], 0) if policy in self.carried else None
 
     def _padded(self, values_T: Tensor, padding: int) -> Tensor:
@@ -230,7 +234,7 @@ class RaggedLayer(KeptLayer):
             out_n[self.num_slots - length :] = values_T[start : start + length]
         return out_Sn.unflatten(0, (-1, self.shape.num_kv_heads))
 
-    def carry(self, values_BKn: Tensor, policy: type) -> None:
+    def carry(self, values_BKn: Tensor, policy: Hashable) -> None:
         carried_T = values_BKn.new_zeros(len(self.slab_TBKX))
         for values_n, start, length in zip(values_BKn.flatten(0, 1), self.starts, self.lengths, strict=False):
             carried_T[start : start + length] = values_n[self.num_slots - length :]
@@ -278,15 +282,31 @@ class RaggedLayer(KeptLayer):
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         # A token that another rank stores sees all of its sequence, as the last one of it does.
         assert tokens.part is None or q_BNCH.shape[2] == 1, q_BNCH.shape
-        dropped = self.dropped
+        dropped, read = self.dropped, self
+        if self.rotary is not None:
+            read, q_BNCH = self._at_slots(self.rotary, q_BNCH)
         return SeenKV(
             q_BNCH=q_BNCH,
-            steps=self.steps(q_BNCH, tokens.pads(q_BNCH.shape[2])),
-            whole=self.read,
+            steps=read.steps(q_BNCH, tokens.pads(q_BNCH.shape[2])),
+            whole=read.read,
             positions=self.positions_BKn,
             num_sequences=self.shape.num_kv_heads,
             rest=None if dropped is None else lambda terms, _: dropped.attend(q_BNCH, self.shape, terms),
         )
+
+    def _at_slots(self, rotary: Rotary, q_BNCH: Tensor) -> tuple[RaggedLayer, Tensor]:
+        """This layer with keys rotated to their places in their sequences, and the newest queries, to theirs."""
+        assert self.dropped is None and not self.in_few_bits, "a mean has no place; codes are of rotated keys"
+        key_dim, device = self.shape.key_dim, q_BNCH.device
+        firsts_T = self._starts[:-1].repeat_interleave(self._starts.diff(), output_size=self.starts[-1])
+        places_T = torch.arange(self.starts[-1], device=device) - firsts_T
+        k_1TH, v_1TV = self.slab_TBKX[:, 0].movedim(1, 0).split([key_dim, self.shape.value_dim], dim=-1)
+        k_1TH = rotary.turned(k_1TH[None], places_T[None])[0]
+        read = copy(self)
+        read._hold(torch.cat([k_1TH, v_1TV], dim=-1)[0, :, None, None])
+        places_SC = (self._used_S[:, None] + torch.arange(-q_BNCH.shape[2], 0, device=device)).clamp_min(0)
+        q_SGCH = q_BNCH.reshape(len(self.lengths), -1, *q_BNCH.shape[2:])
+        return read, rotary.turned(q_SGCH, places_SC).reshape(q_BNCH.shape)
 
     def steps(self, q_BNCH: Tensor, new_pads: Sequence[int]) -> list[Step]:
         """Where the tokens lie that the newest ones see, with each sequence as a row of one head.
@@ -300,7 +320,7 @@ class RaggedLayer(KeptLayer):
         def apart() -> list[Run]:
             # Counted in slots, which are in causal order whichever tokens they hold.
             return [
-                Run(slab, _span_of(slab, number, pad, num_new))
+                Run(slab, _span_of(slab, number, pad, num_new), self._biased(number, pad, q_BNCH.shape[1]))
                 for number, (slab, pad) in enumerate(zip(self.sequences(pads), pads, strict=True))
             ]
 
@@ -316,6 +336,17 @@ class RaggedLayer(KeptLayer):
             apart=apart,
         )
         return [Step([Run(self.memory, lengths)])]
+
+    def _biased(self, number: int, pad: int, num_heads: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
+        """The bias of the tokens of a sequence at their positions, as of `Run`, for the query heads of its KV head."""
+        heads = self.shape.num_kv_heads
+        own, first = slice(number % heads, number % heads + 1), self.starts[number] - pad
+
+        def bias(key_bias: KeyBias, _: slice | Tensor, slots: slice) -> Tensor:
+            positions_S = self.positions_TBK[first + slots.start : first + slots.stop, 0, 0]
+            return key_bias(positions_S).unflatten(0, (heads, -1))[own].flatten(0, 1)[None]
+
+        return bias
 
     def read(self) -> tuple[Tensor, Tensor]:
         """A copy of all keys (B, K, n, H) and values (B, K, n, V), padded on the left to the longest head."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -23,6 +24,18 @@ from runahead.retrieval.retrieval import Retrieval, num_observed
 from runahead.rotary import Rotary
 from runahead.thinning.quantised_ragged import QuantisedRagged
 from runahead.thinning.ragged import RaggedLayer
+
+
+def numbered(policies: Sequence[Policy]) -> list[Policy]:
+    """The policies of a sequence, which count those of their class before them."""
+    found = list[Policy]()
+    for policy in policies:
+        occurrence = sum(type(each) is type(policy) for each in found)
+        if policy.occurrence != occurrence:
+            policy = copy(policy)
+            policy.occurrence = occurrence
+        found.append(policy)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,10 @@ class RankPolicies:
     positions: Positions = Positions.original
     part: PromptPart | None = None
     storage: CacheOptions = field(default_factory=CacheOptions)
+
+    def __post_init__(self) -> None:
+        for name in ("last", "others"):
+            object.__setattr__(self, name, numbered(getattr(self, name)))
 
     @classmethod
     def everywhere(

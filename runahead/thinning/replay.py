@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab, Slabs
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model, PrefillEndsHere
+from runahead.rotary import Rotary
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -84,8 +85,8 @@ def decide_on_prompt(
 
 def _taken_scores(layer: KeptLayer, policy: Policy) -> Tensor | None:
     """Take from a layer what a policy has stored in it, minus infinity on padding; None if it has stored nothing."""
-    carried_BKn = layer.carried_BKn(type(policy))
-    layer.carried = {each: values for each, values in layer.carried.items() if each is not type(policy)}
+    carried_BKn = layer.carried_BKn(policy.state_key)
+    layer.carried = {each: values for each, values in layer.carried.items() if each != policy.state_key}
     return None if carried_BKn is None else carried_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
 
 
@@ -129,13 +130,32 @@ def score_prompt(
         for start in range(0, length, step):
             chunk = range(start, min(start + step, length))
             ids_1C = sent(torch.tensor([[*request, *ids[chunk.start : chunk.stop]]]), model.device)
-            stored = [layer.slab().row(row, pad) for layer in kept.layers]
+            stored = [_row_of(layer, row, pad) for layer in kept.layers]
             attention = ReplayAttention(
                 model, policy, stored, chunk, of_row, num_new=ids_1C.shape[1], on_layer=on_layer
             )
             with suppress(PrefillEndsHere):
                 model.forward(ids_1C, attention, start=length, pads=[0], length=length)
     return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RotatedRow(KVSlab):
+    """The unrotated keys of a row of which nothing was dropped, rotated to their slots by each reading."""
+
+    rotary: Rotary
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        k_1KSH, v_1KSV = super().read(start, end)
+        return self.rotary.rotated(k_1KSH.permute(2, 0, 1, 3), start, [0]).permute(1, 2, 0, 3), v_1KSV
+
+
+def _row_of(layer: KeptLayer, row: int, pad: int) -> KVSlab:
+    """A row of the prompt, keys rotated to their positions."""
+    slab = layer.slab().row(row, pad)
+    if layer.rotary is None:
+        return slab
+    return _RotatedRow(slab_TBKX=slab.slab_TBKX, key_dim=slab.key_dim, first=slab.first, rotary=layer.rotary)
 
 
 class ReplayAttention(CausalAttention):
@@ -161,7 +181,11 @@ class ReplayAttention(CausalAttention):
     ) -> None:
         self._stored = stored
         self._own = [
-            replace(slab, slab_TBKX=slab.slab_TBKX.new_empty(num_new, *slab.slab_TBKX.shape[1:]), first=slab.end)
+            KVSlab(
+                slab_TBKX=slab.slab_TBKX.new_empty(num_new, *slab.slab_TBKX.shape[1:]),
+                key_dim=slab.key_dim,
+                first=slab.end,
+            )
             for slab in stored
         ]
         cache = KVCache(Slabs.each_its_own(self._own), AfterPrefix(Slabs.each_its_own(stored)))

@@ -74,9 +74,8 @@ class PolicySteps:
         self.room, self.evicts, self.cache, self.part = room, evicts, cache, part
         self._model, self._await_device = model, await_device
         self._index_asks = any(isinstance(policy, Retriever) and policy.index_asks_device for policy in policies)
-        asked = [policy.queries_from for policy in self.policies if policy.queries_from is not None]
-        self._queries_from = min(asked, default=None)
-        self._rotations = model.rotations if asked else []
+        self._counts_from = {each.queries_from for each in self.policies if each.queries_from is not None}
+        self._rotations = model.rotations if self._counts_from else []
         projects = any(policy.needs_output_projection for policy in self.policies)
         self._projections = model.output_projections if projects else None
         self._kinds_V = model.token_kinds if any(policy.needs_token_kinds for policy in self.policies) else None
@@ -100,6 +99,10 @@ class PolicySteps:
         positions_BC = self.tokens.positions_BC(seen.q_BNCH.shape[2], seen.q_BNCH.device)
         before = kept.num_slots
         if self.policies and not self._rests(layer, kept):
+            if kept.on_host:  # what a turn retrieved from
+                assert self.cache is not None
+                kept = kept.brought()
+                self.cache.put(layer, kept)
             kept = self._run_all(layer, kept, seen, terms, positions_BC)
         if self.cache is not None and (self.evicts or self.cache.indexes_all):
             was_cut = kept.num_slots < before
@@ -122,6 +125,8 @@ class PolicySteps:
     def _run_all(
         self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms, positions_BC: Tensor
     ) -> KeptLayer:
+        if seen.of_all is not None:
+            seen = seen.of_all()
         q_BNCH, (k_BKnH, v_BKnV) = seen.q_BNCH, self._keys_and_values(kept, seen)
         lse_BNC = None if self.part is None else seen.lse()
         ahead = self._count_queries(layer, kept, q_BNCH, positions_BC)
@@ -143,7 +148,7 @@ class PolicySteps:
                 positions_BKn=kept.positions_BKn(),
                 k_BKnH=k_BKnH,
                 v_BKnV=v_BKnV,
-                carried_BKn=kept.carried_BKn(type(policy)),
+                carried_BKn=kept.carried_BKn(policy.state_key),
                 signals=self._with_readers(
                     seen,
                     QuerySignals(
@@ -153,7 +158,7 @@ class PolicySteps:
                         queries_BC=positions_BC,
                         keys_BKn=kept.positions_BKn(),
                         lse_BNC=lse_BNC,
-                        ahead=ahead,
+                        ahead=None if policy.queries_from is None else ahead[policy.queries_from],
                         project=self._projecting(layer, v_BKnV, q_BNCH.shape[1]),
                         layer=layer,
                         first_head=self._model.shard_number * q_BNCH.shape[1],
@@ -226,31 +231,34 @@ class PolicySteps:
 
     def _count_queries(
         self, layer: int, kept: KeptLayer, q_BNCH: Tensor, positions_BC: Tensor
-    ) -> Callable[[int], tuple[Tensor, Tensor]] | None:
-        """Add the new queries to those that the layer has counted, if a policy asks for the queries to come.
+    ) -> dict[int, Callable[[int], tuple[Tensor, Tensor]]]:
+        """Add the new queries to those that the layer has counted, if policies ask for the queries to come.
 
         Returns:
-            number of next positions -> mean and covariance of the queries there.
+            by the first position that counts: number of next positions -> mean and covariance of the queries there.
         """
-        if self._queries_from is None:
-            return None
+        if not self._counts_from:
+            return {}
         rotary, turned_BC = self._rotations[layer], positions_BC
         if kept.rotary is not None:  # queries are rotated to their slots
             slots_C = torch.arange(kept.end - q_BNCH.shape[2], kept.end, device=q_BNCH.device)
             turned_BC = slots_C - row_values(kept.pads, q_BNCH.device)[:, None]
-        counts_BC = positions_BC >= self._queries_from  # padding is below 0
-        moments = QueryMoments.of(q_BNCH, rotary, positions_BC=turned_BC, counts_BC=counts_BC)
-        kept.queries = moments if kept.queries is None else kept.queries.merged(moments)
+        new = {  # padding is below 0
+            first: QueryMoments.of(q_BNCH, rotary, positions_BC=turned_BC, counts_BC=positions_BC >= first)
+            for first in self._counts_from
+        }
+        before = kept.queries
+        kept.queries = {first: before[first].merged(each) if first in before else each for first, each in new.items()}
         next_B = turned_BC[:, -1] + 1
         if self.part is not None and self.tokens.phase is Phase.prefill:
             next_B = next_B + self.part.num_after
-        return partial(kept.queries.ahead, rotary, next_B)
+        return {first: partial(moments.ahead, rotary, next_B) for first, moments in kept.queries.items()}
 
     def _step(self, policy: Policy, view: LayerView, kept: KeptLayer) -> tuple[Tensor | None, KeptLayer]:
         """Run one policy. Returns the slots (B, K, m) or (B, 1, m) that it kept, None if it kept all, and the layer."""
         carried_BKn = policy.carry(view)
         if carried_BKn is not None:
-            kept.carry(carried_BKn, type(policy))
+            kept.carry(carried_BKn, policy.state_key)
             view = replace(view, carried_BKn=carried_BKn)
         is_ragged = view.head_pads is not None or (isinstance(kept, QuantisedLayer) and kept.becomes_ragged)
         slots_BKm = None

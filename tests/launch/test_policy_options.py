@@ -194,10 +194,6 @@ def test_ranks_may_differ() -> None:
         (["policy=sequence", "policy.budget=64"], "no option budget; use policy.steps='[{name:chunkkv,budget:64}]'"),
         (["policy=per_rank", "policy.budget=64"], "use policy.ranks.last='{name:chunkkv,budget:64}'"),
         (["policy=file", "policy.budget=64"], "file has no option budget; use policy.options.budget=64"),
-        (
-            ["policy=sequence", "policy.steps=[expected_attention,{name:adakv,scorer:expected_attention}]"],
-            "more than one policy that accumulates queries",
-        ),
         (["policy=sequence", "policy.steps=[magicpig]"], "policy.steps=magicpig is not one of"),
         (["policy=sequence", "policy.steps=[3]"], "neither a policy's name"),
         (["policy.steps=[h2o]"], "no effect with policy=full; add policy=sequence"),

@@ -34,12 +34,13 @@ class Run:
 
     def __init__(self, model: Model, steps: list[Policy], prompts: list[list[int]], *, reencoded: bool = False) -> None:
         longest = max(map(len, prompts))
-        self.model, self.steps = model, steps
+        self.model = model
         self.pads = [longest - len(prompt) for prompt in prompts]
         self.ids_BS = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         self.prompt_tokens = longest
         positions = Positions.reencoded if reencoded else Positions.original
         policies = RankPolicies(last=steps, positions=positions)
+        self.steps = policies.last
         if policies.merging is not None:
             self.kept = policies.cache(model, batch=len(prompts))
         else:

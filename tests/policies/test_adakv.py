@@ -216,17 +216,17 @@ def test_votes_stay_with_their_tokens_and_go_on() -> None:
     run.prefill()
     whole.prefill()
     for layer, of_all in zip(run.kept.layers, whole.kept.layers, strict=True):
-        votes_BKn, all_BKn = layer.carried_BKn(AdaKV), of_all.carried_BKn(H2O)
+        votes_BKn, all_BKn = layer.carried_BKn((AdaKV, 0)), of_all.carried_BKn((H2O, 0))
         positions_BKn = layer.positions_BKn().long()
         assert votes_BKn is not None and all_BKn is not None
         slots_BKn = (positions_BKn + torch.tensor(run.pads)[:, None, None]).clamp_min(0)
         expected_BKn = all_BKn.gather(2, slots_BKn).masked_fill(positions_BKn < 0, 0)
         torch.testing.assert_close(votes_BKn, expected_BKn)
-    before = [(layer.carried_BKn(AdaKV), layer.num_slots) for layer in run.kept.layers]
+    before = [(layer.carried_BKn((AdaKV, 0)), layer.num_slots) for layer in run.kept.layers]
     run.steps = [AdaKV(scorer=H2O(budget=1000))]
     run.next_prompt(prompt(9, seed=5))
     for layer, (votes_BKn, num_slots) in zip(run.kept.layers, before, strict=True):
-        later_BKn, is_token_BKn = layer.carried_BKn(AdaKV), layer.positions_BKn() >= 0
+        later_BKn, is_token_BKn = layer.carried_BKn((AdaKV, 0)), layer.positions_BKn() >= 0
         assert votes_BKn is not None and later_BKn is not None and later_BKn.shape[2] == num_slots + 9
         assert (later_BKn[..., :num_slots] > votes_BKn)[is_token_BKn[..., :num_slots]].all()
         assert (later_BKn[..., num_slots:] > 0).all()

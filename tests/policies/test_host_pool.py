@@ -16,7 +16,7 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
 from runahead.ranks.accelerator import Accelerator
 from tests.families import prompt, throughout
-from tests.policies.test_indices import RETRIEVED_TURN
+from tests.policies.test_indices import RETRIEVED_TURN, cut_before_retrieval
 from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
 from tests.ranks.tasks import tiny_model
 
@@ -136,6 +136,25 @@ def test_a_turn_that_retrieves_brings_no_layer_to_the_device(
         with throughout(torch.float64):
             more = torch.tensor([tokens])
             assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
+        assert torch.equal(ours.decode(GENERATED), theirs.decode(GENERATED))
+
+
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+def test_a_turn_that_retrieves_is_cut_back_as_it_is_in_place(
+    lengths: tuple[int, ...], copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen to fail: policies that cut a layer back in host memory, and an index of the layer as it was before."""
+    ours = Turns(tiny_model("llama"), cut_before_retrieval(), lengths)
+    ours.prefill()
+    with monkeypatch.context() as patch:
+        patch.setattr("runahead.retrieval.retrieval.copies_for", lambda device: None)
+        theirs = Turns(tiny_model("llama"), cut_before_retrieval(), lengths)
+        theirs.prefill()
+    for tokens in (RETRIEVED_TURN, RETRIEVED_TURN[:2]):
+        with throughout(torch.float64):
+            more = torch.tensor([tokens])
+            assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
+        assert all(isinstance(layer, HostLayer) for layer in ours.conversation.cache.kept_layers)
         assert torch.equal(ours.decode(GENERATED), theirs.decode(GENERATED))
 
 

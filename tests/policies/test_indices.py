@@ -20,19 +20,20 @@ from policies.clusters import Clusters
 from policies.exact_topk import ExactTopK
 from policies.full import Full
 from policies.infinigen import InfiniGen
-from policies.pyramidinfer import PyramidInfer
 from policies.quest import Digest, Pages, Quest
 from policies.retriever import Group, PromptView, Rest, Slots, need_of_group
 from policies.retroinfer import RetroInfer
+from policies.snapkv import SnapKV
 from policies.sparq import SparQ
 from policies.squeezed_attention import SqueezedAttention
 from policies.threshold_clusters import ThresholdClusters
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.base import SeenKV
+from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import seen_in
 from runahead.cache.slabs import KVSlab
-from runahead.config import Positions
 from runahead.retrieval.cache import estimate
-from runahead.thinning.rank_policies import RankPolicies
+from runahead.thinning.steps import PolicySteps
 from tests.families import prompt, throughout
 from tests.policies.test_retrieval import ALL, GENERATED, NAMES, NUM_TOKENS, PADDED, SOME, Turns, policy
 from tests.ranks.tasks import tiny_model
@@ -606,7 +607,41 @@ def test_options_out_of_range_are_refused(kind: type[Policy], options: dict[str,
         kind(**options)
 
 
-def test_a_turn_retrieves_for_a_policy_alone() -> None:
-    steps = [PyramidInfer(), ExactTopK(turn_tokens=8)]
-    with pytest.raises(ValueError, match="policy.turn_tokens=8 is for a policy that retrieves alone"):
-        RankPolicies.everywhere(steps, Positions.original).check(tiny_model("llama"))
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+def test_a_turn_that_retrieves_is_cut_back_by_its_attention_to_all_tokens(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SnapKV's votes written out, over all that is stored. Seen to fail: over what the turn has retrieved."""
+    ours = Turns(tiny_model("llama"), cut_before_retrieval(), lengths)
+    ours.prefill()
+    found: dict[int, tuple[Tensor, Tensor, Tensor, float]] = {}
+    run = PolicySteps.run
+
+    def noting(self: PolicySteps, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms) -> KeptLayer:
+        positions_BKn = kept.positions_BKn().expand(-1, 2, -1).clone()
+        found[layer] = seen.q_BNCH[:, :, -4:].clone(), kept.read()[0].clone(), positions_BKn, terms.scaling
+        return run(self, layer, kept, seen, terms)
+
+    monkeypatch.setattr(PolicySteps, "run", noting)
+    with throughout(torch.float64):
+        ours.conversation.feed(torch.tensor([RETRIEVED_TURN]))
+    for layer, kept in enumerate(ours.conversation.cache.kept_layers):
+        q_BNwH, k_BKnH, positions_BKn, scaling = found[layer]
+        assert k_BKnH.shape[2] > kept.num_slots == 24
+        for row, length in enumerate(lengths):
+            for head in range(2):
+                positions_n, q_GwH = positions_BKn[row, head], q_BNwH[row, 2 * head : 2 * head + 2]
+                scores_Gwn = q_GwH @ k_BKnH[row, head].T * scaling
+                sees_wn = (positions_n >= 0) & (positions_n <= length + 5 + torch.arange(4)[:, None])
+                votes_n = scores_Gwn.masked_fill(~sees_wn, -math.inf).softmax(dim=-1).mean(dim=(0, 1))
+                votes_n[-4:] = 2.0  # the window stays
+                tokens_t = (positions_n >= 0).nonzero()[:, 0]
+                best_m = tokens_t[votes_n[tokens_t].topk(min(24, len(tokens_t))).indices].sort().values
+                is_token_n = kept.positions_BKn()[row, head] >= 0
+                assert kept.positions_BKn()[row, head, is_token_n].tolist() == positions_n[best_m].tolist()
+    steps = [each.steps for each in ours.retrieval.layers if each is not None]
+    assert steps == [1] * 3, "the turn has retrieved"
+
+
+def cut_before_retrieval() -> list[Policy]:
+    return [SnapKV(budget=24, window=4, kernel=1), policy("exact_topk", {"fetch": 12, "turn_tokens": 9})]

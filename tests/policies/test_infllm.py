@@ -13,8 +13,8 @@ from launch.inputs.policies import clamps
 from policies import POLICIES
 from policies.full import Full
 from policies.infllm import Blocks, InfLLM
-from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Choice, Retriever
+from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, GenerationOptions, Model, Ranks, RanksOptions
 from runahead.config import DecodeName, DecodeOptions, Device, PrefillName, PrefillOptions
 from runahead.features.facts import Setup
@@ -68,6 +68,39 @@ def test_a_prompt_longer_than_the_model_is_attended_to_at_clamped_distances(mode
             part = ids[start : start + CHUNK]
             theirs = written.feed(part)
             torch.testing.assert_close(ours.feed(torch.tensor([part]))[0], theirs, atol=TOLERANCE, rtol=0)
+        for token in GENERATED:
+            logits = ours.follow(torch.tensor([[token]]))[0, 0]
+            torch.testing.assert_close(logits, written.feed([token]), atol=TOLERANCE, rtol=0)
+
+
+class ClampedSlots(Clamped):
+    """The same, where tokens between those that are left were dropped: they count by their places."""
+
+    def places(self, num_tokens: int) -> Tensor:
+        places_n = WrittenOut.places(self, num_tokens)
+        return places_n if num_tokens <= LIMIT else (places_n - (num_tokens - 1 - WINDOW)).clamp_min(0)
+
+
+@pytest.mark.parametrize("budget", [40, 90])
+def test_after_policies_that_drop_tokens_those_that_are_left_are_at_clamped_distances(
+    model: Model, budget: int
+) -> None:
+    """Of all that is left all is fetched; more than the model's context, or less. Seen to fail: the places of the text
+    in place of those in the cache."""
+    steps = [SnapKV(budget=budget, window=4, kernel=3), InfLLM(**BLOCKS, fetch=1.0)]
+    ids, written = prompt(LENGTH), ClampedSlots(model.module)
+    policies = RankPolicies.everywhere(steps)
+    policies.check(model)
+    ours = Conversation(model, policies)
+    with throughout(torch.float64):
+        for start in range(0, LENGTH, CHUNK):
+            part = ids[start : start + CHUNK]
+            theirs = written.feed(part)
+            torch.testing.assert_close(ours.feed(torch.tensor([part]))[0], theirs, atol=TOLERANCE, rtol=0)
+            assert ours.cache is not None
+            for layer, kept in enumerate(ours.cache.kept_layers):
+                assert kept.num_slots == min(start + len(part), budget)
+                written.keep(layer, kept.positions_BKn()[0].long())
         for token in GENERATED:
             logits = ours.follow(torch.tensor([[token]]))[0, 0]
             torch.testing.assert_close(logits, written.feed([token]), atol=TOLERANCE, rtol=0)
@@ -295,7 +328,6 @@ def test_what_it_does_not_go_with_is_refused() -> None:
     gpt2, llama = tiny_model("gpt2"), tiny_model("llama")
     for policies, model, message in (
         ([InfLLM()], gpt2, "policy.clamped=false"),
-        ([PyramidInfer(), InfLLM()], llama, "must be the only one"),
         ([InfLLM(recent=512)], llama, "policy.recent=512 is the distance"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,10 @@ def test_scores_stay_with_their_tokens_while_decoding_and_the_buffer_is_emptied(
 
 def scores_of(run: Run, layer: int, head: int) -> dict[int, float]:
     """Scores that are stored with the tokens of a head of the first row, by their positions."""
-    return stored_scores(run.kept.layers[layer], head, type(run.steps[0]))
+    return stored_scores(run.kept.layers[layer], head, run.steps[0].state_key)
 
 
-def stored_scores(layer: KeptLayer, head: int, policy: type[Policy]) -> dict[int, float]:
+def stored_scores(layer: KeptLayer, head: int, policy: Hashable) -> dict[int, float]:
     carried_BKn, positions_BKn = layer.carried_BKn(policy), layer.positions_BKn().expand(-1, 2, -1)
     assert carried_BKn is not None
     pairs = zip(positions_BKn[0, head].tolist(), carried_BKn[0, head].tolist(), strict=True)
@@ -224,7 +225,7 @@ def test_the_engine_and_conversations_take_the_file_of_their_model_alone(tmp_pat
         x_1SD = attention_inputs(model, attention, torch.tensor([prompts()[0]]))[0][None]
     expected_KS = (x_1SD[0] @ maps.weights[0].double().T + maps.biases[0].double()).T
     for head in range(2):
-        found = stored_scores(talk.cache.layers[0], head, KVzap)
+        found = stored_scores(talk.cache.layers[0], head, (KVzap, 0))
         above = {at for at in range(40) if expected_KS[head, at] >= 0} | {0, 1, 36, 37, 38, 39}
         assert set(found) == above
         assert all(score == pytest.approx(float(expected_KS[head, at]), abs=1e-9) for at, score in found.items())

@@ -10,16 +10,23 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from policies.adakv import AdaKV
 from policies.base import LayerView, Policy
+from policies.fastgen import FastGen
 from policies.h2o import H2O
+from policies.kvzip import KVzip
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
+from policies.tova import TOVA
+from policies.zigzagkv import ZigZagKV
 from runahead import Model, Positions, RankPolicies
 from runahead.rotary import Rotary
+from runahead.thinning.ragged import RaggedLayer
 from tests.families import Family, build, prompt, throughout
-from tests.policies.running import Run
+from tests.policies.made_up_kvzap import MadeUpKVzap
+from tests.policies.running import Duo, Run
 from tests.policies.written_out import WrittenOut
 from tests.ranks.tasks import tiny_model
 
@@ -209,6 +216,44 @@ def test_layers_number_their_own_slots(policy: Policy) -> None:
         torch.testing.assert_close(run.decode(token)[0], reference.feed([token]), atol=TOLERANCE, rtol=0)
     if isinstance(policy, PyramidKV):
         assert len(set(run.kept.slots_by_layer)) == 3
+
+
+UNEQUAL: dict[str, list[Policy]] = {
+    "adakv": [AdaKV(scorer=SnapKV(budget=16, window=4, kernel=3, evict_every=2), alpha=0.0)],
+    "fastgen": [FastGen(window=4, sinks=2, frequent=8, local=10, recovered=0.15)],
+    "duo_attention": [Duo(sinks=3, recent=8)],
+    "kvzap": [MadeUpKVzap(recent=3, threshold=0.0, evict_every=2)],
+    "kvzip": [KVzip(budget=16, sinks=2, chunk_tokens=15)],
+    "zigzagkv": [ZigZagKV(budget=16, window=4, kernel=3)],
+    "before another": [AdaKV(scorer=SnapKV(budget=20, window=4, kernel=3), alpha=0.0), TOVA(budget=12, evict_every=2)],
+    "after another": [H2O(budget=20), AdaKV(scorer=SnapKV(budget=12, window=4, kernel=3, evict_every=2), alpha=0.0)],
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_heads_number_their_own_tokens(name: str) -> None:
+    """Dense attention head by head, where heads keep different numbers of tokens: in each they are at 0, 1, 2, ...
+
+    Seen to fail: the row's places for all of its heads; a prompt repeated over keys that are not rotated.
+    """
+    model, given = tiny_model("llama"), [prompt(40), prompt(31, seed=1), prompt(9, seed=2)]
+    references = [WrittenOut(build("llama")) for _ in given]
+    run, unequal = Run(model, UNEQUAL[name], given, reencoded=True), 0
+
+    def same(logits_BV: Tensor, fed: list[list[int]]) -> None:
+        nonlocal unequal
+        for logits_V, reference, ids in zip(logits_BV, references, fed, strict=True):
+            torch.testing.assert_close(logits_V, reference.feed(ids), atol=TOLERANCE, rtol=0)
+        for layer, kept in enumerate(run.kept.layers):
+            unequal += isinstance(kept, RaggedLayer)
+            for reference, positions_Kn in zip(references, kept.positions_BKn().long(), strict=True):
+                reference.keep(layer, positions_Kn)
+
+    same(run.prefill(), given)
+    for token in GENERATED:
+        same(run.decode(token), [[token]] * 3)
+    same(run.next_prompt([17, 19, 23]), [[17, 19, 23]] * 3)
+    assert unequal
 
 
 def test_narrowed_layers_see_no_gaps() -> None:

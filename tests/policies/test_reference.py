@@ -28,8 +28,8 @@ from tests.ranks.tasks import tiny_model
 BUDGET, WINDOW, KERNEL, SINKS, CHUNK = 16, 4, 3, 3, 5
 BUDGET, WINDOW, KERNEL, SINKS, CHUNK, VOTERS = 16, 4, 3, 3, 5, 12
 LENGTHS = (40, 23, 9)
-FAMILIES = ["llama", "gpt2", "gpt_bigcode"]
-"""Two query heads per KV head, a KV head for each, one for all."""
+FAMILIES = ["llama", "gpt2", "gpt_bigcode", "bloom"]
+"""Two query heads per KV head, a KV head for each, one for all; ALiBi."""
 
 
 @cache

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.inputs.policies import policies_of
 from policies.base import LayerView, Phase
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
-from policies.pyramidinfer import PyramidInfer
 from policies.scorer import Scorer
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
@@ -225,15 +223,15 @@ class TestExpectedAttention:
         with throughout(torch.float64):
             run = Run(model, [policy], [prompt(40)], reencoded=reencoded)
             run.prefill()
-            assert all(layer.queries is None for layer in run.kept.layers)
+            assert not any(layer.queries for layer in run.kept.layers)
             for _ in range(2):
                 views.clear()
                 with unrotated_queries(model) as queries:
                     for token in (5, 7, 11):
                         run.decode(token)
                         assert not views
-                    moments = run.kept.layers[1].queries
-                    assert moments is not None and moments.count_B.tolist() == [3]
+                    [moments] = run.kept.layers[1].queries.values()
+                    assert moments.count_B.tolist() == [3]
                     torch.testing.assert_close(moments.mean_BNH, queries[1].mean(dim=2), atol=TOLERANCE, rtol=0)
                     run.decode(13)
                 assert len(views) == 3 and set(run.kept.slots_by_layer) == {12}
@@ -250,7 +248,7 @@ class TestExpectedAttention:
                         ahead=9,
                     )
                     assert slots_BKm[0].tolist() == kept_by(scores_Kn, 12, sinks=3), view.layer
-                assert all(layer.queries is None for layer in run.kept.layers)
+                assert not any(layer.queries for layer in run.kept.layers)
 
     def test_only_a_policy_that_asks_pays(self) -> None:
         """In bytes that are counted, while all tokens are still there."""
@@ -260,7 +258,7 @@ class TestExpectedAttention:
             run.prefill()
             sizes[type(policy)] = run.kept.num_bytes
             asks = isinstance(policy, ExpectedAttention)
-            assert all((layer.queries is not None) == asks for layer in run.kept.layers)
+            assert all(bool(layer.queries) == asks for layer in run.kept.layers)
         of_queries = 3 * 2 * 8 * (1 + 4 * 8 + 4 * 8 * 8)  # layers, rows, bytes, 4 heads of 8 dims
         assert sizes[ExpectedAttention] == sizes[KeyDiff] + of_queries
 
@@ -278,13 +276,6 @@ class TestExpectedAttention:
     def test_layers_with_windows_are_no_obstacle(self, family: str) -> None:
         with throughout(torch.float64):
             RankPolicies(last=[ExpectedAttention()]).check(tiny_model(family))
-
-    def test_one_step_of_a_sequence_may_accumulate_queries(self) -> None:
-        steps = ["pyramidinfer", "expected_attention"]
-        found = policies_of({"name": "sequence", "steps": steps}, "policy")
-        assert found == [PyramidInfer(), ExpectedAttention()]
-        with pytest.raises(ValueError, match="more than one policy that accumulates queries"):
-            policies_of({"name": "sequence", "steps": [*steps, "expected_attention"]}, "policy")
 
     @pytest.mark.parametrize(
         ("options", "says"),

@@ -25,7 +25,7 @@ class WrittenOut:
         self.k_KnH = [torch.empty(self.kv_heads, 0, self.head_dim, dtype=torch.float64) for _ in range(num_layers)]
         self.v_KnH = [k.clone() for k in self.k_KnH]
         self.tokens_Kn = [torch.empty(self.kv_heads, 0, dtype=torch.long) for _ in range(num_layers)]
-        """Which tokens of the text they are."""
+        """Which tokens of the text they are; -1 in the first places of a head that holds fewer than others."""
         self.seen = 0
 
     def feed(self, ids: list[int], left: list[Tensor] | None = None) -> Tensor:
@@ -45,24 +45,26 @@ class WrittenOut:
             self.k_KnH[i] = torch.cat([self.k_KnH[i], k_KCH], dim=1)
             self.v_KnH[i] = torch.cat([self.v_KnH[i], v_KCH], dim=1)
             self.tokens_Kn[i] = torch.cat([self.tokens_Kn[i], text_C.expand(self.kv_heads, -1)], dim=1)
-            n = self.k_KnH[i].shape[1]
-            places_n = self.places(n)
-            group = self.heads // self.kv_heads
-            k_NnH = self.rotated(self.k_KnH[i], places_n).repeat_interleave(group, dim=0)
-            v_NnH = self.v_KnH[i].repeat_interleave(group, dim=0)
-            places_C = places_n[n - len(text_C) :]
-            scores = self.rotated(q_NCH, places_C) @ k_NnH.transpose(1, 2) / math.sqrt(self.head_dim)
-            scores = scores.masked_fill(places_n > places_C[:, None], -math.inf)
-            out_CD = (scores.softmax(dim=-1) @ v_NnH).transpose(0, 1).flatten(1)
+            out_CD = torch.cat([self._attended(i, head, q_CH) for head, q_CH in enumerate(q_NCH)], dim=1)
             x_CD = x_CD + layer.self_attn.o_proj(out_CD)
             x_CD = x_CD + layer.mlp(_rms_norm(x_CD, layer.post_attention_layernorm))
         return self.module.lm_head(_rms_norm(x_CD[-1:], self.module.model.norm))[0]
 
+    def _attended(self, layer: int, head: int, q_CH: Tensor) -> Tensor:
+        """Output (C, H) of a query head for the newest tokens."""
+        own = head * self.kv_heads // self.heads
+        held_n = self.tokens_Kn[layer][own] >= 0
+        k_nH, v_nH = self.k_KnH[layer][own, held_n], self.v_KnH[layer][own, held_n]
+        places_n = self.places(len(k_nH))
+        places_C = places_n[len(k_nH) - len(q_CH) :]
+        scores_Cn = self.rotated(q_CH, places_C) @ self.rotated(k_nH, places_n).T / math.sqrt(self.head_dim)
+        return scores_Cn.masked_fill(places_n > places_C[:, None], -math.inf).softmax(dim=-1) @ v_nH
+
     def keep(self, layer: int, tokens_Km: Tensor) -> None:
-        """Keep these tokens of the text in each KV head (or in all, (1, m)), in their order."""
+        """Keep these tokens of the text in each KV head (or in all, (1, m)), in their order; -1 is none."""
         tokens_Km = tokens_Km.expand(self.kv_heads, -1)
         places = [
-            [row.index(token) for token in wanted]
+            [row.index(token) if token >= 0 else 0 for token in wanted]
             for row, wanted in zip(self.tokens_Kn[layer].tolist(), tokens_Km.tolist(), strict=True)
         ]
         places_Km1 = torch.tensor(places)[:, :, None]
@@ -75,7 +77,7 @@ class WrittenOut:
         return torch.arange(num_tokens)
 
     def rotated(self, x_NnH: Tensor, places_n: Tensor) -> Tensor:
-        """Heads at these positions."""
+        """Vectors (..., n, H) at these positions."""
         angles_nF = places_n[:, None] * self.inv_freq_F
         a, b = x_NnH.chunk(2, dim=-1)
         cos, sin = angles_nF.cos(), angles_nF.sin()

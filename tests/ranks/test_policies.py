@@ -264,7 +264,7 @@ def test_steps_follow_each_other(rank_pools: RankPools) -> None:
     ("family", "policies", "prefill", "says"),
     [
         ("gemma2", RankPolicies(last=[PYRAMID]), None, "windows"),
-        ("bloom", RankPolicies(last=[StreamingLLM()]), None, "ALiBi"),
+        ("bloom", RankPolicies(last=[Quest()]), None, "ALiBi"),
         ("llama", RankPolicies(last=[PYRAMID]), PrefillOptions(name=PrefillName.tsp), "prefill=kv_runahead"),
         (
             "llama",
@@ -303,7 +303,7 @@ def test_what_only_the_loaded_model_tells_is_refused_by_one_rank(rank_pools: Ran
     """The others end without a line of their own."""
     (tmp_path / "ids.json").write_text("[[1, 2, 3], [4, 5]]")
     for family, more, says in (
-        ("bloom", ["policy=snapkv"], "ALiBi"),
+        ("bloom", ["policy=quest"], "ALiBi"),
         ("llama", ["policy=exact_topk", "policy.pool.bytes=20KiB", "prompt.batch=2"], "policy.pool.bytes=20480 holds"),
     ):
         build(family).save_pretrained(tmp_path / family)

@@ -30,7 +30,7 @@ def test_options_that_go_together_are_told_with_what_the_model_decides(capsys: p
     status, [answer, *depends] = asked(capsys, "policy=adakv", "cache.bits=4")
     assert (status, answer) == (0, "yes")
     assert depends == [
-        "depends on the model: not with marks; ALiBi",
+        "depends on the model: not with marks",
         "depends on the ranks and the prompt: slower with decode=auto on several stages; a GPU",
     ]
 
@@ -69,8 +69,9 @@ def test_the_config_of_the_model_decides_what_it_can(
 ) -> None:
     """Its weights do not exist."""
     monkeypatch.chdir(ROOT)
-    status, [answer, depends, _] = asked(capsys, *LLAMA, "policy=adakv", "cache.bits=4")
-    assert (status, answer, depends) == (0, "yes", "depends on the model: not with ALiBi")
+    status, [answer, depends, _] = asked(capsys, *LLAMA, "policy=streaming_llm", "policy.positions=reencoded")
+    assert (status, answer) == (0, "yes")
+    assert depends == "depends on the model: not with positions that cannot be re-encoded"
 
 
 def test_what_ranks_and_prompt_decide_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,6 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "policy.clamped=true": lambda: {"steps": [InfLLM(recent=16)]},
     "policy.recent of all positions": lambda: {"model": altered(), "steps": [InfLLM(recent=512)]},
     "policy.pool.bytes": lambda: {"steps": [ExactTopK(pool=Pool(bytes=4096))]},
-    "policy.turn_tokens": lambda: {"steps": [ClusterKV(turn_tokens=8)]},
     "a policy of earlier ranks that narrows": lambda: {"others": [PyramidInfer()]},
     "a policy that follows marks": lambda: {"steps": [DMS()]},
     "a policy that follows no marks": lambda: {"steps": [SnapKV()]},

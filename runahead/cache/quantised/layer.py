@@ -245,8 +245,9 @@ class QuantisedLayer(KeptLayer):
         num_new, end = q_BNCH.shape[2], self.num_slots
         places = tuple((part.pad, part.end) for part in self.parts)
         exact, coded = tokens.once((num_new, end, places), lambda: self._spans(num_new))
-        runs = [Run(part, [span]) for part, span in zip(self.parts, coded, strict=True) if part.num_tokens]
-        steps = [Step([Run(self.memory, exact)])] + ([Step(runs)] if runs else [])
+        bias = self.biased_by(q_BNCH.shape[1])
+        runs = [Run(part, [span], bias) for part, span in zip(self.parts, coded, strict=True) if part.num_tokens]
+        steps = [Step([Run(self.memory, exact, bias)])] + ([Step(runs)] if runs else [])
         return SeenKV(q_BNCH=q_BNCH, steps=steps, whole=lambda: self.slab().read(0, end), positions=self.positions_BKn)
 
     def _spans(self, num_new: int) -> tuple[list[Span], list[Span]]:

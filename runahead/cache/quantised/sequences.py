@@ -12,16 +12,18 @@ dequantised head by head, a block at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from policies.row_values import row_values
 from runahead.attention.op import EVERY_ROW, Codec, Part, Span
-from runahead.attention.partial import AttentionTerms, attend, merge
+from runahead.attention.partial import AttentionTerms, KeyBias, attend, merge
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, blocks
 from runahead.cache.slabs import KVShape
@@ -34,7 +36,7 @@ class QuantisedSequences(Codec):
     Attributes:
         keys, values: of all tokens, as those of one KV head of one row.
         positions_T: position of each token in its row.
-        carried: a value (T) that a policy accumulates for each token, by class of policy.
+        carried: a value (T) that a policy accumulates for each token, by `Policy.state_key`.
         lengths: number of tokens of each sequence; multiples of 32 if keys are grouped by channel.
         starts: first page of each sequence, and the end of the last (S + 1), on the device; of no use if keys are
             grouped by token.
@@ -44,7 +46,7 @@ class QuantisedSequences(Codec):
     keys: Groups
     values: TokenGroups
     positions_T: Tensor
-    carried: Mapping[type, Tensor]
+    carried: Mapping[Hashable, Tensor]
     lengths: Sequence[int]
     starts: Tensor
     scales: ChannelScales | None = None
@@ -54,7 +56,7 @@ class QuantisedSequences(Codec):
         cls,
         kv_YX: Tensor,
         positions_Y: Tensor,
-        carried: Mapping[type, Tensor],
+        carried: Mapping[Hashable, Tensor],
         lengths: Sequence[int],
         *,
         shape: KVShape,
@@ -81,7 +83,7 @@ class QuantisedSequences(Codec):
         keys: Groups,
         values: TokenGroups,
         positions_T: Tensor,
-        carried: Mapping[type, Tensor],
+        carried: Mapping[Hashable, Tensor],
         lengths: Sequence[int],
         scales: ChannelScales | None = None,
     ) -> QuantisedSequences:
@@ -138,7 +140,7 @@ class QuantisedSequences(Codec):
         keys, values = (x.take(index_Y[None, None]) for x in (self.keys, self.values))
         return self.holding(keys, values, self.positions_T[index_Y], carried, lengths, self.scales)
 
-    def carrying(self, carried_T: Tensor, policy: type) -> QuantisedSequences:
+    def carrying(self, carried_T: Tensor, policy: Hashable) -> QuantisedSequences:
         """With a policy's value of each token."""
         return replace(self, carried={**self.carried, policy: carried_T})
 
@@ -178,6 +180,18 @@ class QuantisedSequences(Codec):
         )
         return [span]
 
+    def biased_by(self, num_kv_heads: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
+        """The bias of all tokens at their positions, as of `Run`, with each sequence as a row of its query heads."""
+
+        def bias(key_bias: KeyBias, rows: slice | Tensor, slots: slice) -> Tensor:
+            positions = [self.positions_T[first:end] for first, end in self.places]
+            positions_Sn = pad_sequence(positions, batch_first=True)[:, slots]
+            bias_SKGn = key_bias(positions_Sn[:, None]).unflatten(1, (num_kv_heads, -1))
+            sequences_S = torch.arange(len(positions), device=positions_Sn.device)
+            return bias_SKGn[sequences_S, sequences_S % num_kv_heads]
+
+        return bias
+
     def attend(
         self, q_SGCH: Tensor, start: int, end: int, terms: AttentionTerms, *, q_start: int, k_start: int
     ) -> Part:
@@ -187,10 +201,14 @@ class QuantisedSequences(Codec):
             output (S, G, C, V) and log-sum-exp (S, G, C), in at least float32; 0 and -inf of an empty sequence.
         """
         assert start == 0 and end == max(self.lengths), (start, end)
-        if q_SGCH.shape[2] == 1 and isinstance(self.keys, ChannelGroups):
+        if q_SGCH.shape[2] == 1 and terms.key_bias is None and isinstance(self.keys, ChannelGroups):
             out_SGV, lse_SG = self._attend_one(self.keys, q_SGCH[:, :, 0], terms)
             return out_SGV.unsqueeze(2), lse_SG.unsqueeze(2)
-        parts = [self._attend_blocks(number, q_1GCH, terms) for number, q_1GCH in enumerate(q_SGCH.split(1))]
+        parts, bias = list[Part](), terms.key_bias
+        for number, q_1GCH in enumerate(q_SGCH.split(1)):
+            if bias is not None:
+                terms = replace(terms, key_bias=partial(_of_row, bias, number))
+            parts.append(self._attend_blocks(number, q_1GCH, terms))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     def _attend_blocks(self, number: int, q_1GCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
@@ -235,3 +253,8 @@ class QuantisedSequences(Codec):
         """Sums over the pages of each sequence, of pages from `first` on; in a fixed order, so that runs repeat."""
         offsets = (self.starts - first).clamp(0, len(x))
         return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)
+
+
+def _of_row(key_bias: KeyBias, row: int, keys_S: Tensor) -> Tensor:
+    """The bias (N, S) of one row."""
+    return key_bias(keys_S)[row]
