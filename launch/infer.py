@@ -17,13 +17,14 @@ from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
 from launch.program.ending import leave, say
 from launch.program.run import run_program
-from runahead.config import ModelName, ModelOptions, PrefillName, Speculate
+from runahead.config import ModelName, ModelOptions, Speculate
 
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
     from launch.outputs.answers_file import AnswersFile
     from runahead.context import Partitioner
     from runahead.decoding.speculative.speculator import Draft
+    from runahead.engine import Engine
     from runahead.model.model import Model
     from runahead.ranks.mesh import Mesh
     from runahead.ranks.ranks import Ranks
@@ -128,18 +129,15 @@ def infer(
         ValueError, OSError: for a user's mistakes.
         SharedError: for mistakes that rank 0 reports.
     """
-    from launch.inputs.partitions import settle
+    from launch.inputs.engine import arrange, load, make_engine
     from launch.inputs.policies import prompt_cache_options
     from launch.outputs.answers import Answers, AnswerStream
     from launch.outputs.summary import dtype_hint, summary
-    from runahead.engine import Engine
-    from runahead.model.shares import load_model
     from runahead.reuse.store import SegmentStore, StoreLimits
     from runahead.thinning.rank_policies import RankPolicies
 
     policies = policies or RankPolicies()
-    if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
-        ranks.arrange(ranks.size)
+    arrange(run, ranks)
     prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh))
     places = prompts.places
     starts = list(range(0, len(prompts.ids), run.prompt.batch))
@@ -153,9 +151,7 @@ def infer(
             say(f"nothing to do: {kept.path} answers all prompts; remove it to answer them again{unwritten}")
             return []
     draft = _draft(run, ranks)
-    model = load_model(run.model, ranks, profile=run.profile)
-    if run.prefill.takes_partition:
-        settle(partition, model, ranks, run)
+    model = load(run, ranks, partition)
     store = None
     if run.policy["name"] == "prompt_cache":
         policy = prompt_cache_options(run.policy)
@@ -164,25 +160,14 @@ def infer(
             "the store", lambda: SegmentStore(model, policy.store, limits, bits=run.cache.tier_bits)
         )
 
-    def make_engine() -> Engine:
-        engine = Engine(
-            model,
-            ranks,
-            prefill=run.prefill,
-            partition=partition,
-            policies=policies,
-            decode=run.decode,
-            store=store,
-            draft=draft,
-        )
+    def check_prompts(engine: Engine) -> None:
         for start in starts:
             batch = prompts.asked[start : start + run.prompt.batch]
             engine.check(batch, [run.generation] * len(batch))
-        return engine
 
-    engine = ranks.on_all_ranks("the engine", make_engine)  # one of which says what it refuses
-    for sentence in engine.slower([run.generation], reuses=store is not None):
-        say(f"slower: {sentence}")
+    engine, _ = make_engine(
+        run, model, ranks, check_prompts, partition=partition, policies=policies, store=store, draft=draft
+    )
     answers = Answers(skipped=prompts.skipped)
     if kept is not None:
         weights, opened = model.fingerprint, list[Answers]()

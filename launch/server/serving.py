@@ -11,8 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from launch.inputs.engine import arrange, load, make_engine
 from launch.inputs.generation import check_generation
-from launch.inputs.partitions import partitioner, settle
+from launch.inputs.partitions import partitioner
 from launch.inputs.policies import prompt_cache_options, rank_policies
 from launch.inputs.policy_file import load_files
 from launch.inputs.prompt_cache import read_schemas
@@ -24,7 +25,7 @@ from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeRun
 from policies.prompt_cache.schemas import Schemas
-from runahead.config import GenerationOptions, PrefillName
+from runahead.config import GenerationOptions
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.features.refused import check
@@ -32,7 +33,7 @@ from runahead.model import loading
 from runahead.model.loading.memory import available_bytes, free_bytes
 from runahead.model.memory import activation_bytes
 from runahead.model.model import Model
-from runahead.model.shares import check_shares, load_model
+from runahead.model.shares import check_shares
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.ranks import Ranks
 from runahead.report import package_version
@@ -75,8 +76,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         SharedError: for mistakes that rank 0 reports.
         PeerFailure: another rank is gone or silent; waiting clients were told.
     """
-    if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
-        ranks.arrange(ranks.size)
+    arrange(run, ranks)
     load_files(run.policy, ranks)
     policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy, run.cache))
     partition = partitioner(run.partition, ranks)
@@ -85,35 +85,21 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     # Rank 0 checks schemas for the stage that decodes.
     guided = {"llguidance": package_version("llguidance") or "not installed"}
     ranks.require_same(guided, "install the same version on all hosts")
-    model = load_model(run.model, ranks, profile=run.profile)
-    if run.prefill.takes_partition:
-        settle(partition, model, ranks, run)
+    model = load(run, ranks, partition)
     store = _store(run, model, ranks)
     tree = _tree(run, ranks)
 
-    def make_engine() -> Engine:
-        engine = Engine(
-            model,
-            ranks,
-            prefill=run.prefill,
-            partition=partition,
-            policies=policies,
-            decode=run.decode,
-            store=store,
-            tree=tree,
-        )
+    def check_options(engine: Engine) -> None:
         engine.check_speculation([run.generation], [])
         if store is not None:
             engine.check_reuse(blends=prompt_cache_options(run.policy).recompute > 0)
-        return engine
 
-    engine = ranks.on_all_ranks("the engine", make_engine)  # one of which says what it refuses
+    engine, told = make_engine(
+        run, model, ranks, check_options, partition=partition, policies=policies, store=store, tree=tree, serves=True
+    )
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:
         with ranks.busy():
             model.json_schemas.warm_up()
-    told = engine.slower([run.generation], reuses=store is not None, serves=True)
-    for sentence in told:
-        say(f"slower: {sentence}")
     estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()

@@ -1,0 +1,90 @@
+"""The engine that the options of a program describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from launch.inputs.partitions import SplitsPrompts, settle
+from launch.program.ending import say
+from runahead.config import DecodeOptions, GenerationOptions, ModelOptions, PrefillName, Profile
+from runahead.context import Partitioner
+from runahead.decoding.speculative.speculator import Draft
+from runahead.engine import Engine
+from runahead.model.model import Model
+from runahead.model.shares import load_model
+from runahead.ranks.ranks import Ranks
+from runahead.reuse.prefix_tree import PrefixTree
+from runahead.reuse.store import SegmentStore
+from runahead.thinning.rank_policies import RankPolicies
+
+
+class RunsEngine(SplitsPrompts, Protocol):
+    """Options of a run that answers prompts."""
+
+    model: ModelOptions
+    decode: DecodeOptions
+    generation: GenerationOptions
+    profile: Profile
+
+
+def arrange(run: RunsEngine, ranks: Ranks) -> None:
+    """Arrange the ranks into the stages of `run`'s prefill. Every rank makes the same call, before it reads input."""
+    if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
+        ranks.arrange(ranks.size)
+
+
+def load(run: RunsEngine, ranks: Ranks, partition: Partitioner) -> Model:
+    """The model of `run`, on which its partition is settled. Every rank makes the same call.
+
+    Raises:
+        ValueError, SharedError: as `load_model` and `settle`.
+    """
+    model = load_model(run.model, ranks, profile=run.profile)
+    if run.prefill.takes_partition:
+        settle(partition, model, ranks, run)
+    return model
+
+
+def make_engine(
+    run: RunsEngine,
+    model: Model,
+    ranks: Ranks,
+    check: Callable[[Engine], object],
+    *,
+    partition: Partitioner,
+    policies: RankPolicies,
+    store: SegmentStore | None = None,
+    tree: PrefixTree | None = None,
+    draft: Draft | None = None,
+    serves: bool = False,
+) -> tuple[Engine, list[str]]:
+    """The engine of `run`, and why faster ways are not taken, which is told. Every rank makes the same call.
+
+    Args:
+        check: called with the engine, raises what the run asks for and the engine does not do.
+
+    Raises:
+        ValueError, SharedError: as `Engine` and `check` on some rank.
+    """
+
+    def made() -> Engine:
+        engine = Engine(
+            model,
+            ranks,
+            prefill=run.prefill,
+            partition=partition,
+            policies=policies,
+            decode=run.decode,
+            store=store,
+            tree=tree,
+            draft=draft,
+        )
+        check(engine)
+        return engine
+
+    engine = ranks.on_all_ranks("the engine", made)
+    slower = engine.slower([run.generation], reuses=store is not None, serves=serves)
+    for sentence in slower:
+        say(f"slower: {sentence}")
+    return engine, slower
