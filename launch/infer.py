@@ -131,7 +131,7 @@ def infer(
     """
     from launch.inputs.engine import arrange, load, make_engine
     from launch.inputs.policies import prompt_cache_options
-    from launch.outputs.answers import Answers, AnswerStream
+    from launch.outputs.answers import AnswerStream, AnswerWriter
     from launch.outputs.summary import dtype_hint, summary
     from runahead.reuse.store import SegmentStore, StoreLimits
     from runahead.thinning.rank_policies import RankPolicies
@@ -168,9 +168,9 @@ def infer(
     engine, _ = make_engine(
         run, model, ranks, check_prompts, partition=partition, policies=policies, store=store, draft=draft
     )
-    answers = Answers(skipped=prompts.skipped)
+    answers = AnswerWriter(skipped=prompts.skipped)
     if kept is not None:
-        weights, opened = model.fingerprint, list[Answers]()
+        weights, opened = model.fingerprint, list[AnswerWriter]()
         ranks.on_rank_0("the answers", lambda: opened.append(kept.answers(weights)))
         answers = opened[0] if opened else answers
         if kept.answered:

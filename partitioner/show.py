@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launch.program.text_table import text_table
 from partitioner.searches.record import SearchRecord
-from partitioner.table.entry import Entry
+from partitioner.table.entry import TableEntry
 from partitioner.table.fingerprint import link_text
 from partitioner.table.lookup_table import WORTHWHILE, LookupTable
 from runahead.picture_style import seconds
@@ -76,7 +76,7 @@ def table_text(table: LookupTable) -> str:
     return f"{_head(table)}\n\n{text_table(rows, left=left)}\n{NOTE}\n"
 
 
-def _rows(entries: Sequence[Entry], best: Entry) -> list[list[str]]:
+def _rows(entries: Sequence[TableEntry], best: TableEntry) -> list[list[str]]:
     """Rows of one prompt length, which only the first row shows."""
     alone = next((entry.ttft_s for entry in entries if entry.ranks == 1), None)
     return [

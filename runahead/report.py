@@ -13,7 +13,7 @@ from typing import Any
 
 from runahead.config import CacheOptions, PrefillOptions
 from runahead.timeline.recording import ProfilerRecording
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 
 
 @dataclass(kw_only=True)
@@ -247,7 +247,7 @@ class GenerationBatch:
     ranks: list[RankReport]
     decode: str = "last"
     slower: list[str] = field(default_factory=list)
-    spans: list[list[Span]] = field(default_factory=list)
+    spans: list[list[TraceSpan]] = field(default_factory=list)
     recordings: list[ProfilerRecording] = field(default_factory=list)
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from benchmarks.doctor.crew import Outcome
+from benchmarks.doctor.crew import JobOutcome
 from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Finding, Verdict
 from partitioner.cost.known_gpus import NVLINK_BPS, known_gpu
@@ -193,7 +193,7 @@ def check_exactness(probe: Mapping[str, Any], num_ranks: int) -> list[Finding]:
     return [Finding(group="exactness", name=name, verdict=Verdict.failed, measured=shown, bound=bound, words=words)]
 
 
-def check_fault(what: str, outcome: Outcome, timeout_s: float, num_reports: int) -> Finding:
+def check_fault(what: str, outcome: JobOutcome, timeout_s: float, num_reports: int) -> Finding:
     """Did all other ranks end by themselves, and in time, after the last rank was killed or stopped?
 
     Args:
@@ -224,7 +224,7 @@ def check_fault(what: str, outcome: Outcome, timeout_s: float, num_reports: int)
     return Finding(verdict=Verdict.good, measured=measured, words=words, **about)
 
 
-def fault_s(outcome: Outcome) -> float | None:
+def fault_s(outcome: JobOutcome) -> float | None:
     """Moment of the fault, in seconds since the epoch; None if it did not happen."""
     for line in outcome.ranks[-1].output.splitlines():
         with suppress(ValueError, TypeError, KeyError):

@@ -80,7 +80,7 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """End of a job; `seconds` from its start to the end of its last rank."""
 
     job: Job
@@ -197,7 +197,7 @@ class Crew:
         place = self.facts[rank].place
         return [each for each in range(num_ranks or self.size) if self.facts[each].place == place]
 
-    def run(self, job: Job, tick: Callable[[float], None] = lambda seconds: None) -> Outcome:
+    def run(self, job: Job, tick: Callable[[float], None] = lambda seconds: None) -> JobOutcome:
         """Start a job on all hosts and wait for its end. Only the leading process calls this.
 
         Args:
@@ -222,7 +222,7 @@ class Crew:
                 was_killed = was_killed or fields.pop("was_killed")
                 ended.append(Ended(**fields))
         seconds = max(rank.at_s for rank in ended) - began_s
-        return Outcome(job=job, ranks=ended, seconds=seconds, was_killed=was_killed)
+        return JobOutcome(job=job, ranks=ended, seconds=seconds, was_killed=was_killed)
 
     def follow(self) -> None:
         """Start what the leading process says, until it ends. The other processes call this."""

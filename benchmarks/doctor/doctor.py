@@ -17,13 +17,13 @@ import torch
 
 from benchmarks.doctor import environment
 from benchmarks.doctor.checks import check_decoding, check_devices, check_exactness, check_fault, check_links
-from benchmarks.doctor.crew import RANKS_WITHOUT_GPUS, Crew, Job, Outcome, overrides
+from benchmarks.doctor.crew import RANKS_WITHOUT_GPUS, Crew, Job, JobOutcome, overrides
 from benchmarks.doctor.findings import Finding, Verdict, worst
 from benchmarks.doctor.options import AUTO, LARGE_MIB, SHAPES, DoctorRun
 from benchmarks.doctor.page import as_text
 from benchmarks.doctor.picture import picture
 from benchmarks.doctor.speed import LINES_OF, Race, check_race, check_tokens, races
-from benchmarks.doctor.tasks import DRILLS, Task, plain
+from benchmarks.doctor.tasks import DRILLS, JobTask, plain
 from benchmarks.harness import lines, machine
 from benchmarks.harness.machine import ROOT
 from launch.program.progress import Bar
@@ -161,7 +161,7 @@ class Examination:
         powers = [2**exponent for exponent in range(1, size.bit_length()) if 2**exponent < size]
         return [size, *reversed(powers)]
 
-    def _run(self, job: Job) -> Outcome:
+    def _run(self, job: Job) -> JobOutcome:
         """Run a job, with its name and its seconds beside the progress bar."""
         shown = -1
 
@@ -178,7 +178,7 @@ class Examination:
     def _probe(self) -> None:
         out = self.folder / "probe.json"
         ranks = self.ranks_options()
-        task = Task(kind="probe", model=plain(self.model), ranks=plain(ranks), length=self.lengths[0], out=str(out))
+        task = JobTask(kind="probe", model=plain(self.model), ranks=plain(ranks), length=self.lengths[0], out=str(out))
         limit_s = max(PROBE_S, self.left_s)
         outcome = self._run(task.job("probe", self.crew.size, limit_s=limit_s, timeout_s=ranks.timeout_s))
         if outcome.has_failed:
@@ -198,7 +198,7 @@ class Examination:
             return
         out = self.folder / what / "drill.json"
         out.parent.mkdir()
-        task = Task(
+        task = JobTask(
             kind="drill",
             model=plain(self.model),
             ranks=plain(self.ranks_options(timeout_s)),

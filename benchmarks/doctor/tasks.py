@@ -1,4 +1,4 @@
-"""Jobs of the doctor on live ranks: `python -m benchmarks.doctor.tasks <JSON of a Task>`, started by its crew."""
+"""Jobs of the doctor on live ranks: `python -m benchmarks.doctor.tasks <JSON of a JobTask>`, started by its crew."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DRILL_ROUNDS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class JobTask:
     """A job's work.
 
     Attributes:
@@ -90,7 +90,7 @@ def plain(options: ModelOptions | RanksOptions) -> dict[str, Any]:
     return {name: getattr(value, "name", value) for name, value in vars(options).items()}
 
 
-def probe(task: Task, ranks: Ranks) -> dict[str, Any]:
+def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
     """Measure links, memory, matrix products, exactness and decoding. Every rank calls this."""
     links = {f"{a}-{b}": _link(ranks, (a, b)) for a, b in pairs_of(ranks.size)}
     together = ranks.gather(ranks.on_all_ranks("memory", lambda: memory_Bps(ranks.device)), "memory")
@@ -191,7 +191,7 @@ def decoded_bytes(model: Model, num_tokens: int) -> int:
     return sum(weights.values()) + num_tokens * kv_bytes_per_token(model.kv_shapes)
 
 
-def drill(task: Task, ranks: Ranks) -> dict[str, Any]:
+def drill(task: JobTask, ranks: Ranks) -> dict[str, Any]:
     """Generate until the last rank kills or stops itself in the middle of a prompt. Every rank calls this."""
     load = partial(Model.load, ModelOptions(**task.model), ranks.device, ranks_on_host=ranks.local_size)
     engine = Engine(ranks.on_all_ranks("the model", load), ranks)
@@ -211,7 +211,7 @@ def _fault(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-TASKS: dict[str, Callable[[Task, Ranks], dict[str, Any]]] = {"probe": probe, "drill": drill}
+TASKS: dict[str, Callable[[JobTask, Ranks], dict[str, Any]]] = {"probe": probe, "drill": drill}
 
 
 def as_rank(
@@ -241,7 +241,7 @@ def as_rank(
 def main() -> None:
     """Do the task on this rank."""
     follow_launcher()
-    task = Task(**json.loads(sys.argv[1]))
+    task = JobTask(**json.loads(sys.argv[1]))
 
     def work(ranks: Ranks) -> None:
         result = TASKS[task.kind](task, ranks)

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.metrics import METRICS, PERPLEXITY, Metric
-from benchmarks.evaluation.summary import FULL, Row
+from benchmarks.evaluation.summary import FULL, SummaryRow
 from benchmarks.harness.pictures import BLACK, LOOKS, LineLook
 from policies.base import Budget
 from runahead.picture_style import (
@@ -44,7 +44,7 @@ task of a file if there is no other."""
 MOST_LEGEND_COLUMNS = 4
 
 
-def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
+def quality_png(rows: Sequence[SummaryRow], subject: str) -> bytes | None:
     """Draw every task's score over the KV cache bytes that a policy keeps: one panel per task, all policies in each."""
     if not rows:
         return None
@@ -73,7 +73,7 @@ def quality_png(rows: Sequence[Row], subject: str) -> bytes | None:
     return png(figure)
 
 
-def found_png(task: str, rows: Sequence[Row], subject: str) -> bytes | None:
+def found_png(task: str, rows: Sequence[SummaryRow], subject: str) -> bytes | None:
     """Draw heat maps of the share of facts found, over length and depth: a row per policy, a column per budget."""
     mapped = [row for row in rows if row.task == task and row.cells]
     if not mapped:
@@ -111,7 +111,7 @@ def found_png(task: str, rows: Sequence[Row], subject: str) -> bytes | None:
     return png(figure)
 
 
-def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
+def pyramid_png(rows: Sequence[SummaryRow], subject: str) -> bytes | None:
     """Draw the tokens that each layer keeps, a panel per budget."""
     run = list(dict.fromkeys(row.task for row in rows))
     source = next((task for task in (*PYRAMID_FROM, *run) if task in run), None)
@@ -138,7 +138,7 @@ def pyramid_png(rows: Sequence[Row], subject: str) -> bytes | None:
     return png(figure)
 
 
-PICTURES: dict[str, Callable[[Sequence[Row], str], bytes | None]] = {
+PICTURES: dict[str, Callable[[Sequence[SummaryRow], str], bytes | None]] = {
     "quality": quality_png,
     "passkey": partial(found_png, "passkey"),
     "needle": partial(found_png, "needle"),
@@ -165,13 +165,13 @@ def _legend(figure: Any, looks: dict[str, LineLook], *, with_full: bool = False)
     figure.legend(handles=handles, loc="outside lower left", ncols=ncols, frameon=False, fontsize=9, labelcolor=INK)
 
 
-def _looks(rows: Sequence[Row]) -> dict[str, LineLook]:
+def _looks(rows: Sequence[SummaryRow]) -> dict[str, LineLook]:
     """Looks of the policies that are compared with the full cache, the same in all pictures."""
     policies = dict.fromkeys(row.policy for row in rows if row.policy != FULL)
     return dict(zip(policies, cycle(LOOKS), strict=False))
 
 
-def _budgets(rows: Sequence[Row]) -> list[Budget | None]:
+def _budgets(rows: Sequence[SummaryRow]) -> list[Budget | None]:
     """Sort budgets: shares, then tokens, then None for policies with a budget of their own."""
     return sorted(
         {row.budget for row in rows}, key=lambda budget: (budget is None, isinstance(budget, int), budget or 0)

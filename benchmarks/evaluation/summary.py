@@ -51,7 +51,7 @@ ADDED: dict[str, tuple[Any, Callable[[Any], bool]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SummaryRow:
     """Summary of one policy and budget in one task, with the fields of the JSON report.
 
     Attributes:
@@ -114,7 +114,7 @@ def latest(found: Sequence[Line]) -> list[Line]:
     return list(by_key.values())
 
 
-def rows(found: Sequence[Line]) -> list[Row]:
+def rows(found: Sequence[Line]) -> list[SummaryRow]:
     """Group lines into rows, in the order of tasks and of the lines; all rows of a task are together."""
     groups: dict[tuple[str, str, Budget | None], list[Line]] = {}
     full: dict[tuple[str, str], float] = {}
@@ -132,7 +132,9 @@ def _asked(line: Line) -> tuple[str, str]:
     return line["task"], str(line["case"])
 
 
-def _row(task: str, policy: str, budget: Budget | None, group: list[Line], full: dict[tuple[str, str], float]) -> Row:
+def _row(
+    task: str, policy: str, budget: Budget | None, group: list[Line], full: dict[tuple[str, str], float]
+) -> SummaryRow:
     metric = METRICS[group[-1]["metric"]]
     over_full = [line["score"] - full[_asked(line)] for line in group if _asked(line) in full]
     tpots = [line["tpot_s"] for line in group if line["tpot_s"] is not None]
@@ -148,7 +150,7 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line], full:
     kv_bytes, full_kv_bytes, host_bytes = (
         _mean([line[name] for line in group]) for name in ("kv_bytes", "full_kv_bytes", "host_bytes")
     )
-    return Row(
+    return SummaryRow(
         task=task,
         metric=metric.name,
         policy=policy,
@@ -171,7 +173,7 @@ def _row(task: str, policy: str, budget: Budget | None, group: list[Line], full:
     )
 
 
-def table(of_task: Sequence[Row]) -> Rows:
+def table(of_task: Sequence[SummaryRow]) -> Rows:
     """Make the table of one task's rows, for a terminal or Markdown.
 
     *Over full* is the mean difference to the full cache in the same cases, shares in percentage points, with its 95%
@@ -215,7 +217,7 @@ def table(of_task: Sequence[Row]) -> Rows:
     return made if has_batches else [cells[:-1] for cells in made]
 
 
-def notes(found: Sequence[Row], path: str | Path | None) -> list[str]:
+def notes(found: Sequence[SummaryRow], path: str | Path | None) -> list[str]:
     """Sentences for below the tables: why a policy ran once, what *over full* lacks, and where it says nothing.
 
     Args:
@@ -238,7 +240,7 @@ def notes(found: Sequence[Row], path: str | Path | None) -> list[str]:
     return list(dict.fromkeys(told))
 
 
-def score_text(row: Row) -> str:
+def score_text(row: SummaryRow) -> str:
     """Format a score in the task's unit."""
     if METRICS[row.metric].is_share:
         return f"{row.score:.0%}"

@@ -37,7 +37,7 @@ ROUNDS = 4
 def probe(visit: Visit) -> None:
     """Links, memory, matrix products, exactness and decoding, with the doctor's verdicts."""
     length = 128 if visit.is_small else 4096
-    task = tasks.Task(kind="probe", model=tasks.plain(visit.model_to_measure()), ranks={}, length=length)
+    task = tasks.JobTask(kind="probe", model=tasks.plain(visit.model_to_measure()), ranks={}, length=length)
     visit.say("the doctor's probe")
     found = tasks.probe(task, visit.ranks)
     gathered = visit.ranks.gather(Facts.here().as_json(), "facts of the hosts")

@@ -36,7 +36,7 @@ STEP_KERNELS = 42
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class GPUFigures:
     """One GPU: its figures, and whether it is Hopper or newer (FlashAttention 2 uses less of such a one)."""
 
     gpu: KnownGPU
@@ -58,12 +58,12 @@ class Machine:
         return 55e9 if self.is_hopper else 25e9
 
 
-def machine_of(device: torch.device) -> Machine | None:
+def machine_of(device: torch.device) -> GPUFigures | None:
     """A GPU's figures; None for a CPU, for which nothing is estimated."""
     if device.type != "cuda":
         return None
     gpu = known_gpu(torch.cuda.get_device_name(device)) or _measured(device)
-    return Machine(gpu=gpu, is_hopper=torch.cuda.get_device_capability(device) >= (9, 0))
+    return GPUFigures(gpu=gpu, is_hopper=torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def _measured(device: torch.device) -> KnownGPU:
@@ -101,7 +101,7 @@ class Estimate:
     because: str
 
 
-def _ttft_ms(gpu: Machine, matmul: float, attention: float, num_bytes: float, layers: int) -> float:
+def _ttft_ms(gpu: GPUFigures, matmul: float, attention: float, num_bytes: float, layers: int) -> float:
     """TTFT of one GPU, by operations of matrices and of attention, bytes of all else, and layers."""
     compute_s = matmul / gpu.gemm_flops + attention / gpu.flash_flops + num_bytes / gpu.gpu.memory_Bps
     return 1e3 * max(layers * 50 * LAUNCH_S, compute_s)

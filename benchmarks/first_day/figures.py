@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.doctor.findings import Finding, Verdict
-from benchmarks.first_day.estimates import ESTIMATES, RANGE, Machine
+from benchmarks.first_day.estimates import ESTIMATES, RANGE, GPUFigures
 from runahead.failures import first_line
 
 MOST_CHARACTERS = 200
@@ -28,7 +28,7 @@ class Figures:
         machine: the GPU's figures, for estimates; None on a CPU.
     """
 
-    def __init__(self, part: str, path: Path | None, machine: Machine | None) -> None:
+    def __init__(self, part: str, path: Path | None, machine: GPUFigures | None) -> None:
         self.part, self._path, self.machine = part, path, machine
 
     def note(self, name: str, value: float, kind: str, *sizes: float) -> None:

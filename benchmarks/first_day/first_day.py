@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from benchmarks.doctor import environment
-from benchmarks.doctor.crew import RANKS_WITHOUT_GPUS, Crew, Outcome
+from benchmarks.doctor.crew import RANKS_WITHOUT_GPUS, Crew, JobOutcome
 from benchmarks.doctor.findings import Finding, Verdict, worst
 from benchmarks.doctor.page import as_text
 from benchmarks.doctor.tasks import plain
 from benchmarks.first_day.figures import as_line, finding_of
 from benchmarks.first_day.gpu_tests import FOLDER
 from benchmarks.first_day.options import FirstDayRun
-from benchmarks.first_day.parts import MOST_SHARING, PARTS, Part, Where, chosen
-from benchmarks.first_day.work import Task
+from benchmarks.first_day.parts import MOST_SHARING, PARTS, FirstDayPart, Where, chosen
+from benchmarks.first_day.work import PartTask
 from benchmarks.harness import machine
 from runahead.config import Backend, Device
 from runahead.files import ensure_writable, write_whole
@@ -121,7 +121,7 @@ class FirstDay:
         minutes = self.run.first_day.minutes
         return float("inf") if minutes is None else self.began_s + 60 * minutes - time.monotonic()
 
-    def num_ranks(self, part: Part) -> int:
+    def num_ranks(self, part: FirstDayPart) -> int:
         """Ranks that a part would have here; 0 if there are too few for it."""
         places = Counter(facts.place for facts in self.crew.facts)
         here = len(self.crew.local_ranks(0))
@@ -135,7 +135,7 @@ class FirstDay:
         stages = here // part.num_shares
         return stages * part.num_shares if stages > 1 else 0
 
-    def why_not(self, part: Part) -> str | None:
+    def why_not(self, part: FirstDayPart) -> str | None:
         """Why a part cannot run here, as the end of a sentence; None if it can."""
         if part.needs_gpu and not self.num_gpus:
             return "it needs a GPU"
@@ -171,11 +171,11 @@ class FirstDay:
             "probe": None,
         }
 
-    def _run(self, part: Part) -> None:
+    def _run(self, part: FirstDayPart) -> None:
         print(f"\n{part.name}: {part.words}", file=sys.stderr, flush=True)
         backend = Backend.gloo if part.where is Where.gpu else self.run.ranks.backend
         options = replace(self.run.ranks, tensor=part.num_shares, backend=backend)
-        task = Task(
+        task = PartTask(
             part=part.name,
             ranks=plain(options),
             figures=str(self.out / FIGURES),
@@ -208,7 +208,9 @@ class FirstDay:
             self.findings.append(finding_of(line))
             print(f"  {as_line(line)}", file=sys.stderr, flush=True)
 
-    def _conclude(self, part: Part, verdict: Verdict, outcome: Outcome | None = None, words: str = "") -> None:
+    def _conclude(
+        self, part: FirstDayPart, verdict: Verdict, outcome: JobOutcome | None = None, words: str = ""
+    ) -> None:
         seconds = "" if outcome is None else f"{outcome.seconds:.0f} s"
         bound = "" if outcome is None else f"{outcome.job.limit_s:.0f} s"
         finding = Finding(
@@ -228,7 +230,7 @@ def _place(finding: Finding) -> int:
     return (environment.GROUP, PARTS_GROUP, finding.group).index(finding.group)
 
 
-def _last_words(outcome: Outcome) -> str:
+def _last_words(outcome: JobOutcome) -> str:
     """The last line that each rank of a job printed which had to be killed: where it hangs."""
     if not outcome.was_killed:
         return ""

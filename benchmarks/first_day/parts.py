@@ -28,7 +28,7 @@ LIMIT_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FirstDayPart:
     """A part, which runs in processes of its own.
 
     Attributes:
@@ -67,13 +67,13 @@ class Case:
     def name(self) -> str:
         return f"{self.carrier}_{self.transfer}_{self.decode}_{self.num_ranks}"
 
-    def part(self) -> Part:
+    def part(self) -> FirstDayPart:
         carried = "copies between processes" if self.carrier == "copy" else "Gloo"
         words = (
             f"{self.num_ranks} ranks on one GPU say what one says: {carried}, transfer={self.transfer}, "
             f"decode={self.decode}"
         )
-        return Part(name=self.name, words=words, num_ranks=self.num_ranks, takes_s=30 + 5 * self.num_ranks)
+        return FirstDayPart(name=self.name, words=words, num_ranks=self.num_ranks, takes_s=30 + 5 * self.num_ranks)
 
 
 CASES = [
@@ -92,8 +92,8 @@ GPUS = {Where.hosts: "the GPUs of several hosts", Where.host: "all GPUs of a hos
 TAKES_S = {Where.hosts: 100.0, Where.host: 80.0}
 
 
-def _ttft(name: str, where: Where, words: str, *, num_shares: int = 1) -> Part:
-    return Part(
+def _ttft(name: str, where: Where, words: str, *, num_shares: int = 1) -> FirstDayPart:
+    return FirstDayPart(
         name=name,
         words=f"TTFT of a model of Llama-3-8B's shape on {GPUS[where]} against one: {words}",
         where=where,
@@ -103,7 +103,7 @@ def _ttft(name: str, where: Where, words: str, *, num_shares: int = 1) -> Part:
 
 
 PARTS = [
-    Part(
+    FirstDayPart(
         name="hosts_links",
         words="Links between hosts, exactness and decoding over all ranks, as the doctor judges them",
         where=Where.hosts,
@@ -113,7 +113,7 @@ PARTS = [
     _ttft("hosts_copy", Where.hosts, "transfer=relay by copies within a host, over NCCL between two"),
     _ttft("hosts_sharded", Where.hosts, "decode=sharded over NCCL"),
     _ttft("hosts_tensor", Where.hosts, "every two GPUs of a host share the model (ranks.tensor=2)", num_shares=2),
-    Part(
+    FirstDayPart(
         name="links",
         words="Links between the GPUs of a host, exactness and decoding over all of them, as the doctor judges them",
         where=Where.host,
@@ -126,44 +126,48 @@ PARTS = [
     _ttft("chain_sharded", Where.host, "decode=sharded over NCCL"),
     _ttft("chain_tensor", Where.host, "every two GPUs share the model (ranks.tensor=2)", num_shares=2),
     *(case.part() for case in FIRST_CASES),
-    Part(
+    FirstDayPart(
         name="nccl_operations",
         words="NCCL's options, an exchange with oneself, capture in a graph, eager operations between two replays",
         needs_gpu=True,
         takes_s=40,
         limit_s=90,
     ),
-    Part(
+    FirstDayPart(
         name="nccl_live_graph",
         words="The end of a process group while something holds a graph with its operations",
         needs_gpu=True,
         takes_s=40,
         limit_s=90,
     ),
-    Part(name="speed", words="TTFT and time per token of one GPU by length, and its peak of memory", takes_s=120),
-    Part(
+    FirstDayPart(
+        name="speed", words="TTFT and time per token of one GPU by length, and its peak of memory", takes_s=120
+    ),
+    FirstDayPart(
         name="kernels",
         words="Rates of the attention kernels, of merging and of matrix products, and their results against plain code",
         needs_gpu=True,
         takes_s=60,
     ),
-    Part(name="transformers", words="TTFT of one GPU against transformers alone, in turn", takes_s=70),
-    Part(name="doctor", words="One GPU's memory, matrix products and decoding, as the doctor judges them", takes_s=80),
-    Part(
+    FirstDayPart(name="transformers", words="TTFT of one GPU against transformers alone, in turn", takes_s=70),
+    FirstDayPart(
+        name="doctor", words="One GPU's memory, matrix products and decoding, as the doctor judges them", takes_s=80
+    ),
+    FirstDayPart(
         name="copies",
         words="Rates of copies to, from and within a GPU, beside compute too, and the time of page-locking",
         needs_gpu=True,
         takes_s=30,
     ),
-    Part(
+    FirstDayPart(
         name="shares_2",
         words="Two ranks on one GPU share a model (ranks.tensor=2) and say what one says",
         num_ranks=2,
         num_shares=2,
         takes_s=40,
     ),
-    Part(name="rows", words="Time per step of a server's rows, 1 to 64 at once", takes_s=70),
-    Part(
+    FirstDayPart(name="rows", words="Time per step of a server's rows, 1 to 64 at once", takes_s=70),
+    FirstDayPart(
         name="tests",
         words="tests/gpu of a checkout",
         needs_gpu=True,
@@ -171,7 +175,7 @@ PARTS = [
         modules=("pytest", "hypothesis"),
         takes_s=200,
     ),
-    Part(
+    FirstDayPart(
         name="memory",
         words="Memory that stays reserved after each of 30 prompts of different lengths",
         needs_gpu=True,
@@ -182,7 +186,7 @@ PARTS = [
 """All parts."""
 
 
-def chosen(names: Sequence[str]) -> list[Part]:
+def chosen(names: Sequence[str]) -> list[FirstDayPart]:
     """The parts of these names; a name that no part has chooses those that begin with it and an underscore."""
     beginnings = tuple(f"{name}_" for name in names if name not in [part.name for part in PARTS])
     return [part for part in PARTS if part.name in names or part.name.startswith(beginnings)]

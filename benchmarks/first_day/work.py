@@ -1,4 +1,4 @@
-"""A part on one of its ranks: `python -m benchmarks.first_day.work <JSON of a Task>`, started by its crew."""
+"""A part on one of its ranks: `python -m benchmarks.first_day.work <JSON of a PartTask>`, started by its crew."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.doctor.tasks import as_rank
 from benchmarks.first_day import chain, copies, gpu_tests, kernels, nccl, sharing, speed
 from benchmarks.first_day.estimates import machine_of
 from benchmarks.first_day.figures import Figures
-from benchmarks.first_day.parts import CASES, PARTS, Part, Where
+from benchmarks.first_day.parts import CASES, PARTS, FirstDayPart, Where
 from benchmarks.first_day.visit import Visit
 from launch.program.launcher import follow_launcher
 from runahead.config import Carrier, DecodeName, RanksOptions, Transfer
@@ -59,7 +59,7 @@ LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PartTask:
     """A part as its ranks are told it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Task:
 def main() -> None:
     """Do a part's work on this rank."""
     follow_launcher()
-    task = Task(**json.loads(sys.argv[1]))
+    task = PartTask(**json.loads(sys.argv[1]))
     faulthandler.enable()
     faulthandler.dump_traceback_later(task.limit_s - LAST_WORDS_S)
     part = next(each for each in PARTS if each.name == task.part)
@@ -107,7 +107,7 @@ def _see_one_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
 
 
-def _work(part: Part, task: Task, ranks: Ranks) -> None:
+def _work(part: FirstDayPart, task: PartTask, ranks: Ranks) -> None:
     path = Path(task.figures) if ranks.rank == 0 else None
     figures = Figures(part.name, path, machine_of(ranks.device))
     WORK[part.name](Visit(ranks=ranks, figures=figures, folder=Path(task.folder), limit_s=task.limit_s))

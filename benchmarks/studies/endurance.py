@@ -46,7 +46,7 @@ from benchmarks.harness.machine import ROOT
 from benchmarks.harness.pictures import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, legend
 from benchmarks.harness.study import Study, Variant, newest, option
 from benchmarks.network.interruptions import signals_raise
-from benchmarks.studies.serving import Outcome, Session, ask, load, percentiles, uniform
+from benchmarks.studies.serving import Reply, Session, ask, load, percentiles, uniform
 from launch.program.launcher import end_with_parent
 from launch.program.text_table import text_table
 from launch.serve import SERVE
@@ -216,7 +216,7 @@ class Seen:
 
     sent: int = 0
     ends: list[str] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[Reply] = field(default_factory=list)
     samples: list[tuple[float, int, list[Sample]]] = field(default_factory=list)
     stops: int = 0
 
@@ -241,7 +241,7 @@ async def endure(server: RunningServer, options: Any) -> Seen:
     every_s = 0.5 if sys.stderr.isatty() else 30.0
     with tqdm(total=len(starts_s), unit="request", mininterval=every_s, maxinterval=2 * every_s) as bar:
 
-        async def asking(ids: list[int]) -> Outcome:
+        async def asking(ids: list[int]) -> Reply:
             seen.sent += 1
             new_tokens, closing = draw.randint(*options.new_tokens), None
             if draw.random() < options.cancelled:
@@ -270,14 +270,14 @@ async def endure(server: RunningServer, options: Any) -> Seen:
 
 async def send(
     url: str, ids: list[int], new_tokens: int, closing: tuple[str, float] | None, patience_s: float
-) -> tuple[Outcome, str]:
+) -> tuple[Reply, str]:
     """The outcome of one request, and how it ended.
 
     Args:
         closing: the client closes its connection so many seconds after the request has come to this state.
         patience_s: seconds after which a request that has not ended counts as hanging.
     """
-    outcome = Outcome(len(ids))
+    outcome = Reply(len(ids))
     answer = asyncio.create_task(ask(url, ids, new_tokens, None, outcome))
     tasks: set[asyncio.Task[Any]] = {answer}
     if closing is not None:
@@ -291,13 +291,13 @@ async def send(
     return outcome, "closed" if done else f"hanging after {patience_s:g} s"
 
 
-async def _moment(outcome: Outcome, state: str, delay_s: float) -> None:
+async def _moment(outcome: Reply, state: str, delay_s: float) -> None:
     while STATES.index(outcome.state) < STATES.index(state):
         await asyncio.sleep(POLL_S)
     await asyncio.sleep(delay_s)
 
 
-def end_of(outcome: Outcome, new_tokens: int) -> str:
+def end_of(outcome: Reply, new_tokens: int) -> str:
     """How a request ended that its client did not close: one of `WHOLE`, or what is wrong with it."""
     if outcome.is_answered:
         return "answered" if outcome.new_tokens == new_tokens else "answered with another number of tokens"

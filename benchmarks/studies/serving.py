@@ -99,7 +99,7 @@ def _ids(draw: Draw, length: int, vocabulary: int) -> list[int]:
 
 
 @dataclass
-class Outcome:
+class Reply:
     """Outcome of one request.
 
     Attributes:
@@ -130,16 +130,16 @@ class Outcome:
     def gaps_s(self) -> list[float]:
         return [after - before for before, after in pairwise(self.events_s)]
 
-    def gaps_beside_s(self, others: Sequence[Outcome]) -> list[float]:
+    def gaps_beside_s(self, others: Sequence[Reply]) -> list[float]:
         """The gaps in which one of the others waited for its first token."""
         spans = [(each.began_s, each.began_s + each.events_s[0]) for each in others if each is not self]
         events = [self.began_s + event_s for event_s in self.events_s]
         return [b - a for a, b in pairwise(events) if any(begin < b and a < end for begin, end in spans)]
 
 
-async def ask(url: str, ids: list[int], new_tokens: int, key: str | None, outcome: Outcome | None = None) -> Outcome:
+async def ask(url: str, ids: list[int], new_tokens: int, key: str | None, outcome: Reply | None = None) -> Reply:
     """Stream one answer, over a connection of its own. A given outcome is filled in while the answer comes."""
-    outcome, parts = Outcome(len(ids)) if outcome is None else outcome, urlsplit(url)
+    outcome, parts = Reply(len(ids)) if outcome is None else outcome, urlsplit(url)
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps({"prompt": ids, "max_tokens": new_tokens, "ignore_eos": True, **usage}).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
@@ -179,15 +179,15 @@ async def ask(url: str, ids: list[int], new_tokens: int, key: str | None, outcom
     return outcome
 
 
-async def _ask_in_turn(urls: Iterator[str], ids: list[int], **about: Any) -> Outcome:
+async def _ask_in_turn(urls: Iterator[str], ids: list[int], **about: Any) -> Reply:
     return await ask(next(urls), ids, **about)
 
 
 async def load(
-    sessions: list[Session], starts_s: list[float], asking: Callable[[list[int]], Awaitable[Outcome]]
-) -> list[Outcome]:
+    sessions: list[Session], starts_s: list[float], asking: Callable[[list[int]], Awaitable[Reply]]
+) -> list[Reply]:
     """Outcomes of all requests. Each session begins at its time, whatever the others do."""
-    outcomes: list[Outcome] = []
+    outcomes: list[Reply] = []
 
     async def run(session: Session, start_s: float) -> None:
         await asyncio.sleep(start_s)
@@ -258,7 +258,7 @@ def fetched(url: str, key: str | None) -> bytes:
 
 
 def summary(
-    outcomes: list[Outcome],
+    outcomes: list[Reply],
     seconds: float,
     *,
     ttft: float,
@@ -274,7 +274,7 @@ def summary(
     """
     answered = [each for each in outcomes if each.is_answered]
 
-    def is_good(each: Outcome) -> bool:
+    def is_good(each: Reply) -> bool:
         limit_s = ttft + ttft_per_token * each.prompt_tokens + ttft_per_square * each.prompt_tokens**2
         return each.events_s[0] <= limit_s and float(np.percentile(each.gaps_s or [0.0], 99)) <= itl
 

@@ -8,7 +8,7 @@ from benchmarks.harness.random_prompts import random_ids
 from benchmarks.network.interruptions import signals_deferred
 from benchmarks.ttft import comparison
 from benchmarks.ttft.bounds import Compute, bounds_of, measure_compute, peak_flops, read_compute, searched
-from benchmarks.ttft.measurement import Contenders, Run, check_agreement, prefill_options
+from benchmarks.ttft.measurement import Contenders, Measurement, check_agreement, prefill_options
 from benchmarks.ttft.options import BenchRun
 from benchmarks.ttft.record import Record, shared_fields
 from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
@@ -147,9 +147,9 @@ def _measure(record: Record, ranks: Ranks, contenders: Contenders, length: int, 
     """Run all rounds of one length. An interruption keeps the finished rounds."""
     run = record.run
     ids = random_ids(length, record.model.vocab_size, run.model.seed)
-    finished: list[dict[str, Run]] = []
+    finished: list[dict[str, Measurement]] = []
 
-    def one_round(number: str) -> dict[str, Run]:
+    def one_round(number: str) -> dict[str, Measurement]:
         found = {}
         for name in run.bench.variants:
             bar.say(f"{length} tokens, {number}: {name}")

@@ -25,7 +25,7 @@ from runahead.thinning.rank_policies import RankPolicies
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Measurement:
     """Measurement of one prompt's first token.
 
     Attributes:
@@ -87,7 +87,7 @@ class Contenders:
             self._engines[name] = ranks.on_all_ranks("the variants", make)
             ranks.arrange(1)
 
-    def run(self, name: str, ids: list[int]) -> Run:
+    def run(self, name: str, ids: list[int]) -> Measurement:
         """Run a variant once.
 
         Raises:
@@ -107,13 +107,13 @@ class Contenders:
             peak_bytes=[peak for peak, _ in shared],
         )
 
-    def _run(self, name: str, ids: list[int]) -> Run:
+    def _run(self, name: str, ids: list[int]) -> Measurement:
         """Run a variant; what is the same for all variants is not measured yet."""
         ranks = self._ranks
         if name == BOUND:
             partition = self._split(name, len(ids), ranks.size)
             ttft_s = compute_only_s(self._model, ranks, ids, partition)
-            return Run(ttft_s=ttft_s, boundaries=list(partition.boundaries), kv_peak_bytes=[0] * ranks.size)
+            return Measurement(ttft_s=ttft_s, boundaries=list(partition.boundaries), kv_peak_bytes=[0] * ranks.size)
         if name not in self._engines:
 
             def first_token() -> tuple[int, float]:
@@ -122,13 +122,13 @@ class Contenders:
 
             ranks.barrier("all ranks to be idle")  # while rank 0 generates
             token, ttft_s = ranks.on_rank_0("plain transformers", first_token)
-            return Run(ttft_s=ttft_s, first_token=token, kv_peak_bytes=[0] * ranks.size)
+            return Measurement(ttft_s=ttft_s, first_token=token, kv_peak_bytes=[0] * ranks.size)
         engine = self._engines[name]
         ranks.arrange(engine.model.num_shards)
         batch = engine.generate([ids], GenerationOptions(max_new_tokens=1))
         ranks.arrange(1)
         activations = VARIANTS[name].traffic is Traffic.activations
-        return Run(
+        return Measurement(
             ttft_s=batch.ttft_s,
             first_token=batch.generations[0].new_token_ids[0],
             boundaries=batch.boundaries,

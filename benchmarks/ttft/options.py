@@ -25,7 +25,7 @@ class Network(Enum):
 
 
 @dataclass(kw_only=True)
-class LinkOptions:
+class BenchLinkOptions:
     """Shape of the link that bench.network=netns makes; otherwise `gbps` states the rate of the given network.
 
     Attributes:
@@ -111,7 +111,7 @@ class BenchRun:
     ranks: RanksOptions = field(default_factory=RanksOptions)
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     prefill: ChainOptions = field(default_factory=ChainOptions)
-    link: LinkOptions = field(default_factory=LinkOptions)
+    link: BenchLinkOptions = field(default_factory=BenchLinkOptions)
     bench: BenchOptions = field(default_factory=BenchOptions)
     profile: Profile = Profile.none
 

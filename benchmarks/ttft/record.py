@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from benchmarks.ttft.bounds import Bounds
-from benchmarks.ttft.measurement import Run
+from benchmarks.ttft.measurement import Measurement
 from benchmarks.ttft.options import BenchRun, Network
 from benchmarks.ttft.traffic import formula_bytes, kv_bytes_per_token
 from benchmarks.ttft.variants import VARIANTS, Split
@@ -71,7 +71,7 @@ class Record:
         options = {"model": repr(self.run.model), "partition": partition, "variant": name, "length": length}
         return lines.key(parts | options)
 
-    def line(self, name: str, length: int, runs: list[Run]) -> Line:
+    def line(self, name: str, length: int, runs: list[Measurement]) -> Line:
         """JSON line of one variant and length."""
         last, num_ranks, model = runs[-1], self.shared["ranks"], self.model
         partition = even(length, num_ranks)

@@ -12,7 +12,7 @@ from runahead.decoding.stop_strings import StopStrings
 from runahead.report import Generation
 
 
-class Answers:
+class AnswerWriter:
     """Writes answers to a file descriptor as soon as they are complete.
 
     It is not an error if the reader closes the pipe (`| head -1`).
@@ -87,7 +87,7 @@ class AnswerStream:
     arrive. Tokens in `eos_ids` end the text and are not part of it.
     """
 
-    def __init__(self, answers: Answers, tokenizer: Any | None, *, stop: list[str], eos_ids: set[int]):
+    def __init__(self, answers: AnswerWriter, tokenizer: Any | None, *, stop: list[str], eos_ids: set[int]):
         self._answers = answers
         self._row = StopStrings(tokenizer, stop)
         self._eos_ids = eos_ids

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.outputs.answers import Answers
+from launch.outputs.answers import AnswerWriter
 from runahead.files import digest_of_path, read_user_file
 from runahead.ranks.agreement import digest_of, option_facts
 
@@ -29,7 +29,7 @@ WEIGHTS = "weights"
 """Name of the weights' fingerprint among the settings of a line."""
 
 BEGIN = b'{"index": '
-"""Beginning of every line of `Answers`."""
+"""Beginning of every line of `AnswerWriter`."""
 
 
 def settings_of(run: Any, defaults: Any, files: Collection[str], *, num_chunks: int | None = None) -> dict[str, str]:
@@ -142,7 +142,7 @@ class AnswersFile:
         """Whether any of these prompts has no line."""
         return not self.answered.issuperset(places)
 
-    def answers(self, weights: str | None) -> Answers:
+    def answers(self, weights: str | None) -> AnswerWriter:
         """Open the file, remove what is left of a line that was cut off, and return what appends to it.
 
         Args:
@@ -172,7 +172,7 @@ class AnswersFile:
         def fields(place: int) -> Mapping[str, Any]:
             return {"prompt": self.prompts[place], "settings": self.settings | about}
 
-        return Answers(descriptor, self.skipped, name=self.path, done=self.answered, more=fields)
+        return AnswerWriter(descriptor, self.skipped, name=self.path, done=self.answered, more=fields)
 
 
 def _no_answer(line: str) -> str:

@@ -44,7 +44,7 @@ END_S = 60.0
 
 
 @dataclass(kw_only=True)
-class Job:
+class SweepJob:
     """One combination of values.
 
     Attributes:
@@ -139,7 +139,7 @@ def run_sweep(program: Program[Any], command: CommandLine[Any]) -> int:
     return 1 if failed else 0
 
 
-def _plan(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[Job]]:
+def _plan(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[SweepJob]]:
     """The folder of the sweep and its jobs.
 
     Raises:
@@ -170,7 +170,7 @@ def _is_device(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def _jobs(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[Job]]:
+def _jobs(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[SweepJob]]:
     """The folder of the sweep and its jobs, the last option changing fastest, as in Hydra's own sweeper."""
     values: dict[str, list[str]] = {}
     with program.config_loader(command.flags) as loader:
@@ -192,7 +192,7 @@ def _jobs(program: Program[Any], command: CommandLine[Any]) -> tuple[Path, list[
         raise ValueError(f"--multirun has more than {MOST_JOBS:,} jobs; give fewer values at once")
     folder = folder.resolve()
     return folder, [
-        Job(overrides=dict(zip(values, texts, strict=True)), folder=folder / str(number))
+        SweepJob(overrides=dict(zip(values, texts, strict=True)), folder=folder / str(number))
         for number, texts in enumerate(chosen)
     ]
 
@@ -223,7 +223,7 @@ def _num_ranks(text: str) -> int:
     return int(text)
 
 
-def _prepare(job: Job, program: Program[Any], command: CommandLine[Any]) -> None:
+def _prepare(job: SweepJob, program: Program[Any], command: CommandLine[Any]) -> None:
     """Compose the options of a job, to find mistakes before any rank works, and name the files that it writes."""
     try:
         run = program.compose(job.options, command.flags)
@@ -240,7 +240,7 @@ def _prepare(job: Job, program: Program[Any], command: CommandLine[Any]) -> None
             job.written[name] = job.folder / value
 
 
-def _run(job: Job, program: Program[Any], command: CommandLine[Any], swept: Sequence[str], num_jobs: int) -> None:
+def _run(job: SweepJob, program: Program[Any], command: CommandLine[Any], swept: Sequence[str], num_jobs: int) -> None:
     """Run a job to its end, its answers and its log in files. Whatever ends this call, no process of it is left."""
     title = f"job {job.folder.name} of {num_jobs}: {job.changed(swept)}".rstrip(": ")
     began_s = time.perf_counter()
@@ -312,7 +312,7 @@ def _figures(report: dict[str, Any]) -> dict[str, str]:
     return figures | ({"kv_peak_bytes": str(max(peaks))} if peaks else {})
 
 
-def _table(jobs: Sequence[Job], swept: Sequence[str]) -> list[list[str]]:
+def _table(jobs: Sequence[SweepJob], swept: Sequence[str]) -> list[list[str]]:
     """A row per job under a row of headings."""
     names = list(dict.fromkeys(name for job in jobs for name in job.figures))
     rows = [["job", *swept, "seconds", *names, "status"]]
@@ -323,7 +323,7 @@ def _table(jobs: Sequence[Job], swept: Sequence[str]) -> list[list[str]]:
     return rows
 
 
-def _print_outputs(jobs: Sequence[Job], swept: Sequence[str]) -> None:
+def _print_outputs(jobs: Sequence[SweepJob], swept: Sequence[str]) -> None:
     """Print what the jobs of a program without such figures printed."""
     for job in jobs:
         path = job.folder / "output.txt"

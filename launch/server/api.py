@@ -22,8 +22,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from launch.server.answer.answering import Answering
-from launch.server.answer.exchange import Exchange
 from launch.server.answer.form import Form
+from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.answer.row_text import RowText
 from launch.server.errors import APIError, dumps, shown, wrong
@@ -169,7 +169,7 @@ class API:
             prompts=prompts,
             options=rows,
             listener=(
-                exchange := Exchange(
+                listener := RequestListener(
                     [RowText(self._tokenizer, self._eos_ids, options) for options in rows],
                     self.metrics,
                     num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts[:: len(read.options)]),
@@ -189,7 +189,7 @@ class API:
         form = Form(request.state.identity, self.model, is_chat=is_chat, texts=self._texts)
         return Answering(
             queued,
-            exchange,
+            listener,
             form,
             read,
             request,

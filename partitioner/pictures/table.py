@@ -16,7 +16,7 @@ from partitioner.searches.evaluations import SearchResult
 from partitioner.searches.record import SearchRecord
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
-from partitioner.table.entry import Entry
+from partitioner.table.entry import TableEntry
 from partitioner.table.fingerprint import link_text
 from partitioner.table.lookup_table import LookupTable
 from runahead.files import write_whole
@@ -175,7 +175,7 @@ def _bar_width(lengths: Sequence[int]) -> float:
     return min([1.45, *(math.sqrt(after / before) for before, after in pairwise(lengths))])
 
 
-def _draw_bar(axes: Any, entry: Entry, shades: Sequence[Colour], width: float) -> None:
+def _draw_bar(axes: Any, entry: TableEntry, shades: Sequence[Colour], width: float) -> None:
     ends = [0.0, *accumulate(entry.ratios)]
     left, right = entry.length / math.sqrt(width), entry.length * math.sqrt(width)
     for rank, share in enumerate(entry.ratios):
@@ -193,7 +193,7 @@ def _draw_bar(axes: Any, entry: Entry, shades: Sequence[Colour], width: float) -
             )
 
 
-def _lengths_between(before: Entry, after: Entry) -> list[int]:
+def _lengths_between(before: TableEntry, after: TableEntry) -> list[int]:
     ratio = after.length / before.length
     return sorted({round(before.length * ratio ** (at / BETWEEN)) for at in range(BETWEEN + 1)})
 
@@ -235,10 +235,10 @@ def ttft_png(
 
 def _draw_speedups(
     axes: Any,
-    compared: Mapping[int, list[Entry]],
+    compared: Mapping[int, list[TableEntry]],
     alone: Mapping[int, float],
     shades: Mapping[int, Colour],
-    best: Mapping[int, Entry],
+    best: Mapping[int, TableEntry],
     free: Bound,
     ideal: Mapping[int, float],
 ) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from partitioner.searches.evaluations import Cost, SearchResult, SearchTask
 from partitioner.searches.seeded import Seeded
-from partitioner.table.entry import Entry, scaled
+from partitioner.table.entry import TableEntry, scaled
 from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 
@@ -26,7 +26,7 @@ NO_FIT = 1e6
 def fit_entry(
     cost: Cost,
     table: LookupTable,
-    entry: Entry,
+    entry: TableEntry,
     known: Mapping[int, SearchResult],
     task: SearchTask,
 ) -> ContextPartition:

@@ -10,7 +10,7 @@ from partitioner.searches.best_split import starts
 from partitioner.searches.evaluations import SearchResult, SearchTask
 from partitioner.searches.evaluators import Evaluator
 from partitioner.searches.progress import SearchProgress
-from partitioner.table.entry import Entry, scaled
+from partitioner.table.entry import TableEntry, scaled
 from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 
@@ -35,7 +35,7 @@ class TableSearch:
         self.counts = list(evaluator.clusters)
         self.strategy = STRATEGIES[options.method]
         self.best: dict[int, dict[int, SearchResult]] = {count: {} for count in self.counts}
-        self._given, self._entries = table, dict[tuple[int, int], Entry]()
+        self._given, self._entries = table, dict[tuple[int, int], TableEntry]()
 
     def run(self, lengths: Sequence[int]) -> Iterator[None]:
         """Search every length and number of ranks; yields after each."""
@@ -71,7 +71,7 @@ class TableSearch:
     def keep(self, length: int, count: int, result: SearchResult) -> None:
         """Put the result of a search into the table, in place of this run's entry for the length."""
         self.trails[length, count] = result
-        self._entries[length, count] = Entry(
+        self._entries[length, count] = TableEntry(
             length=length,
             ranks=count,
             boundaries=result.partition.boundaries,

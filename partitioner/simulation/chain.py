@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from partitioner.simulation.cluster import Cluster
 from partitioner.simulation.routes import routes_of
 from runahead.context import ContextPartition
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 
 UNKNOWN = -1.0
 """Time of an event that the simulation has not reached."""
@@ -35,7 +35,7 @@ class Simulated:
     compute_s: list[float]
     wait_s: list[float]
     sent_bytes: list[float]
-    spans: list[list[Span]] = field(default_factory=list)
+    spans: list[list[TraceSpan]] = field(default_factory=list)
 
 
 def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = False) -> Simulated:
@@ -261,7 +261,7 @@ class _SimulatedPrefill:
                 yield layer, attended, max(attended, self.arrived_s[i][layer]), "prefix"
             known = closed + between
 
-    def main_spans(self, i: int) -> Iterator[Span]:
+    def main_spans(self, i: int) -> Iterator[TraceSpan]:
         """Spans of a rank's main thread: its waits, and the compute between them."""
         moments: list[tuple[str, int | None, float, str]] = []  # kind, layer, end, detail
         for layer, begin, end, cause in self.waits(i):
@@ -276,10 +276,10 @@ class _SimulatedPrefill:
         start = 0.0
         for kind, at, end, detail in moments:
             if end > start:
-                yield Span(kind=kind, layer=at, start_s=start, end_s=end, detail=detail)
+                yield TraceSpan(kind=kind, layer=at, start_s=start, end_s=end, detail=detail)
                 start = end
 
-    def send_spans(self, i: int, partition: ContextPartition) -> Iterator[Span]:
+    def send_spans(self, i: int, partition: ContextPartition) -> Iterator[TraceSpan]:
         """A rank's messages, each from when it was ready until it had left."""
         routes, chain, seen = self.routes, partition.chain, 0.0
         for layer, opened in enumerate(self.sent_s[i]):
@@ -291,4 +291,4 @@ class _SimulatedPrefill:
                 k, left_s = routes.chunk[route], self.left_s[layer * self.num_routes + route]
                 chunk = partition.chunk(chain[k])
                 detail = f"tokens {chunk.start}-{chunk.stop} to rank {chain[routes.receiver[route]]}"
-                yield Span(kind="send", layer=layer, start_s=ready_s[k], end_s=left_s, detail=detail)
+                yield TraceSpan(kind="send", layer=layer, start_s=ready_s[k], end_s=left_s, detail=detail)

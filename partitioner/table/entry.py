@@ -22,7 +22,7 @@ DATE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TableEntry:
     """The best split found for one prompt length and number of ranks.
 
     Attributes:

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_type_hints
 
 from partitioner.cost.link import Link
-from partitioner.table.entry import DATE, Entry, shown
+from partitioner.table.entry import DATE, TableEntry, shown
 from partitioner.table.fingerprint import Fingerprint, ModelShape
 
 FORMAT = "runahead lookup table"
@@ -35,7 +35,7 @@ class _LinkFields:
     shared: bool
 
 
-def table_json(fingerprint: Fingerprint, entries: Sequence[Entry]) -> str:
+def table_json(fingerprint: Fingerprint, entries: Sequence[TableEntry]) -> str:
     """Write a table as JSON."""
     about = asdict(fingerprint) | {"link": None if fingerprint.link is None else fingerprint.link.as_json()}
     if fingerprint.tensor == 1:  # as tables were before stages could have several ranks
@@ -47,7 +47,7 @@ def table_json(fingerprint: Fingerprint, entries: Sequence[Entry]) -> str:
     return f'{head[:-2]},\n  "entries": [{lines}\n  ]\n}}\n'
 
 
-def parse_table(data: bytes) -> tuple[Fingerprint, list[Entry]]:
+def parse_table(data: bytes) -> tuple[Fingerprint, list[TableEntry]]:
     """Parse the bytes of a table's file.
 
     Raises:
@@ -97,13 +97,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _entry(number: int, value: Any) -> Entry:
+def _entry(number: int, value: Any) -> TableEntry:
     about = f"entry {number}"
     if isinstance(value, dict):
         length, ranks = value.get("length"), value.get("ranks")
         if type(length) is int and type(ranks) is int:
             about += f" ({shown(length)} tokens, {shown(ranks)} ranks)"
-    return _read(Entry, about, value)
+    return _read(TableEntry, about, value)
 
 
 def _fingerprint(value: Any) -> Fingerprint:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 
-from partitioner.table.entry import Entry, from_shares, scaled
+from partitioner.table.entry import TableEntry, from_shares, scaled
 from partitioner.table.fingerprint import Fingerprint
 from partitioner.table.format import parse_table, table_json
 from runahead.context import ContextPartition, places
@@ -58,7 +58,7 @@ class LookupTable:
     """
 
     fingerprint: Fingerprint
-    entries: list[Entry]
+    entries: list[TableEntry]
     source: str = "lookup table"
     tell: Callable[[str], object] = field(default=warn, compare=False, repr=False)
 
@@ -120,7 +120,7 @@ class LookupTable:
             ValueError: the tables are for different models or devices.
         """
         other.check_fits(self.fingerprint, remedy="tables for different models or devices cannot be merged")
-        kept: dict[tuple[int, int], Entry] = {}
+        kept: dict[tuple[int, int], TableEntry] = {}
         for entry in (*self.entries, *other.entries):
             at = entry.length, entry.ranks
             kept[at] = max(kept.get(at, entry), entry, key=lambda each: each.preference)
@@ -130,7 +130,7 @@ class LookupTable:
         """Numbers of ranks for which there are entries, ascending."""
         return sorted({entry.ranks for entry in self.entries})
 
-    def entries_for(self, ranks: int) -> list[Entry]:
+    def entries_for(self, ranks: int) -> list[TableEntry]:
         """Entries for one number of ranks, by ascending length."""
         return [entry for entry in self.entries if entry.ranks == ranks]
 
@@ -183,7 +183,7 @@ class LookupTable:
         comparable = [ranks for ranks in allowed if distances[ranks] == min(distances.values())]
         return worthwhile({ranks: costs[ranks] for ranks in comparable})
 
-    def best_entries(self) -> list[Entry]:
+    def best_entries(self) -> list[TableEntry]:
         """The entry with the best number of ranks, for every length in the table."""
         best = []
         for _, group in groupby(self.entries, key=lambda entry: entry.length):
@@ -225,7 +225,7 @@ def worthwhile(costs: Mapping[int, float]) -> int:
     return min(costs, key=lambda ranks: (costs[ranks] * (1 - WORTHWHILE) ** -math.log2(ranks), ranks))
 
 
-def _neighbours(entries: Sequence[Entry], length: int) -> tuple[Entry, Entry]:
+def _neighbours(entries: Sequence[TableEntry], length: int) -> tuple[TableEntry, TableEntry]:
     """The entries around a length; the same entry twice if it is for this length, or the length is beyond the table."""
     at = bisect_left(entries, length, key=lambda entry: entry.length)
     if at == len(entries):
@@ -235,12 +235,12 @@ def _neighbours(entries: Sequence[Entry], length: int) -> tuple[Entry, Entry]:
     return entries[at - 1], entries[at]
 
 
-def _share(below: Entry, above: Entry, length: int) -> float:
+def _share(below: TableEntry, above: TableEntry, length: int) -> float:
     """Position of a length between two entries, in [0, 1]."""
     return 0.0 if below is above else (length - below.length) / (above.length - below.length)
 
 
-def _between(below: Entry, above: Entry, length: int, *, ranks_alike: bool) -> ContextPartition:
+def _between(below: TableEntry, above: TableEntry, length: int, *, ranks_alike: bool) -> ContextPartition:
     share = _share(below, above, length)
     nearer = below if share < 0.5 else above
     chains = below.partition.chain, above.partition.chain
@@ -255,7 +255,7 @@ def _between(below: Entry, above: Entry, length: int, *, ranks_alike: bool) -> C
     return from_shares(accumulate(ends, max), length)
 
 
-def _clamped(entry: Entry, length: int) -> ContextPartition:
+def _clamped(entry: TableEntry, length: int) -> ContextPartition:
     """Split in an entry's ratios; if the prompt is shorter than the entry's, chunks that would be shorter than
     `SHORTEST_CHUNK` (or the entry's shortest) are merged into the chunk before."""
     partition = scaled(entry.partition, length)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runahead.failures import first_line
-from runahead.ranks.worker import Job, Worker
+from runahead.ranks.worker import SubmittedCall, Worker
 
 LAYOUT: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False, "lenient": False}
 """At most one blank after a comma or a colon: where any whitespace is allowed, a model may write blanks without end.
@@ -36,7 +36,7 @@ class JSONSchemas:
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: set[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._lock, self._vocabulary_lock = threading.Lock(), threading.Lock()
-        self._compiled: dict[str, Job] = {}  # matchers, that which was used last at the end
+        self._compiled: dict[str, SubmittedCall] = {}  # matchers, that which was used last at the end
         self._worker: Worker | None = None
         self._read_vocabulary: Any = None
 
@@ -81,12 +81,12 @@ class JSONSchemas:
             raise job.error
         return JSONConstraint(job.result.deep_copy(), self._vocab_size)
 
-    def _job(self, schema: str) -> tuple[Job, bool]:
+    def _job(self, schema: str) -> tuple[SubmittedCall, bool]:
         """The job that compiles a schema, and whether it is new, so that the caller has to run it."""
         with self._lock:
             job, is_new = self._compiled.pop(schema, None), False
             if job is None:
-                job, is_new = Job(partial(self._matcher, schema)), True
+                job, is_new = SubmittedCall(partial(self._matcher, schema)), True
                 if len(self._compiled) >= MOST_SCHEMAS:
                     del self._compiled[next(iter(self._compiled))]
             self._compiled[schema] = job

@@ -25,7 +25,7 @@ from runahead.reuse.prefixes import RowPrefix
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.stored_prefix import StoredPrefix
 from runahead.thinning.rank_policies import RankPolicies
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,7 @@ class Prefilled:
     given: KVStore | None = None
     is_cancelled: bool = False
     prefixes: list[RowPrefix] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     encoded: set[str] = field(default_factory=set)
     recomputed_tokens: float = 0.0
 

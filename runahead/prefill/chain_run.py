@@ -26,7 +26,7 @@ from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.rotary import Rotary
 from runahead.timeline.clock import clock_for
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 
 LEAST_ASIDE_S = 1e-3
 """Shorter spans are not drawn: the rank only looked whether there is something else to do."""
@@ -241,7 +241,7 @@ class ChainRun:
         spans = self._spans(computed_s) if job.record else []
         return Prefilled(logits_BV=logits_BV, cache=store, report=report, is_cancelled=is_cancelled, spans=spans)
 
-    def _spans(self, computed_s: float) -> list[Span]:
+    def _spans(self, computed_s: float) -> list[TraceSpan]:
         """Timeline: a layer's compute lasts from the end of the previous layer's attention to the end of its own.
 
         Waits are spans of their own, and no compute.
@@ -262,12 +262,12 @@ class ChainRun:
             edges = [start, *(moment for wait in waits for moment in wait), end]
             at, detail = None if layer in names else layer, names.get(layer, "")
             spans += [
-                Span(kind="compute", layer=at, start_s=b, end_s=e, detail=detail)
+                TraceSpan(kind="compute", layer=at, start_s=b, end_s=e, detail=detail)
                 for b, e in zip(edges[::2], edges[1::2], strict=True)
             ]
-            spans += [Span(kind="wait", layer=at, start_s=b, end_s=e, detail="K,V") for b, e in waits]
+            spans += [TraceSpan(kind="wait", layer=at, start_s=b, end_s=e, detail="K,V") for b, e in waits]
         spans += [
-            Span(kind="send", layer=sent.layer, start_s=seconds(begin), end_s=seconds(end), detail=str(sent))
+            TraceSpan(kind="send", layer=sent.layer, start_s=seconds(begin), end_s=seconds(end), detail=str(sent))
             for sent, begin, end in log.sends
         ]
         return spans

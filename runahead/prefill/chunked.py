@@ -20,7 +20,7 @@ from runahead.thinning.attention import KeptAttention
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
 from runahead.timeline.clock import clock_for
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 
 
 def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
@@ -88,7 +88,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     )
     cache.describe_prompt(report)
     spans = [
-        Span(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")
+        TraceSpan(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")
         for (begin, done), (start, end) in zip(pairwise(times_s), pairwise(edges), strict=True)
     ]
     return Prefilled(logits_BV=logits_BV, cache=cache, report=report, spans=spans if job.record else [])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Job:
+class SubmittedCall:
     """A submitted call. Once `done` is set, `result` or `error` holds its outcome."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
@@ -28,7 +28,7 @@ class Worker:
     """Daemon thread that runs calls in order. A call that never returns does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SubmittedCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -38,9 +38,9 @@ class Worker:
         assert self._thread.ident is not None
         return self._thread.ident
 
-    def submit(self, call: Callable[[], Any]) -> Job:
+    def submit(self, call: Callable[[], Any]) -> SubmittedCall:
         """Queue a call."""
-        job = Job(call)
+        job = SubmittedCall(call)
         self._jobs.put(job)
         return job
 

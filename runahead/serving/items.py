@@ -12,7 +12,7 @@ from runahead.config import GenerationOptions
 from runahead.decoding.row import RowId
 from runahead.report import RankReport
 from runahead.reuse.prefix_tree import Change
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 
 PROGRESS_S = 0.5
 """Least seconds between two reports of a rank from inside a prefill."""
@@ -127,7 +127,7 @@ class Part:
     report: RankReport | None = None
     live_bytes: int = 0
     stored_bytes: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     prefix_bytes: dict[str, int] = field(default_factory=dict)
     prefix_found_tokens: dict[str, int] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from runahead.files import write_whole
 from runahead.picture_style import INK, MUTED, dress, new_figure, png
 from runahead.timeline.recording import ProfilerRecording
-from runahead.timeline.trace import Span, picture_path, trace_json
+from runahead.timeline.trace import TraceSpan, picture_path, trace_json
 
 WAIT_FACE, WAIT_HATCH = "#f1f3f5", "#c3cad1"
 SEND = "#d9480f"
@@ -29,7 +29,7 @@ SEND_TOP, SEND_HEIGHT = 0.26, 0.07
 
 def write_timeline(
     path: str | os.PathLike[str],
-    spans_by_rank: Sequence[Sequence[Span]],
+    spans_by_rank: Sequence[Sequence[TraceSpan]],
     *,
     names: Sequence[str] = (),
     ttft_s: float | None = None,
@@ -54,7 +54,7 @@ def write_timeline(
 
 
 def timeline_png(
-    spans_by_rank: Sequence[Sequence[Span]],
+    spans_by_rank: Sequence[Sequence[TraceSpan]],
     *,
     names: Sequence[str] = (),
     ttft_s: float | None = None,
@@ -115,7 +115,7 @@ def timeline_png(
     return png(figure)
 
 
-def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: Any) -> None:
+def _draw_rank(axes: Any, rank: int, spans: Sequence[TraceSpan], colours: Any) -> None:
     def bars(kind: str, top: float, height: float, **style: Any) -> None:
         chosen = [s for s in spans if s.kind == kind]
         if chosen:
@@ -130,7 +130,7 @@ def _draw_rank(axes: Any, rank: int, spans: Sequence[Span], colours: Any) -> Non
     bars("send", SEND_TOP, SEND_HEIGHT, facecolor=SEND, edgecolor=SEND, linewidth=1)
 
 
-def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[Span]], num_layers: int) -> None:
+def _draw_skew(axes: Any, spans_by_rank: Sequence[Sequence[TraceSpan]], num_layers: int) -> None:
     """Draw lines through the ends of a few layers, from rank to rank; ranks without compute are skipped."""
     ends = []
     for rank, spans in enumerate(spans_by_rank):

@@ -19,7 +19,7 @@ ON_STREAMS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 
 @dataclass(kw_only=True)
-class Span:
+class TraceSpan:
     """Something that a rank did. The spans of all ranks are on one clock.
 
     Attributes:
@@ -35,7 +35,7 @@ class Span:
     end_s: float
     detail: str = ""
 
-    def shifted(self, seconds: float) -> Span:
+    def shifted(self, seconds: float) -> TraceSpan:
         """The same span on a clock that is `seconds` ahead."""
         return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
 
@@ -53,7 +53,7 @@ def picture_path(path: str | os.PathLike[str]) -> Path:
 
 
 def trace_json(
-    spans_by_rank: Sequence[Sequence[Span]],
+    spans_by_rank: Sequence[Sequence[TraceSpan]],
     *,
     names: Sequence[str] = (),
     ttft_s: float | None = None,
@@ -125,11 +125,11 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+def _lanes(spans: Sequence[TraceSpan]) -> list[tuple[str, list[TraceSpan]]]:
     """Group spans by kind into lanes. Spans that overlap others of their kind, as sends do, get additional lanes."""
-    lanes: list[tuple[str, list[Span]]] = []
+    lanes: list[tuple[str, list[TraceSpan]]] = []
     for kind in KINDS:
-        lanes_of_kind: list[list[Span]] = [[]]
+        lanes_of_kind: list[list[TraceSpan]] = [[]]
         for span in sorted((s for s in spans if s.kind == kind), key=lambda s: (s.start_s, s.end_s)):
             free = (lane for lane in lanes_of_kind if not lane or lane[-1].end_s <= span.start_s)
             lane = next(free, None)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from benchmarks.harness import lines, machine
 from benchmarks.network.shaped_network import check_machine
 from benchmarks.ttft.bounds import read_compute
-from benchmarks.ttft.measurement import Contenders, Run
+from benchmarks.ttft.measurement import Contenders, Measurement
 from benchmarks.ttft.plot import main as plot
 from launch.bench import main
 from policies.pyramidinfer import PyramidInfer
@@ -212,7 +212,7 @@ def test_variants_that_disagree_fail_loudly_and_keep_nothing(
 ) -> None:
     honest = Contenders.run
 
-    def lying(self: Contenders, name: str, ids: list[int]) -> Run:
+    def lying(self: Contenders, name: str, ids: list[int]) -> Measurement:
         found = honest(self, name, ids)
         return found if name == "single" else replace(found, first_token=1000)
 

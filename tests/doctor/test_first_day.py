@@ -21,13 +21,13 @@ from benchmarks.doctor.crew import Crew, Job
 from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Verdict
 from benchmarks.first_day import chain, gpu_tests, kernels
-from benchmarks.first_day.estimates import ESTIMATES, RANGE, Machine
+from benchmarks.first_day.estimates import ESTIMATES, RANGE, GPUFigures
 from benchmarks.first_day.figures import Figures, finding_of
 from benchmarks.first_day.first_day import FirstDay, spend
 from benchmarks.first_day.options import FirstDayOptions, FirstDayRun, without_hydra
-from benchmarks.first_day.parts import LIMIT_S, PARTS, Part, Where, chosen
+from benchmarks.first_day.parts import LIMIT_S, PARTS, FirstDayPart, Where, chosen
 from benchmarks.first_day.visit import Visit
-from benchmarks.first_day.work import WORK, Task
+from benchmarks.first_day.work import WORK, PartTask
 from launch import first_day
 from launch.program.compose import Program
 from partitioner.cost.known_gpus import known_gpu
@@ -39,10 +39,10 @@ from runahead.ranks.ranks import Ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def gpu(name: str = "NVIDIA H100 80GB HBM3") -> Machine:
+def gpu(name: str = "NVIDIA H100 80GB HBM3") -> GPUFigures:
     known = known_gpu(name)
     assert known is not None
-    return Machine(gpu=known, is_hopper="H100" in name)
+    return GPUFigures(gpu=known, is_hopper="H100" in name)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def day(
     return FirstDay(run, started, gpus, out, time.monotonic())
 
 
-def part(name: str) -> Part:
+def part(name: str) -> FirstDayPart:
     return next(each for each in PARTS if each.name == name)
 
 
@@ -173,7 +173,7 @@ def test_a_part_that_hangs_is_ended_and_the_next_one_runs(
         "chain_direct": f"{figure}F('chain_direct', P({str(figures)!r}), None).note('TTFT', 1.5, 'ms')",
     }
 
-    def job(task: Task, num_ranks: int) -> Job:
+    def job(task: PartTask, num_ranks: int) -> Job:
         args = ["-n", "1", "-r", "1", codes[task.part]]
         return Job(name=task.part, module="timeit", args=args, num_ranks=1, limit_s=60, last_words_s=1)
 
@@ -181,7 +181,7 @@ def test_a_part_that_hangs_is_ended_and_the_next_one_runs(
         line = tmp_path / "chain_relay" / "0.out"
         return time.monotonic() + (61 if line.exists() and line.read_text() else 0)
 
-    monkeypatch.setattr(Task, "job", job)
+    monkeypatch.setattr(PartTask, "job", job)
     monkeypatch.setattr(crew, "time", SimpleNamespace(monotonic=now_s, time=time.time, sleep=time.sleep))
     hanging = day(tmp_path, [facts] * 3)
     hanging.run.first_day.parts = list(codes)
@@ -201,11 +201,11 @@ def test_a_part_that_hangs_is_ended_and_the_next_one_runs(
 def test_a_part_that_the_minutes_end_has_not_failed(
     tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def job(task: Task, num_ranks: int) -> Job:
+    def job(task: PartTask, num_ranks: int) -> Job:
         args = ["-n", "1", "-r", "1", "import time; time.sleep(60)"]
         return Job(name=task.part, module="timeit", args=args, num_ranks=1, limit_s=1, last_words_s=1)
 
-    monkeypatch.setattr(Task, "job", job)
+    monkeypatch.setattr(PartTask, "job", job)
     short = day(tmp_path, [facts] * 3, minutes=2)
     short.run.first_day.parts = ["chain_relay"]
     short.run_all()

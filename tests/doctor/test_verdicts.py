@@ -17,7 +17,7 @@ from benchmarks.doctor.checks import (
     check_links,
     needed_rate,
 )
-from benchmarks.doctor.crew import Ended, Job, Outcome, overrides
+from benchmarks.doctor.crew import Ended, Job, JobOutcome, overrides
 from benchmarks.doctor.doctor import estimate_s
 from benchmarks.doctor.environment import (
     Examined,
@@ -340,14 +340,14 @@ def test_decoding_is_held_against_memory() -> None:
 # Faults.
 
 
-def drilled(after_s: float, *, output: str = '{"fault_s": 100.0}\n', killed: bool = False) -> Outcome:
+def drilled(after_s: float, *, output: str = '{"fault_s": 100.0}\n', killed: bool = False) -> JobOutcome:
     job = Job(name="", module="", args=[], num_ranks=2, limit_s=60, last_words_s=20)
     errors = "noise\n[rank 0/2] rank 1 has been silent for 5 s; see drill.rank0.fault.json\n"
     ranks = [
         Ended(rank=0, status=1, at_s=100 + after_s, output="", errors=errors),
         Ended(rank=1, status=-9, at_s=100.0, output=output, errors=""),
     ]
-    return Outcome(job=job, ranks=ranks, seconds=10, was_killed=killed)
+    return JobOutcome(job=job, ranks=ranks, seconds=10, was_killed=killed)
 
 
 def test_ranks_that_end_in_time_are_good() -> None:
@@ -368,7 +368,7 @@ def test_ranks_that_end_in_time_are_good() -> None:
         (replace(drilled(6), ranks=[replace(r, status=0) for r in drilled(6).ranks]), "without saying why"),
     ],
 )
-def test_ranks_that_do_not_end_well_have_failed(outcome: Outcome, says: str) -> None:
+def test_ranks_that_do_not_end_well_have_failed(outcome: JobOutcome, says: str) -> None:
     found = check_fault("killed", outcome, 5, 0)
     assert found.verdict is Verdict.failed and says in found.words
 

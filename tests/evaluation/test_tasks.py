@@ -21,9 +21,9 @@ from benchmarks.evaluation.options import (
     RetrievalOptions,
     ThroughputOptions,
 )
-from benchmarks.evaluation.tasks import TASKS, Copying, Needle, Passkey, Perplexity, Throughput
+from benchmarks.evaluation.tasks import TASKS, CopyTask, Needle, Passkey, Perplexity, Throughput
 from benchmarks.evaluation.tasks.base import PROBE_TOKENS, Outcome, Runtime, Task
-from benchmarks.evaluation.tasks.retrieval import Retrieval, number_in
+from benchmarks.evaluation.tasks.retrieval import NumberRetrieval, number_in
 from runahead import Conversation, Model, Ranks, RanksOptions
 from runahead.config import Device
 
@@ -90,7 +90,7 @@ def test_perplexities_of_samples_are_combined_by_token() -> None:
 
 
 def test_copy_nll_of_the_full_cache_is_the_models_own(runtime: Runtime, material: Material, folder: Path) -> None:
-    task = Copying(EvaluateRun(copy=CopyOptions(passage=20, filler=50, samples=3)), material)
+    task = CopyTask(EvaluateRun(copy=CopyOptions(passage=20, filler=50, samples=3)), material)
     starts = []
     for case in task.cases:
         context, passage = task._contexts[case["sample"]], task._passages[case["sample"]]
@@ -107,7 +107,9 @@ def test_the_loss_of_the_text_that_follows_is_measured_in_place_of_the_passage(
     runtime: Runtime, material: Material, folder: Path
 ) -> None:
     """The text does not follow the passage. A policy that retrieves is fed token by token, and tells what it found."""
-    task = Copying(EvaluateRun(copy=CopyOptions(passage=20, filler=50, following=15, samples=1, timed=False)), material)
+    task = CopyTask(
+        EvaluateRun(copy=CopyOptions(passage=20, filler=50, following=15, samples=1, timed=False)), material
+    )
     [case], read = task.cases, material.text_ids[:85]
     entry = {"name": "quest", "page": 4, "fetch": 0.3, "first_layer": 0, "sample_every": 1}
     full, some = (outcome for _, outcome in task.run_all(runtime, [contender("full"), contender(entry)], case))
@@ -122,19 +124,19 @@ def test_samples_of_a_short_text_overlap_but_their_passages_do_not(material: Mat
     material = replace(material, max_positions=None)
     num_tokens = len(material.text_ids)
     options = CopyOptions(passage=30, filler=num_tokens - 30 - 100, samples=3)
-    task = Copying(EvaluateRun(copy=options), material)
+    task = CopyTask(EvaluateRun(copy=options), material)
     assert len({tuple(passage) for passage in task._passages}) == 3
     assert all(len(context) == num_tokens - 100 for context in task._contexts)
     with pytest.raises(
         ValueError, match=r"text.file=sea.txt has .* tokens but copy needs .* fewer than copy.samples=9"
     ):
-        Copying(EvaluateRun(copy=CopyOptions(passage=30, filler=num_tokens - 130, samples=9)), material)
+        CopyTask(EvaluateRun(copy=CopyOptions(passage=30, filler=num_tokens - 130, samples=9)), material)
 
 
 @pytest.mark.parametrize("kind", [Passkey, Needle])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_the_fact_is_at_its_depth_and_the_length_is_kept(
-    kind: type[Retrieval], depth: float, material: Material
+    kind: type[NumberRetrieval], depth: float, material: Material
 ) -> None:
     options = RetrievalOptions(lengths=[200, 400], depths=[depth], samples=2)
     task = kind(EvaluateRun(passkey=options, needle=options), material)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.first_day import copies, kernels, speed
-from benchmarks.first_day.estimates import Machine
+from benchmarks.first_day.estimates import GPUFigures
 from benchmarks.first_day.figures import Figures
 from benchmarks.first_day.visit import Visit
 from benchmarks.first_day.work import WORK
@@ -35,7 +35,7 @@ def test_parts_for_one_gpu_run(part: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert h100 is not None
     monkeypatch.setattr(speed, "load", lambda visit: model(CUDA, torch.bfloat16))
     path = tmp_path / "figures.jsonl"
-    figures = Figures(part, path, Machine(gpu=h100, is_hopper=True))
+    figures = Figures(part, path, GPUFigures(gpu=h100, is_hopper=True))
     WORK[part](Visit(ranks=alone(), figures=figures, folder=tmp_path, limit_s=240))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert not [line for line in lines if line["verdict"] == "failed"]

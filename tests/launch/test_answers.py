@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from launch.outputs.answers import Answers, AnswerStream
+from launch.outputs.answers import AnswerStream, AnswerWriter
 from runahead.report import Generation
 from tests.tokenizers_for_tests import byte_level
 
@@ -32,7 +32,7 @@ def test_the_stream_shows_text_as_soon_as_it_is_sure(pipe):
     reader, writer = pipe
     tokenizer = byte_level()
     ids = tokenizer("größer, the captain", add_special_tokens=False)["input_ids"]
-    stream = AnswerStream(Answers(writer), tokenizer, stop=["tain"], eos_ids={tokenizer.eos_token_id})
+    stream = AnswerStream(AnswerWriter(writer), tokenizer, stop=["tain"], eos_ids={tokenizer.eos_token_id})
     shown = ""
     for token in ids:
         stream.on_tokens([token])
@@ -47,7 +47,7 @@ def test_the_end_token_is_no_text_even_if_it_has_a_name(pipe):
     reader, writer = pipe
     tokenizer = byte_level()
     the, end = (tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in ("t", "e"))
-    stream = AnswerStream(Answers(writer), tokenizer, stop=[], eos_ids={end})
+    stream = AnswerStream(AnswerWriter(writer), tokenizer, stop=[], eos_ids={end})
     stream.on_tokens([the])
     stream.on_tokens([end])
     stream.on_tokens([None])
@@ -57,7 +57,7 @@ def test_the_end_token_is_no_text_even_if_it_has_a_name(pipe):
 
 def test_without_a_tokenizer_the_answer_is_an_empty_line(pipe):
     reader, writer = pipe
-    stream = AnswerStream(Answers(writer), None, stop=[], eos_ids=set())
+    stream = AnswerStream(AnswerWriter(writer), None, stop=[], eos_ids=set())
     stream.on_tokens([3])
     stream.finish()
     assert read(reader) == "\n"
@@ -68,7 +68,7 @@ def test_a_line_of_json_stays_one_line(pipe):
     generation = Generation(
         prompt_tokens=3, new_token_ids=[1, 2], text='a\n"ü', finish_reason="stop", first_token_logits_top5=[]
     )
-    Answers(writer).write_line(7, generation)
+    AnswerWriter(writer).write_line(7, generation)
     [line] = read(reader).splitlines()
     assert json.loads(line) == {
         "index": 7,
@@ -81,7 +81,7 @@ def test_a_line_of_json_stays_one_line(pipe):
 
 def test_a_reader_who_leaves_is_no_error(pipe):
     reader, writer = pipe
-    answers = Answers(writer)
+    answers = AnswerWriter(writer)
     answers.write("seen")
     os.close(reader)
     answers.write("not seen")
@@ -92,6 +92,6 @@ def test_a_full_disk_is_an_error():
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         with pytest.raises(OSError, match="No space"):
-            Answers(full).write("text")
+            AnswerWriter(full).write("text")
     finally:
         os.close(full)

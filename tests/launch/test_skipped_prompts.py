@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from launch.infer import INFER, main
 from launch.inputs.options import PromptOptions, ineffective_settings
 from launch.inputs.prompts import Prompts, read_prompts
-from launch.outputs.answers import Answers
+from launch.outputs.answers import AnswerWriter
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from tests.tokenizers_for_tests import byte_level
 
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_read_is_refused_as_ever(tmp_path):
 
 def test_skipped_prompts_have_their_lines_in_order(tmp_path):
     with open(tmp_path / "out", "wb") as out:
-        answers = Answers(out.fileno(), skipped={5: "five", 0: "zero", 2: "two"})
+        answers = AnswerWriter(out.fileno(), skipped={5: "five", 0: "zero", 2: "two"})
         for place in (1, 4):
             answers.write_skipped(before=place)
             os.write(out.fileno(), b'{"index": %d}\n' % place)

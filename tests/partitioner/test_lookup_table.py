@@ -22,7 +22,7 @@ from partitioner.cost.link import Link, Links
 from partitioner.searches.best_split import best_split
 from partitioner.table.fingerprint import OPTIONS, Fingerprint, ModelShape
 from partitioner.table.format import parse_table, table_json
-from partitioner.table.lookup_table import SHORTEST_CHUNK, Entry, LookupTable, TableWarning
+from partitioner.table.lookup_table import SHORTEST_CHUNK, LookupTable, TableEntry, TableWarning
 from runahead import Model
 from runahead.config import PrefillOptions, Transfer
 from tests.examples import examples
@@ -47,9 +47,9 @@ FINGERPRINT = Fingerprint(
 OBJECTIVES = ("measured", "replayed", "modelled")
 
 
-def entry(boundaries: list[int], *, ttft_s: float = 1.0, objective: str = "measured", **others: Any) -> Entry:
+def entry(boundaries: list[int], *, ttft_s: float = 1.0, objective: str = "measured", **others: Any) -> TableEntry:
     others = {"date": "2026-01-31T12:00:00Z"} | others
-    return Entry(
+    return TableEntry(
         length=boundaries[-1],
         ranks=len(boundaries) - 1,
         boundaries=tuple(boundaries),
@@ -59,19 +59,19 @@ def entry(boundaries: list[int], *, ttft_s: float = 1.0, objective: str = "measu
     )
 
 
-def from_shares(length: int, shares: list[float], **others: Any) -> Entry:
+def from_shares(length: int, shares: list[float], **others: Any) -> TableEntry:
     """All shares times the length must be whole."""
     ends = [length * sum(shares[: i + 1]) for i in range(len(shares))]
     assert all(abs(end - round(end)) < 1e-6 for end in ends)
     return entry([0, *map(round, ends)], **others)
 
 
-def table_of(*entries: Entry) -> LookupTable:
+def table_of(*entries: TableEntry) -> LookupTable:
     return LookupTable(FINGERPRINT, list(entries))
 
 
 @st.composite
-def entries_of(draw: st.DrawFn, length: int, ranks: int) -> Entry:
+def entries_of(draw: st.DrawFn, length: int, ranks: int) -> TableEntry:
     inner = draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1))
     return entry(
         [0, *sorted(inner), length],

@@ -21,7 +21,7 @@ from partitioner.searches.refinement import Refinement
 from partitioner.searches.table_search import TableSearch
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
-from partitioner.table.entry import Entry
+from partitioner.table.entry import TableEntry
 from partitioner.table.lookup_table import LookupTable
 from runahead.context import ContextPartition
 from tests.partitioner.clusters import llama, llama_cluster
@@ -30,7 +30,7 @@ from tests.partitioner.test_lookup_table import FINGERPRINT
 LENGTHS = [2048, 4096, 8192, 16384]
 
 
-def searched(cluster: Cluster, lengths: list[int], known: Sequence[Entry] = (), **changes: object) -> LookupTable:
+def searched(cluster: Cluster, lengths: list[int], known: Sequence[TableEntry] = (), **changes: object) -> LookupTable:
     options = SearchOptions(objective=Objective.modelled, min_stride=64, **changes)  # type: ignore[arg-type]
     with SearchProgress([], options, shown=False) as progress:
         clusters = {1: replace(cluster, speed=cluster.speed[:1], links=None), cluster.num_ranks: cluster}
@@ -100,7 +100,7 @@ def test_where_the_best_valley_changes_no_length_is_between(
     cluster, lengths = llama_cluster(2, 100), [1024 * 2**i for i in range(5)]
     # Of an earlier search, so that this one finds both.
     known = [
-        Entry(length=n, ranks=2, boundaries=(0, round(share * n), n), ttft_s=1.0, objective="modelled", date="")
+        TableEntry(length=n, ranks=2, boundaries=(0, round(share * n), n), ttft_s=1.0, objective="modelled", date="")
         for n, share in zip(lengths, [0.3, 0.3, 0.3, 0.7, 0.7], strict=True)
     ]
     as_given, filled = (searched(cluster, lengths, known, max_loss=max_loss) for max_loss in (None, 0.01))

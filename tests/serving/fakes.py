@@ -34,7 +34,7 @@ from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.ranges import Ranges
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 from tests.tokenizers_for_tests import byte_level
 from tests.waiting import until
 
@@ -151,7 +151,7 @@ class FakeEngine:
         self.stored: set[str] = set()
         self.when_prefilling: Callable[[], object] = lambda: None
         self.meanwhile: Any = None
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
         self.step_s = 0.0
         self.error: BaseException | None = None
         self.slow = {Way.shared_prompt}

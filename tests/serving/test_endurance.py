@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.studies import endurance as study
 from benchmarks.studies.endurance import STUDY, Seen, arrivals, end_of, endure, send, summary
-from benchmarks.studies.serving import Outcome
+from benchmarks.studies.serving import Reply
 from tests.families import save_tiny_llama
 from tests.serving.fakes import Served, chat_tokenizer, held, serving
 from tests.waiting import until
@@ -37,7 +37,7 @@ def options(*args: str) -> Any:
 def test_a_client_closes_its_connection_in_the_state_that_was_drawn():
     with serving(batch=1, ping_s=0.02) as served, held(served.engine) as gate:
 
-        async def several() -> list[tuple[Outcome, str]]:
+        async def several() -> list[tuple[Reply, str]]:
             first = asyncio.create_task(send(served.url, [5] * 9, 8, None, 60.0))
             while not served.scheduler.num_running:
                 await asyncio.sleep(0.01)
@@ -65,15 +65,15 @@ def test_a_request_without_an_end_is_hanging():
 @pytest.mark.parametrize(
     ("outcome", "end"),
     [
-        (Outcome(1, 200, [0.1], 5), "answered"),
-        (Outcome(1, 200, [0.1], 4), "answered with another number of tokens"),
-        (Outcome(1, 200, [0.1]), "lost, with no word"),
-        (Outcome(1), "lost, with no word"),
-        (Outcome(1, 429, reason="too many"), "refused"),
-        (Outcome(1, 429), "lost, with no word"),
-        (Outcome(1, 503, reason="the server has failed"), "failed"),
-        (Outcome(1, 0, [0.1], reason="the server has failed"), "failed"),
-        (Outcome(1, 500, reason="a mistake"), "status 500: a mistake"),
+        (Reply(1, 200, [0.1], 5), "answered"),
+        (Reply(1, 200, [0.1], 4), "answered with another number of tokens"),
+        (Reply(1, 200, [0.1]), "lost, with no word"),
+        (Reply(1), "lost, with no word"),
+        (Reply(1, 429, reason="too many"), "refused"),
+        (Reply(1, 429), "lost, with no word"),
+        (Reply(1, 503, reason="the server has failed"), "failed"),
+        (Reply(1, 0, [0.1], reason="the server has failed"), "failed"),
+        (Reply(1, 500, reason="a mistake"), "status 500: a mistake"),
     ],
 )
 def test_every_end_of_a_request_is_told_apart(outcome, end):
@@ -82,7 +82,7 @@ def test_every_end_of_a_request_is_told_apart(outcome, end):
 
 def seen(*ends: str, sent: int | None = None) -> Seen:
     samples = [(float(number), number, [SAMPLE | {"rss_mib": 100.0 + number}]) for number in range(len(ends) + 1)]
-    outcomes = [Outcome(1, 200, [0.1], 5) for _ in ends]
+    outcomes = [Reply(1, 200, [0.1], 5) for _ in ends]
     return Seen(sent=len(ends) if sent is None else sent, ends=list(ends), outcomes=outcomes, samples=samples)
 
 

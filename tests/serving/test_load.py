@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.studies import serving as study
-from benchmarks.studies.serving import Outcome, Turn, ask, load, percentiles, summary
+from benchmarks.studies.serving import Reply, Turn, ask, load, percentiles, summary
 from runahead import Engine, Ranks
 from runahead.config import Device, RanksOptions
 from runahead.reuse.prefix_tree import PrefixTree
@@ -73,12 +73,12 @@ def test_sessions_begin_at_their_time_and_turns_wait_for_their_answer():
     answered: list[tuple[int, float]] = []
     start = time.monotonic()
 
-    async def asking(ids: list[int]) -> Outcome:
+    async def asking(ids: list[int]) -> Reply:
         began.append((len(ids), time.monotonic() - start))
         while ids == [1] and len(began) < 2:  # the other session begins while this answer is not there
             await asyncio.sleep(0.01)
         answered.append((len(ids), time.monotonic() - start))
-        return Outcome(len(ids), 200, [0.1], 1)
+        return Reply(len(ids), 200, [0.1], 1)
 
     outcomes = asyncio.run(load([[Turn([1]), Turn([1, 2], 0.1)], [Turn([1, 2, 3])]], [0.0, 0.05], asking))
     assert [length for length, _ in began] == [1, 3, 2]
@@ -88,11 +88,11 @@ def test_sessions_begin_at_their_time_and_turns_wait_for_their_answer():
 
 def test_refused_and_late_requests_are_not_good():
     outcomes = [
-        Outcome(10, 200, [0.5, 0.6, 0.9], 3),
-        Outcome(10, 200, [2.0, 2.1], 2),  # its first token is late
-        Outcome(10, 200, [0.5, 1.5], 2),  # a gap is too long
-        Outcome(10, 429),
-        Outcome(10),
+        Reply(10, 200, [0.5, 0.6, 0.9], 3),
+        Reply(10, 200, [2.0, 2.1], 2),  # its first token is late
+        Reply(10, 200, [0.5, 1.5], 2),  # a gap is too long
+        Reply(10, 429),
+        Reply(10),
     ]
     line = summary(outcomes, 10.0, **SLO)
     assert (line["requests"], line["answered"], line["refused"]) == (5, 3, 1)
@@ -103,8 +103,8 @@ def test_refused_and_late_requests_are_not_good():
 
 
 def test_gaps_beside_a_long_prompt_are_those_in_which_it_waited():
-    short = Outcome(10, 200, [0.5, 1.0, 2.0, 5.0], 4, began_s=0.0)
-    long = Outcome(100, 200, [2.5, 9.0], 2, began_s=1.5)  # it waited from 1.5 to 4.0
+    short = Reply(10, 200, [0.5, 1.0, 2.0, 5.0], 4, began_s=0.0)
+    long = Reply(100, 200, [2.5, 9.0], 2, began_s=1.5)  # it waited from 1.5 to 4.0
     assert short.gaps_beside_s([long]) == [1.0, 3.0]
     assert long.gaps_beside_s([long]) == []
     line = summary([short, long], 10.0, longest=100, **SLO)
@@ -113,10 +113,10 @@ def test_gaps_beside_a_long_prompt_are_those_in_which_it_waited():
 
 def test_99_percent_of_the_gaps_and_the_square_of_the_length_count():
     events = [0.0, *accumulate([0.1] * 19 + [5.0])]
-    assert summary([Outcome(10, 200, events, 21)], 1.0, **SLO)["goodput"] == 0
+    assert summary([Reply(10, 200, events, 21)], 1.0, **SLO)["goodput"] == 0
     events = [0.0, *accumulate([0.1] * 198 + [5.0])]
-    assert summary([Outcome(10, 200, events, 200)], 1.0, **SLO)["goodput"] == 1
-    late = [Outcome(10, 200, [2.0], 1)]
+    assert summary([Reply(10, 200, events, 200)], 1.0, **SLO)["goodput"] == 1
+    late = [Reply(10, 200, [2.0], 1)]
     assert summary(late, 1.0, **SLO)["goodput"] == 0
     assert summary(late, 1.0, ttft_per_square=0.01, **SLO)["goodput"] == 1
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-from launch.server.answer.exchange import Exchange
+from launch.server.answer.listener import RequestListener
 from launch.server.request import bodies
 from tests.examples import examples
 from tests.fuzz.mutations import changed_bytes
@@ -235,7 +235,7 @@ def test_others_are_answered_and_nothing_is_left(
 def num_exchanges() -> int:
     """Requests that this process still holds, as the server's object or as uvicorn's."""
     gc.collect()
-    return sum(isinstance(each, (Exchange, RequestResponseCycle)) for each in gc.get_objects())
+    return sum(isinstance(each, (RequestListener, RequestResponseCycle)) for each in gc.get_objects())
 
 
 def test_a_reset_after_an_answer_leaves_nothing(served: Served) -> None:

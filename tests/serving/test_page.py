@@ -25,7 +25,7 @@ from runahead import Engine, Ranks
 from runahead.config import Device, RanksOptions
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.limits import QueueLimits
-from runahead.timeline.trace import Span
+from runahead.timeline.trace import TraceSpan
 from tests.families import prompt
 from tests.needs import missing
 from tests.ranks.tasks import tiny_model
@@ -38,10 +38,10 @@ CLIENT = httpx2.Client(timeout=30, trust_env=False)
 KEY = "a-key-of-this-test-only"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SPANS = [
-    Span(kind="compute", layer=0, start_s=5.0, end_s=5.5),
-    Span(kind="wait", layer=1, start_s=5.5, end_s=5.6),
-    Span(kind="compute", layer=1, start_s=5.6, end_s=6.0),
-    Span(kind="compute", layer=None, start_s=6.0, end_s=6.2),
+    TraceSpan(kind="compute", layer=0, start_s=5.0, end_s=5.5),
+    TraceSpan(kind="wait", layer=1, start_s=5.5, end_s=5.6),
+    TraceSpan(kind="compute", layer=1, start_s=5.6, end_s=6.0),
+    TraceSpan(kind="compute", layer=None, start_s=6.0, end_s=6.2),
 ]
 
 

@@ -28,7 +28,7 @@ from runahead.model.model import PrefillEndsHere
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.ranges import Ranges, TorchRanges, ranges_for
 from runahead.timeline.recording import LOG_LEVEL, ProfilerRecording, recorded
-from runahead.timeline.trace import Span, trace_json
+from runahead.timeline.trace import TraceSpan, trace_json
 from tests.families import build, prompt
 from tests.virtual.device import Job
 from tests.virtual.jobs import chain, exchange
@@ -235,7 +235,7 @@ def test_kernels_stand_below_the_spans_of_their_rank() -> None:
         event("ac2g", "ac2g", host, 11.0, ph="s", id=3),
         event("ac2g", "ac2g", stream, 30.0, ph="f", id=3, bp="e"),
     ]
-    spans = [Span(kind="compute", layer=0, start_s=0.0, end_s=50e-6)]
+    spans = [TraceSpan(kind="compute", layer=0, start_s=0.0, end_s=50e-6)]
     text = trace_json([spans, spans], recordings=[packed(of_rank), packed(of_rank).shifted(-20e-6)])
     events = json.loads(text)["traceEvents"]
     lanes = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from runahead.timeline.picture import timeline_png, write_timeline
-from runahead.timeline.trace import Span, picture_path, trace_json
+from runahead.timeline.trace import TraceSpan, picture_path, trace_json
 
 
-def span(kind: str, start_s: float, end_s: float, layer: int | None = 0, detail: str = "") -> Span:
-    return Span(kind=kind, layer=layer, start_s=start_s, end_s=end_s, detail=detail)
+def span(kind: str, start_s: float, end_s: float, layer: int | None = 0, detail: str = "") -> TraceSpan:
+    return TraceSpan(kind=kind, layer=layer, start_s=start_s, end_s=end_s, detail=detail)
 
 
 TWO_RANKS = [

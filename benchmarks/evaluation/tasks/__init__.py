@@ -5,14 +5,14 @@ from __future__ import annotations
 from benchmarks.evaluation.tasks.base import Task
 from benchmarks.evaluation.tasks.file import FileTask
 from benchmarks.evaluation.tasks.key_value import KeyValue
-from benchmarks.evaluation.tasks.loss import Copying, Perplexity
+from benchmarks.evaluation.tasks.loss import CopyTask, Perplexity
 from benchmarks.evaluation.tasks.retrieval import Needle, Passkey
 from benchmarks.evaluation.tasks.ruler.task import Ruler
 from benchmarks.evaluation.tasks.throughput import Throughput
 
 TASKS: dict[str, type[Task]] = {
     "perplexity": Perplexity,
-    "copy": Copying,
+    "copy": CopyTask,
     "passkey": Passkey,
     "needle": Needle,
     "ruler": Ruler,

@@ -54,7 +54,7 @@ class Item:
     details: dict[str, Any]
 
 
-class Answering(Task):
+class AnswerTask(Task):
     """Score of answers to questions about a context.
 
     One prefill serves all policies that have no effect on it. The reference is compared with the answer in one forward,

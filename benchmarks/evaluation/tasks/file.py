@@ -16,7 +16,7 @@ from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.metrics import Metric
 from benchmarks.evaluation.options import FileTaskOptions, Score
-from benchmarks.evaluation.tasks.answering import Answering, Item
+from benchmarks.evaluation.tasks.answering import AnswerTask, Item
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, Outcome, Runtime
 from benchmarks.harness import lines
 from launch.inputs.text_files import read_text
@@ -50,7 +50,7 @@ LONGBENCH_ASKED = "\n\nAnswer in as few words as you can.\nQuestion: {question}\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class FileQuestion:
     """One line of a file.
 
     Attributes:
@@ -75,7 +75,7 @@ class Asked:
     digest: str
 
 
-class FileTask(Answering):
+class FileTask(AnswerTask):
     """Scores of answers to the questions of a file, the best over a question's answers; or the perplexity of the first.
 
     Answers are generated greedily. Text is compared without case, and for exact match and F1 without punctuation,
@@ -159,13 +159,13 @@ class FileTask(Answering):
                 outcome = replace(outcome, score=perplexity, weight=len(self.reference_ids(item)))
             yield contender, outcome
 
-    def _new_tokens(self, each: Asked) -> int:
+    def _new_tokens(self, each: FileQuestion) -> int:
         if self._score is Score.perplexity:
             return 0
         return self._options.new_tokens or each.new_tokens or NEW_TOKENS
 
 
-def read(options: FileTaskOptions) -> dict[int, Asked]:
+def read(options: FileTaskOptions) -> dict[int, FileQuestion]:
     """The questions of a file by line number.
 
     Raises:
@@ -182,7 +182,7 @@ def read(options: FileTaskOptions) -> dict[int, Asked]:
     return asked
 
 
-def _asked(line: str, name: str) -> Asked:
+def _asked(line: str, name: str) -> FileQuestion:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -208,7 +208,7 @@ def _asked(line: str, name: str) -> Asked:
         raise ValueError(f"{name} has an empty prompt, of which policies could keep nothing; leave the line out")
     digest = lines.key(entry)
     if not is_longbench:
-        return Asked(
+        return FileQuestion(
             name=name,
             prompt=prompt,
             question=question,
@@ -221,7 +221,7 @@ def _asked(line: str, name: str) -> Asked:
         )
     dataset = str(entry.get("dataset", "")).removesuffix("_e")
     is_asked = dataset in LONGBENCH and dataset not in CONTINUED
-    return Asked(
+    return FileQuestion(
         name=name,
         prompt=prompt,
         question=LONGBENCH_ASKED.format(question=question) if is_asked else f"\n\n{question}",
@@ -259,7 +259,7 @@ def _named_score(entry: dict[str, Any], name: str) -> Score | None:
     return Score[given]
 
 
-def _score_of(options: FileTaskOptions, asked: dict[int, Asked]) -> Score:
+def _score_of(options: FileTaskOptions, asked: dict[int, FileQuestion]) -> Score:
     """The score of all lines: that of the options, or that which the lines name, or whether an answer is contained."""
     if options.metric is not None:
         return options.metric

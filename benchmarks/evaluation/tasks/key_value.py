@@ -16,7 +16,7 @@ from benchmarks.evaluation.contenders import contenders
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.metrics import FOUND
 from benchmarks.evaluation.options import EvaluateRun
-from benchmarks.evaluation.tasks.answering import Answering, Item
+from benchmarks.evaluation.tasks.answering import AnswerTask, Item
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, Runtime
 from benchmarks.evaluation.tasks.ruler.needles import uuid
 from benchmarks.harness.lines import Line
@@ -30,7 +30,7 @@ CLOSE = 1.25
 """Ratio of the two numbers between which a search ends."""
 
 
-class KeyValue(Answering):
+class KeyValue(AnswerTask):
     """Share of answers that begin with the value of the key, all of its digits."""
 
     metric = FOUND

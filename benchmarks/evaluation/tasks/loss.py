@@ -90,7 +90,7 @@ class Perplexity(Task):
         )
 
 
-class Copying(Task):
+class CopyTask(Task):
     """Copy-NLL: the loss of a passage that occurs a second time, after filler text.
 
     Perplexity hardly depends on what a policy has dropped, since most of a text is predicted from the few tokens

@@ -12,7 +12,7 @@ from typing import ClassVar
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.metrics import FOUND
 from benchmarks.evaluation.options import EvaluateRun, RetrievalOptions
-from benchmarks.evaluation.tasks.answering import Answering, Item
+from benchmarks.evaluation.tasks.answering import AnswerTask, Item
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case
 
 KEY_DIGITS = 5
@@ -27,7 +27,7 @@ SENTENCES_APART = 20
 """Distance between the starts of two samples' texts, in sentences."""
 
 
-class Retrieval(Answering):
+class NumberRetrieval(AnswerTask):
     """Share of answers that begin with the number given in the context.
 
     Attributes:
@@ -106,7 +106,7 @@ class Retrieval(Answering):
         )
 
 
-class Passkey(Retrieval):
+class Passkey(NumberRetrieval):
     """Passkey retrieval (Mohtashami and Jaggi, NeurIPS 2023, arXiv 2305.16300): a number in repetitive text.
 
     This is the easy case: nothing else in the context resembles the fact.
@@ -120,7 +120,7 @@ class Passkey(Retrieval):
         return cycle(FILLER)
 
 
-class Needle(Retrieval):
+class Needle(NumberRetrieval):
     """Needle in a haystack (Kamradt, 2023): a sentence unrelated to the user's text, which competes for attention."""
 
     option = "needle"

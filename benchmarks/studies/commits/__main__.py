@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.harness.declared import Table
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, last_run, option
-from benchmarks.studies.commits.job import NUM_RANKS, Job, job_of
+from benchmarks.studies.commits.job import NUM_RANKS, RankPair, job_of
 
 PREFILLS = ["single", "kv_runahead", "zigzag"]
 DECODED = ["full", "snapkv", "adakv", "4 bits", "infinigen"]
@@ -45,7 +45,7 @@ def cells(options: Namespace) -> Iterator[Variant]:
 
 
 @contextmanager
-def jobs_of(options: Namespace) -> Iterator[dict[str, Job]]:
+def jobs_of(options: Namespace) -> Iterator[dict[str, RankPair]]:
     """The ranks of both commits. Raises: ValueError: there is no such commit."""
     if options.before is None:
         raise ValueError("--before is missing; name the commit that this one is compared with, such as --before HEAD~3")
@@ -53,7 +53,7 @@ def jobs_of(options: Namespace) -> Iterator[dict[str, Job]]:
         yield {"before": before, "after": after}
 
 
-def measure(options: Namespace, jobs: dict[str, Job], cell: Variant) -> Iterator[Line]:
+def measure(options: Namespace, jobs: dict[str, RankPair], cell: Variant) -> Iterator[Line]:
     """Seconds of both commits in each round, after one round that is not counted."""
     name, length, ranks = cell["cell"], cell["length"], NUM_RANKS
     request: dict[str, Any] = {"prefill": name, "tokens": length}
@@ -68,7 +68,7 @@ def measure(options: Namespace, jobs: dict[str, Job], cell: Variant) -> Iterator
     yield {"before": options.before, "after": options.after} | cell | {"seconds": seconds}
 
 
-def _seconds(job: Job, request: dict[str, Any], ranks: int, number: int) -> float:
+def _seconds(job: RankPair, request: dict[str, Any], ranks: int, number: int) -> float:
     seconds = job.ask(request, ranks=ranks)
     assert seconds is not None
     return seconds

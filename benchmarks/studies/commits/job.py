@@ -18,7 +18,7 @@ NUM_RANKS = 2
 RANK = Path("benchmarks/studies/commits/rank.py")
 
 
-class Job:
+class RankPair:
     """Two ranks of one thread each.
 
     Args:
@@ -84,7 +84,7 @@ class Job:
 
 
 @contextmanager
-def job_of(commit: str | None) -> Iterator[Job]:
+def job_of(commit: str | None) -> Iterator[RankPair]:
     """The ranks of a commit, in a checkout in a temporary folder; None is this checkout as it is.
 
     Raises:
@@ -96,7 +96,7 @@ def job_of(commit: str | None) -> Iterator[Job]:
             _check_out(commit, checkout)
         job = None
         try:
-            job = Job(checkout)
+            job = RankPair(checkout)
             yield job
             job.close()
         finally:

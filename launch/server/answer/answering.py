@@ -10,8 +10,8 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.types import Receive, Scope, Send
 
-from launch.server.answer.exchange import Exchange
 from launch.server.answer.form import Form, usage_of
+from launch.server.answer.listener import RequestListener
 from launch.server.errors import APIError, dumps
 from launch.server.metrics import Metrics
 from launch.server.request.fields import ChatRequest, CompletionRequest
@@ -32,7 +32,7 @@ class Answering:
     def __init__(
         self,
         queued: Request,
-        exchange: Exchange,
+        listener: RequestListener,
         form: Form,
         read: ChatRequest | CompletionRequest,
         request: HTTPRequest,
@@ -42,7 +42,7 @@ class Answering:
         log: RequestLog,
         ping_s: float,
     ) -> None:
-        self._queued, self._exchange, self._form = queued, exchange, form
+        self._queued, self._listener, self._form = queued, listener, form
         self._read, self._request = read, request
         self._scheduler, self._metrics, self._log, self._ping_s = scheduler, metrics, log, ping_s
         self._share_told = -1.0
@@ -58,24 +58,24 @@ class Answering:
             if work.done():
                 ended = "failed"
                 await work
-                if self._exchange.failure is None:
-                    ended = self._exchange.rows[0].finish_reason or "cancelled"
+                if self._listener.failure is None:
+                    ended = self._listener.rows[0].finish_reason or "cancelled"
         finally:
             for task in (watch, work):
                 task.cancel()
-            if self._exchange.failure is not None or not self._exchange.is_over:
+            if self._listener.failure is not None or not self._listener.is_over:
                 self._scheduler.cancel(self._queued)
-            if self._exchange.first_token_s is not None:
+            if self._listener.first_token_s is not None:
                 self._metrics.counters["prefix_cache_queries_total"] += self._num_prompt_tokens
                 self._metrics.counters["prefix_cache_hits_total"] += self._of_prompts(self._queued.cached_tokens)
             self._metrics.ended(ended)
             self._log_end(ended)
 
     def _log_end(self, ended: str) -> None:
-        usage, exchange = self._usage, self._exchange
-        first = "" if exchange.first_token_s is None else f", TTFT {exchange.first_token_s - exchange.arrived_s:.2f} s"
+        usage, listener = self._usage, self._listener
+        first = "" if listener.first_token_s is None else f", TTFT {listener.first_token_s - listener.arrived_s:.2f} s"
         counts = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
-        self._log.ended(self._request, f"{ended}, {counts}{first}{self._log.prompt(self._read)}", exchange.arrived_s)
+        self._log.ended(self._request, f"{ended}, {counts}{first}{self._log.prompt(self._read)}", listener.arrived_s)
 
     @property
     def _num_prompt_tokens(self) -> int:
@@ -84,33 +84,33 @@ class Answering:
     @property
     def _usage(self) -> dict[str, Any]:
         """The usage so far. A prompt counts once, however many answers it gets."""
-        return usage_of(self._num_prompt_tokens, self._exchange.rows, self._of_prompts(self._queued.cached_tokens))
+        return usage_of(self._num_prompt_tokens, self._listener.rows, self._of_prompts(self._queued.cached_tokens))
 
     def _of_prompts(self, of_rows: Sequence[int]) -> int:
         """Sum of a number of each row, over one row of each prompt."""
         return sum(of_rows[:: len(self._read.options)])
 
     async def _whole(self) -> None:
-        while not self._exchange.is_over:
-            await self._exchange.changed(None)
-        if self._exchange.failure is not None:
-            error = _error(self._exchange.failure)
+        while not self._listener.is_over:
+            await self._listener.changed(None)
+        if self._listener.failure is not None:
+            error = _error(self._listener.failure)
             await self._start(error.status, "application/json", error.headers)
             await self._write(dumps(error.body), more=False)
             return
         await self._start(200, "application/json")
-        body = self._form.whole(self._exchange.rows, self._usage)
+        body = self._form.whole(self._listener.rows, self._usage)
         await self._write(dumps(body), more=False)
 
     async def _stream(self) -> None:
-        exchange, form, rows = self._exchange, self._form, self._exchange.rows
+        listener, form, rows = self._listener, self._form, self._listener.rows
         await self._start(200, "text/event-stream; charset=utf-8")
         begun, ended = [False] * len(rows), [False] * len(rows)
-        while not all(ended) and exchange.failure is None:
+        while not all(ended) and listener.failure is None:
             await self._await_change()
             await self._tell_progress()
             events: list[dict[str, Any] | None] = []
-            for index, (row, text) in enumerate(zip(rows, exchange.take(), strict=True)):
+            for index, (row, text) in enumerate(zip(rows, listener.take(), strict=True)):
                 if row.num_tokens and not begun[index]:
                     begun[index] = True
                     events.append(form.begin(index))
@@ -122,8 +122,8 @@ class Answering:
             if self._read.continuous_usage:
                 events = [event and event | {"usage": self._usage} for event in events]
             await self._write_events(events)
-        if exchange.failure is not None and not all(ended):
-            await self._write_events([_error(exchange.failure).body])
+        if listener.failure is not None and not all(ended):
+            await self._write_events([_error(listener.failure).body])
         else:
             if self._read.include_usage:
                 await self._write_events([form.usage(self._usage)])
@@ -133,9 +133,9 @@ class Answering:
     async def _await_change(self) -> None:
         """Wait until there is something new of the answer, with comments and the progress of the prefill meanwhile."""
         ping_s, pauses = self._ping_s, 0
-        follows = self._read.return_progress and self._exchange.first_token_s is None
+        follows = self._read.return_progress and self._listener.first_token_s is None
         pause_s = min(PROGRESS_S, ping_s) if follows else ping_s
-        while not await self._exchange.changed(pause_s):
+        while not await self._listener.changed(pause_s):
             await self._tell_progress()
             pauses += 1
             if pauses * pause_s >= ping_s:
@@ -144,24 +144,24 @@ class Answering:
 
     async def _tell_progress(self) -> None:
         """Send how far the prefill is, if the client asked for it and it is farther than it was told."""
-        exchange = self._exchange
-        if not self._read.return_progress or exchange.started_s is None or self._share_told == 1:
+        listener = self._listener
+        if not self._read.return_progress or listener.started_s is None or self._share_told == 1:
             return
-        share, now_s, cache = 1.0, exchange.first_token_s, self._of_prompts(self._queued.cached_tokens)
+        share, now_s, cache = 1.0, listener.first_token_s, self._of_prompts(self._queued.cached_tokens)
         if now_s is None:
             share, now_s = self._scheduler.share_computed(self._queued) or 0.0, time.monotonic()
             cache = self._of_prompts(self._queued.found_tokens)
         if share > self._share_told:
             self._share_told, total = share, self._num_prompt_tokens
-            processed, time_ms = cache + int(share * (total - cache)), round(1e3 * (now_s - exchange.started_s))
+            processed, time_ms = cache + int(share * (total - cache)), round(1e3 * (now_s - listener.started_s))
             progress = self._form.progress(total=total, cache=cache, processed=processed, time_ms=time_ms)
             await self._write_events([progress])
 
     def _state(self) -> str:
         """State of a request without tokens, for a comment."""
-        if self._exchange.first_token_s is not None:
+        if self._listener.first_token_s is not None:
             return "decoding"
-        if self._exchange.started_s is not None:
+        if self._listener.started_s is not None:
             share = self._scheduler.share_computed(self._queued)
             return "prefill" if share is None else f"prefill, {share:.0%} of the layers"
         before = self._scheduler.num_before(self._queued)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from runahead.cache.quantised.records import whole_groups
-from runahead.ranks.worker import Job, Worker
+from runahead.ranks.worker import SubmittedCall, Worker
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import FileRows
 from runahead.reuse.tiers.file_format import StoredLayers, checksum, read_layers, read_metadata, write_layers
@@ -60,7 +60,7 @@ class TierFiles:
         is_right: Callable[[dict[str, str], str], bool],
     ) -> None:
         self._folder, self._lost, self._is_right = folder, lost, is_right
-        self._unwritten: dict[str, tuple[Job, int]] = {}
+        self._unwritten: dict[str, tuple[SubmittedCall, int]] = {}
         self.keep: frozenset[str] = frozenset()
         self.num_bytes = sum(file.num_bytes for file in folder.files())
         self.errors: dict[str, str] = {}

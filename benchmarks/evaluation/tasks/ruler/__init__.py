@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.tasks.ruler import tracing, words
-from benchmarks.evaluation.tasks.ruler.base import Prompt
+from benchmarks.evaluation.tasks.ruler.base import RulerPrompt
 from benchmarks.evaluation.tasks.ruler.needles import Haystack, Needles
 
-MakePrompt = Callable[[random.Random, int, Material], Prompt]
+MakePrompt = Callable[[random.Random, int, Material], RulerPrompt]
 """Source of randomness, most tokens, and the text -> a prompt."""
 
 PROMPTS: dict[str, MakePrompt] = {

@@ -9,7 +9,7 @@ from benchmarks.evaluation.material import Material
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class RulerPrompt:
     """A question about a context, as text.
 
     Attributes:
@@ -29,7 +29,9 @@ class NoRoomError(ValueError):
     """A prompt of the smallest size has more tokens than it may have."""
 
 
-def longest(build: Callable[[int], Prompt], room: int, material: Material, *, least: int = 1, most: int) -> Prompt:
+def longest(
+    build: Callable[[int], RulerPrompt], room: int, material: Material, *, least: int = 1, most: int
+) -> RulerPrompt:
     """The prompt of the largest size whose context and question have at most `room` tokens.
 
     Args:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.evaluation.material import Material
-from benchmarks.evaluation.tasks.ruler.base import Prompt, longest
+from benchmarks.evaluation.tasks.ruler.base import RulerPrompt, longest
 from launch.inputs.text_files import read_text
 
 HEAD = "The documents below hold the answer to a question.\n\n"
@@ -20,7 +20,7 @@ ASKED = "\n\nAnswer the question from the documents above, with the answer alone
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class DocumentQuestion:
     """A question of a data set.
 
     Attributes:
@@ -39,7 +39,7 @@ class Asked:
 class DocumentSet:
     """Questions and all documents of a data set."""
 
-    asked: list[Asked]
+    asked: list[DocumentQuestion]
     documents: list[str]
 
 
@@ -57,7 +57,9 @@ def squad(data: Any) -> DocumentSet:
                 if not each["is_impossible"]:
                     answers = list(dict.fromkeys(answer["text"] for answer in each["answers"]))
                     near = [other for other in places if other != place]
-                    asked.append(Asked(question=each["question"], answers=answers, needed=[place], near=near))
+                    asked.append(
+                        DocumentQuestion(question=each["question"], answers=answers, needed=[place], near=near)
+                    )
     return DocumentSet(asked=asked, documents=documents)
 
 
@@ -72,7 +74,7 @@ def hotpotqa(data: Any) -> DocumentSet:
         places = {title: index[document] for title, document in of_question.items()}
         needed = [place for title, place in places.items() if title in supporting]
         near = [place for title, place in places.items() if title not in supporting]
-        asked.append(Asked(question=each["question"], answers=[each["answer"]], needed=needed, near=near))
+        asked.append(DocumentQuestion(question=each["question"], answers=[each["answer"]], needed=needed, near=near))
     return DocumentSet(asked=asked, documents=documents)
 
 
@@ -99,7 +101,7 @@ def document_set(option: str, path: str) -> DocumentSet:
         raise ValueError(f"{name} is not {SOURCES[option]}; give that file") from error
 
 
-def prompt(found: DocumentSet, draw: random.Random, room: int, material: Material) -> Prompt:
+def prompt(found: DocumentSet, draw: random.Random, room: int, material: Material) -> RulerPrompt:
     """A question, with the documents that it needs, those near it, and others as far as there is room, in any order."""
     asked = draw.choice(found.asked)
     near, others = list(asked.near), set(range(len(found.documents))) - {*asked.needed, *asked.near}
@@ -109,11 +111,11 @@ def prompt(found: DocumentSet, draw: random.Random, room: int, material: Materia
     order = [*asked.needed, *near, *draw.sample(sorted(others), most_others)]
     order_seed = draw.random()
 
-    def build(size: int) -> Prompt:
+    def build(size: int) -> RulerPrompt:
         chosen = order[:size]
         random.Random(order_seed).shuffle(chosen)
         texts = [f"Document {number}:\n{found.documents[at]}" for number, at in enumerate(chosen, start=1)]
-        return Prompt(
+        return RulerPrompt(
             context=HEAD + "\n\n".join(texts),
             question=ASKED.format(question=asked.question),
             answers=asked.answers,

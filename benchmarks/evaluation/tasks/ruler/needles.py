@@ -12,7 +12,7 @@ from uuid import UUID
 
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.tasks.retrieval import FILLER
-from benchmarks.evaluation.tasks.ruler.base import Prompt, listed, longest
+from benchmarks.evaluation.tasks.ruler.base import RulerPrompt, listed, longest
 from benchmarks.evaluation.tasks.ruler.vocabulary import KEYS
 
 DEPTHS = 40
@@ -52,7 +52,7 @@ class Needles:
     values: int = 1
     asked: int = 1
 
-    def prompt(self, draw: random.Random, room: int, material: Material) -> Prompt:
+    def prompt(self, draw: random.Random, room: int, material: Material) -> RulerPrompt:
         seed, kind = draw.random(), "code" if self.uuid_values else "number"
         keys: list[str] = []
         while len(keys) < self.keys:
@@ -67,11 +67,11 @@ class Needles:
         words = {"kind": kind, "keys": listed([keys[at] for at in asked])}
         question = (ONE if len(answers) == 1 else SEVERAL).format(**words)
 
-        def build(size: int) -> Prompt:
+        def build(size: int) -> RulerPrompt:
             again = random.Random(seed)  # the same needles among more sentences
             text = self._among(needles, keys, size, again, material)
             context = HEAD.format(kind=kind) + text
-            return Prompt(context=context, question=question, answers=answers, reference=f" {listed(answers)}.")
+            return RulerPrompt(context=context, question=question, answers=answers, reference=f" {listed(answers)}.")
 
         return longest(build, room, material, least=len(needles), most=room)
 

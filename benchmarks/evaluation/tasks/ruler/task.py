@@ -9,13 +9,13 @@ from itertools import product
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.metrics import RECALL
 from benchmarks.evaluation.options import RULER_FILES, RULER_SETS, EvaluateRun
-from benchmarks.evaluation.tasks.answering import Answering, Item, recall
+from benchmarks.evaluation.tasks.answering import AnswerTask, Item, recall
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case
 from benchmarks.evaluation.tasks.ruler import NEW_TOKENS, NEW_TOKENS_OF_NEEDLES, PROMPTS, MakePrompt, documents
 from benchmarks.evaluation.tasks.ruler.base import NoRoomError
 
 
-class Ruler(Answering):
+class Ruler(AnswerTask):
     """Share of the strings of a right answer that answers hold; in qa_1 and qa_2 whether they hold one of them.
 
     The strings of some tasks (`RULER_SETS`) are right in any order, so their answers are always generated, and have no

@@ -8,7 +8,7 @@ from string import ascii_uppercase
 
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.tasks.retrieval import FILLER
-from benchmarks.evaluation.tasks.ruler.base import Prompt, longest
+from benchmarks.evaluation.tasks.ruler.base import RulerPrompt, longest
 
 HOPS = 4
 LETTERS, LETTERS_OF_EXAMPLE = 5, 3
@@ -21,22 +21,22 @@ ASKED = (
 )
 
 
-def prompt(draw: random.Random, room: int, material: Material) -> Prompt:
+def prompt(draw: random.Random, room: int, material: Material) -> RulerPrompt:
     """A chain of `HOPS` + 1 variables, after a solved example."""
     example = _task(draw, LETTERS_OF_EXAMPLE, NOISE_OF_EXAMPLE, draw.random())
     solved = f"{example.context}{example.question}{example.reference}\n\n"
     names_seed, place_seed = draw.random(), draw.random()
 
-    def build(size: int) -> Prompt:
+    def build(size: int) -> RulerPrompt:
         task = _task(random.Random(names_seed), LETTERS, size, place_seed)
-        return Prompt(
+        return RulerPrompt(
             context=solved + task.context, question=task.question, answers=task.answers, reference=task.reference
         )
 
     return longest(build, room, material, least=HOPS + 1, most=room)
 
 
-def _task(draw: random.Random, letters: int, noise: int, place_seed: float) -> Prompt:
+def _task(draw: random.Random, letters: int, noise: int, place_seed: float) -> RulerPrompt:
     """A chain in so many repetitions of the noise."""
     names: list[str] = []
     while len(names) <= HOPS:
@@ -50,7 +50,7 @@ def _task(draw: random.Random, letters: int, noise: int, place_seed: float) -> P
     places = sorted(random.Random(place_seed).sample(range(noise + 1), len(chain)))
     for place, assignment in zip(reversed(places), reversed(chain), strict=True):
         lines.insert(place, assignment)
-    return Prompt(
+    return RulerPrompt(
         context=HEAD + "\n".join(lines),
         question=ASKED.format(value=value, number=len(names)),
         answers=names,

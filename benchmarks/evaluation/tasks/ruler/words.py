@@ -7,7 +7,7 @@ import random
 from string import ascii_lowercase
 
 from benchmarks.evaluation.material import Material
-from benchmarks.evaluation.tasks.ruler.base import Prompt, longest
+from benchmarks.evaluation.tasks.ruler.base import RulerPrompt, longest
 from benchmarks.evaluation.tasks.ruler.vocabulary import words_of
 
 LONG = 4000
@@ -36,7 +36,7 @@ CODED_ASKED = (
 )
 
 
-def common_words(draw: random.Random, room: int, material: Material) -> Prompt:
+def common_words(draw: random.Random, room: int, material: Material) -> RulerPrompt:
     """cwe: ten words 30 times each among others three times each, after a solved example; fewer in short contexts."""
     is_long = room >= LONG
     common_times, other_times = (30, 3) if is_long else (6, 1)
@@ -47,9 +47,9 @@ def common_words(draw: random.Random, room: int, material: Material) -> Prompt:
     solved = f"{example.context}{example.question}{example.reference}\n\n"
     rest, order_seed = known[example_words:], draw.random()
 
-    def build(size: int) -> Prompt:
+    def build(size: int) -> RulerPrompt:
         task = _numbered(random.Random(order_seed), rest[:size], common_times, other_times)
-        return Prompt(
+        return RulerPrompt(
             context=solved + task.context, question=task.question, answers=task.answers, reference=task.reference
         )
 
@@ -63,12 +63,12 @@ def common_words(draw: random.Random, room: int, material: Material) -> Prompt:
     return found
 
 
-def _numbered(draw: random.Random, words: list[str], common_times: int, other_times: int) -> Prompt:
+def _numbered(draw: random.Random, words: list[str], common_times: int, other_times: int) -> RulerPrompt:
     """A numbered list, in which the first words are more frequent than the others."""
     common = words[:NUM_COMMON]
     listed = common * common_times + words[NUM_COMMON:] * other_times
     draw.shuffle(listed)
-    return Prompt(
+    return RulerPrompt(
         context=COMMON_HEAD + _numbers(listed),
         question=COMMON_ASKED,
         answers=common,
@@ -80,7 +80,7 @@ def _numbers(words: list[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
 
 
-def frequent_words(draw: random.Random, room: int, material: Material) -> Prompt:
+def frequent_words(draw: random.Random, room: int, material: Material) -> RulerPrompt:
     """fwe: coded words with frequencies that fall as rank^-ALPHA; the first is noise, and the next three are asked."""
     vocabulary = [NOISE]
     while len(vocabulary) < max(room // TOKENS_PER_CODED_WORD, NUM_FREQUENT + 2):
@@ -90,12 +90,12 @@ def frequent_words(draw: random.Random, room: int, material: Material) -> Prompt
     order_seed = draw.random()
     answers = vocabulary[1 : NUM_FREQUENT + 1]
 
-    def build(size: int) -> Prompt:
+    def build(size: int) -> RulerPrompt:
         # The shares of all ranks add up to less than 1, as those of infinitely many ranks add up to 1.
         counts = [int(size * rank**-ALPHA / ZETA) for rank in range(1, len(vocabulary) + 1)]
         coded = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
         random.Random(order_seed).shuffle(coded)
-        return Prompt(
+        return RulerPrompt(
             context=CODED_HEAD + " ".join(coded),
             question=CODED_ASKED,
             answers=answers,

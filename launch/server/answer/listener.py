@@ -11,7 +11,7 @@ from launch.server.answer.row_text import RowText
 from launch.server.metrics import Metrics
 
 
-class Exchange:
+class RequestListener:
     """Listener of one request. What is attributes is read and written in the event loop's thread only.
 
     Text that was not sent yet is kept per row, so a slow client costs the memory of one answer.
