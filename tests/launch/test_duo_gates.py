@@ -1,4 +1,4 @@
-"""python -m policies.duo_gates: attention under gates, gates by training or by KVzip, the folder, mistakes."""
+"""python -m policies.duo_gates: attention under gates, gates by training or by KVzip, the folder."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.duo_gates import By, GatesRun, by_kvzip, by_optimising, main, passkey_text
+from launch.duo_gates import By, GatesRun, by_kvzip, by_optimising, passkey_text
 from policies.duo_attention import DuoAttention
 from policies.duo_table import DuoTable
 from policies.streaming_llm import StreamingLLM
 from runahead import Model
 from runahead.attention.gated import GatedAttention
-from runahead.config import ModelName, ModelOptions
 from runahead.thinning.rank_policies import RankPolicies
-from tests.exit_status import exit_status, one_line_error
-from tests.families import build, prompt, throughout
+from tests.families import prompt, throughout
+from tests.launch.learning import ended
 from tests.policies.running import Run
 from tests.policies.test_kvzip import CHUNK, SINKS, scores_by_hand
 from tests.policies.test_relations import FILLER, PASSAGE, STARTS, conversation, model, nll, text_ids
 from tests.ranks.tasks import tiny_model
-from tests.tokenizers_for_tests import byte_level
 
 
 def logits_of(tiny: Model, attention: GatedAttention, ids: list[int]) -> Tensor:
@@ -82,20 +80,6 @@ def test_gates_of_kvzip_are_its_largest_scores() -> None:
         torch.testing.assert_close(gates_K, scores_Kn[:, SINKS:].amax(dim=-1), atol=1e-5, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    build("llama", dtype=torch.float32, vocab_size=len(byte_level()), eos_token_id=None).save_pretrained(path)
-    byte_level().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def own(folder: Path) -> Model:
-    return Model.load(ModelOptions(name=ModelName.hf, path=str(folder)), torch.device("cpu"))
-
-
 def test_without_a_penalty_no_gate_moves_and_with_one_alone_all_do(own: Model) -> None:
     """Open gates leave nothing to learn; if nothing is to be answered, small gates are free."""
     ids = prompt(200)
@@ -121,32 +105,12 @@ def test_a_text_asks_for_every_passkey_and_says_where_it_is_answered(own: Model)
         passkey_text(own, ids, run, Random(1))
 
 
-@pytest.fixture
-def sample(tmp_path: Path) -> Path:
-    path = tmp_path / "sample.txt"
-    path.write_text("the letters of the captain to his sister, from the ice. " * 20, encoding="utf-8")
-    return path
-
-
-def ended(folder: Path, sample: Path, out: Path, *more: str) -> int:
-    """Exit status."""
-    given = [
-        "model=hf",
-        f"model.path={folder}",
-        f"sample={sample}",
-        f"out={out}",
-        "ranks.threads=1",
-        "ranks.device=cpu",
-    ]
-    return exit_status(main, [*given, "tokens=160", "sinks=2", "recent=8", "passkeys=1", "words=4", "steps=2", *more])
-
-
 @pytest.mark.parametrize("by", ["optimising", "kvzip"])
 def test_the_folder_is_taken_by_its_own_model_alone(
     by: str, folder: Path, own: Model, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "gates"
-    assert ended(folder, sample, out, f"by={by}") == 0
+    assert ended("duo_gates", folder, sample, out, f"by={by}") == 0
     assert "gates of 6 KV heads in 3 layers" in capsys.readouterr().out
     table = DuoTable.load(out)
     assert (table.sinks, table.recent, table.fingerprint) == (2, 8, own.fingerprint)
@@ -155,41 +119,6 @@ def test_the_folder_is_taken_by_its_own_model_alone(
     assert sum(sum(policy.retrieving(layer, 2)) for layer in range(3)) == 3
     with throughout(torch.float64), pytest.raises(ValueError, match="was made for another model"):
         RankPolicies(last=[policy]).check(tiny_model("llama"))
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["out=null"], "out=<folder> is needed"),
-        (["steps=0"], "steps=0 must be at least 1"),
-        (["recent=158"], "tokens=160 must be more than the sinks=2 and recent=158 tokens"),
-        (["penalty=-1"], "penalty=-1.0 must be a number of at least 0"),
-        (["by=guessing"], "by=guessing"),
-        (["tokens=1000"], "tokens=1000 is more than the model's 512 positions"),
-        (["passkeys=9"], "tokens=160 has no room for passkeys=9"),
-        (["out=missing/gates"], "there is no folder"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    folder: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
-    out = tmp_path / "gates"
-    assert ended(folder, sample, out, *more) != 0
-    assert message in one_line_error(capsys)
-    assert not out.exists()
-
-
-def test_a_file_is_not_overwritten(
-    folder: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "x").write_text("", encoding="utf-8")
-    assert ended(folder, sample, tmp_path / "x") != 0
-    assert "is a file; name a folder" in capsys.readouterr().err
-
-
-def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "python -m policies.duo_gates" in capsys.readouterr().out
 
 
 @cache

@@ -1,4 +1,4 @@
-"""python -m policies.fit_kvzap: from texts to a file that its own model takes; mistakes in a line."""
+"""python -m policies.fit_kvzap: from texts to a file that its own model takes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from policies.kvzip import KVzip
 from policies.ridge import Ridge, explained
 from policies.score_maps import ScoreMaps
 from runahead import Model
-from runahead.config import ModelName, ModelOptions
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import score_prompt
-from tests.exit_status import exit_status, one_line_error
+from tests.exit_status import exit_status
 from tests.families import prompt, throughout
-from tests.launch.test_skew_program import folder as folder
+from tests.launch.learning import ended
 from tests.policies.running import Run
 from tests.ranks.tasks import tiny_model
 
@@ -99,81 +98,22 @@ def test_maps_are_fitted_on_some_contexts_and_judged_on_others() -> None:
         assert float((fit.predicted >= fit.threshold(share)).double().mean()) == pytest.approx(share, abs=0.01)
 
 
-def ended(args: list[str]) -> int:
-    return exit_status(main, args)
-
-
-def arguments(folder: Path, sample: Path, out: Path, *more: str) -> list[str]:
-    given = ["model=hf", f"model.path={folder}", f"samples=['{sample}']", "context=96", f"out={out}"]
-    return [*given, "ranks.threads=1", "ranks.device=cpu", *more]
-
-
-@pytest.fixture
-def sample(tmp_path: Path) -> Path:
-    path = tmp_path / "sample.txt"
-    path.write_text("the letters of the captain to his sister, from the ice. hello world " * 40, encoding="utf-8")
-    return path
-
-
 def test_the_file_is_taken_by_its_own_model_alone(
-    folder: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, own: Model, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "kvzap=1, of a model.safetensors"
-    assert ended(arguments(folder, sample, out, "contexts=3")) == 0
+    assert ended("fit_kvzap", folder, sample, out, "contexts=3") == 0
     said = capsys.readouterr().out
     assert f"{out}: maps of 3 layers from 3 contexts of 96 tokens" in said and "R² in the 1 that" in said
     assert said.count("policy.threshold=") == 4
-    model = Model.load(ModelOptions(name=ModelName.hf, path=str(folder)), torch.device("cpu"))
-    assert [*ScoreMaps.load(out, model.fingerprint).weights] == [0, 1, 2]
-    RankPolicies.everywhere([KVzap(predictor=str(out), threshold=-3.0)]).check(model)
+    assert [*ScoreMaps.load(out, own.fingerprint).weights] == [0, 1, 2]
+    RankPolicies.everywhere([KVzap(predictor=str(out), threshold=-3.0)]).check(own)
     with pytest.raises(ValueError, match="was made for another model"):
         ScoreMaps.load(out, tiny_model("llama").fingerprint)
 
 
-def test_a_model_with_random_weights_and_no_tokenizer_reads_random_tokens(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, out = tmp_path / "config.json", tmp_path / "x"
-    config.write_bytes((folder / "config.json").read_bytes())
-    given = ["model=random", f"model.config={config}", f"out={out}", "context=40", "contexts=2", "ranks.device=cpu"]
-    assert ended(given) != 0
-    assert "texts need a tokenizer" in capsys.readouterr().err
-    assert ended([*given, "random_tokens=true"]) == 0
-    assert [*ScoreMaps.load(out).weights] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["out=null"], "out=<file.safetensors> is needed"),
-        (["context=7"], "context=7 must be at least 8"),
-        (["contexts=1"], "contexts=1 must be at least 2"),
-        (["ridge=0"], "ridge=0.0 must be a number above 0"),
-        (
-            ["context=300"],
-            "context=300 and its repetition are more than the model's 512 positions; use at most context=",
-        ),
-        (["random_tokens=true"], "samples has no effect with random_tokens=true"),
-        (["samples=[missing.txt]"], "samples=missing.txt does not exist"),
-        (["out=missing/x"], "there is no folder"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    folder: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
+def test_a_model_with_random_weights_and_no_tokenizer_reads_random_tokens(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "x"
-    assert ended(arguments(folder, sample, out, *more)) != 0
-    assert message in one_line_error(capsys)
-    assert not out.exists()
-
-
-def test_too_short_texts_are_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = tmp_path / "short.txt"
-    short.write_text("hello world", encoding="utf-8")
-    assert ended(arguments(folder, short, tmp_path / "x")) != 0
-    assert "the texts have 0 runs of context=96 tokens" in capsys.readouterr().err
-
-
-def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "python -m policies.fit_kvzap" in capsys.readouterr().out
+    given = ["model=random", f"model.config={folder / 'config.json'}", f"out={out}", "random_tokens=true"]
+    assert exit_status(main, [*given, "context=40", "contexts=2", "ranks.device=cpu"]) == 0
+    assert [*ScoreMaps.load(out).weights] == [0, 1, 2]

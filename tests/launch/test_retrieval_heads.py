@@ -1,4 +1,4 @@
-"""python -m policies.retrieval_heads: scores against whole attention matrices, the file, mistakes, its use."""
+"""python -m policies.retrieval_heads: scores against whole attention matrices, the file, its use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.retrieval_heads import main, random_ids, scores_of
+from launch.retrieval_heads import random_ids, scores_of
 from policies.base import ModelFacts
 from policies.head_scores import FILES, HeadScores
 from policies.razor_attention import RazorAttention
@@ -18,12 +18,10 @@ from policies.streaming_heads import best_heads
 from runahead import Model
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.config import ModelName, ModelOptions
-from tests.exit_status import exit_status, one_line_error
-from tests.families import build, prompt, throughout
+from tests.families import prompt, throughout
+from tests.launch.learning import ended
 from tests.policies.test_relations import FILLER, PASSAGE, STARTS, conversation, model, nll, text_ids
 from tests.ranks.tasks import tiny_model
-from tests.tokenizers_for_tests import byte_level
 
 # Legend: N query heads, C new tokens, n keys.
 
@@ -85,28 +83,12 @@ def test_random_tokens_are_different_and_not_special() -> None:
         random_ids(tiny_model("llama"), 200, seed=1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    build("llama", dtype=torch.float32, vocab_size=len(byte_level()), eos_token_id=None).save_pretrained(path)
-    byte_level().save_pretrained(path)
-    return path
-
-
-def ended(folder: Path, out: Path, *more: str) -> int:
-    """Exit status."""
-    given = ["model=hf", f"model.path={folder}", "tokens=20", f"out={out}", "ranks.threads=1", "ranks.device=cpu"]
-    return exit_status(main, [*given, *more])
-
-
 def test_the_file_is_taken_by_its_own_model_alone(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, own: Model, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "heads=1, of a model.safetensors"
-    assert ended(folder, out) == 0
+    assert ended("retrieval_heads", folder, sample, out) == 0
     assert "12 query heads of 3 layers; most induction: " in capsys.readouterr().out
-    own = Model.load(ModelOptions(name=ModelName.hf, path=str(folder)), torch.device("cpu"))
     found = HeadScores.load(out, own.fingerprint)
     expected = scores_of(own, random_ids(own, 20, seed=0), copies=4, chunk=512)
     assert all(map(torch.equal, found.induction, expected.induction))
@@ -126,30 +108,6 @@ def test_a_file_with_other_tensors_is_refused(tmp_path: Path, scores_2N: Tensor)
     with pytest.raises(ValueError, match=r"policy\.heads=.* wrong names, shapes or values") as raised:
         RazorAttention(heads=str(path))
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["out=null"], "out=<file.safetensors> is needed"),
-        (["tokens=1"], "tokens=1 must be at least 2"),
-        (["copies=1"], "copies=1 must be at least 2"),
-        (["tokens=200"], "tokens=200 and copies=4 are 800 tokens, more than the model's 512 positions; use tokens=128"),
-        (["out=missing/x.safetensors"], "there is no folder"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
-) -> None:
-    out = tmp_path / "x.safetensors"
-    assert ended(folder, out, *more) != 0
-    assert message in one_line_error(capsys)
-    assert not out.exists()
-
-
-def test_help_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "python -m policies.retrieval_heads" in capsys.readouterr().out
 
 
 @cache
