@@ -421,19 +421,32 @@ def largest_difference(ours: Sequence[float] | Tensor, theirs: Tensor) -> float:
     return (torch.as_tensor(ours, dtype=torch.float64) - theirs.double()).abs().max().item()
 
 
+def tiny_llama(tokenizer: PreTrainedTokenizerBase | None = None, **sizes: Any) -> LlamaConfig:
+    """A Llama of four small layers, for the tokenizer's ids or 97; `sizes` are others of its config."""
+    small = {
+        "vocab_size": 97 if tokenizer is None else len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    return LlamaConfig(**small | sizes)
+
+
+def save_tiny_config(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None, **sizes: Any) -> Path:
+    """Save `tiny_llama` and its tokenizer into a folder, and return the folder, for `model=random model.config=`."""
+    tiny_llama(tokenizer, **sizes).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_tiny_llama(folder: Path, tokenizer: PreTrainedTokenizerBase, **sizes: Any) -> str:
     """Save a random Llama and its tokenizer into a folder, and return the folder, for `model.path=`."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=tokenizer.eos_token_id,
-        **{"max_position_embeddings": 512} | sizes,
-    )
+    config = tiny_llama(tokenizer, eos_token_id=tokenizer.eos_token_id, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

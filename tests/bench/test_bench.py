@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 from benchmarks.harness import lines, machine
 from benchmarks.network.shaped_network import check_machine
@@ -21,6 +20,7 @@ from benchmarks.ttft.plot import main as plot
 from launch.bench import main
 from policies.pyramidinfer import PyramidInfer
 from tests.exit_status import exit_status
+from tests.families import save_tiny_config
 from tests.needs import missing
 from tests.waiting import until
 from tests.warm_program import WarmProgram, run_warm
@@ -34,17 +34,7 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 4 * 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    ).save_pretrained(folder)
-    return folder
+    return save_tiny_config(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
 
 
 def options(model: Path, results: Path, *more: str) -> list[str]:
@@ -249,7 +239,7 @@ def test_a_mistake_is_one_line_and_measures_nothing(
 
 @pytest.mark.slow
 def test_a_model_that_a_variant_cannot_run_is_told_before_anything_is_measured(tmp_path: Path) -> None:
-    LlamaConfig(hidden_size=48, num_attention_heads=6, num_key_value_heads=3).save_pretrained(tmp_path)
+    save_tiny_config(tmp_path, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
     results = tmp_path / "bench.jsonl"
     done = run(command(*options(tmp_path, results, "bench.variants=[single,tensor]")))
     assert done.returncode != 0

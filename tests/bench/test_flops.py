@@ -5,27 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.ttft.flops import layer_matrices, matmul_rate, prompt_flops
 from runahead.model.model import Model
-from tests.families import build
+from tests.families import build, tiny_llama
 
 C = 24
 
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(tiny_llama(num_hidden_layers=3, intermediate_size=48)).eval()
 
 
 def test_the_formula_is_what_pytorch_counts() -> None:

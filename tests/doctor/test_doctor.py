@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 from benchmarks.network import ShapedNetwork, run_in
+from tests.families import save_tiny_config
 from tests.network.conftest import netns
 from tests.warm_program import free_port
 
@@ -25,17 +25,8 @@ DOCTOR = "launch.doctor"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-    ).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return save_tiny_config(tmp_path_factory.mktemp("model"), **sizes)
 
 
 def options(model: Path, out: Path, *more: str) -> list[str]:

@@ -6,24 +6,15 @@ import json
 import re
 
 import pytest
-from transformers import LlamaConfig
 
+from tests.families import save_tiny_config
 from tests.faults.endurance import Prompts, Run, differing, endurance, grown, make_prompts, missing
 from tests.tokenizers_for_tests import byte_level
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        vocab_size=len(byte_level()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-    ).save_pretrained(folder)
-    byte_level().save_pretrained(folder)
+    folder = save_tiny_config(tmp_path_factory.mktemp("model"), byte_level())
     return ["model=random", f"model.config={folder}", "ranks.device=cpu", "ranks.threads=1"]
 
 

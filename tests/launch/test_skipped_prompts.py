@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from launch.infer import INFER, main
 from launch.inputs.options import PromptOptions, ineffective_settings
 from launch.inputs.prompts import Prompts, read_prompts
 from launch.outputs.answers import AnswerWriter
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
+from tests.families import save_tiny_config
 from tests.tokenizers_for_tests import byte_level
 
 LINES = [
@@ -118,16 +118,7 @@ def test_it_is_said_where_it_changes_nothing():
 
 
 def test_a_run_answers_the_others_and_reports_all(tmp_path, capfd):
-    tokenizer = byte_level()
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    ).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_tiny_config(tmp_path, byte_level(), max_position_embeddings=64)
     (tmp_path / "all.jsonl").write_text("\n".join([*LINES, json.dumps("long " * 40)]))
     (tmp_path / "valid.jsonl").write_text("\n".join(LINES[place] for place in (0, 3, 6)))
     options = ["model=random", f"model.config={tmp_path}", "generation.max_new_tokens=5", "prompt.batch=2"]

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from benchmarks.network import ShapedNetwork, namespaces, run_in
+from tests.families import save_tiny_config
 from tests.network.test_shaped_network import runs
 from tests.network.traffic import traffic
 
@@ -126,16 +126,7 @@ def test_the_ranks_of_a_killed_run_end(program, tmp_path):
 
 @pytest.mark.slow
 def test_infer_on_two_hosts_gives_the_tokens_of_one(tmp_path):
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    config.save_pretrained(tmp_path)
+    save_tiny_config(tmp_path)
     options = [
         *("model=random", f"model.config={tmp_path}", "prompt.random_tokens=200", "generation.max_new_tokens=12"),
         *("ranks.device=cpu", "ranks.threads=1", "generation.ignore_eos=true"),

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
@@ -17,6 +16,7 @@ from partitioner.table.lookup_table import LookupTable
 from runahead import ContextPartition, PrefillOptions, Ranks, even
 from tests.conftest import RankPools
 from tests.exit_status import exit_status
+from tests.families import save_tiny_config
 from tests.ranks.tasks import tiny_model
 
 
@@ -24,16 +24,7 @@ from tests.ranks.tasks import tiny_model
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    ).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_tiny_config(tmp_path / "model")
 
 
 def options(config: Path, table: Path, *more: str) -> list[str]:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
+from tests.families import save_tiny_config
 from tests.tokenizers_for_tests import byte_level
 from tests.warm_program import WarmJob
 
@@ -24,18 +24,7 @@ TIMEOUT_S = 3.0
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config with a tokenizer, so that the answer streams while the job runs."""
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=len(byte_level()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        max_position_embeddings=200_000,
-    )
-    config.save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
+    return save_tiny_config(tmp_path_factory.mktemp("model"), byte_level(), max_position_embeddings=200_000)
 
 
 class Job(WarmJob):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers import LlamaConfig
+
+from tests.families import save_tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,10 +29,7 @@ generation: {max_new_tokens: 2}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder to start sweeps in, with a tiny model and a primary config that names it."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    config.save_pretrained(tmp_path / "model")
+    save_tiny_config(tmp_path / "model", num_hidden_layers=2)
     (tmp_path / "mine.yaml").write_text(MINE, encoding="utf-8")
     (tmp_path / "launch.py").write_text("raise SystemExit('a file of the user')", encoding="utf-8")
     return tmp_path

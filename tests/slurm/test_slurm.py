@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from transformers import LlamaConfig
 
 from launch.infer import main
+from tests.families import save_tiny_config
 from tests.slurm.cluster import Cluster, Job, text_of, wait_until
 from tests.tokenizers_for_tests import byte_level
 
@@ -29,17 +29,7 @@ LONG = "generation.max_new_tokens=100000"  # takes minutes, so a job is in the m
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options of a tiny random model with a tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=len(byte_level()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        max_position_embeddings=200_000,
-    )
-    config.save_pretrained(folder)
-    byte_level().save_pretrained(folder)
+    folder = save_tiny_config(tmp_path_factory.mktemp("model"), byte_level(), max_position_embeddings=200_000)
     return ["model=random", f"model.config={folder}", "ranks.device=cpu", "ranks.threads=1"]
 
 
