@@ -50,11 +50,13 @@ demo: $(STAMP)
 
 # Tests go side by side, a file in one process, those first that take longest (tests/runs.py). A process that ends
 # early fails its test and the run: in its place another would wait for ever for the rest of a file. Tests of whole jobs,
-# of servers and of the rates of links come after them, one by one: on a busy machine a rank is late, as if it were lost.
+# of servers and of the rates of links come after them, two at a time, as most of them wait: with more, on a busy machine a
+# rank is late, as if it were lost.
 JOBS := tests/doctor tests/faults tests/gpu/test_nccl_cuda.py tests/gpu/test_ranks_cuda.py tests/gpu/test_serving_cuda.py \
 	tests/network tests/serving/test_endurance.py tests/serving/test_page.py tests/serving/test_server.py tests/slurm \
 	tests/test_wheel.py
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(JOBS:%=--ignore=%)
+BY_FILE := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+SIDE_BY_SIDE := -n $(WORKERS) $(BY_FILE) $(JOBS:%=--ignore=%)
 
 # $(call run,arguments,profile): a run of tests. Those that fail run once more, alone: what fails again fails the run, and what
 # passes is named as flaky. 5: nothing was selected. 1: tests failed; anything else is no matter of one test.
@@ -64,7 +66,7 @@ run = $(PYTEST) --cache-clear $(1) $(PYTEST_ARGS) || { status=$$?; test $$status
 
 test: check
 	$(call run,-m 'not slow' $(SIDE_BY_SIDE))
-	$(call run,-m 'not slow' $(JOBS))
+	$(call run,-m 'not slow' -n 2 $(BY_FILE) $(JOBS))
 
 MANY := --hypothesis-profile=many
 test-slow: $(STAMP)

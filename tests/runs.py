@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 LONGEST = (
+    "tests/doctor/",
+    "tests/faults/",
     "tests/gpu/",
     "tests/virtual/test_budgets.py",
     "tests/policies/test_matrix.py",
