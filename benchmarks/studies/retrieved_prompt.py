@@ -116,7 +116,7 @@ class FullCache(Decoding):
         super().__init__(model, model.empty_cache(num_tokens + room, batch=batch), num_tokens=num_tokens, batch=batch)
 
     @classmethod
-    def of(cls, conversation: Conversation, room: int) -> FullCache:
+    def copy_of(cls, conversation: Conversation, room: int) -> FullCache:
         """A copy of a conversation's keys and values."""
         assert conversation.cache is not None
         full = cls(conversation.model, num_tokens=conversation.num_tokens, batch=1, room=room)

@@ -93,7 +93,7 @@ class Answer:
     logprobs: list[list[float]]
 
     @classmethod
-    def of(cls, places: Sequence[tuple[int, TokenLogprobs]]) -> Answer:
+    def of_places(cls, places: Sequence[tuple[int, TokenLogprobs]]) -> Answer:
         return cls(
             tokens=[int(token) for token, _ in places],
             top_ids=[[each for each, _ in told.top] for _, told in places],
@@ -213,7 +213,7 @@ class _Case:
         for prompts in self._rounds():
             for each in engine.generate(prompts, self._options).generations:
                 assert each.logprobs is not None
-                found.append(Answer.of(list(zip(each.new_token_ids, each.logprobs, strict=True))))
+                found.append(Answer.of_places(list(zip(each.new_token_ids, each.logprobs, strict=True))))
         return found
 
     def converse(self) -> list[Answer]:
@@ -231,7 +231,7 @@ class _Case:
                 logits_BV = conversation.feed(ids_BC, pads=given, cut_back=number == len(pieces))
             found += map(Answer.of_logits, logits_BV)
             for row in conversation.generate(self._options[0]).rows:
-                found.append(Answer.of(list(zip(row.new_ids, row.logprobs, strict=True))))
+                found.append(Answer.of_places(list(zip(row.new_ids, row.logprobs, strict=True))))
         return found
 
     def serve(self) -> list[Answer]:
@@ -265,7 +265,7 @@ class _Case:
                     executor.carry_out(item)
                 number += 1
             executor.decode_all()
-        return [Answer.of([(each, each.logprobs) for each in heard[row]]) for row in sorted(heard)]
+        return [Answer.of_places([(each, each.logprobs) for each in heard[row]]) for row in sorted(heard)]
 
     def _engine(self) -> Engine:
         """An engine by the options of a program. Raises: ValueError."""

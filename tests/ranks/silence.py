@@ -16,7 +16,7 @@ class Silence:
     silent: int
 
     @staticmethod
-    def of(rank: int, size: int, folder: Path) -> Silence:
+    def made(rank: int, size: int, folder: Path) -> Silence:
         """Make the pipes of the silent rank."""
         silence = Silence(folder, size, rank)
         for pipe in silence._pipes:

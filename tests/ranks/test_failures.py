@@ -32,7 +32,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 def test_waiting_rank_names_silent_peer_and_layer(pool: RankPool, tmp_path: Path) -> None:
     pool.run(give_up_silent, TIMEOUT_S, 0)
-    _, message = pool.run(failing_tasks.hang_in_layer, 2, Silence.of(0, 2, tmp_path))
+    _, message = pool.run(failing_tasks.hang_in_layer, 2, Silence.made(0, 2, tmp_path))
     found = re.match(r"PeerFailure: rank 0 has been silent for (\d+) s", message)
     assert found is not None and round(TIMEOUT_S) <= int(found[1]) < 10
     assert re.search(r"the KV of layer 2 from rank 0 \([\d,]+ bytes, receive posted\)", message)
@@ -40,14 +40,14 @@ def test_waiting_rank_names_silent_peer_and_layer(pool: RankPool, tmp_path: Path
 
 def test_sender_is_not_hung_by_receiver_that_stands_still(pool: RankPool, tmp_path: Path) -> None:
     pool.run(give_up_silent, TIMEOUT_S, 1)
-    message, _ = pool.run(failing_tasks.hang_in_layer, 0, Silence.of(1, 2, tmp_path))
+    message, _ = pool.run(failing_tasks.hang_in_layer, 0, Silence.made(1, 2, tmp_path))
     assert message.startswith("PeerFailure: rank 1 has been silent")
 
 
 @pytest.mark.parametrize("pool", [3], indirect=True)
 def test_only_true_cause_is_named_in_chain_of_waiting_ranks(pool: RankPool, tmp_path: Path) -> None:
     pool.run(give_up_silent, TIMEOUT_S, 0)
-    _, middle, last = pool.run(failing_tasks.hang_in_layer, 1, Silence.of(0, 3, tmp_path))
+    _, middle, last = pool.run(failing_tasks.hang_in_layer, 1, Silence.made(0, 3, tmp_path))
     assert "rank 0 has been silent" in middle
     assert "rank 0 has been silent" in last  # though it waits for rank 1, which waits and is alive
     assert "rank 1 has been silent" not in last
@@ -137,7 +137,7 @@ def test_sender_stops_at_bound_of_layers_in_flight(pool: RankPool, tmp_path: Pat
 @pytest.mark.parametrize("failing", [0, 1])
 def test_silent_rank_is_named_while_ranks_decode_together(pool: RankPool, failing: int, tmp_path: Path) -> None:
     pool.run(give_up_silent, TIMEOUT_S, failing)
-    outcomes = pool.run(failing_tasks.hang_in_sharded_decoding, Silence.of(failing, 2, tmp_path))
+    outcomes = pool.run(failing_tasks.hang_in_sharded_decoding, Silence.made(failing, 2, tmp_path))
     message = outcomes[1 - failing]
     assert message.startswith(f"PeerFailure: rank {failing} has been silent")
     assert f"the attention of rank {failing}" in message

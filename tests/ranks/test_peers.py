@@ -214,7 +214,7 @@ def test_zigzag_refuses_families_that_count_positions_themselves(rank_pools: Ran
     ids=["a rank of a ring is killed", "a rank is silent"],
 )
 def test_failure_of_one_rank_ends_the_others_with_its_name(variant: str, is_silent: bool, tmp_path: Path) -> None:
-    silence = Silence.of(1, 3, tmp_path) if is_silent else None
+    silence = Silence.made(1, 3, tmp_path) if is_silent else None
     with short_lived_pool(3) as pool, suppress(RuntimeError):  # the killed rank's answer never comes
         if is_silent:
             pool.run(give_up_silent, 1.5, 1)

@@ -18,7 +18,7 @@ def test_the_bytes_of_tokens_make_the_text(kind: str) -> None:
     tokenizer, text = KINDS[kind](), "the größer naïve 中文字 🚢 hello"
     texts = TokenTexts(tokenizer)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = [texts.of(token) for token in ids]
+    pieces = [texts.text_and_bytes(token) for token in ids]
     data = b"".join(bytes(data or b"") for _, data in pieces)
     assert data.decode().lstrip() == text
     assert any("\ufffd" in piece for piece, _ in pieces), "a character is split over tokens"
@@ -27,8 +27,8 @@ def test_the_bytes_of_tokens_make_the_text(kind: str) -> None:
 
 def test_special_tokens_have_their_names_and_a_model_without_texts_its_ids() -> None:
     tokenizer = byte_level()
-    assert TokenTexts(tokenizer).of(tokenizer.eos_token_id) == ("<eos>", list(b"<eos>"))
-    assert TokenTexts(None).of(7) == ("token_id:7", None)
+    assert TokenTexts(tokenizer).text_and_bytes(tokenizer.eos_token_id) == ("<eos>", list(b"<eos>"))
+    assert TokenTexts(None).text_and_bytes(7) == ("token_id:7", None)
 
 
 def test_each_token_has_the_offset_of_its_text() -> None:

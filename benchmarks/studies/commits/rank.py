@@ -76,7 +76,7 @@ class Measured:
         make = RetrievedPrompt.filled if num_tokens > LAST_TOKENS + NUM_CENTRES else RetrievedPrompt
         prompt = make(self.model, self._ids(num_tokens))
         if name == FULL:
-            full = FullCache.of(prompt.under(Offload()), room)
+            full = FullCache.copy_of(prompt.under(Offload()), room)
             forward = self._over(fastest_form(full.cache, self.model, pads=[0], num_tokens=num_tokens), num_tokens)
         else:
             policy, storage = DECODED[name]

@@ -41,7 +41,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int] | None]] = {}
 
-    def of(self, token: int) -> tuple[str, list[int] | None]:
+    def text_and_bytes(self, token: int) -> tuple[str, list[int] | None]:
         """Text of a token and its bytes in UTF-8; None if they are not known.
 
         A token that is a part of a character has replacement characters for text, and its own bytes.
@@ -75,7 +75,7 @@ def chat_logprobs(scored: Sequence[Scored], texts: TokenTexts) -> dict[str, Any]
     """`logprobs` of a choice of /v1/chat/completions."""
 
     def about(token: int, logprob: float) -> dict[str, Any]:
-        text, data = texts.of(token)
+        text, data = texts.text_and_bytes(token)
         return {"token": text, "bytes": data, "logprob": logprob}
 
     content = [
@@ -94,10 +94,10 @@ def text_logprobs(scored: Sequence[Scored], texts: TokenTexts) -> dict[str, Any]
     for each in scored:
         by_text: dict[str, float] = {}
         for token, logprob in [*each.logprobs.top, (each.token, each.logprobs.logprob)]:
-            by_text.setdefault(texts.of(token)[0], logprob)  # of tokens with one text, the most likely
+            by_text.setdefault(texts.text_and_bytes(token)[0], logprob)  # of tokens with one text, the most likely
         top.append(by_text)
     return {
-        "tokens": [texts.of(each.token)[0] for each in scored],
+        "tokens": [texts.text_and_bytes(each.token)[0] for each in scored],
         "token_logprobs": [each.logprobs.logprob for each in scored],
         "top_logprobs": top,
         "text_offset": [each.offset for each in scored],

@@ -132,7 +132,7 @@ class _Before:
     operation: str
 
     @classmethod
-    def of(cls, tensor: Tensor, operation: str) -> _Before:
+    def capture(cls, tensor: Tensor, operation: str) -> _Before:
         storage = StorageWeakRef(tensor.untyped_storage())
         return cls(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), operation)
 
@@ -281,7 +281,7 @@ class CUDAGraph:
 
             def kept(value: Any) -> Any:
                 is_before = isinstance(value, Tensor) and _memory(value) not in own
-                return _Before.of(value, func._schema.name) if is_before else value
+                return _Before.capture(value, func._schema.name) if is_before else value
 
             args, kwargs = tree_map(kept, (args, kwargs))
             self._operations.append(_Operation(run, args, kwargs, made))
