@@ -46,17 +46,7 @@ def prefill_each(
             options=options,
         )
         with throughout(dtype):
-            done = strategy.run(job)
-        outcomes.append(
-            PrefillOutcome(
-                logits=None if done.logits_BV is None else done.logits_BV.tolist(),
-                holds_cache=done.cache is not None,
-                chunk_tokens=done.report.chunk_tokens,
-                kv_sent_bytes=done.report.kv_sent_bytes,
-                kv_received_bytes=done.report.kv_received_bytes,
-                kv_peak_bytes=done.report.kv_peak_bytes,
-            )
-        )
+            outcomes.append(PrefillOutcome.after(strategy.run(job)))
     return outcomes
 
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks
-from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName
 from runahead.decoding import together
 from runahead.decoding.placement import Placement
 from runahead.decoding.sampling import Sampler
 from runahead.kv_transfer import gathering
-from runahead.prefill.chain_attention import ChainAttention
 from runahead.ranks.mapped.memory import Unmapped
 from runahead.report import GenerationBatch, RankReport
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.ranks.tasks import generate, slots_of, tiny_model
+from tests.ranks.tasks import generate, kv_bytes_in_layers, tiny_model
 
 Case = tuple[list[list[int]], tuple[int, ...], GenerationOptions, PrefillOptions]
 """Prompts, boundaries and options of one batch."""
@@ -72,37 +67,8 @@ def kv_bytes(
     ranks: Ranks, family: str, prompts: list[list[int]], options: GenerationOptions, bounds: tuple[int, ...]
 ) -> tuple[int, int, RankReport]:
     """Most bytes of slabs alive in a layer of the prefill, those alive after the call, and this rank's report."""
-    sizes: list[int] = [0]
-    slots: list[tuple[StorageWeakRef, int]] = []
-    attend, empty_slabs = ChainAttention.attend, Slabs.empty
-
-    def empty_slabs_that_are_noted(*args: Any, **kwargs: Any) -> Slabs:
-        slabs = empty_slabs(*args, **kwargs)
-        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in slots_of(slabs))
-        return slabs
-
-    def live_bytes() -> int:
-        return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
-
-    def attend_and_look(self: ChainAttention, *args: Any) -> Tensor:
-        sizes.append(live_bytes())
-        return attend(self, *args)
-
-    partition = ContextPartition(boundaries=bounds)
-    engine = Engine(
-        tiny_model(family),
-        ranks,
-        partition=lambda *_: partition,
-        decode=DecodeOptions(name=DecodeName.sharded),
-    )
-    with (
-        mock.patch.object(Slabs, "empty", empty_slabs_that_are_noted),
-        mock.patch.object(ChainAttention, "attend", attend_and_look),
-        throughout(torch.float64),
-    ):
-        batch = engine.generate(prompts, options)
-    gc.collect()
-    return max(sizes), live_bytes(), batch.ranks[ranks.rank]
+    sizes, afterwards, report = kv_bytes_in_layers(ranks, family, prompts, options, bounds, decode=DecodeName.sharded)
+    return max(sizes, default=0), afterwards, report
 
 
 def over_the_backend(

@@ -20,6 +20,7 @@ from runahead import ContextPartition, Engine, GenerationOptions, Model, Prefill
 from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
+from runahead.prefill.base import Prefilled
 from runahead.prefill.chain_attention import ChainAttention
 from runahead.report import GenerationBatch, RankReport
 from runahead.thinning.rank_policies import RankPolicies
@@ -47,6 +48,17 @@ class PrefillOutcome:
     kv_received_bytes: int
     kv_peak_bytes: int
 
+    @classmethod
+    def after(cls, done: Prefilled) -> PrefillOutcome:
+        return cls(
+            logits=None if done.logits_BV is None else done.logits_BV.tolist(),
+            holds_cache=done.cache is not None,
+            chunk_tokens=done.report.chunk_tokens,
+            kv_sent_bytes=done.report.kv_sent_bytes,
+            kv_received_bytes=done.report.kv_received_bytes,
+            kv_peak_bytes=done.report.kv_peak_bytes,
+        )
+
 
 def prefill(
     ranks: Ranks,
@@ -68,15 +80,7 @@ def prefill(
         options=options,
     )
     with throughout(dtype):
-        done = PREFILLS[options.name].run(job)
-    return PrefillOutcome(
-        logits=None if done.logits_BV is None else done.logits_BV.tolist(),
-        holds_cache=done.cache is not None,
-        chunk_tokens=done.report.chunk_tokens,
-        kv_sent_bytes=done.report.kv_sent_bytes,
-        kv_received_bytes=done.report.kv_received_bytes,
-        kv_peak_bytes=done.report.kv_peak_bytes,
-    )
+        return PrefillOutcome.after(PREFILLS[options.name].run(job))
 
 
 Steps = list[list[int | None]]
@@ -174,7 +178,8 @@ def kv_bytes_in_layers(
     prompts: list[list[int]],
     options: GenerationOptions,
     boundaries: tuple[int, ...],
-    prefill: PrefillOptions,
+    prefill: PrefillOptions | None = None,
+    decode: DecodeName = DecodeName.auto,
 ) -> tuple[list[int], int, RankReport]:
     """Bytes of K,V alive on this rank in every layer of the prefill, those alive after the call, and its report."""
     sizes: list[int] = []
@@ -194,10 +199,17 @@ def kv_bytes_in_layers(
         return attend(self, *args)
 
     partition = ContextPartition(boundaries=boundaries)
-    engine = Engine(tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
+    engine = Engine(
+        tiny_model(family),
+        ranks,
+        prefill=prefill,
+        partition=lambda *_: partition,
+        decode=DecodeOptions(name=decode),
+    )
     with (
         mock.patch.object(Slabs, "empty", empty_slabs_that_are_noted),
         mock.patch.object(ChainAttention, "attend", attend_and_look),
+        throughout(torch.float64),
     ):
         batch = engine.generate(prompts, options)
     gc.collect()
