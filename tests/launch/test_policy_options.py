@@ -21,6 +21,7 @@ from launch.fit_kvzap import FIT
 from launch.infer import INFER
 from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
 from launch.inputs.policies import NAMES, ineffective_options, options_of, rank_policies
+from launch.program.arguments import choices
 from launch.program.compose import Program
 from launch.retrieval_heads import HEADS
 from launch.server.options import ServeRun, warnings
@@ -46,8 +47,14 @@ def policies(*overrides: str) -> RankPolicies:
 
 
 def test_every_policy_has_a_name_on_the_command_line() -> None:
-    for name in NAMES:
-        settings = {"sequence": ["policy.steps=[h2o]"], "per_rank": ["policy.ranks.last=h2o"]}.get(name, [])
+    with INFER.config_loader({}) as loader:
+        assert set(choices("policy", loader)) >= set(NAMES)
+    for name, *settings in (
+        ("full",),
+        ("snapkv",),
+        ("sequence", "policy.steps=[h2o]"),
+        ("per_rank", "policy.ranks.last=h2o"),
+    ):
         assert INFER.compose([f"policy={name}", *settings]).policy["name"] == name
     with pytest.raises(ValueError, match=re.escape(f"policy=? is not one of {', '.join(sorted(NAMES))}")):
         INFER.compose(["policy=?"])

@@ -79,7 +79,7 @@ def test_from_wherever_a_run_was_cut_off_another_goes_on(
 
 
 def test_a_killed_run_goes_on(model: str, prompts: Path, tmp_path: Path) -> None:
-    long = ["generation.max_new_tokens=150", "generation.ignore_eos=true"]
+    long = ["generation.max_new_tokens=80", "generation.ignore_eos=true"]
     assert run(model, *long) == 0
     whole = Path("a.jsonl").read_bytes()
     Path("a.jsonl").unlink()

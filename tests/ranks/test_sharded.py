@@ -149,7 +149,7 @@ def test_bytes_of_each_rank_are_its_chunk_its_new_tokens_and_a_ring_of_the_prefi
 
 
 def test_padded_rows_take_no_more_where_no_graph_is_replayed(rank_pools: RankPools) -> None:
-    """Only for a graph are they moved, each into a sequence of its own; see unit/test_fixed_cache.py."""
+    """Only for a graph are they moved, each into a sequence of its own; see tests/cache/test_fixed_cache.py."""
     bounds = (0, 60, 70)
     results = rank_pools.run(2, sharded_tasks.kv_bytes, "llama_deep", [prompt(70), prompt(30)], GREEDY, bounds)
     slots = [60 + 1, 10 + NUM_NEW - 1 + 1]  # all new tokens are stored where there are fewer
