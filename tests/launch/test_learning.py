@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -100,6 +101,7 @@ def test_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_without_a_tokenizer_is_told(
     program: Any, needs: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["model=random", f"model.config={folder / 'config.json'}", f"out={tmp_path / 'x'}", "ranks.device=cpu"]
+    config = copy(folder / "config.json", tmp_path)
+    given = ["model=random", f"model.config={config}", f"out={tmp_path / 'x'}", "ranks.device=cpu"]
     assert exit_status(program.main, given) != 0
     assert needs in capsys.readouterr().err

@@ -90,9 +90,9 @@ def test_stopped_rank_is_named_after_its_silence(tiny_model: Path, tmp_path: Pat
         assert fault["waiting_for"]["what"] == "the next token of rank 1"
         assert [each["pid"] for each in fault["ranks"]] == [process.pid for process in job.ranks]
         assert fault["outstanding"] == []
-        # Half of the prompt's 64 tokens, in every layer, to the one other rank; 2 heads of 16 keys and values.
+        # Half of the prompt's 64 tokens, in every layer, to the one other rank; 2 KV heads of 8 keys and values.
         assert {(each["layer"], each["start"], each["end"], each["bytes"]) for each in fault["done"]} == {
-            (layer, 0, 32, 32 * 2 * 2 * 16 * 4) for layer in range(4)
+            (layer, 0, 32, 32 * 2 * 2 * 8 * 4) for layer in range(4)
         }
         assert {(each["direction"], each["peer"]) for each in fault["done"]} == {("send", 1)}
         assert "MainThread" in fault["threads"]
