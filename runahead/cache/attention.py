@@ -57,36 +57,50 @@ class CausalAttention(LayerAttention):
             self.cache.look_ahead(layer + 1, given)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        store, seen = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        out_BNCV = seen.output(terms, gather=self.cache.gather)
+        self.attended(layer, store, seen, terms)
+        return out_BNCV
+
+    def stored(
+        self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms
+    ) -> tuple[LayerStore, SeenKV]:
+        """Store the new tokens of a layer, and return it with what their queries see of it."""
         store = self.cache.open(layer, q_BNCH, terms, self.tokens)
         store.append(k_BKCH, v_BKCV, self.tokens)
-        seen = store.seen(q_BNCH, self.tokens)
-        out_BNCV = seen.output(terms, gather=self.cache.gather)
-        self._attended(layer, store, seen, terms)
+        return store, store.seen(q_BNCH, self.tokens)
+
+    def attended(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
+        """Call `after`, now or once the last layer that reads this one has done so; called after `stored`."""
+        if self.cache.readers(layer):
+            self._unread[layer] = store, seen, terms
+        else:
+            self.after(layer, store, seen, terms)
         self._on_layer()
-        return out_BNCV
 
     def attend_shared(
         self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
     ) -> Tensor:
+        seen = self.read(source, q_BNCH, skipped=skipped)
+        out_BNCV = seen.output(terms, gather=self.cache.gather)
+        self.has_read(layer, source, seen, terms)
+        return out_BNCV
+
+    def read(self, source: int, q_BNCH: Tensor, *, skipped: int) -> SeenKV:
+        """What the queries of a later layer see of a layer that has attended; arguments as of `attend_shared`."""
         tokens = self.tokens
         if skipped:
             tokens = NewTokens(tokens.start + skipped, tokens.row_pads, tokens.phase)
             tokens.part = self.cache.part
-        seen = self.cache.layers[source].seen(q_BNCH, tokens)
-        out_BNCV = seen.output(terms, gather=self.cache.gather)
+        return self.cache.layers[source].seen(q_BNCH, tokens)
+
+    def has_read(self, layer: int, source: int, seen: SeenKV, terms: AttentionTerms) -> None:
+        """Note that a layer has read another one; called after `read`."""
         if source in self._unread:
             _, stored, _ = self._unread[source]
             stored.readers.append(ReaderQueries(layer=layer, q_BNCH=seen.q_BNCH, terms=terms))
             if layer == self.cache.readers(source)[-1]:
                 self.after(source, *self._unread.pop(source))
-        return out_BNCV
-
-    def _attended(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        """Call `after`, now or once the last layer that reads this one has done so."""
-        if self.cache.readers(layer):
-            self._unread[layer] = store, seen, terms
-        else:
-            self.after(layer, store, seen, terms)
 
     def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
         """Hook that is called after a layer's attention, before anything that its queries saw is dropped.

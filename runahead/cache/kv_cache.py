@@ -190,7 +190,9 @@ class KVCache(KVStore):
 
     def fork(self) -> KVCache:
         assert not self.repeats_steps, "numbers on the device are of one cache"
-        return KVCache(self.slabs.clone(), self.slab_index, rotaries=self._rotaries)
+        other = KVCache(self.slabs.clone(), self.slab_index, rotaries=self._rotaries)
+        other.shared_TKX = self.shared_TKX
+        return other
 
     def take_back(self, num_tokens: int) -> None:
         """Nothing is to be done, since a token is stored at its index, over what was there."""

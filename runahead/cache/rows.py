@@ -1,125 +1,131 @@
-"""KV caches of rows that are decoded together, as one cache: rows join and leave without a copy."""
+"""Attention of rows that are decoded together, each over a KV cache of its own: rows join and leave without a copy."""
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from runahead.attention.op import Part, Step, attend, joined, nothing
+from runahead.attention.base import LayerAttention, LayerInput
+from runahead.attention.op import Step, attend, finish, joined
 from runahead.attention.partial import AttentionTerms, merge
-from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.attention import CausalAttention
 from runahead.cache.new_tokens import NewTokens
 
 
 class SharedKV(Protocol):
     """Keys and values that several rows see, in memory of others."""
 
-    def steps(self, layer: int, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        """Steps over them for the new tokens of all rows in a layer."""
+    def steps(self, layer: int, tokens: NewTokens, counts: Sequence[int]) -> Sequence[Step]:
+        """Steps over them for the new tokens of all rows in a layer.
+
+        Args:
+            counts: number of new tokens of each row.
+        """
 
 
-class RowsCache(KVStore):
-    """KV cache of a decoding step whose rows have caches of their own, of different lengths.
+class RowsAttention(LayerAttention):
+    """Attention of a forward whose rows have attentions of their own, over texts of different lengths.
 
     The model sees a batch with padding on the left: a row's padding is the index of the new tokens minus the number of
-    tokens that the row stores. Attention goes row by row, so it gives what each row would give alone.
+    tokens that the row stores. Attention and policies go row by row, so each row gets what it would get alone, whatever
+    stores its keys and values.
 
     Args:
-        rows: caches of one row each, without padding.
-        pads: padding of each row.
+        rows: attention of each row alone, without padding.
         counts: of each row, how many of the forward's tokens are its own, the first ones; the others are filled up, and
             are neither stored nor attend to anything. None is all tokens of all rows.
         shared: what the rows see besides their caches.
     """
 
     def __init__(
-        self,
-        rows: Sequence[KVStore],
-        pads: Sequence[int],
-        counts: Sequence[int] | None = None,
-        *,
-        shared: SharedKV | None = None,
+        self, rows: Sequence[CausalAttention], *, counts: Sequence[int] | None = None, shared: SharedKV | None = None
     ) -> None:
-        self._rows, self._pads = list(rows), list(pads)
-        split = _SplitTokens(counts)
-        # No layer refers to this cache: a cycle would keep the rows that left until the garbage collector comes.
-        self.layers = [
-            RowsLayer(rows=list(layers), number=number, split=split, shared=shared)
-            for number, layers in enumerate(zip(*(row.layers for row in rows), strict=True))
-        ]
+        start = max(row.start for row in rows)
+        super().__init__(start=start, pads=[start - row.start for row in rows])
+        assert len({row.rotates for row in rows}) == 1, "all rows rotate their keys, or the model does"
+        self.rows, self._counts, self._shared = list(rows), counts, shared
+        self._tokens = NewTokens(start, self.pads)
 
-    def split(self, pads: Sequence[int]) -> list[KVStore]:
-        return list(self._rows)
+    @property
+    def rotates(self) -> bool:
+        return self.rows[0].rotates
 
-    def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
-        own = [row.positions_BC(index_C - pad, start - pad) for row, pad in zip(self._rows, self._pads, strict=True)]
-        if all(positions_1C is None for positions_1C in own):
+    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
+        of_rows = [row.positions_BC(index_C - pad) for row, pad in zip(self.rows, self.pads, strict=True)]
+        if all(positions_1C is None for positions_1C in of_rows):
             return None
         return torch.cat(
             [
                 (index_C - pad)[None] if positions_1C is None else positions_1C
-                for positions_1C, pad in zip(own, self._pads, strict=True)
+                for positions_1C, pad in zip(of_rows, self.pads, strict=True)
             ]
         )
 
+    def see_ids(self, ids_BC: Tensor) -> None:
+        for row, ids_1C in zip(self.rows, self._own(ids_BC, dim=1), strict=True):
+            row.see_ids(ids_1C)
 
-class _SplitTokens:
-    """The new tokens of each row, made once for all layers from those of the batch."""
+    def see_input(self, layer: int, given: LayerInput) -> None:
+        for number, row in enumerate(self.rows):
+            part = [_of_row(each, number, len(self.rows)) for each in (given.x_BCD, given.rest, given.keywords)]
+            x_1CD, rest, keywords = part
+            alone = replace(given, x_BCD=x_1CD, rest=rest, keywords=keywords, start=row.start, pads=row.pads)
+            row.see_input(layer, alone)
 
-    def __init__(self, counts: Sequence[int] | None = None) -> None:
-        self._counts = counts
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        for row, x_1CD in zip(self.rows, self._own(x_BCD, dim=1), strict=True):
+            row.see_attention_input(layer, x_1CD)
 
-    def __call__(self, tokens: NewTokens) -> list[NewTokens]:
-        return tokens.once(self, lambda: [NewTokens(tokens.start - pad, [0], tokens.phase) for pad in tokens.row_pads])
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        parts = list[tuple[Tensor, Tensor]]()
+        for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True):
+            store, seen = row.stored(layer, *qkv, terms)
+            parts.append(seen.attend(terms))
+            row.attended(layer, store, seen, terms)
+        return self._output(layer, q_BNCH, parts, terms)
 
-    def own(self, x_BxCx: Tensor) -> list[Tensor]:
-        """The own tokens of each row, of (B, heads, C, dim)."""
-        if self._counts is None:
-            return list(x_BxCx.split(1))
-        return [x_1xCx[:, :, :count] for x_1xCx, count in zip(x_BxCx.split(1), self._counts, strict=True)]
+    def attend_shared(
+        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+    ) -> Tensor:
+        parts = list[tuple[Tensor, Tensor]]()
+        for row, q_1NCH in zip(self.rows, self._own(q_BNCH), strict=True):
+            seen = row.read(source, q_1NCH, skipped=skipped)
+            parts.append(seen.attend(terms))
+            row.has_read(layer, source, seen, terms)
+        return self._output(source, q_BNCH, parts, terms)
 
-
-@dataclass(kw_only=True)
-class RowsLayer(LayerStore):
-    """One layer of all rows."""
-
-    rows: list[LayerStore]
-    number: int
-    split: _SplitTokens
-    shared: SharedKV | None = None
-
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        keys, values = self.split.own(k_BKCH), self.split.own(v_BKCV)
-        for row, k_1KCH, v_1KCV, own in zip(self.rows, keys, values, self.split(tokens), strict=True):
-            row.append(k_1KCH, v_1KCV, own)
-
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenRows:
-        rows = [
-            row.seen(q_1NCH, own)
-            for row, q_1NCH, own in zip(self.rows, self.split.own(q_BNCH), self.split(tokens), strict=True)
-        ]
-        steps = () if self.shared is None else self.shared.steps(self.number, tokens, q_BNCH.shape[2])
-        return SeenRows(q_BNCH=q_BNCH, steps=steps, rows=rows)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(row.num_bytes for row in self.rows)
-
-
-@dataclass(kw_only=True)
-class SeenRows(SeenKV):
-    """The rows of one layer, each with its queries; `steps` are what several of them see."""
-
-    rows: list[SeenKV]
-
-    def attend(self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing) -> Part:
-        parts = [row.attend(terms, await_prefix) for row in self.rows]
+    def _output(
+        self, layer: int, q_BNCH: Tensor, parts: Sequence[tuple[Tensor, Tensor]], terms: AttentionTerms
+    ) -> Tensor:
+        """Output (B, N, C, V) of what each row has found by itself, and of what rows share."""
         places = [(slice(row, row + 1), range(out.shape[2])) for row, (out, _) in enumerate(parts)]
-        own = joined(self.q_BNCH, parts[0][0].shape[3], places, parts)
-        return merge(*own, *attend(self.q_BNCH, self.steps, terms)) if self.steps else own
+        found = joined(q_BNCH, parts[0][0].shape[3], places, parts)
+        if self._shared is not None:
+            counts = self._counts or [q_BNCH.shape[2]] * len(self.rows)
+            if steps := self._shared.steps(layer, self._tokens, counts):
+                found = merge(*found, *attend(q_BNCH, steps, terms))
+        return finish(found, terms, q_BNCH.dtype)
+
+    def _own(self, x_BxCx: Tensor, *, dim: int = 2) -> list[Tensor]:
+        """The own tokens of each row, of a tensor whose tokens are in this dim."""
+        rows = list(x_BxCx.split(1))
+        if self._counts is None:
+            return rows
+        return [row.narrow(dim, 0, count) for row, count in zip(rows, self._counts, strict=True)]
+
+
+def _of_row(value: Any, row: int, num_rows: int) -> Any:
+    """What a layer is given of one row: that row of every tensor (B, ...) in `value`; anything else stays as it is."""
+    if isinstance(value, tuple):
+        return tuple(_of_row(part, row, num_rows) for part in value)
+    if isinstance(value, dict):
+        return {name: _of_row(part, row, num_rows) for name, part in value.items()}
+    if isinstance(value, Tensor) and value.ndim >= 2 and len(value) == num_rows:
+        return value[row : row + 1]
+    return value

@@ -82,7 +82,7 @@ def forward_over(
         return as_step(over_all)
 
     def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
-        attention = kept_attention(
+        attention = token_attention(
             model, cache, policies, start=start, pads=pads, prompt_tokens=prompt_tokens, is_told=is_told, part=part
         )
         return _logits(model, ids_B1, attention)
@@ -90,7 +90,7 @@ def forward_over(
     return as_step(over_what_is_kept)
 
 
-def kept_attention(
+def token_attention(
     model: Model,
     cache: KVStore,
     policies: Sequence[Policy],
@@ -100,8 +100,10 @@ def kept_attention(
     prompt_tokens: int,
     is_told: bool = False,
     part: PromptPart | None = None,
-) -> KeptAttention:
+) -> CausalAttention:
     """Attention of one generated token per row, after which policies decide; `start` is its index, else as above."""
+    if not policies:
+        return (ToldAttention if is_told else CausalAttention)(cache, start=start, pads=pads, phase=Phase.decode)
     steps = PolicySteps(
         model,
         policies,
@@ -127,13 +129,10 @@ def forward_in_turn(
         cache: of a text of `start` tokens; nothing in it looks ahead to the next layer, as what retrieves does.
         policies, pads: as for `forward_over`.
     """
-
-    def attention(index: int) -> CausalAttention:
-        if not policies:
-            return CausalAttention(cache, start=index, pads=pads, phase=Phase.decode)
-        return kept_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=start)
-
-    tokens = [attention(index) for index in range(start, start + ids_BC.shape[1])]
+    tokens = [
+        token_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=start)
+        for index in range(start, start + ids_BC.shape[1])
+    ]
     return model.forward(ids_BC, InTurn(tokens), start=start, pads=pads, all_logits=True)
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from policies.row_values import row_values, sent
+from runahead.attention.base import LayerAttention
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
-from runahead.decoding.forward import Forward, forward_over
+from runahead.cache.rows import RowsAttention
+from runahead.decoding.forward import Forward, forward_over, token_attention
 from runahead.decoding.row import Row, RowId
 from runahead.model.model import Model
 from runahead.reuse.forks import fork
-from runahead.reuse.rows import rows_cache
+from runahead.reuse.rows import SharedParts, apart_from_shared
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -62,13 +64,41 @@ class _Batch:
     is_in_step: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Rows that one forward computes.
+
+    Attributes:
+        lanes: of the rows.
+        caches: of the rows, without what several of them see.
+        shared: what several of them see; None if there is nothing.
+    """
+
+    rows: list[RowId]
+    lanes: list[Lane]
+    caches: list[KVStore]
+    shared: SharedParts | None
+
+    def attention(
+        self, of_row: Callable[[Lane, KVStore], CausalAttention], counts: Sequence[int] | None = None
+    ) -> LayerAttention:
+        """Attention of the next tokens of all rows.
+
+        Args:
+            of_row: makes that of a row alone.
+            counts: as of `RowsAttention`.
+        """
+        rows = [of_row(lane, cache) for lane, cache in zip(self.lanes, self.caches, strict=True)]
+        return rows[0] if len(rows) == 1 else RowsAttention(rows, counts=counts, shared=self.shared)
+
+
 class Lanes:
     """The keys and values of rows that are decoded together, though they may begin, advance and end differently.
 
-    One forward computes all rows, so the weights are read once. With cache policies, which look at one row's cache as a
-    whole, every row has a forward of its own. Of a model that counts positions from the start of the batch, rows of the
-    same length share one. The rows of one batch (`holding`) have that of their whole cache until one gets ahead of the
-    others, and beyond that where it is of fixed shape, so that a GPU replays a graph.
+    One forward computes all rows, so the weights are read once; attention and cache policies go row by row. Of a model
+    that counts positions from the start of the batch, rows of the same length share a forward. The rows of one batch
+    (`holding`) have that of their whole cache until one gets ahead of the others, and beyond that where it is of fixed
+    shape, so that a GPU replays a graph.
 
     Args:
         policies: of rows that join.
@@ -78,8 +108,7 @@ class Lanes:
         self._model, self._policies = model, policies or RankPolicies()
         self._lanes: dict[RowId, Lane] = {}
         self._batch: _Batch | None = None
-        self._groups: list[tuple[list[RowId], Forward]] | None = None
-        self._grouped: list[RowId] = []
+        self._groups: list[_Group] = []
 
     @property
     def num_bytes(self) -> int:
@@ -127,6 +156,14 @@ class Lanes:
         )
         return lanes
 
+    @classmethod
+    def of_rows(cls, model: Model, caches: Mapping[RowId, KVStore], num_tokens: Mapping[RowId, int]) -> Lanes:
+        """The lanes of rows with caches of their own, each of which stores so many tokens."""
+        lanes = cls(model)
+        for id, cache in caches.items():
+            lanes._lanes[id] = Lane(cache=cache, num_tokens=num_tokens[id], prompt_tokens=num_tokens[id])
+        return lanes
+
     def join(
         self,
         ids: Sequence[RowId],
@@ -151,7 +188,7 @@ class Lanes:
                     cache=each, num_tokens=num_tokens, prompt_tokens=prompt_tokens, num_shared=num_shared
                 )
         self._lanes |= {id: joining[row] for row, id in enumerate(ids)}
-        self._groups = None
+        self._groups = []
 
     def leave(self, row: RowId, last_id: int) -> Lane:
         """Let a row leave whose last token is this one. In a batch its memory stays."""
@@ -159,7 +196,7 @@ class Lanes:
             self._batch.last_ids[row] = last_id
             self._batch.left.add(row)
             return self._lanes[row]
-        self._groups = None
+        self._groups = []
         return self._lanes.pop(row)
 
     def lane(self, row: RowId) -> Lane:
@@ -179,10 +216,17 @@ class Lanes:
         """
         if self._batch is not None and self._batch.is_in_step:
             return self._in_step(self._batch, last_ids)
-        found = list[tuple[list[RowId], Tensor]]()
-        for rows, forward in self._groups_of(list(last_ids)):
-            longest = max(self._lanes[row].num_tokens for row in rows)
-            found.append((rows, forward(self._ids(last_ids[row] for row in rows), longest)))
+        model, policies, found = self._model, self._policies.while_decoding, list[tuple[list[RowId], Tensor]]()
+
+        def of_row(lane: Lane, cache: KVStore) -> CausalAttention:
+            start, prompt_tokens = lane.num_tokens, lane.prompt_tokens
+            return token_attention(model, cache, policies, start=start, pads=[0], prompt_tokens=prompt_tokens)
+
+        for group in self._groups_of(last_ids):
+            attention, ids_B1 = group.attention(of_row), self._ids(last_ids[row] for row in group.rows)
+            with model.ranges("decoding step"):
+                logits_BV = model.forward(ids_B1, attention, start=attention.start, pads=attention.pads)
+            found.append((group.rows, logits_BV))
         for row in last_ids:
             self._lanes[row].num_tokens += 1
         if len(found) == 1:
@@ -193,16 +237,15 @@ class Lanes:
         """Logits (C, V) of rows after each of these tokens, which are stored."""
         self.part()
         found: dict[RowId, Tensor] = {}
-        for rows in self._alike(ids):
-            lanes = [self.lane(row) for row in rows]
-            found |= dict(zip(rows, self._verified(lanes, [ids[row] for row in rows]), strict=True))
+        for group in self._groups_of(ids):
+            found |= zip(group.rows, self._verified(group, [ids[row] for row in group.rows]), strict=True)
         for row, of_row in ids.items():
             self._lanes[row].num_tokens += len(of_row)
         return found
 
     def part(self) -> None:
         """From now on rows may advance by different numbers of tokens."""
-        self._groups, batch = None, self._batch
+        batch = self._batch
         if batch is not None:  # a single row has nothing to be in step with
             batch.is_in_step = len(batch.pads) == 1 or batch.cache.sets_lengths
 
@@ -215,8 +258,7 @@ class Lanes:
 
     def set_stored(self, row: RowId, num: int) -> None:
         """Note how many tokens of a row are stored."""
-        if self._lanes[row].num_tokens != num:
-            self._lanes[row].num_tokens, self._groups = num, None
+        self._lanes[row].num_tokens = num
 
     def _in_step(self, batch: _Batch, last_ids: Mapping[RowId, int]) -> tuple[list[RowId], Tensor]:
         """A plain step of all rows of a batch, also of those that left."""
@@ -230,44 +272,34 @@ class Lanes:
             lane.num_tokens += row in last_ids or row in batch.left
         return list(self._lanes), logits_BV
 
-    def _verified(self, lanes: Sequence[Lane], ids: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _verified(self, group: _Group, ids: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits (C, V) of rows after each of some tokens, which are stored, by one forward."""
-        model, stored = self._model, [lane.num_tokens for lane in lanes]
-        start, longest = max(stored), max(map(len, ids))
-        pads = [start - num for num in stored]
-        cache = rows_cache([lane.cache for lane in lanes], pads, [len(of_row) for of_row in ids])
-        filled = [[*of_row, *[0] * (longest - len(of_row))] for of_row in ids]
+        model, longest = self._model, max(map(len, ids))
+
+        def of_row(lane: Lane, cache: KVStore) -> CausalAttention:
+            return CausalAttention(cache, start=lane.num_tokens, pads=[0])
+
+        attention = group.attention(of_row, [len(row_ids) for row_ids in ids])
+        filled = [[*row_ids, *[0] * (longest - len(row_ids))] for row_ids in ids]
         ids_BC = sent(torch.tensor(filled), model.device)
-        attention = CausalAttention(cache, start=start, pads=pads)
-        with model.ranges("verification of", ids_BC.shape[1], "tokens"):
-            logits_BCV = model.forward(ids_BC, attention, start=start, pads=pads, all_logits=True)
-        return [logits_CV[: len(of_row)] for of_row, logits_CV in zip(ids, logits_BCV, strict=True)]
+        with model.ranges("verification of", longest, "tokens"):
+            logits_BCV = model.forward(ids_BC, attention, start=attention.start, pads=attention.pads, all_logits=True)
+        return [logits_CV[: len(row_ids)] for row_ids, logits_CV in zip(ids, logits_BCV, strict=True)]
 
-    def _alike(self, rows: Iterable[RowId]) -> list[list[RowId]]:
-        """Rows that one forward computes."""
-        groups: dict[Hashable, list[RowId]] = {}
+    def _groups_of(self, rows: Iterable[RowId]) -> list[_Group]:
+        """Rows by the forward that computes them; groups are remembered from step to step."""
+        alike: dict[int | None, list[RowId]] = {}
         for row in rows:
-            key: Hashable = None
-            if self._policies.chooses:
-                key = row
-            elif self._model.uneven_limit is not None:
-                key = self._lanes[row].num_tokens
-            groups.setdefault(key, []).append(row)
-        return list(groups.values())
-
-    def _groups_of(self, rows: list[RowId]) -> list[tuple[list[RowId], Forward]]:
-        """Groups of rows and the forward of each, which are the same as long as all of them take plain steps."""
-        if self._groups is None or self._grouped != rows:
-            self._groups, self._grouped = [(alike, self._forward(alike)) for alike in self._alike(rows)], rows
+            counts_itself = self._model.uneven_limit is not None
+            alike.setdefault(self._lanes[row].num_tokens if counts_itself else None, []).append(row)
+        known = {tuple(group.rows): group for group in self._groups}
+        self._groups = [known.get(tuple(together)) or self._group(together) for together in alike.values()]
         return self._groups
 
-    def _forward(self, rows: Sequence[RowId]) -> Forward:
+    def _group(self, rows: list[RowId]) -> _Group:
         lanes = [self.lane(row) for row in rows]
-        longest = max(lane.num_tokens for lane in lanes)  # all grow by a token per step, so pads stay as they are
-        pads, policies = [longest - lane.num_tokens for lane in lanes], self._policies
-        cache = lanes[0].cache if policies.chooses else rows_cache([lane.cache for lane in lanes], pads)
-        prompt_tokens = lanes[0].prompt_tokens
-        return forward_over(self._model, cache, policies.while_decoding, pads=pads, prompt_tokens=prompt_tokens)
+        caches, shared = apart_from_shared([lane.cache for lane in lanes])
+        return _Group(rows=rows, lanes=lanes, caches=caches, shared=shared)
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return row_values(list(ids), self._model.device)[:, None]

@@ -92,7 +92,6 @@ SLOWER = (
     Slower(("a GPU", "steps that differ"), Way.graph, "{1}"),
     Slower(("a GPU", "no kernel for graphs"), Way.graph, "{0} has no kernel for {1}"),
     Slower(("a server", KEEPS), Way.prompts_together, "{1} look at what is kept of one prompt as a whole"),
-    Slower(("a server", "cache policies"), Way.rows_together, "{1} look at what is kept of one row as a whole"),
     Slower(
         ("a server", "own positions"),
         Way.rows_together,

@@ -45,7 +45,7 @@ class ChainAttention(CausalAttention):
         self.run.send(layer)
         seen = store.seen(q_BNCH, tokens)
         out_BNCV = seen.output(terms, partial(self.run.await_prefix, layer))
-        self._attended(layer, store, seen, terms)
+        self.attended(layer, store, seen, terms)
         self.run.close(layer)
         return out_BNCV
 

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from policies.adakv import AdaKV
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
+from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, Engine, GenerationOptions
 from runahead.config import CacheOptions, Device, RanksOptions
@@ -130,23 +132,20 @@ def test_prompts_that_are_padded_to_be_computed_at_once_decode_as_alone():
     assert [decoding.tokens[row] for row in range(4)] == expected
 
 
-@pytest.mark.parametrize(
-    "policy", [StreamingLLM(budget=16, sinks=2), H2O(budget=16), ExactTopK(fetch=8)], ids=lambda policy: str(policy)
-)
-def test_under_a_policy_rows_are_decoded_one_by_one_as_alone(policy):
-    engine = engine_of("llama", RankPolicies.everywhere([policy]))
-    with throughout(engine.model.dtype):
-        expected, decoding = alone(engine), Decoding(engine)
-        for row in range(4):
-            decoding.join(row)
-            decoding.step(1)
-        decoding.step(12)
-    assert [decoding.tokens[row] for row in range(4)] == expected
+TOGETHER = {
+    "streaming_llm": RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)]),
+    "h2o": RankPolicies.everywhere([H2O(budget=16)]),
+    "adakv": RankPolicies.everywhere([AdaKV(scorer=SnapKV(budget=16, window=4))]),
+    "exact_topk": RankPolicies.everywhere([ExactTopK(fetch=8)]),
+    "4 bits": RankPolicies(storage=CacheOptions(bits=4, residual=4)),
+    "h2o, 4 bits": RankPolicies.everywhere([H2O(budget=16)], storage=CacheOptions(bits=4, residual=4)),
+}
 
 
-def test_rows_in_few_bits_are_decoded_together_as_alone(monkeypatch):
-    """It fails if they are decoded one by one, as under policies, or all over the first row's cache."""
-    engine = engine_of("llama", RankPolicies(storage=CacheOptions(bits=4, residual=4)))
+@pytest.mark.parametrize("how", TOGETHER)
+def test_rows_under_policies_and_in_few_bits_are_decoded_together_as_alone(how, monkeypatch):
+    """It fails if they are decoded one by one, all over the first row's cache, or with the budgets of another row."""
+    engine = engine_of("llama", TOGETHER[how])
     forward, batches = engine.model.forward, []
     with throughout(engine.model.dtype):
         expected, decoding = alone(engine), Decoding(engine)

@@ -106,7 +106,6 @@ def test_a_server_is_asked_about_with_its_own_options(capsys: pytest.CaptureFixt
     told = [line for line in lines if line.startswith("slower: ")]
     assert status == 0 and [line.split(":")[1].strip() for line in told] == [
         Way.prompts_together.value,
-        Way.rows_together.value,
         Way.shared_prompt.value,
     ]
     status, [answer] = asked(capsys, "--serve", "generation.speculate=model")

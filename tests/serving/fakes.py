@@ -21,6 +21,7 @@ from policies.prompt_cache.schemas import Schemas
 from policies.reuse import ReusingPrompt, ids_of
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore, LayerStore
+from runahead.cache.rows import RowsAttention
 from runahead.config import DecodeName, DecodeOptions, Device, GenerationOptions, PrefillOptions, RanksOptions
 from runahead.context import ContextPartition
 from runahead.features.slower import Way
@@ -95,9 +96,10 @@ class FakeModel(SimpleNamespace):
     ranges = Ranges()
     marks = None
 
-    def forward(self, ids_B1: torch.Tensor, attention: CausalAttention, **_: object) -> torch.Tensor:
+    def forward(self, ids_B1: torch.Tensor, attention: CausalAttention | RowsAttention, **_: object) -> torch.Tensor:
         self.engine.before_step()
-        return self.engine.logits([layer for layer in attention.cache.layers[0].rows])
+        rows = attention.rows if isinstance(attention, RowsAttention) else [attention]
+        return self.engine.logits([row.cache.layers[0] for row in rows])
 
 
 class FakeEngine:

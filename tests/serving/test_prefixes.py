@@ -22,11 +22,11 @@ from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.attention import op
 from runahead.attention.partial import attend
 from runahead.cache.attention import CausalAttention
-from runahead.cache.rows import RowsCache
+from runahead.cache.rows import RowsAttention
 from runahead.config import CacheOptions, Carrier, Device, RanksOptions, Speculate, Transfer
 from runahead.context import ContextPartition
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
-from runahead.reuse.rows import rows_cache
+from runahead.reuse.rows import apart_from_shared
 from runahead.reuse.tiers.entry import Tier
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
@@ -193,16 +193,17 @@ def test_rows_that_share_parts_attend_as_each_would_alone_and_read_them_once(fam
         serving.prefill(DOCUMENT + prompt(5, seed=1), DOCUMENT[:30] + prompt(3, seed=2), prompt(9, seed=3))
         serving.prefill(DOCUMENT + prompt(2, seed=4))
         live = list(serving.executor.live._lanes._lanes.values())
-        start = max(each.num_tokens for each in live)
-        pads, rows = [start - each.num_tokens for each in live], [each.cache for each in live]
         ids_B1 = torch.tensor([[row.ids[-1]] for row in serving.executor.live._rows.values()])
-        sharing = rows_cache(rows, pads)
-        logits = []
-        for cache in (RowsCache(rows, pads), sharing):  # which store the same in the same places
+        caches, logits = [each.cache for each in live], []
+        for own, shared in ((caches, None), apart_from_shared(caches)):  # which store the same in the same places
             calls.clear()
-            attention = CausalAttention(cache, start=start, pads=pads, phase=Phase.decode)
+            rows = [
+                CausalAttention(cache, start=each.num_tokens, pads=[0], phase=Phase.decode)
+                for each, cache in zip(live, own, strict=True)
+            ]
+            attention = RowsAttention(rows, shared=shared)
             with mock.patch.object(op, "attend_range", counting):
-                logits.append(model.forward(ids_B1, attention, start=start, pads=pads))
+                logits.append(model.forward(ids_B1, attention, start=attention.start, pads=attention.pads))
         assert largest_difference(*logits) < EXACT
         if family == "llama":  # without windows
             own = [(1, each.num_tokens + 1) for each in live]

@@ -14,7 +14,6 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, SeenKV
 from runahead.cache.kept import NEW_ROOM, KeptCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.rows import RowsCache
 from runahead.cache.slabs import Slabs
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
@@ -47,10 +46,8 @@ class PolicyDrafter(GeneratedDrafter):
         return OBSERVED_TOKENS * len(self._rows) + super().tokens_to_begin
 
     def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
-        kept = [self._kept(slabs_of(self._whole.lane(row).cache), text) for row, text in texts.items()]
-        longest = max(map(len, texts.values()))
-        pads = [longest - len(text) for text in texts.values()]
-        return Lanes.holding(self._model, list(texts), RowsCache(kept, pads), pads=pads, num_tokens=longest)
+        kept = {row: self._kept(slabs_of(self._whole.lane(row).cache), text) for row, text in texts.items()}
+        return Lanes.of_rows(self._model, kept, {row: len(text) for row, text in texts.items()})
 
     def _kept(self, whole: Slabs, ids: Sequence[int]) -> KVStore:
         """Keys and values that the policies keep of a row with these tokens."""

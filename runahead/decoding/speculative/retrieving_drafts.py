@@ -20,7 +20,6 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.rows import RowsCache
 from runahead.cache.slabs import KVSlab
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
@@ -57,10 +56,7 @@ class RetrievingDrafter(GeneratedDrafter):
     def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
         for row, text in texts.items():
             self._drafting[row] = RetrievedRow(self._model, self._policy, self._whole.lane(row).cache, text)
-        longest = max(map(len, texts.values()))
-        pads = [longest - len(text) for text in texts.values()]
-        cache = RowsCache(list(self._drafting.values()), pads)
-        return Lanes.holding(self._model, list(texts), cache, pads=pads, num_tokens=longest)
+        return Lanes.of_rows(self._model, self._drafting, {row: len(text) for row, text in texts.items()})
 
     def _to_feed(self, row: RowId, text: Sequence[int]) -> Sequence[int]:
         num_verified = self._whole.lane(row).num_tokens
