@@ -499,6 +499,11 @@ class KeptCache(KVStore):
         return any(layer.rotary is not None for layer in self.layers)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether other caches may have the same memory: none of it is written over in place, or left for another."""
+        return True
+
+    @property
     def indexes_all(self) -> bool:
         """Whether `index` is called after every chunk of a prompt, not only after the last one."""
         return False

@@ -16,12 +16,11 @@ from torch import Tensor
 from runahead.attention.answers import Answers
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import SeenKV
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import Positions
 from runahead.conversation.conversation import Conversation
 from runahead.model.model import Model
-from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.steps import PolicySteps
 
@@ -122,7 +121,7 @@ class _EachAlone(PolicySteps):
         for number, steps in enumerate(self._each):
             cache, began_s, saved_s = steps.cache, self._clock_s(), answers.saved_s
             assert cache is not None
-            own = kept.fork(copy=_owns_memory(cache))
+            own = kept.fork(copy=not cache.shares_memory)
             cache.layers[layer], steps.input_BCD = own, self.input_BCD
             steps.answers = answers
             stored = steps.run(layer, own, seen, terms)
@@ -132,10 +131,3 @@ class _EachAlone(PolicySteps):
             self._policy_s[number] += self._clock_s() - began_s
             self._saved_s[number] += answers.saved_s - saved_s
         return kept
-
-
-def _owns_memory(cache: KeptCache) -> bool:
-    """Whether layers of this cache are overwritten in place or moved to host memory, and so may not share memory."""
-    if not isinstance(cache, RetrievedCache):
-        return False
-    return cache.retrieval.limit is not None or cache.device.type != "cpu"

@@ -31,24 +31,33 @@ class RetrievedCache(KeptCache):
     A generated token attends to what is retrieved for it, and so do the tokens of a later turn that is short enough for
     the policy. A prompt attends to everything, but for chunks beyond the model's context if distances are clamped.
 
+    Drafts are no part of the pool, and stand after its tokens in the same memory until they are verified, which may
+    overwrite them. All of them are attended to, and none is chosen from; `Retrieval.grow` takes in what was verified.
+
     Args:
         retrieval: chooses and fetches; its pool are the layers of this cache.
         form: as of `KeptCache`.
+        of_drafts: new tokens are drafts of a row without padding.
     """
 
-    def __init__(self, retrieval: Retrieval, form: LayerForm | None = None) -> None:
-        self.layers, self.retrieval, self.form = retrieval.pool, retrieval, form
+    def __init__(self, retrieval: Retrieval, form: LayerForm | None = None, *, of_drafts: bool = False) -> None:
+        self.layers, self.retrieval, self.form, self.of_drafts = retrieval.pool, retrieval, form, of_drafts
 
     @property
     def num_bytes(self) -> int:
         return super().num_bytes - self.retrieval.host_bytes + self.retrieval.num_bytes
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.retrieval.limit is None and self.device.type == "cpu"
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes + self.retrieval.host_bytes)
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         super().open(layer, q_BNCH, terms, tokens)
-        if tokens.phase is Phase.decode or self.retrieval.serves_given(layer, q_BNCH.shape[2]):
+        is_decoding = self.of_drafts or tokens.phase is Phase.decode
+        if is_decoding or self.retrieval.serves_given(layer, q_BNCH.shape[2]):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
         if self.retrieval.clamped is not None:
             self.retrieval.clamped.seen_whole(layer)
@@ -60,8 +69,9 @@ class RetrievedCache(KeptCache):
         return self.retrieval.clamped is not None
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
-        with self.retrieval.working():
-            self.retrieval.look_ahead(layer, given)
+        if not self.of_drafts:
+            with self.retrieval.working():
+                self.retrieval.look_ahead(layer, given)
 
     def index(
         self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
@@ -85,10 +95,14 @@ class RetrievedCache(KeptCache):
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)
 
+    def take_back(self, num_tokens: int) -> None:
+        if not self.of_drafts:
+            super().take_back(num_tokens)
+
     def _forked(self) -> KeptCache:
         overwrites = self.retrieval.limit is not None
         layers = [layer.fork(copy=overwrites) for layer in self.layers]
-        return RetrievedCache(self.retrieval.fork(layers), self.form)
+        return RetrievedCache(self.retrieval.fork(layers), self.form, of_drafts=self.of_drafts)
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)
@@ -106,14 +120,19 @@ class RetrievedLayer(LayerStore):
         self, cache: RetrievedCache, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens
     ) -> None:
         self._retrieval, self._layer, self._kept = cache.retrieval, layer, cache.layers[layer]
-        self._q_BNCH, self._terms = q_BNCH, terms
+        self._q_BNCH, self._terms, self._is_draft = q_BNCH, terms, cache.of_drafts
+        end = tokens.start + q_BNCH.shape[2]
+        room = end - self._kept.end if cache.of_drafts else q_BNCH.shape[2]
         with self._retrieval.working():
-            self._fetched = self._retrieval.fetched(layer, q_BNCH, tokens.start, tokens.row_pads)
+            self._fetched = self._retrieval.fetched(layer, q_BNCH, tokens.start, tokens.row_pads, room=room)
         self._slab = None if self._fetched is None else self._fetched.slab(self._kept.shape.key_dim)
         self._own: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
         num_new = k_BKCH.shape[2]
+        if self._is_draft:
+            self._append_draft(k_BKCH, v_BKCV, tokens)
+            return
         if not tokens.takes(num_new):
             self._pass_over(tokens)
             return
@@ -127,6 +146,14 @@ class RetrievedLayer(LayerStore):
         )
         self._choose_late(tokens)
 
+    def _append_draft(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        """Store drafts after those before them."""
+        memory = self._kept.memory
+        memory.write(tokens.start, k_BKCH, v_BKCV)
+        self._own = memory.read(self._kept.end, tokens.start + k_BKCH.shape[2])
+        if self._slab is not None:
+            self._slab.write(self._slab.end - self._own[0].shape[2], *self._own)
+
     def _pass_over(self, tokens: NewTokens) -> None:
         """Note a new token that another rank stores."""
         if self._slab is not None:
@@ -135,6 +162,8 @@ class RetrievedLayer(LayerStore):
         self._choose_late(tokens)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        if self._slab is None and self._is_draft:
+            return seen_in(self._kept.memory, q_BNCH, start=tokens.start, pads=self._kept.pads)
         if self._slab is None and self._kept.rotary is None:
             return self._kept.seen(q_BNCH, tokens)
         seen = self._seen(q_BNCH, tokens)
@@ -200,7 +229,7 @@ def estimate(
     """The estimated attention of new tokens to what was not fetched.
 
     Args:
-        own: keys and values of the new tokens, if they are stored here, after those of others that come between.
+        own: keys and values of the new tokens, if they are stored here, and of drafts before them.
         lse_BNC: log-sum-exp over what was fetched, and over these.
     """
     # Queries of heads that choose together are side by side.

@@ -203,13 +203,11 @@ class Retrieval:
             asked_BNH = self._indices[layer].asked_BNH = q_BNCH[:, :, -1]
             self._fetch(layer, asked_BNH, start, pads)
 
-    def fetched(
-        self, layer: int, q_BNCH: Tensor, start: int, pads: Sequence[int], *, room: int | None = None
-    ) -> Fetched | None:
+    def fetched(self, layer: int, q_BNCH: Tensor, start: int, pads: Sequence[int], *, room: int) -> Fetched | None:
         """The slots of a layer that new tokens attend to, the same for all of them; None is all slots.
 
         Args:
-            room: tokens that come after the fetched ones; by default the new ones.
+            room: tokens that come after the fetched ones: the new ones, and drafts before them.
         """
         if not self._chooses(layer):
             return None
@@ -223,7 +221,7 @@ class Retrieval:
             if q_BNH is None:  # several tokens ask as if their queries were those of further heads of their groups
                 asking_BNCH = q_BNCH if self.clamped is None else self.clamped.at_window(kept, q_BNCH)
                 q_BNH = asking_BNCH.unflatten(1, (kept.shape.num_kv_heads, -1)).flatten(1, 3)
-            self._fetch(layer, q_BNH, start, pads, num_new=room or q_BNCH.shape[2])
+            self._fetch(layer, q_BNH, start, pads, num_new=room)
         chosen = self._fetches.take(layer)
         if asked_BNH is not None and chosen is not None and chosen.slots_BKm is not None:
             chosen = self._corrected(layer, chosen, asked_BNH, q_BNCH[:, :, 0], start, pads)

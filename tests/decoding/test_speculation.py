@@ -49,9 +49,10 @@ from runahead.decoding.speculative import retrieving_drafts, speculator
 from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
 from runahead.decoding.speculative.payoff import FREE_STEPS, INVESTED, LOSS, Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
-from runahead.decoding.speculative.retrieving_drafts import RetrievedRow
+from runahead.decoding.speculative.retrieving_drafts import over_whole
 from runahead.decoding.speculative.speculator import Draft
 from runahead.report import GenerationBatch, SpeculationReport
+from runahead.retrieval.cache import RetrievedCache
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.cache.test_fixed_cache import Gpu
@@ -566,16 +567,15 @@ def test_an_index_has_no_rejected_token() -> None:
     It fails if drafted tokens are appended to the index, as those of a retrieving policy that decodes are, if verified
     ones are not, or those of another row.
     """
-    model, made = tiny_model("llama"), list[RetrievedRow]()
+    model, made = tiny_model("llama"), list[RetrievedCache]()
     draft = RankPolicies.everywhere([Quest(**MOST, page=2, fetch=0.3)])
     options = replace(PLAIN, speculate=Speculate.policy, speculate_tokens=3, speculate_always=True)
 
-    class Noted(RetrievedRow):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            made.append(self)
+    def noted(*given: Any) -> RetrievedCache:
+        made.append(over_whole(*given))
+        return made[-1]
 
-    with patch.object(retrieving_drafts, "RetrievedRow", Noted):
+    with patch.object(retrieving_drafts, "over_whole", noted):
         batch = engine_of(model, draft=draft).generate(PROMPTS[:2], options)
     assert report_of(batch).accepted < report_of(batch).drafted
     for ids, generation, row in zip(PROMPTS[:2], batch.generations, made, strict=True):

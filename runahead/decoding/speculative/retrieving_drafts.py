@@ -4,30 +4,24 @@ Drafted tokens are in the index only once they were verified. Until then their k
 tokens that verify them, which overwrite them, and all of them are attended to. So a rejected token leaves no trace.
 """
 
-# Legend: N query heads, K kv heads, C new tokens, H key dim, V value dim.
+# Legend: C new tokens.
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from policies.retriever import Retriever
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kv_cache import seen_in
-from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVSlab
+from runahead.cache.base import KVStore, SeenKV
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
 from runahead.decoding.speculative.observed import as_kept, first_observed, observe, slabs_of
 from runahead.model.model import Model
-from runahead.retrieval.cache import estimate
+from runahead.retrieval.cache import RetrievedCache
 from runahead.retrieval.retrieval import Retrieval, num_observed
 
 
@@ -42,7 +36,7 @@ class RetrievingDrafter(GeneratedDrafter):
     def __init__(self, model: Model, policy: Retriever, whole: Lanes, first: Drafter | None = None) -> None:
         super().__init__(first)
         self._model, self._policy, self._whole = model, policy, whole
-        self._drafting: dict[RowId, RetrievedRow] = {}
+        self._drafting: dict[RowId, RetrievedCache] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +49,7 @@ class RetrievingDrafter(GeneratedDrafter):
 
     def _made(self, texts: Mapping[RowId, Sequence[int]]) -> Lanes:
         for row, text in texts.items():
-            self._drafting[row] = RetrievedRow(self._model, self._policy, self._whole.lane(row).cache, text)
+            self._drafting[row] = over_whole(self._model, self._policy, self._whole.lane(row).cache, text)
         return Lanes.of_rows(self._model, self._drafting, {row: len(text) for row, text in texts.items()})
 
     def _to_feed(self, row: RowId, text: Sequence[int]) -> Sequence[int]:
@@ -66,74 +60,23 @@ class RetrievingDrafter(GeneratedDrafter):
         return text[-1:]
 
 
-class RetrievedRow(KVStore):
+def over_whole(model: Model, policy: Retriever, whole: KVStore, ids: Sequence[int]) -> RetrievedCache:
     """KV cache of one row for drafts, in the memory of the row that verifies them.
 
     Args:
         whole: keys and values of the row.
         ids: its tokens that are stored.
     """
+    slabs = slabs_of(whole)
+    pool = [as_kept(model, slabs, layer, len(ids), has_room=True) for layer in range(whole.num_layers)]
+    retrieval = Retrieval(policy, model, pool, batch=1)
+    start = first_observed(model, slabs, len(ids), max(1, num_observed(policy)))
+    positions_1C = torch.arange(start, len(ids), device=model.device)[None]
+    room = slabs.by_layer[0].end - len(ids)
 
-    layers: list[RetrievedDrafts]
+    def index(layer: int, seen: SeenKV, terms: AttentionTerms) -> None:
+        if retrieval.in_pool[layer]:
+            retrieval.store_prompt(layer, seen.q_BNCH, positions_1C, terms, room=room, was_cut=False)
 
-    def __init__(self, model: Model, policy: Retriever, whole: KVStore, ids: Sequence[int]) -> None:
-        slabs = slabs_of(whole)
-        pool = [as_kept(model, slabs, layer, len(ids), has_room=True) for layer in range(whole.num_layers)]
-        self.retrieval = Retrieval(policy, model, pool, batch=1)
-        start = first_observed(model, slabs, len(ids), max(1, num_observed(policy)))
-        positions_1C = torch.arange(start, len(ids), device=model.device)[None]
-        room = slabs.by_layer[0].end - len(ids)
-
-        def index(layer: int, seen: SeenKV, terms: AttentionTerms) -> None:
-            if self.retrieval.in_pool[layer]:
-                self.retrieval.store_prompt(layer, seen.q_BNCH, positions_1C, terms, room=room, was_cut=False)
-
-        observe(model, slabs, ids, start, index)
-        self.layers = [
-            RetrievedDrafts(whole=each, slab=slab, retrieval=self.retrieval, number=number)
-            for number, (each, slab) in enumerate(zip(whole.layers, slabs.by_layer, strict=True))
-        ]
-
-    def take_back(self, num_tokens: int) -> None:
-        """Nothing is to be done, since a token is stored at its index, over what was there."""
-
-
-@dataclass(kw_only=True)
-class RetrievedDrafts(LayerStore):
-    """One layer: verified tokens, of which some are retrieved, and drafted ones after them.
-
-    Attributes:
-        whole: the layer that verifies.
-        slab: its memory.
-        retrieval: over its verified tokens.
-        number: of the layer.
-    """
-
-    whole: LayerStore
-    slab: KVSlab
-    retrieval: Retrieval
-    number: int
-
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        self.whole.append(k_BKCH, v_BKCV, tokens)
-
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        slab, num_verified = self.slab, self.retrieval.pool[self.number].num_slots
-        end = tokens.start + q_BNCH.shape[2]
-        num_drafted = end - num_verified
-        fetched = self.retrieval.fetched(self.number, q_BNCH, tokens.start, [0], room=num_drafted)
-        if fetched is None:
-            return self.whole.seen(q_BNCH, tokens)
-        chosen = fetched.slab(slab.key_dim)
-        own = slab.read(num_verified, end)
-        chosen.write(chosen.end - num_drafted, *own)
-        start = chosen.end - q_BNCH.shape[2]
-        seen = seen_in(chosen, q_BNCH, start=start, pads=fetched.pads)
-        if fetched.rest is not None:
-            seen.rest = partial(estimate, fetched.rest, q_BNCH, own)
-        return seen
-
-    @property
-    def num_bytes(self) -> int:
-        """None of its own: the retrieval counts its indices."""
-        return 0
+    observe(model, slabs, ids, start, index)
+    return RetrievedCache(retrieval, of_drafts=True)
