@@ -56,8 +56,7 @@ FAMILIES = ("gpt2", "gpt_oss", "gemma2", "deepseek_v3")
 RUNS = [
     *(("llama", way) for way in WAYS),
     *((family, way) for family in FAMILIES for way in OFTEN),
-    *(("gemma3n_text", way) for way in OFTEN if way != "infinigen"),
-    ("bloom", "no policy"),
+    *((family, way) for family in ("bloom", "gemma3n_text") for way in OFTEN if way != "infinigen"),
 ]
 
 
