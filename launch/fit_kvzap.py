@@ -254,24 +254,26 @@ def scored(model: Model, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]
     import torch
 
     from policies.kvzip import KVzip
-    from runahead.cache.attention import CausalAttention
+    from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
     from runahead.cache.kept import KeptCache
     from runahead.thinning.replay import score_prompt
 
     given: dict[int, Tensor] = {}
     _ = model.attention_input_dims  # from then on forwards show them
 
-    class Noting(CausalAttention):
-        """Causal attention that notes what it is given."""
+    class Noting(LayerHook):
+        """Notes what attention is given."""
 
-        def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
-            given[layer] = x_BCD[0]
+        def before_save(self, call: LayerCall) -> None:
+            assert call.input_BCD is not None, "the model shows it"
+            given[call.layer] = call.input_BCD[0]
 
     policy = KVzip(plus=True, sinks=SINKS, chunk_tokens=len(ids))
     with torch.inference_mode():
         kept = KeptCache.empty(model.kv_shapes, batch=1, device=model.device)
         ids_1T = torch.tensor([list(ids)], device=model.device)
-        model.forward(ids_1T, Noting(kept, start=0, pads=[0]), start=0, pads=[0])
+        attention = CausalAttention(kept, start=0, pads=[0], hooks=[Noting()])
+        model.forward(ids_1T, attention, start=0, pads=[0])
         scores = score_prompt(model, policy, kept, ids_1T, [0])
         return {
             layer: (given[layer][SINKS:], scores_1KT[0, :, SINKS:].mT.clamp_min(LEAST_SCORE).log())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from launch.program.progress import Bar
     from policies.head_scores import HeadScores
     from runahead.attention.partial import AttentionTerms
-    from runahead.cache.base import LayerStore, SeenKV
+    from runahead.cache.base import SeenKV
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
 
@@ -151,7 +151,7 @@ def scores_of(model: Model, ids: Sequence[int], *, copies: int, chunk: int, bar:
     import torch
 
     from policies.head_scores import HeadScores
-    from runahead.cache.attention import CausalAttention
+    from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 
     if model.has_key_bias:
         raise ValueError(
@@ -160,18 +160,20 @@ def scores_of(model: Model, ids: Sequence[int], *, copies: int, chunk: int, bar:
         )
     period, totals = len(ids), [torch.zeros(2, 0)] * model.num_layers
 
-    class Measuring(CausalAttention):
-        """Causal attention that adds up what queries give to copies, and to what follows these."""
+    class Measuring(LayerHook):
+        """Adds up what queries give to copies, and to what follows these."""
 
-        def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-            given_2N = to_copies(seen, terms, start=self.start, period=period).cpu()
-            totals[layer] = totals[layer] + given_2N if totals[layer].numel() else given_2N
+        def closed(self, call: LayerCall) -> None:
+            given_2N = to_copies(call.seen, call.terms, start=call.tokens.start, period=period).cpu()
+            total_2N = totals[call.layer]
+            totals[call.layer] = total_2N + given_2N if total_2N.numel() else given_2N
 
     num_tokens = period * copies
     cache, ids_1S = model.empty_cache(num_tokens), torch.tensor([list(ids) * copies], device=model.device)
     for start in range(0, num_tokens, chunk):
         ids_1C = ids_1S[:, start : start + chunk]
-        model.forward(ids_1C, Measuring(cache, start=start, pads=[0]), start=start, pads=[0], length=num_tokens)
+        attention = CausalAttention(cache, start=start, pads=[0], hooks=[Measuring()])
+        model.forward(ids_1C, attention, start=start, pads=[0], length=num_tokens)
         if bar is not None:
             bar.advance(ids_1C.shape[1] / num_tokens)
     means = [(total_2N / (num_tokens - period)).clamp(0, 1).float() for total_2N in totals]  # rounding may exceed 1

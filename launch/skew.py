@@ -15,8 +15,6 @@ from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from launch.program.progress import Bar
     from policies.skewing import Skew
     from runahead.model.model import Model
@@ -120,29 +118,27 @@ def skew_of(
     import torch
 
     from policies.skewing import Skew, query_products
-    from runahead.attention.partial import AttentionTerms
-    from runahead.cache.attention import CausalAttention
+    from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 
     products = [
         torch.zeros(shape.num_kv_heads, shape.key_dim, shape.key_dim, dtype=torch.float64) for shape in model.kv_shapes
     ]
 
-    class Collecting(CausalAttention):
-        """Causal attention that adds up products of queries."""
+    class Collecting(LayerHook):
+        """Adds up products of queries."""
 
-        def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-            at_0_BNCH = q_BNCH
+        def before_save(self, call: LayerCall) -> None:
+            at_0_BNCH, start = call.q_BNCH, call.tokens.start
             if rotaries is not None:
-                positions_1C = torch.arange(self.start, self.start + q_BNCH.shape[2], device=q_BNCH.device)[None]
-                at_0_BNCH = rotaries[layer].turned(q_BNCH.float(), -positions_1C)
-            products[layer] += query_products(at_0_BNCH, k_BKCH.shape[1]).cpu()
-            return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+                positions_1C = torch.arange(start, start + at_0_BNCH.shape[2], device=at_0_BNCH.device)[None]
+                at_0_BNCH = rotaries[call.layer].turned(at_0_BNCH.float(), -positions_1C)
+            products[call.layer] += query_products(at_0_BNCH, call.k_BKCH.shape[1]).cpu()
 
     cache = model.empty_cache(len(ids))
     ids_1S = torch.tensor([list(ids)], device=model.device)
     for start in range(0, len(ids), chunk):
         ids_1C = ids_1S[:, start : start + chunk]
-        attention = Collecting(cache, start=start, pads=[0])
+        attention = CausalAttention(cache, start=start, pads=[0], hooks=[Collecting()])
         model.forward(ids_1C, attention, start=start, pads=[0], length=len(ids))
         if bar is not None:
             bar.advance(ids_1C.shape[1] / len(ids))

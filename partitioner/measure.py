@@ -15,14 +15,15 @@ from torch import Tensor
 
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
+from runahead.attention.base import ForwardEndsHere
 from runahead.attention.partial import AttentionTerms, attend
-from runahead.cache.attention import CausalAttention
+from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Slabs
 from runahead.config import GenerationOptions, PrefillOptions
 from runahead.context import ContextPartition, even
 from runahead.engine import Engine
-from runahead.model.model import Model, PrefillEndsHere
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.clock import Clock, clock_for
 
@@ -35,26 +36,23 @@ HOPELESS = 1.06
 """Ratio to the incumbent's TTFT from which on a candidate is not run again after its first run."""
 
 
-class _Probe(CausalAttention):
-    """Attention that marks when each layer's keys and values are known and when its attention ends, for some layers."""
+class _Probe(LayerHook):
+    """Marks when each layer's keys and values are known and when its attention ends."""
 
-    def __init__(self, cache: KVCache, clock: Clock, num_layers: int, keep: Collection[int] = ()) -> None:
-        super().__init__(cache, start=0, pads=[0])
-        self._clock, self._num_layers, self._keep = clock, num_layers, keep
+    def __init__(self, clock: Clock, keep: Collection[int] = ()) -> None:
+        self._clock, self._keep = clock, keep
         self.began = clock.mark()
         self.marks: list[tuple[object, object]] = []
         self.inputs: dict[int, Inputs] = {}
 
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+    def before_save(self, call: LayerCall) -> None:
         known = self._clock.mark()
-        if layer in self._keep:
-            self.inputs[layer] = q_BNCH, k_BKCH, v_BKCV, terms
-        if layer == self._num_layers - 1 and layer < self.cache.num_layers - 1:
-            self.marks.append((known, known))
-            raise PrefillEndsHere
-        out_BNCV = super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        self.marks.append((known, self._clock.mark()))
-        return out_BNCV
+        if call.layer in self._keep:
+            self.inputs[call.layer] = call.q_BNCH, call.k_BKCH, call.v_BKCV, call.terms
+        self.marks.append((known, known))
+
+    def attended(self, call: LayerCall) -> None:
+        self.marks[-1] = self.marks[-1][0], self._clock.mark()
 
 
 def probe_compute(
@@ -131,10 +129,12 @@ def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = ()
     cache = KVCache(
         Slabs.empty(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slabs=1, device=model.device)
     )
-    probe = _Probe(cache, clock, depth, keep)
+    probe = _Probe(clock, keep)
+    ends: End | None = None if depth == model.num_layers else (depth - 1, "saved")
+    attention = CausalAttention(cache, start=0, pads=[0], hooks=[probe], ends=ends)
     ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
-    with suppress(PrefillEndsHere):
-        model.forward(ids_1C, probe, start=0, pads=[0])
+    with suppress(ForwardEndsHere):
+        model.forward(ids_1C, attention, start=0, pads=[0])
     return _Run(probe, clock)
 
 

@@ -383,12 +383,12 @@ class Retriever(Policy, ABC):
         """Index of a layer from `first_layer` on."""
 
     def renewed(self, index: Index, view: PromptView) -> Index:
-        """Index of a layer for the queries of `view`, if `renews_index`.
+        """Index of a layer for the queries of `view`, if `renews_index`; by default another one.
 
         Args:
             index: of earlier queries, with all slots of `view`.
         """
-        raise NotImplementedError(f"{type(self).__name__} makes its index anew")
+        return self.index(view)
 
     @abstractmethod
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STORES = ("KVStore", "LayerStore", "SeenKV", "Memory", "Codec", "Run", "LayerKV", "KVCache")
 """Interfaces of stores, of which a tree has some."""
 
-HOOK = {"before_save", "save", "wait_for_load", "attended"}
+HOOK = {"before_save", "save", "wait_for_load", "closed", "attended"}
 """Methods of a hook of a forward."""
 
 

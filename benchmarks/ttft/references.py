@@ -8,16 +8,15 @@ import time
 from contextlib import suppress
 
 import torch
-from torch import Tensor
 
-from runahead.attention.partial import AttentionTerms
-from runahead.cache.attention import CausalAttention
+from runahead.attention.base import ForwardEndsHere
+from runahead.cache.attention import CausalAttention, End
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Slabs
 from runahead.config import ModelOptions
 from runahead.context import ContextPartition
 from runahead.model import loading
-from runahead.model.model import Model, PrefillEndsHere
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.clock import clock_for
 
@@ -42,23 +41,13 @@ def _chunk_s(model: Model, ids: list[int], partition: ContextPartition, rank: in
     for layer in range(model.num_layers):
         cache.layer(layer).slab_TBKX.normal_()  # the cost of attention does not depend on the values
     ids_1C = torch.tensor([ids[chunk.start : chunk.stop]], device=model.device)
-    attention = _PrefixIsThere(cache, start=chunk.start, is_last=chunk.stop == partition.num_tokens)
+    ends: End | None = None if chunk.stop == partition.num_tokens else (model.num_layers - 1, "saved")
+    attention = CausalAttention(cache, start=chunk.start, pads=[0], ends=ends)  # the prefix is there
     clock = clock_for(model.device)
     began = clock.mark()
-    with suppress(PrefillEndsHere):
+    with suppress(ForwardEndsHere):
         model.forward(ids_1C, attention, start=chunk.start, pads=[0], length=partition.num_tokens)
     return clock.seconds(clock.mark()) - clock.seconds(began)
-
-
-class _PrefixIsThere(CausalAttention):
-    def __init__(self, cache: KVCache, *, start: int, is_last: bool) -> None:
-        super().__init__(cache, start=start, pads=[0])
-        self._is_last = is_last
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        if layer == self.cache.num_layers - 1 and not self._is_last:
-            raise PrefillEndsHere
-        return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
 
 class PlainTransformers:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ class LayerInput:
     keywords: dict[str, Any]
     start: int
     pads: Sequence[int]
+
+
+class ForwardEndsHere(Exception):
+    """Raised by attention to end a forward early, once the rest of it is not needed. Not an error."""
 
 
 class LayerAttention(ABC):
@@ -63,77 +67,74 @@ class LayerAttention(ABC):
 
     @abstractmethod
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        """Output (B, N, C, V) of one layer for queries, keys and values of the new tokens."""
+        """Output (B, N, C, V) of one layer for queries, keys and values of the new tokens.
+
+        Raises:
+            ForwardEndsHere: the rest of the forward is not needed.
+        """
 
     def attend_shared(
-        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+        self,
+        layer: int,
+        source: int,
+        q_BNCH: Tensor,
+        k_BKCH: Tensor,
+        v_BKCV: Tensor,
+        terms: AttentionTerms,
+        *,
+        skipped: int = 0,
     ) -> Tensor:
         """Output (B, N, C, V) of a layer that reads the keys and values of an earlier one, which has attended.
+
+        By default the layer attends to them as if they were its own, which is right where nothing is stored.
 
         Args:
             source: the layer that stores them.
             skipped: number of new tokens before those of the queries, which the layer does not compute.
         """
-        raise NotImplementedError(f"{type(self).__name__} is for models whose layers all store keys and values")
-
-
-class WrappedAttention(LayerAttention):
-    """Attention around that of a forward, to which it hands on all calls.
-
-    Attributes:
-        wrapped: the attention of the forward.
-    """
-
-    def __init__(self, wrapped: LayerAttention) -> None:
-        super().__init__(start=wrapped.start, pads=wrapped.pads)
-        self.wrapped = wrapped
-
-    @property
-    def rotates(self) -> bool:
-        return self.wrapped.rotates
-
-    def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        return self.wrapped.positions_BC(index_C)
-
-    def see_ids(self, ids_BC: Tensor) -> None:
-        self.wrapped.see_ids(ids_BC)
-
-    def see_input(self, layer: int, given: LayerInput) -> None:
-        self.wrapped.see_input(layer, given)
-
-    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
-        self.wrapped.see_attention_input(layer, x_BCD)
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        return self.wrapped.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-
-    def attend_shared(
-        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
-    ) -> Tensor:
-        return self.wrapped.attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
+        return self.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
 
 class Recording(LayerAttention):
-    """Attention that records what the layers pass to it and returns zeros.
+    """Attention that records what the layers pass to it, and returns zeros.
+
+    Args:
+        answer: layer and zeros -> what attention returns in place of these; called once the call is recorded.
 
     Attributes:
         inputs: of every layer, if the model predicts queries.
-        calls: layer, queries, keys, values and terms of every call of `attend`.
+        attention_inputs: hidden states that the attention of a layer is given, by layer, if the model shows them.
+        calls: layer, queries, keys, values and terms of every layer that stores keys and values.
     """
 
-    def __init__(self, *, start: int, pads: list[int]) -> None:
+    def __init__(
+        self, *, start: int, pads: list[int], answer: Callable[[int, Tensor], Tensor] = lambda _, zeros: zeros
+    ) -> None:
         super().__init__(start=start, pads=pads)
+        self._answer = answer
         self.inputs: list[LayerInput] = []
+        self.attention_inputs: dict[int, Tensor] = {}
         self.calls: list[tuple[int, Tensor, Tensor, Tensor, AttentionTerms]] = []
 
     def see_input(self, layer: int, given: LayerInput) -> None:
         self.inputs.append(given)
 
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        self.attention_inputs[layer] = x_BCD
+
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         self.calls.append((layer, q_BNCH, k_BKCH, v_BKCV, terms))
-        return q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1])
+        return self._answer(layer, q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1]))
 
     def attend_shared(
-        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+        self,
+        layer: int,
+        source: int,
+        q_BNCH: Tensor,
+        k_BKCH: Tensor,
+        v_BKCV: Tensor,
+        terms: AttentionTerms,
+        *,
+        skipped: int = 0,
     ) -> Tensor:
-        return q_BNCH.new_zeros(*q_BNCH.shape[:3], self.calls[source][3].shape[-1])
+        return self._answer(layer, q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1]))

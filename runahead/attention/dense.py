@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from runahead.attention.masks import MaskRule
-from runahead.attention.op import Codec, Lengths, Part, Step, joined
+from runahead.attention.op import Codec, Lengths, Part, Step, joined, nothing
 from runahead.attention.partial import AttentionTerms, attend_at, cpu_flash, cuda_efficient, fused_kernel
 
 ALIGNMENT = 16
@@ -33,8 +33,17 @@ class DenseAttention:
         self.num_tokens = num_tokens
         self._masks: dict[tuple[MaskRule | None, int], Tensor] = {}
 
-    def attend(self, q_BNCH: Tensor, steps: Sequence[Step], terms: AttentionTerms) -> Part:
-        """`op.attend` without skipped scores, to one run that holds the whole prompt."""
+    def attend(
+        self,
+        q_BNCH: Tensor,
+        steps: Sequence[Step],
+        terms: AttentionTerms,
+        *,
+        await_prefix: Callable[[], None] = nothing,
+        num_sequences: int | None = None,
+    ) -> Part:
+        """`op.attend` without skipped scores, to one run that holds the whole prompt, once all of it is there."""
+        await_prefix()
         [[(keys, spans, _)], _], *_ = steps
         assert not isinstance(spans, Lengths) and not isinstance(keys, Codec), (keys, spans)
         parts = []

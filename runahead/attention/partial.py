@@ -104,13 +104,6 @@ def merge(
     return torch.lerp(out_a, out_b, weight_b.unsqueeze(-1)), torch.logaddexp(lse_a, lse_b)
 
 
-def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """In-place `merge` of a second part into `out`, which is at least float32, and `lse`."""
-    weight_b = torch.sigmoid(lse_b - lse).nan_to_num_(0.0)  # nan: neither side saw a key
-    out.lerp_(out_b.to(out.dtype), weight_b.unsqueeze(-1))
-    torch.logaddexp(lse, lse_b, out=lse)
-
-
 def merge_parts(out_PBNCV: Tensor, lse_PBNC: Tensor) -> Tensor:
     """Output (B, N, C, V) of P parts, whose log-sum-exp is `torch.logsumexp(lse_PBNC, dim=0)`.
 

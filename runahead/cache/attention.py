@@ -1,19 +1,78 @@
-"""Causal attention over a KV store: append the new tokens' keys and values, then attend to all that are stored."""
+"""Causal attention over a KV store, and the hooks that run beside it in each layer."""
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from policies.base import Phase
-from runahead.attention.base import LayerAttention, LayerInput
-from runahead.attention.op import nothing
+from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
+from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, LayerStore, ReaderQueries, SeenKV
 from runahead.cache.new_tokens import NewTokens
+
+End: TypeAlias = tuple[int, Literal["saved", "attended"]]
+"""A layer, and what ends a forward there: its keys and values are stored, or its attention is computed."""
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One call of a layer's attention, as hooks see it.
+
+    Attributes:
+        layer: number of the layer.
+        source: the layer whose keys and values are read; another one has no keys and values of its own.
+        q_BNCH, k_BKCH, v_BKCV, terms: what the model's layer passes to attention. `before_save` may replace them.
+        tokens: the new tokens, by their places in the layer's store. `before_save` may replace them.
+        input_BCD: hidden states that the layer's attention is given, if the model shows them.
+        stores: whether the keys and values are to be stored. `before_save` may say no, if they are there already.
+        store: the layer's store, from `save` on.
+        seen: what is stored, as the queries see it, from `attended` on.
+    """
+
+    layer: int
+    source: int
+    q_BNCH: Tensor
+    k_BKCH: Tensor
+    v_BKCV: Tensor
+    terms: AttentionTerms
+    tokens: NewTokens
+    input_BCD: Tensor | None = None
+    stores: bool = True
+    store: LayerStore = field(init=False)
+    seen: SeenKV = field(init=False)
+
+
+class LayerHook:
+    """What is done beside the attention of each layer. A method that is not overridden costs nothing."""
+
+    def before_save(self, call: LayerCall) -> None:
+        """Called before a layer's new keys and values are stored: may wait for memory, or replace them."""
+
+    def save(self, call: LayerCall) -> None:
+        """Called once they are stored, and before their queries attend."""
+
+    def wait_for_load(self, call: LayerCall) -> None:
+        """Called after the queries have attended to what is here: returns once earlier ranks' tokens are there, too."""
+
+    def closed(self, call: LayerCall) -> None:
+        """Called once nothing reads a layer any more: after its attention, or that of the last layer that reads it.
+
+        What its queries saw is still there.
+        """
+
+    def attended(self, call: LayerCall) -> None:
+        """Called after each layer's attention, and also after that of a layer which reads another one."""
+
+
+Verb: TypeAlias = Callable[[LayerCall], None]
 
 
 class CausalAttention(LayerAttention):
@@ -24,6 +83,10 @@ class CausalAttention(LayerAttention):
         start: index of the first new token in the padded batch.
         pads: left padding of every row.
         phase: `prefill` for given tokens, `decode` for generated ones.
+        tokens: the new tokens, where hooks know them, too; by default they are made of the above.
+        hooks: from the outermost to the innermost: `closed` and `attended` are called in reverse order.
+        ends: where the forward ends, if not with the logits.
+        attend: computes attention in place of `op.attend`.
         on_layer: called after each layer.
     """
 
@@ -34,13 +97,21 @@ class CausalAttention(LayerAttention):
         start: int,
         pads: list[int],
         phase: Phase = Phase.prefill,
+        tokens: NewTokens | None = None,
+        hooks: Sequence[LayerHook] = (),
+        ends: End | None = None,
+        attend: Callable[..., Part] | None = None,
         on_layer: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(start=start, pads=pads)
-        self.cache, self.tokens = cache, NewTokens(start, pads, phase)
+        self.cache, self.tokens = cache, tokens or NewTokens(start, pads, phase)
         self.tokens.part = cache.part
-        self._on_layer = on_layer
-        self._unread: dict[int, tuple[LayerStore, SeenKV, AttentionTerms]] = {}
+        self._ends, self._attend, self._on_layer = ends, attend, on_layer
+        self._before_save, self._save = _verbs(hooks, "before_save"), _verbs(hooks, "save")
+        self._loads = _verbs(hooks, "wait_for_load")
+        self._closed, self._attended = _verbs(hooks[::-1], "closed"), _verbs(hooks[::-1], "attended")
+        self._unread: dict[int, LayerCall] = {}
+        self._input_BCD: Tensor | None = None
 
     @property
     def rotates(self) -> bool:
@@ -56,54 +127,92 @@ class CausalAttention(LayerAttention):
         if self.tokens.phase is Phase.decode:
             self.cache.look_ahead(layer + 1, given)
 
+    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
+        self._input_BCD = x_BCD
+
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        store, seen = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        out_BNCV = seen.output(terms, gather=self.cache.gather)
-        self.attended(layer, store, seen, terms)
+        call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        await_prefix = partial(_call_all, self._loads, call) if self._loads else nothing
+        out_BNCV = call.seen.output(call.terms, await_prefix, gather=self.cache.gather)
+        self.attended(call)
         return out_BNCV
 
-    def stored(
-        self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms
-    ) -> tuple[LayerStore, SeenKV]:
-        """Store the new tokens of a layer, and return it with what their queries see of it."""
-        store = self.cache.open(layer, q_BNCH, terms, self.tokens)
-        store.append(k_BKCH, v_BKCV, self.tokens)
-        return store, store.seen(q_BNCH, self.tokens)
-
-    def attended(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        """Call `after`, now or once the last layer that reads this one has done so; called after `stored`."""
-        if self.cache.readers(layer):
-            self._unread[layer] = store, seen, terms
-        else:
-            self.after(layer, store, seen, terms)
-        self._on_layer()
+    def stored(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> LayerCall:
+        """Store the new tokens of a layer. Attention to what the call has `seen` follows, and `attended`."""
+        call = LayerCall(layer, layer, q_BNCH, k_BKCH, v_BKCV, terms, self.tokens, self._input_BCD)
+        _call_all(self._before_save, call)
+        call.store = self.cache.open(layer, call.q_BNCH, call.terms, call.tokens)
+        if call.stores:
+            call.store.append(call.k_BKCH, call.v_BKCV, call.tokens)
+        _call_all(self._save, call)
+        self._end_at(layer, "saved")
+        call.seen = call.store.seen(call.q_BNCH, call.tokens)
+        if self._attend is not None:
+            call.seen.attend_to = self._attend
+        return call
 
     def attend_shared(
-        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+        self,
+        layer: int,
+        source: int,
+        q_BNCH: Tensor,
+        k_BKCH: Tensor,
+        v_BKCV: Tensor,
+        terms: AttentionTerms,
+        *,
+        skipped: int = 0,
     ) -> Tensor:
-        seen = self.read(source, q_BNCH, skipped=skipped)
-        out_BNCV = seen.output(terms, gather=self.cache.gather)
-        self.has_read(layer, source, seen, terms)
+        call = self.read(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, skipped=skipped)
+        out_BNCV = call.seen.output(terms, gather=self.cache.gather)
+        self.attended(call)
         return out_BNCV
 
-    def read(self, source: int, q_BNCH: Tensor, *, skipped: int) -> SeenKV:
-        """What the queries of a later layer see of a layer that has attended; arguments as of `attend_shared`."""
-        tokens = self.tokens
-        if skipped:
-            tokens = NewTokens(tokens.start + skipped, tokens.row_pads, tokens.phase)
-            tokens.part = self.cache.part
-        return self.cache.layers[source].seen(q_BNCH, tokens)
+    def read(
+        self,
+        layer: int,
+        source: int,
+        q_BNCH: Tensor,
+        k_BKCH: Tensor,
+        v_BKCV: Tensor,
+        terms: AttentionTerms,
+        *,
+        skipped: int,
+    ) -> LayerCall:
+        """Read the keys and values of another layer, as `stored` stores a layer's own; see `attend_shared`."""
+        tokens = self.tokens.after(skipped) if skipped else self.tokens
+        call = LayerCall(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, tokens, self._input_BCD)
+        call.store = self.cache.layers[source]
+        call.seen = call.store.seen(q_BNCH, tokens)
+        return call
 
-    def has_read(self, layer: int, source: int, seen: SeenKV, terms: AttentionTerms) -> None:
-        """Note that a layer has read another one; called after `read`."""
-        if source in self._unread:
-            _, stored, _ = self._unread[source]
-            stored.readers.append(ReaderQueries(layer=layer, q_BNCH=seen.q_BNCH, terms=terms))
+    def attended(self, call: LayerCall) -> None:
+        """Called after the attention of a call: close layers that nobody reads any more, and end the forward."""
+        layer, source = call.layer, call.source
+        if layer != source and source in self._unread:
+            queries = ReaderQueries(layer=layer, q_BNCH=call.seen.q_BNCH, terms=call.terms)
+            self._unread[source].seen.readers.append(queries)
             if layer == self.cache.readers(source)[-1]:
-                self.after(source, *self._unread.pop(source))
+                _call_all(self._closed, self._unread.pop(source))
+        elif layer == source and self.cache.readers(layer):
+            self._unread[layer] = call
+        elif layer == source:
+            _call_all(self._closed, call)
+        _call_all(self._attended, call)
+        if layer == source:
+            self._on_layer()
+        self._end_at(layer, "attended")
 
-    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        """Hook that is called after a layer's attention, before anything that its queries saw is dropped.
+    def _end_at(self, layer: int, moment: str) -> None:
+        if self._ends == (layer, moment):
+            raise ForwardEndsHere
 
-        It is called after the attention of the layers that read this one, too, if the cache names them.
-        """
+
+def _verbs(hooks: Sequence[LayerHook], name: str) -> list[Verb]:
+    """The methods of this name of all hooks that have one of their own."""
+    own = [hook for hook in hooks if getattr(type(hook), name) is not getattr(LayerHook, name)]
+    return [getattr(hook, name) for hook in own]
+
+
+def _call_all(verbs: Sequence[Verb], call: LayerCall) -> None:
+    for verb in verbs:
+        verb(call)

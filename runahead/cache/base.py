@@ -61,6 +61,7 @@ class SeenKV:
         rest: attention of the queries to what stands for tokens that are not here, by the terms and by the
             log-sum-exp (B, N, C) over the tokens that are.
         of_all: the same queries with all slots of the layer, where they see some of them that were chosen.
+        attend_to: in place of `op.attend`.
         readers: queries of the layers that have read this one since.
     """
 
@@ -71,6 +72,7 @@ class SeenKV:
     num_sequences: int | None = None
     rest: Callable[[AttentionTerms, Tensor], Part] | None = None
     of_all: Callable[[], SeenKV] | None = None
+    attend_to: Callable[..., Part] = attend
     readers: list[ReaderQueries] = field(default_factory=list, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
     _lse_PBNC: Tensor | None = field(default=None, init=False, repr=False)
@@ -86,7 +88,8 @@ class SeenKV:
             assert self.positions is not None, "tokens that are marked are in one memory"
             part = attend_marked(self.q_BNCH, *self.read(), terms, self.positions())
         else:
-            part = attend(self.q_BNCH, self.steps, terms, await_prefix=await_prefix, num_sequences=self.num_sequences)
+            num = self.num_sequences
+            part = self.attend_to(self.q_BNCH, self.steps, terms, await_prefix=await_prefix, num_sequences=num)
         return part if self.rest is None else merge(*part, *self.rest(terms, part[1]))
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -139,14 +142,6 @@ class LayerStore(ABC):
     @abstractmethod
     def num_bytes(self) -> int:
         """Bytes allocated."""
-
-    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
-        """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more.
-
-        Args:
-            tokens_B: number of tokens that each row keeps, if the host knows it; else it may have to wait for slots.
-        """
-        raise NotImplementedError(f"{type(self).__name__} keeps all tokens")
 
     def free(self, *, room: int) -> None:  # noqa: B027 (slabs are allocated once)
         """Free all memory but that of the stored tokens and of `room` more."""

@@ -1,5 +1,7 @@
 """Where the tokens of a text lie in slabs, and what else their queries see."""
 
+# Legend: B batch, K kv heads, C new tokens, H key dim, V value dim.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -41,6 +43,12 @@ class Index:
             the slot of the first one, which others follow; or of the only one of each sequence, on the device.
         """
         return tokens.start
+
+    def write(self, slab: KVSlab, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        """Store keys and values of new tokens in a layer's own memory, unless another rank stores them."""
+        slot = self.slot(tokens)
+        if slot is not None:
+            slab.write(slot, k_BKCH, v_BKCV)
 
     def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span] | Lengths:
         """The stored tokens that the last `num_new` tokens see, once they are stored, in a layer's own memory."""

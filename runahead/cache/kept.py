@@ -247,6 +247,11 @@ class KeptLayer(LayerStore):
         return None if carried_TBK is None else carried_TBK[: self.num_slots].permute(1, 2, 0)
 
     def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
+        """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more.
+
+        Args:
+            tokens_B: number of tokens that each row keeps, if the host knows it; else it may have to wait for slots.
+        """
         assert self.first == 0, self.first
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)

@@ -106,9 +106,7 @@ class SlabLayer(LayerStore):
         return self.slabs.by_layer[self.number]
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        slot = self.index.slot(tokens)
-        if slot is not None:
-            self.slab.write(slot, k_BKCH, v_BKCV)
+        self.index.write(self.slab, k_BKCH, v_BKCV, tokens)
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab = self.slab

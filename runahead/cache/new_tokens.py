@@ -73,6 +73,13 @@ class NewTokens:
         """Whether these tokens are stored here; called before each layer stores them."""
         return self.part is None or self.part.takes(self.start, num_new)
 
+    def after(self, num: int) -> NewTokens:
+        """These tokens without the first ones."""
+        assert self.left_Bc is None, "the tokens that are left may be any of them"
+        tokens = NewTokens(self.start + num, self.row_pads, self.phase)
+        tokens.part = self.part
+        return tokens
+
     def narrow(self, selected_Bc: Tensor) -> None:
         """Let later layers compute only these of the tokens that are left, as ascending indices into them."""
         self.left_Bc = selected_Bc if self.left_Bc is None else self.left_Bc.gather(1, selected_Bc)

@@ -85,19 +85,27 @@ class RowsAttention(LayerAttention):
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         parts = list[tuple[Tensor, Tensor]]()
         for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True):
-            store, seen = row.stored(layer, *qkv, terms)
-            parts.append(seen.attend(terms))
-            row.attended(layer, store, seen, terms)
+            call = row.stored(layer, *qkv, terms)
+            parts.append(call.seen.attend(terms))
+            row.attended(call)
         return self._output(layer, q_BNCH, parts, terms)
 
     def attend_shared(
-        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
+        self,
+        layer: int,
+        source: int,
+        q_BNCH: Tensor,
+        k_BKCH: Tensor,
+        v_BKCV: Tensor,
+        terms: AttentionTerms,
+        *,
+        skipped: int = 0,
     ) -> Tensor:
         parts = list[tuple[Tensor, Tensor]]()
-        for row, q_1NCH in zip(self.rows, self._own(q_BNCH), strict=True):
-            seen = row.read(source, q_1NCH, skipped=skipped)
-            parts.append(seen.attend(terms))
-            row.has_read(layer, source, seen, terms)
+        for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True):
+            call = row.read(layer, source, *qkv, terms, skipped=skipped)
+            parts.append(call.seen.attend(terms))
+            row.attended(call)
         return self._output(source, q_BNCH, parts, terms)
 
     def _output(

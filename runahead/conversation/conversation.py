@@ -33,7 +33,7 @@ from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.model.model import Model
 from runahead.report import SpeculationReport
-from runahead.thinning.attention import KeptAttention
+from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
@@ -271,7 +271,7 @@ class Conversation:
         steps = self._steps(tokens, end, cut_back=cut_back)
         logits = self.model.forward(
             ids_BC,
-            KeptAttention(self.cache, steps),
+            attention_under(steps, self.cache),
             start=self.num_tokens,
             pads=self.pads,
             length=max(end, self.length),

@@ -5,27 +5,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from policies.base import Phase, Policy, PromptPart
 from policies.row_values import row_values
-from runahead.attention.base import LayerAttention
+from runahead.attention.base import ForwardEndsHere, LayerAttention
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore, LayerStore, SeenKV
+from runahead.cache.attention import CausalAttention, End
+from runahead.cache.base import KVStore
 from runahead.cache.fixed import in_fixed_shape
 from runahead.cache.kept import NEW_ROOM
 from runahead.cache.new_tokens import NewTokens
 from runahead.failures import first_line
-from runahead.model.model import Model, PrefillEndsHere
+from runahead.model.model import Model
 from runahead.ranks.accelerator import Accelerator, accelerator_for
-from runahead.thinning.attention import KeptAttention
+from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.steps import PolicySteps
 
 Forward = Callable[[Tensor, int], Tensor]
@@ -65,15 +66,16 @@ def forward_over(
         is_told: another rank chooses the tokens, so this one ends a forward with the last layer's attention.
         part: the tokens of the prompt that this rank keeps, if each rank keeps its own.
     """
-    attention = ToldAttention if is_told else CausalAttention
+    ends = model.last_attention if is_told else None
     as_step = partial(model.ranges.around, "decoding step")
     if cache.repeats_steps:
-        return as_step(FixedForward(model, cache, pads=pads, prompt_tokens=prompt_tokens, attention=attention))
+        return as_step(FixedForward(model, cache, pads=pads, prompt_tokens=prompt_tokens, ends=ends))
     if not policies:
         steps = count(1)
 
         def over_all(ids_B1: Tensor, start: int) -> Tensor:
-            logits_BV = _logits(model, ids_B1, attention(cache, start=start, pads=pads, phase=Phase.decode))
+            attention = CausalAttention(cache, start=start, pads=pads, phase=Phase.decode, ends=ends)
+            logits_BV = _logits(model, ids_B1, attention)
             may_capture = part is None  # under policies no rank has a cache of fixed shape
             if may_capture and next(steps) == FixedForward.WARM_UP and accelerator_for(model.device) is not None:
                 agreed(cache, model, is_fine=False)  # another rank may be about to capture a graph
@@ -83,7 +85,7 @@ def forward_over(
 
     def over_what_is_kept(ids_B1: Tensor, start: int) -> Tensor:
         attention = token_attention(
-            model, cache, policies, start=start, pads=pads, prompt_tokens=prompt_tokens, is_told=is_told, part=part
+            model, cache, policies, start=start, pads=pads, prompt_tokens=prompt_tokens, ends=ends, part=part
         )
         return _logits(model, ids_B1, attention)
 
@@ -98,12 +100,12 @@ def token_attention(
     start: int,
     pads: list[int],
     prompt_tokens: int,
-    is_told: bool = False,
+    ends: End | None = None,
     part: PromptPart | None = None,
 ) -> CausalAttention:
     """Attention of one generated token per row, after which policies decide; `start` is its index, else as above."""
     if not policies:
-        return (ToldAttention if is_told else CausalAttention)(cache, start=start, pads=pads, phase=Phase.decode)
+        return CausalAttention(cache, start=start, pads=pads, phase=Phase.decode, ends=ends)
     steps = PolicySteps(
         model,
         policies,
@@ -113,7 +115,7 @@ def token_attention(
         part=part,
         await_device=cache.await_device,
     )
-    return (ToldKeptAttention if is_told else KeptAttention)(cache, steps)
+    return attention_under(steps, cache, ends=ends)
 
 
 def forward_in_turn(
@@ -159,30 +161,31 @@ class InTurn(LayerAttention):
             token.see_attention_input(layer, x_B1D)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        parts = (x.split(1, dim=2) for x in (q_BNCH, k_BKCH, v_BKCV))
-        each = zip(self._tokens, *parts, strict=True)
+        each = self._each(q_BNCH, k_BKCH, v_BKCV)
         return torch.cat([token.attend(layer, *qkv, terms) for token, *qkv in each], dim=2)
 
+    def attend_shared(
+        self,
+        layer: int,
+        source: int,
+        q_BNCH: Tensor,
+        k_BKCH: Tensor,
+        v_BKCV: Tensor,
+        terms: AttentionTerms,
+        *,
+        skipped: int = 0,
+    ) -> Tensor:
+        assert not skipped, "the logits of all tokens are asked for"
+        each = self._each(q_BNCH, k_BKCH, v_BKCV)
+        return torch.cat([token.attend_shared(layer, source, *qkv, terms) for token, *qkv in each], dim=2)
 
-class ToldAttention(CausalAttention):
-    """Attention of a new token on a rank that needs no logits: nothing is computed after the last layer's."""
-
-    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        if layer == self.cache.num_layers - 1:
-            raise PrefillEndsHere
-
-
-class ToldKeptAttention(KeptAttention):
-    """As `ToldAttention`, under policies that decide after each layer."""
-
-    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        super().after(layer, store, seen, terms)
-        if layer == self.cache.num_layers - 1:
-            raise PrefillEndsHere
+    def _each(self, *of_all: Tensor) -> Iterator[tuple[Any, ...]]:
+        """The attention of each token, with its query, key and value."""
+        return zip(self._tokens, *(x.split(1, dim=2) for x in of_all), strict=True)
 
 
 def _logits(model: Model, ids_B1: Tensor, attention: CausalAttention) -> Tensor:
-    with suppress(PrefillEndsHere):
+    with suppress(ForwardEndsHere):
         return model.forward(ids_B1, attention, start=attention.start, pads=attention.pads)
     return torch.empty(len(ids_B1), 0, device=ids_B1.device)
 
@@ -213,10 +216,10 @@ class FixedForward:
         *,
         pads: list[int],
         prompt_tokens: int,
-        attention: type[CausalAttention] = CausalAttention,
+        ends: End | None = None,
     ) -> None:
         self._model, self._cache, self._pads, self._prompt_tokens = model, cache, pads, prompt_tokens
-        self._attention = attention
+        self._ends = ends
         self._ids_B1 = torch.zeros(len(pads), 1, dtype=torch.long, device=model.device)
         self._gpu = accelerator_for(model.device)
         self._num_steps = 0
@@ -258,7 +261,9 @@ class FixedForward:
 
     def _step(self) -> Tensor:
         """One step over the buffers. Nothing in it may depend on the number of the step but what is on the device."""
-        attention = self._attention(self._cache, start=self._prompt_tokens, pads=self._pads, phase=Phase.decode)
+        attention = CausalAttention(
+            self._cache, start=self._prompt_tokens, pads=self._pads, phase=Phase.decode, ends=self._ends
+        )
         logits_BV = _logits(self._model, self._ids_B1, attention)
         self._cache.advance()
         return logits_BV

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,11 @@ from runahead.model.json_schemas import JSONSchemas
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
 from runahead.model.layers.attention_input import show_attention_inputs
 from runahead.model.layers.few_rows import multiply_few_rows_fast
-from runahead.model.layers.marks import Marker, MarkingAttention, Marks
+from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import decoder_layers, narrow
 from runahead.model.layers.output_projection import find_output_projections
 from runahead.model.layers.query_prediction import QueryPrediction
-from runahead.model.layers.shared_kv import ReadingAttention, end_with_last, find_sources
+from runahead.model.layers.shared_kv import end_with_last, find_sources
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.loading.quiet import one_line
@@ -53,10 +53,6 @@ T = TypeVar("T")
 
 PROBED_POSITION = 1 << 17
 """Largest position at which a model's rotations are compared with ours before ours are used."""
-
-
-class PrefillEndsHere(Exception):
-    """Raised by a rank's attention to end the forward early, once the rest of it is not needed. Not an error."""
 
 
 class Model:
@@ -266,6 +262,11 @@ class Model:
     def num_layers(self) -> int:
         """Number of layers that store keys and values."""
         return len(self.kv_shapes)
+
+    @property
+    def last_attention(self) -> tuple[int, Literal["attended"]]:
+        """What ends a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
+        return self.num_layers + len(self.kv_sources) - 1, "attended"
 
     @cached_property
     def has_layers(self) -> bool:
@@ -517,7 +518,7 @@ class Model:
             Logits of the last token (B, V), or of all tokens (B, C, V), in at least float32.
 
         Raises:
-            PrefillEndsHere: `attention` raised it.
+            ForwardEndsHere: `attention` raised it.
         """
         attention.see_ids(ids_BC)
         if index_C is None:
@@ -531,6 +532,8 @@ class Model:
             num_new=num_new,
             tokens=tokens,
             ends_with_last=bool(self.kv_sources) and not all_logits and num_new > 1,
+            sources=self.kv_sources,
+            marker=self._marker,
         )
         keywords: dict[str, Any] = {"past_key_values": forward, "use_cache": True}
         if "position_ids" in self._optional:
@@ -541,11 +544,7 @@ class Model:
         if "logits_to_keep" in self._optional:
             keywords["logits_to_keep"] = 0 if all_logits else 1
         if self._passes_keywords:
-            if self.kv_sources:
-                attention = ReadingAttention(attention, self.kv_sources, num_new)
-            if self._marker is not None:
-                attention = MarkingAttention(attention, self._marker)
-            keywords["runahead"] = attention
+            keywords["runahead"] = forward
         length = start + num_new if length is None else length
         with rotary_length(self._rotaries, [length - pad for pad in pads]):
             logits_BCV = self.in_step(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
@@ -565,9 +564,10 @@ class Model:
             ids_1C: token ids.
             attention: as of `forward`, from the first token on.
         """
-        keywords: dict[str, Any] = {"past_key_values": SeamCache(attention, 0), "use_cache": True}
+        forward = SeamCache(attention, 0)
+        keywords: dict[str, Any] = {"past_key_values": forward, "use_cache": True}
         if self._passes_keywords:
-            keywords["runahead"] = attention
+            keywords["runahead"] = forward
         with rotary_length(self._rotaries, [ids_1C.shape[1]]):
             hidden_1CD: Tensor = self.module.base_model(input_ids=ids_1C, **keywords).last_hidden_state
         return hidden_1CD

@@ -1,15 +1,16 @@
 """The seam between transformers' models and our attention.
 
 transformers lets a program register an attention function by name, and passes it every keyword that a model's forward
-does not know. So the attention object of a forward is passed as a keyword (`runahead=`), never as a global, and the
-model's own code stays untouched. For the few families that drop keywords it is an attribute of the keys, set by the
-cache. Families outside the interface have an adapter each (`runahead/model/adapters/`).
+does not know. So a forward is passed as a keyword (`runahead=`), never as a global, and the model's own code stays
+untouched. For the few families that drop keywords it is an attribute of the keys, set by the cache. Families outside
+the interface have an adapter each (`runahead/model/adapters/`).
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from runahead.attention.masks import MaskRule, keep_mask_rule
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.layer_kinds import decoder_config
+from runahead.model.layers.marks import Marker
 
 ATTENTION_NAME = "runahead"
 
@@ -50,7 +52,7 @@ HARMLESS_KEYWORDS = frozenset(
 
 
 class SeamCache(Cache):
-    """KV cache for transformers that stores nothing: it only tells a model how many tokens came before.
+    """One forward, as a KV cache for transformers that stores nothing: it tells how many tokens came before.
 
     The attention object stores keys and values, since it alone knows where those of this forward go.
 
@@ -58,11 +60,13 @@ class SeamCache(Cache):
     forward between two layers of another one.
 
     Args:
-        attention: the attention of this forward, for adapters of families that do not pass keywords on.
+        attention: the attention of this forward.
         start: index of the first new token.
         num_new: number of new tokens.
         tokens: those that are left, if layers may compute fewer of them from layer to layer.
         ends_with_last: layers that store no keys and values compute the last token alone.
+        sources: layer that stores no keys and values -> the earlier one whose it reads.
+        marker: marks tokens, in a model that was trained for it.
     """
 
     def __init__(
@@ -73,10 +77,22 @@ class SeamCache(Cache):
         num_new: int = 0,
         tokens: NewTokens | None = None,
         ends_with_last: bool = False,
+        sources: Mapping[int, int] | None = None,
+        marker: Marker | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
-        self.ends_with_last = ends_with_last
+        self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
+
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
+        if self._marker is not None:
+            q_BNCH, k_BKCH, terms = self._marker.marked(layer, q_BNCH, k_BKCH, terms)
+        source = self._sources.get(layer)
+        if source is None:
+            return self.attention.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        skipped = self.num_new - q_BNCH.shape[2]
+        return self.attention.attend_shared(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, skipped=skipped)
 
     @staticmethod
     def among(args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:
@@ -84,7 +100,7 @@ class SeamCache(Cache):
         return next((given for given in (*args, *keywords.values()) if isinstance(given, SeamCache)), None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        key_states.runahead = self.attention  # type: ignore[attr-defined]
+        key_states.runahead = self  # type: ignore[attr-defined]
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -108,17 +124,17 @@ def attention_function(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    runahead: LayerAttention | None = None,
+    runahead: SeamCache | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that is registered with transformers: calls the forward's attention object.
+    """The attention function that is registered with transformers: calls that of the forward.
 
     Args:
         query, key, value: of the new tokens, (B, N, C, H), (B, K, C, H) and (B, K, C, V).
         attention_mask: the mask as a rule, since our mask function is registered too.
         scaling: of the scores; H ** -0.5 by default.
         softcap, s_aux: soft cap of the scores, and sink logits (N).
-        runahead: the attention object.
+        runahead: the forward.
 
     Returns:
         output (B, C, N, V), as transformers expects it.
@@ -127,8 +143,8 @@ def attention_function(
         ValueError: the family needs something of its attention that ours does not compute.
     """
     family = type(module).__name__
-    runahead = runahead or getattr(key, "runahead", None)
-    if runahead is None:
+    forward: SeamCache | None = getattr(key, "runahead", None) if runahead is None else runahead
+    if forward is None:
         raise ValueError(f"{family} passes neither keywords nor cached keys on to attention; it is not supported")
     if attention_mask is not None and not isinstance(attention_mask, MaskRule):
         raise ValueError(f"{family} builds its own attention mask ({type(attention_mask).__name__}); not supported")
@@ -143,7 +159,7 @@ def attention_function(
     )
     layer: int = module.layer_idx  # type: ignore[assignment]
     # Contiguous, since some families call view() on it.
-    return runahead.attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
+    return forward.attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
 
 def register() -> None:

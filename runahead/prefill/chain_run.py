@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import torch
 
-from runahead.attention.base import LayerAttention
+from runahead.attention.base import ForwardEndsHere, LayerAttention
 from runahead.attention.op import nothing
+from runahead.cache.attention import End, LayerCall, LayerHook
 from runahead.cache.base import KVStore
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
@@ -21,7 +22,6 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
-from runahead.model.model import PrefillEndsHere
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.rotary import Rotary
@@ -32,8 +32,11 @@ LEAST_ASIDE_S = 1e-3
 """Shorter spans are not drawn: the rank only looked whether there is something else to do."""
 
 
-class ChainRun:
-    """One rank's part of a prefill. Its attention calls `open`, `send` and `close` in each layer.
+class ChainRun(LayerHook):
+    """One rank's part of a prefill, as in the figure of the KV-Runahead paper.
+
+    In each layer its attention stores the chunk's keys and values, sends them on, attends to the own chunk, awaits the
+    prefix, and attends to it.
 
     Args:
         carrier: class that transfers keys and values over the backend of the ranks.
@@ -77,7 +80,17 @@ class ChainRun:
         self._layer_ends = [self._clock.mark()]
         self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
 
-    def open(self, layer: int) -> None:
+    @property
+    def ends(self) -> End | None:
+        """Where the forward ends on a rank of which nobody needs more; None: with the logits."""
+        if self.is_last:
+            return None
+        return self.cache.num_layers - 1, "attended" if self._attends_last else "saved"
+
+    def before_save(self, call: LayerCall) -> None:
+        self._open(call.layer)
+
+    def _open(self, layer: int) -> None:
         """Wait until a layer's slab may be written. A rank with stored keys and values sends those of a later layer."""
         self.transfer.open(layer)
         self._settle_for_reuse()
@@ -93,20 +106,13 @@ class ChainRun:
                     part.layers_TKX[layer]
                 self.transfer.feed(layer, partial(stored.gather, reused, layer))
 
-    def send(self, layer: int) -> None:
-        """Send this rank's keys and values of a layer, which are in the slab.
+    def save(self, call: LayerCall) -> None:
+        self.transfer.send(call.layer)
 
-        Raises:
-            PrefillEndsHere: this was the last layer, and nobody needs more of this rank.
-        """
-        self.transfer.send(layer)
-        if layer == self.cache.num_layers - 1 and not (self.is_last or self._attends_last):
-            raise PrefillEndsHere
-
-    def await_prefix(self, layer: int) -> None:
+    def wait_for_load(self, call: LayerCall) -> None:
         """Wait until all that this rank receives of a layer may be read."""
-        self._until(layer, self.transfer.schedule.receives(layer))
-        self.transfer.await_prefix(layer)
+        self._until(call.layer, self.transfer.schedule.receives(call.layer))
+        self.transfer.await_prefix(call.layer)
         self._settle_for_reuse()
 
     def await_messages(self, layer: int, messages: list[Message]) -> None:
@@ -132,14 +138,18 @@ class ChainRun:
         if len(peers) > 1:  # this rank is one of them
             self.job.ranks.settle("the KV in flight", peers)
 
-    def close(self, layer: int) -> None:
-        """Release the slab of a layer for a later one, after its attention.
+    def attended(self, call: LayerCall) -> None:
+        """Release the slab of a layer for a later one.
 
         Raises:
-            PrefillEndsHere: as `send`.
+            PrefillCancelled: nobody wants the prompts any more.
         """
-        self.transfer.close(layer)
+        layer = call.layer
+        if call.source == layer:
+            self.transfer.close(layer)
         self.job.ranks.progress()
+        if call.source != layer:
+            return
         if self.job.record:
             self._layer_ends.append(self._clock.mark())
         if self.job.meanwhile is not None:
@@ -149,8 +159,6 @@ class ChainRun:
             except PrefillCancelled:
                 self._pass_on(layer + 1)
                 raise
-        if layer == self.cache.num_layers - 1 and not self.is_last:
-            raise PrefillEndsHere
 
     @contextmanager
     def _aside(self, layer: int) -> Iterator[None]:
@@ -170,7 +178,7 @@ class ChainRun:
         """
         last = self.cache.num_layers - 1
         for layer in range(first, last + 1):
-            self.open(layer)
+            self._open(layer)
             for message in self.transfer.schedule.sends(layer):
                 self.transfer.part(message).zero_()
             self.transfer.send(layer)
@@ -218,7 +226,7 @@ class ChainRun:
                     tokens=narrowed,
                 )
                 finish()
-        except PrefillEndsHere:
+        except ForwardEndsHere:
             pass
         except PrefillCancelled:
             is_cancelled, store = True, None

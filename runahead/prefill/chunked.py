@@ -16,7 +16,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.new_tokens import NewTokens
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
-from runahead.thinning.attention import KeptAttention
+from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
 from runahead.timeline.clock import clock_for
@@ -60,7 +60,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                 evicts=bounded or is_last,
                 cache=kept,
             )
-            attention = KeptAttention(kept, steps, on_layer=after_layer)
+            attention = attention_under(steps, kept, on_layer=after_layer)
         try:
             with model.ranges("chunk of tokens", f"{start}-{end}"):
                 logits_BV = model.forward(

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from runahead.attention.base import LayerAttention
+from torch import Tensor
+
+from runahead.attention.op import Part
+from runahead.cache.attention import CausalAttention, LayerCall
+from runahead.cache.index import Index
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVSlab
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.kv_transfer import EXCHANGES, ExchangeSchedule
+from runahead.kv_transfer.schedule import Message
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
@@ -17,12 +26,51 @@ SLABS = 2
 """Slabs of a rank that does not decode: the layer at work, and the next one, which ranks that are ahead send."""
 
 
-class ExchangingAttention(LayerAttention):
-    """Attention of one rank's tokens to themselves and to those that other ranks send, once per layer."""
+class Arriving:
+    """A layer's slab, of which some tokens may be on their way until it is read.
 
-    def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
-        super().__init__(start=schedule.own[0].start, pads=run.job.batch.pads)
-        self.run, self.schedule = run, schedule
+    Args:
+        await_arrival: returns once they may be read.
+    """
+
+    def __init__(self, slab: KVSlab, await_arrival: Callable[[], None]) -> None:
+        self._slab, self._await_arrival, self._is_there = slab, await_arrival, False
+
+    def arrive(self) -> None:
+        """Wait for these tokens, if nobody has."""
+        if not self._is_there:
+            self._await_arrival()
+            self._is_there = True
+
+    @property
+    def value_dim(self) -> int:
+        return self._slab.value_dim
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        self.arrive()
+        return self._slab.read(start, end)
+
+    @property
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """Tokens that arrive are not in tensors of fixed shape."""
+        raise AssertionError
+
+
+class ExchangeRun(ChainRun):
+    """One rank's part of such a prefill. Messages of a layer are waited for when attention comes to their tokens."""
+
+    _arriving: Sequence[Arriving] = ()
+
+    def arriving(self, layer: int, messages: Sequence[Sequence[Message]]) -> Sequence[Arriving]:
+        """A layer's slab as it is once these messages have arrived, for each list of them."""
+        slab = self.cache.layer(layer)
+        self._arriving = [Arriving(slab, partial(self.await_messages, layer, list(each))) for each in messages]
+        return self._arriving
+
+    def wait_for_load(self, call: LayerCall) -> None:
+        """Wait for what no query has read, too, since it is stored."""
+        for each in self._arriving:
+            each.arrive()
 
 
 class ExchangingPrefill(Prefill):
@@ -31,15 +79,23 @@ class ExchangingPrefill(Prefill):
     The last stage has the last token, so it stores the KV cache of the whole prompt and decodes.
     """
 
-    attention: type[ExchangingAttention]
-    """This rank's attention."""
-
     def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
         return num_stages - 1
 
     @abstractmethod
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         """Contiguous ranges of every stage's tokens, in order, none of them empty; one without any stays idle."""
+
+    @abstractmethod
+    def index(self, run: ExchangeRun, schedule: ExchangeSchedule) -> Index:
+        """Where this rank's tokens and those of other ranks lie in the slabs, and in which order they are attended to.
+
+        No step of it arrives: what does is an `Arriving`.
+        """
+
+    def attend(self, job: PrefillJob) -> Callable[..., Part] | None:
+        """What computes attention in place of `op.attend`."""
+        return None
 
     def exchange(self, options: PrefillOptions) -> Exchange:
         """The way in which ranks exchange keys and values."""
@@ -65,7 +121,7 @@ class ExchangingPrefill(Prefill):
             first_needed=lambda layer, start: model.first_needed(layer, start, pads),
             mesh=ranks.mesh,
         )
-        run = ChainRun(
+        run = ExchangeRun(
             job,
             EXCHANGES[ranks.backend],
             schedule,
@@ -73,5 +129,12 @@ class ExchangingPrefill(Prefill):
             num_slabs=model.num_layers if schedule.is_last else SLABS,
             depth=SLABS,
         )
-        attention = self.attention(run, schedule)
+        attention = CausalAttention(
+            KVCache(run.cache.slabs, self.index(run, schedule)),
+            start=own[0].start,
+            pads=pads,
+            hooks=[run],
+            ends=run.ends,
+            attend=self.attend(job),
+        )
         return run.compute(attention, own, store=run.cache if schedule.is_last else None)

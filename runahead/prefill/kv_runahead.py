@@ -14,20 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from runahead.cache.attention import CausalAttention, LayerHook
 from runahead.cache.index import ShardIndex
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
 from runahead.cache.shard import Shard, shard_slabs
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
-from runahead.prefill.blended_attention import BlendedAttention
-from runahead.prefill.chain_attention import ChainAttention, ThinnedAttention
+from runahead.prefill.chain_policies import ChainPolicies
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.chunked import run_chunked
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
+from runahead.reuse.blend import Blend
 from runahead.reuse.cache import reusing
 from runahead.thinning.replay import decide_on_prompt
 
@@ -125,35 +127,42 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         attends_last=kept is not None,
     )
     reused = job.reused if stored is None or schedule.is_last else stored.arriving(run.cache)
-    if policies:
-        thinned = ThinnedAttention(run, by_layer, ranks.stage, kept, reused)
-        if kept is not None and job.shard is not None:
-            kept.part = TextPart(job.shard.chunk, pads=pads, owns=job.shard.owns)
-
-        def decide() -> None:
-            if kept is not None:
-                if policies.deciding is not None:
-                    run.await_device()
-                room, ids_BS = policies.room(job.own_new_tokens), job.batch.ids_BS
-                decide_on_prompt(model, policies, kept, ids_BS, pads, room=room, on_layer=ranks.progress)
-                if policies.deciding is not None:
-                    kept.settle(room=room)
-
-        narrowed = thinned.tokens if policies.narrows else None
-        prefilled = run.compute(thinned, [chunk], store=kept, narrowed=narrowed, finish=decide)
-        if schedule.is_last and job.gives_new:
-            prefilled.given = run.cache
-        return prefilled
+    cache = run.cache if reused is None else reusing(run.cache.slabs, reused.without_blended())
+    tokens, hooks, blend = NewTokens(chunk.start, pads), list[LayerHook]([run]), None
     if reused is not None and reused.blended:
-        blended = BlendedAttention(run, reused, chunk)
-        prefilled = run.compute(
-            blended, [chunk], store=blended.cache if schedule.is_last else None, narrowed=blended.tokens
+        blend = Blend(
+            reused,
+            chunk,
+            pads,
+            tokens,
+            num_layers=model.num_layers,
+            device=ranks.device,
+            mean_over_shares=model.mean_over_shards,
         )
-        prefilled.recomputed_tokens = blended.blend.mean_computed
-        return prefilled
-    cache = run.cache if reused is None else reusing(run.cache.slabs, reused)
-    attention = ChainAttention(run, cache, start=chunk.start, pads=pads)
-    return run.compute(attention, [chunk], store=cache if schedule.is_last else None)
+        hooks.append(blend)
+    if policies:
+        hooks.append(ChainPolicies(run, tokens, by_layer, ranks.stage, kept, reused))
+    if kept is not None and job.shard is not None:
+        kept.part = TextPart(job.shard.chunk, pads=pads, owns=job.shard.owns)
+
+    def decide() -> None:
+        if kept is not None:
+            if policies.deciding is not None:
+                run.await_device()
+            room, ids_BS = policies.room(job.own_new_tokens), job.batch.ids_BS
+            decide_on_prompt(model, policies, kept, ids_BS, pads, room=room, on_layer=ranks.progress)
+            if policies.deciding is not None:
+                kept.settle(room=room)
+
+    attention = CausalAttention(cache, start=chunk.start, pads=pads, tokens=tokens, hooks=hooks, ends=run.ends)
+    stored_in = kept if policies else cache if schedule.is_last else None
+    narrowed = tokens if policies.narrows or blend is not None else None
+    prefilled = run.compute(attention, [chunk], store=stored_in, narrowed=narrowed, finish=decide)
+    if policies and schedule.is_last and job.gives_new:
+        prefilled.given = run.cache
+    if blend is not None:
+        prefilled.recomputed_tokens = blend.mean_computed
+    return prefilled
 
 
 def _run_sharded(
@@ -176,5 +185,5 @@ def _run_sharded(
         depth=depth,
         own=own,
     )
-    attention = ChainAttention(run, run.cache, start=chunk.start, pads=pads)
+    attention = CausalAttention(run.cache, start=chunk.start, pads=pads, hooks=[run], ends=run.ends)
     return run.compute(attention, [chunk], store=KVCache(own, ShardIndex(shard, own.device)))

@@ -5,48 +5,39 @@ published, it attends to all of the prompt's keys and masks the later ones (`den
 kernels do.
 """
 
-# Legend: B batch, N query heads, K kv heads, C chunk, H head dim, V value dim.
-
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
 from runahead.attention.dense import DenseAttention
-from runahead.attention.op import Run, Step, attend, finish, spans_of
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.op import Part, Run, Step, spans_of
+from runahead.cache.index import Index
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVSlab
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule
-from runahead.prefill.chain_run import ChainRun
-from runahead.prefill.exchanging import ExchangingAttention, ExchangingPrefill
+from runahead.prefill.base import PrefillJob
+from runahead.prefill.exchanging import ExchangeRun, ExchangingPrefill
 
 
-class TSPAttention(ExchangingAttention):
-    """Attention of one rank's even chunk to the gathered prompt."""
+class GatheredIndex(Index):
+    """Index of the gathered prompt, of which nothing is read before all is there."""
 
-    def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
-        super().__init__(run, schedule)
-        dense = run.job.options.attention is Attention.dense
-        self._attend = DenseAttention(run.job.batch.num_tokens).attend if dense else attend
+    is_whole = False
 
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.run.open(layer)
-        slab = self.run.cache.layer(layer)
-        slab.write(self.start, k_BKCH, v_BKCV)
-        self.run.send(layer)
-        self.run.await_prefix(layer)
-        num_new = q_BNCH.shape[2]
-        slots = range(slab.first, self.start + num_new)
-        spans = spans_of(slots, start=self.start, num_new=num_new, pads=self.pads)
-        out_BNCV = finish(self._attend(q_BNCH, [Step([Run(slab, spans)])], terms), terms, q_BNCH.dtype)
-        self.run.close(layer)
-        return out_BNCV
+    def __init__(self, run: ExchangeRun, schedule: ExchangeSchedule) -> None:
+        self._run, self._schedule = run, schedule
+
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        [gathered] = self._run.arriving(layer, [self._schedule.receives(layer)])
+        slots = range(slab.first, tokens.start + num_new)
+        spans = spans_of(slots, start=tokens.start, num_new=num_new, pads=tokens.row_pads)
+        return [Step([Run(gathered, spans)], arrives=False)]
 
 
 class TSP(ExchangingPrefill):
     """Prefill of even contiguous chunks, whatever the user's partition."""
-
-    attention = TSPAttention
 
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         return even(num_tokens, num_stages)
@@ -54,6 +45,12 @@ class TSP(ExchangingPrefill):
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         chunks = [partition.chunk(rank) for rank in range(partition.num_ranks)]
         return [[chunk] if chunk else [] for chunk in chunks]
+
+    def index(self, run: ExchangeRun, schedule: ExchangeSchedule) -> GatheredIndex:
+        return GatheredIndex(run, schedule)
+
+    def attend(self, job: PrefillJob) -> Callable[..., Part] | None:
+        return DenseAttention(job.batch.num_tokens).attend if job.options.attention is Attention.dense else None
 
     def exchange(self, options: PrefillOptions) -> Exchange:
         return Exchange.all_gather

@@ -10,68 +10,155 @@ once takes at most two more calls: both chunks to the keys before the early one,
 two.
 """
 
-# Legend: B batch, N query heads, K kv heads, C tokens of this rank, H head dim, V value dim.
+# Legend: B batch, K kv heads, C tokens of this rank, S some of them, H head dim, V value dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
 from torch import Tensor
 
-from runahead.attention.op import finish, joined, rows_by_pad
-from runahead.attention.partial import AttentionTerms
-from runahead.attention.ranges import RunsAttention
+from runahead.attention.op import Run, Span, Step, rows_by_pad
+from runahead.cache.index import Index
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVSlab
 from runahead.context import ContextPartition, Partitioner, even
 from runahead.kv_transfer import ExchangeSchedule
-from runahead.prefill.chain_run import ChainRun
-from runahead.prefill.exchanging import ExchangingAttention, ExchangingPrefill
+from runahead.prefill.exchanging import ExchangeRun, ExchangingPrefill
 
 
-class ZigzagAttention(ExchangingAttention):
-    """Attention of one rank's two chunks to themselves, then to each group of the other ranks' as it arrives."""
+class ZigzagIndex(Index):
+    """Index of one rank's chunks, which attend to each other, then to each group of the other ranks' as it arrives.
 
-    def __init__(self, run: ChainRun, schedule: ExchangeSchedule) -> None:
-        super().__init__(run, schedule)
-        # Rows with the same padding, and this rank's runs in positions of these rows.
-        self._groups: list[tuple[slice, int, list[range]]] = []
-        for rows, pad in rows_by_pad(self.pads):
-            runs = [range(max(run.start, pad) - pad, run.stop - pad) for run in schedule.own if run.stop > pad]
-            if runs:
-                self._groups.append((rows, pad, runs))
+    Where order alone counts, the chunks attend together: to themselves and each other in one causal call, since they
+    are in order, and to what comes before all of them. A bias depends on a key's position and a window on its distance,
+    so with these each chunk attends alone.
+    """
 
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        self.run.open(layer)
-        slab = self.run.cache.layer(layer)
-        written = 0
-        for run in self.schedule.own:
-            own = slice(written, written + len(run))
-            slab.write(run.start, k_BKCH[:, :, own], v_BKCV[:, :, own])
-            written = own.stop
-        self.run.send(layer)
-        parts = []
-        for rows, pad, runs in self._groups:
-            num_queries = sum(map(len, runs))
-            q, k, v = (x[rows, :, -num_queries:] for x in (q_BNCH, k_BKCH, v_BKCV))
-            parts.append(RunsAttention(q, k, v, terms, rows=rows, pad=pad, runs=runs))
-        for messages in self.schedule.steps(layer):
-            self.run.await_messages(layer, messages)
+    is_whole = False
+
+    def __init__(self, run: ExchangeRun, schedule: ExchangeSchedule) -> None:
+        self._run, self._schedule, self._own = run, schedule, schedule.own
+        ends = accumulate(map(len, self._own), initial=0)
+        self._numbers = [range(first, end) for first, end in pairwise(ends)]
+        self._indices = [index for own in self._own for index in own]
+
+    def write(self, slab: KVSlab, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
+        for own, at in zip(self._own, self._numbers, strict=True):
+            slab.write(own.start, *(x[:, :, at.start : at.stop] for x in (k_BKCH, v_BKCV)))
+
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        spans = tokens.once((self, "own"), lambda: self._own_spans(tokens.row_pads))
+        steps, messages = [Step([Run(_OwnTokens(slab, self), spans)], arrives=False)], self._schedule.steps(layer)
+        for arriving, each in zip(self._run.arriving(layer, messages), messages, strict=True):
             # The tokens of these messages as the fewest contiguous ranges.
-            arrived = sorted((range(each.start, each.end) for each in messages), key=lambda tokens: tokens.start)
-            for tokens in _joined(arrived):
-                for part in parts:
-                    part.attend(slab, tokens)
-        num_new, found = q_BNCH.shape[2], [(part.out, part.lse) for part in parts]
-        places = [(part.rows, range(num_new - part.out.shape[2], num_new)) for part in parts]
-        out_BNCV = finish(joined(q_BNCH, slab.value_dim, places, found), terms, q_BNCH.dtype)
-        self.run.close(layer)
-        return out_BNCV
+            ranges = sorted((range(message.start, message.end) for message in each), key=lambda tokens: tokens.start)
+            for arrived in _joined(ranges):
+                steps.append(Step([Run(arriving, self._spans(arrived, tokens.row_pads))], arrives=False))
+        return steps
+
+    def own_pieces(self, start: int, end: int) -> list[range]:
+        """Indices in the padded batch of this rank's tokens [start, end), as contiguous ranges."""
+        pieces = []
+        for own, at in zip(self._own, self._numbers, strict=True):
+            first, last = max(start, at.start) - at.start, min(end, at.stop) - at.start
+            if first < last:
+                pieces.append(own[first:last])
+        return pieces
+
+    def _chunks(self, pad: int, after: int = 0) -> list[tuple[range, range]]:
+        """This rank's chunks from an index on without padding: numbers of the new tokens, and their indices."""
+        chunks = zip(self._numbers, self._own, strict=True)
+        clipped = [(at[max(0, pad - own.start) :], own[max(0, pad - own.start) :]) for at, own in chunks]
+        return [(at, own) for at, own in clipped if own and own.start >= after]
+
+    def _own_spans(self, pads: Sequence[int]) -> list[Span]:
+        spans = list[Span]()
+        for rows, pad in rows_by_pad(pads):
+            if chunks := self._chunks(pad):
+                first = chunks[0][0].start
+                slots = range(first, len(self._indices))
+                spans.append(_span(rows, pad, slots, self._indices[first:], chunks, has_new=True))
+        return spans
+
+    def _spans(self, arrived: range, pads: Sequence[int]) -> list[Span]:
+        """Spans of tokens that other ranks computed, which the chunks after them see."""
+        spans = list[Span]()
+        for rows, pad in rows_by_pad(pads):
+            slots, chunks = range(max(arrived.start, pad), arrived.stop), self._chunks(pad, arrived.stop)
+            if slots and chunks:
+                spans.append(_span(rows, pad, slots, slots, chunks, has_new=False))
+        return spans
+
+
+def _span(
+    rows: slice, pad: int, slots: range, at: Sequence[int], chunks: list[tuple[range, range]], *, has_new: bool
+) -> Span:
+    """A span that all these chunks see, or that holds them; where positions count, spans for each chunk."""
+    queries = range(chunks[0][0].start, chunks[-1][0].stop)
+    start = chunks[0][1].start - pad
+    span = Span(
+        rows=rows,
+        stored=rows,
+        pad=pad,
+        slots=slots,
+        at=at,
+        queries=queries,
+        positions=range(start, start + len(queries)),
+        has_new=has_new,
+    )
+    if len(chunks) == 1:
+        return replace(span, at=chunks[0][1]) if has_new else span
+
+    def apart() -> list[Span]:
+        spans = list[Span]()
+        for number, (queries, own) in enumerate(chunks):
+            of_chunk = replace(span, queries=queries, positions=range(own.start - pad, own.stop - pad))
+            if not has_new:
+                spans.append(of_chunk)
+                continue
+            spans.append(replace(of_chunk, slots=queries, at=own))
+            earlier = chunks[:number]
+            spans += [replace(of_chunk, slots=slots, at=before, has_new=False) for slots, before in earlier]
+        return spans
+
+    return replace(span, apart=apart)
+
+
+class _OwnTokens:
+    """The tokens of a rank's chunks in a layer's slab, by their number among the new ones."""
+
+    def __init__(self, slab: KVSlab, index: ZigzagIndex) -> None:
+        self._slab, self._index = slab, index
+
+    @property
+    def value_dim(self) -> int:
+        return self._slab.value_dim
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        pieces = [self._slab.read(each.start, each.stop) for each in self._index.own_pieces(start, end)]
+        if len(pieces) == 1:
+            return pieces[0]
+        k_BKSH, v_BKSV = (torch.cat(each, dim=2) for each in zip(*pieces, strict=True))
+        return k_BKSH, v_BKSV
+
+    @property
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """Chunks are not in tensors of fixed shape."""
+        raise AssertionError
 
 
 class Zigzag(ExchangingPrefill):
     """Prefill of 2p even chunks, two per rank, whatever the user's partition. `split` returns their boundaries."""
 
-    attention = ZigzagAttention
-
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:
         return even(num_tokens, 2 * num_stages)
+
+    def index(self, run: ExchangeRun, schedule: ExchangeSchedule) -> ZigzagIndex:
+        return ZigzagIndex(run, schedule)
 
     def runs(self, partition: ContextPartition) -> list[list[range]]:
         p = partition.num_ranks // 2

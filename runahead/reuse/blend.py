@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runahead.cache.attention import LayerCall, LayerHook
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
@@ -54,8 +55,11 @@ class _Place:
     index_T: Tensor
 
 
-class Blend:
+class Blend(LayerHook):
     """Stored keys and values of a rank's new tokens, and the choice of those tokens that layers still compute.
+
+    A layer's memory has all tokens, also those that it does not compute, at their places. So a token attends to every
+    token at a lower position, whichever of them are computed, and later ranks and decoding read it as any other.
 
     With several stages each chooses among the tokens of its own chunk, the same share of them.
 
@@ -82,6 +86,7 @@ class Blend:
         mean_over_shares: Callable[[Tensor], Tensor],
     ) -> None:
         self._tokens, self._mean_over_shares = tokens, mean_over_shares
+        tokens.chunk_tokens = len(chunk)
         self._places = [
             place for part in reused.blended for row in part.rows for place in _places(part, row, reused, chunk, pads)
         ]
@@ -106,25 +111,28 @@ class Blend:
         """Blended tokens of all rows that a layer computes, as a mean over the layers."""
         return sum(map(sum, self.computed)) / len(self.computed)
 
-    def write(self, layer: int, chunk_CBKX: Tensor, k_BKcH: Tensor, v_BKcV: Tensor) -> None:
-        """Store a layer's keys and values: those of the tokens that it computes, and stored ones of the others."""
-        new_BcKX = torch.cat([k_BKcH, v_BKcV], dim=-1).transpose(1, 2)
+    def before_save(self, call: LayerCall) -> None:
+        """Put stored keys and values of the tokens that a layer does not compute among its new ones."""
         if self._tokens.left_Bc is None:
-            chunk_CBKX.copy_(new_BcKX.transpose(0, 1))
             return
         assert self._is_computed_Bc is not None
+        new_BcKX = torch.cat([call.k_BKCH, call.v_BKCV], dim=-1).transpose(1, 2)
+        batch, _, *shape = new_BcKX.shape
+        chunk_BCKX = new_BcKX.new_zeros(batch, self._score_BC.shape[1], *shape)
         for place in self._places:
-            chunk_CBKX[place.index_T, place.row] = _stored(place, layer, chunk_CBKX)
-        at = torch.arange(len(new_BcKX), device=new_BcKX.device)[:, None], self._tokens.left_Bc
-        chunk_BCKX = chunk_CBKX.transpose(0, 1)
+            chunk_BCKX[place.row, place.index_T] = _stored(place, call.layer, chunk_BCKX)
+        at = torch.arange(batch, device=new_BcKX.device)[:, None], self._tokens.left_Bc
         # A row that has fewer tokens to compute than others computes some in vain.
         chunk_BCKX[at] = torch.where(self._is_computed_Bc[..., None, None], new_BcKX, chunk_BCKX[at])
+        dims = [call.k_BKCH.shape[-1], call.v_BKCV.shape[-1]]
+        call.k_BKCH, call.v_BKCV = chunk_BCKX.transpose(1, 2).split(dims, dim=-1)
 
-    def narrow(self, layer: int, chunk_CBKX: Tensor, key_dim: int) -> None:
-        """Choose, after a layer, the tokens that the next one computes."""
+    def attended(self, call: LayerCall) -> None:
+        """Choose the tokens that the next layer computes."""
+        layer = call.layer
         if layer + 1 == len(self.computed) or self.computed[layer + 1] == self.computed[layer]:
             return
-        score_Bc = self._score_BC + self._deviations(layer, chunk_CBKX, key_dim)
+        score_Bc = self._score_BC + self._deviations(call)
         left_Bc = self._tokens.left_Bc
         if left_Bc is not None:
             assert self._is_computed_Bc is not None
@@ -138,17 +146,19 @@ class Blend:
         self._tokens.narrow(selected_Bc)
         self._is_computed_Bc = is_wanted_Bc.gather(1, order_Bc)
 
-    def _deviations(self, layer: int, chunk_CBKX: Tensor, key_dim: int) -> Tensor:
+    def _deviations(self, call: LayerCall) -> Tensor:
         """Squared distance (B, C) of keys and values to the stored ones, 0 for tokens that are not blended.
 
         Distances of keys and of values are in units of their means, so that neither outweighs the other.
         """
-        apart_2BC = self._score_BC.new_zeros(2, *self._score_BC.shape)
+        apart_2BC, key_dim = self._score_BC.new_zeros(2, *self._score_BC.shape), call.k_BKCH.shape[-1]
         for place in self._places:
-            here_TKX, stored_TKX = chunk_CBKX[place.index_T, place.row], _stored(place, layer, chunk_CBKX)
-            squares_TKX = (here_TKX - stored_TKX).to(apart_2BC.dtype).square_()
-            apart_2BC[0, place.row, place.index_T] = squares_TKX[..., :key_dim].sum(dim=(1, 2))
-            apart_2BC[1, place.row, place.index_T] = squares_TKX[..., key_dim:].sum(dim=(1, 2))
+            stored_TKX = _stored(place, call.layer, call.k_BKCH)
+            stored = stored_TKX[..., :key_dim], stored_TKX[..., key_dim:]
+            for number, (x_BKCX, theirs_TKX) in enumerate(zip((call.k_BKCH, call.v_BKCV), stored, strict=True)):
+                here_TKX = x_BKCX[place.row, :, place.index_T].transpose(0, 1)
+                squares_TKX = (here_TKX - theirs_TKX).to(apart_2BC.dtype).square_()
+                apart_2BC[number, place.row, place.index_T] = squares_TKX.sum(dim=(1, 2))
         apart_2BC = self._mean_over_shares(apart_2BC)
         tiny = torch.finfo(apart_2BC.dtype).tiny
         return (apart_2BC / apart_2BC.sum(dim=-1, keepdim=True).clamp_min(tiny)).sum(dim=0)

@@ -100,11 +100,56 @@ class ReusedIndex(Index):
         return [replace(span, apart=apart) for span in every]
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        if tokens.left_Bc is not None:
+            return self._steps_of_left(layer, slab, tokens, tokens.left_Bc)
         own = super().steps(layer, slab, tokens, num_new)
         if not self.reused.parts:
             return own
         groups = tokens.once((self, "parts", num_new), lambda: self._groups(tokens, num_new))
         return [*own, *steps_over(groups, layer, slab, arrives=self.reused.arrives)]
+
+    def _steps_of_left(self, layer: int, slab: KVSlab, tokens: NewTokens, left_Bc: Tensor) -> Sequence[Step]:
+        """Steps over what the tokens that are left see of all tokens: each those at lower positions."""
+        own, before, parts = tokens.once((self, "left"), lambda: self._spans_of_left(tokens, left_Bc))
+        reused = [
+            Step([Run(SeenParts([(part, len(part.at))], None, layer, slab), spans)], self.reused.arrives)
+            for part, spans in zip(self.reused.parts, parts, strict=True)
+        ]
+        return [Step([Run(slab, own)], arrives=False), *reused, Step([Run(slab, before)])]
+
+    def _spans_of_left(
+        self, tokens: NewTokens, left_Bc: Tensor
+    ) -> tuple[Sequence[Span], Sequence[Span], Sequence[Sequence[Span]]]:
+        """Spans of the chunk, of the new tokens before it, and of each reused part, row by row."""
+        start, stop, pads = tokens.start, tokens.start + tokens.chunk_tokens, tokens.row_pads
+        at_BC = sent(self.reused.positions_BC(torch.arange(start, stop)), self._device)
+        queries_Bc = at_BC.gather(1, left_Bc)
+
+        def span(row: int, slots: range, at: Sequence[int], stored: slice | None = None) -> Span:
+            rows = EVERY_ROW if len(pads) == 1 else slice(row, row + 1)
+            return Span(
+                rows=rows,
+                stored=rows if stored is None else stored,
+                pad=0,
+                slots=slots,
+                at=at,
+                at_T=on_device(at, self._device),
+                queries=range(left_Bc.shape[1]),
+                positions=self.reused.positions(row, max(start, pads[row]), stop),
+                positions_Q=queries_Bc[row],
+                has_new=False,
+            )
+
+        def of_new(first: int, end: int) -> list[Span]:
+            slots = [(row, range(max(first, pad), end)) for row, pad in enumerate(pads) if pad < end]
+            return [span(row, each, self.reused.positions(row, each.start, end)) for row, each in slots]
+
+        here = {row for row, pad in enumerate(pads) if pad < stop}
+        parts = [
+            [span(row, range(len(part.at)), part.at, EVERY_ROW) for row in part.rows if row in here]
+            for part in self.reused.parts
+        ]
+        return of_new(start, stop), of_new(0, start), parts
 
     def _groups(self, tokens: NewTokens, num_new: int) -> list[list[Group]]:
         start, end = tokens.start, tokens.start + num_new
@@ -227,12 +272,13 @@ class SeenParts:
 
 def span_at(at: Sequence[int], positions: Sequence[int], device: torch.device, **others: Any) -> Span:
     """A span of stored tokens and queries by their positions, which are sent to `device` where they have gaps."""
-
-    def on_device(positions: Sequence[int]) -> Callable[[], Tensor] | None:
-        return None if isinstance(positions, range) else cache(lambda: sent(torch.tensor(list(positions)), device))
-
-    at_T, positions_Q = on_device(at), on_device(positions)
+    at_T, positions_Q = on_device(at, device), on_device(positions, device)
     return Span(pad=0, at=at, at_T=at_T, positions=positions, positions_Q=positions_Q, **others)
+
+
+def on_device(positions: Sequence[int], device: torch.device) -> Callable[[], Tensor] | None:
+    """What sends positions to `device`, once; None if they are contiguous."""
+    return None if isinstance(positions, range) else cache(lambda: sent(torch.tensor(list(positions)), device))
 
 
 def _group(

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from policies.base import GivenPrompt, ReusingPrompt, Segment, SegmentUse
 from policies.retriever import Retriever
+from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import nothing
-from runahead.attention.partial import AttentionTerms
-from runahead.cache.attention import CausalAttention
+from runahead.cache.attention import CausalAttention, End
 from runahead.features.facts import SEGMENTS, Setup
 from runahead.features.refused import check
-from runahead.model.model import Model, PrefillEndsHere
+from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.cache import reusing
@@ -220,16 +220,6 @@ def _lost(all_found: dict[str, Found | None], *, waits: bool = True) -> set[str]
     return {key for key, found in all_found.items() if found is None or (waits and not found.layers_TKX.are_whole())}
 
 
-class _EncodingAttention(CausalAttention):
-    """Attention that ends the forward once the last layer's keys and values are stored."""
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        if layer == len(self.cache.layers) - 1:
-            self.cache.layers[layer].append(k_BKCH, v_BKCV, self.tokens)
-            raise PrefillEndsHere
-        return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-
-
 def encode_segment(
     model: Model, segment: Segment, ranks: Ranks | None = None, after_layer: Callable[[], None] = nothing
 ) -> list[Tensor]:
@@ -258,8 +248,9 @@ def encode_segment(
             ranks.progress()
         after_layer()
 
-    attention = _EncodingAttention(reusing(cache.slabs, at_positions), start=0, pads=[0], on_layer=on_layer)
-    with suppress(PrefillEndsHere):
+    ends: End = (model.num_layers - 1, "saved")
+    attention = CausalAttention(reusing(cache.slabs, at_positions), start=0, pads=[0], ends=ends, on_layer=on_layer)
+    with suppress(ForwardEndsHere):
         model.forward(torch.tensor([ids], device=model.device), attention, start=0, pads=[0], length=positions[-1] + 1)
     stored = torch.tensor(segment.stored, device=model.device) + len(segment.context_ids)
     # A copy even if all tokens are stored, since the cache's memory has another size and layout.

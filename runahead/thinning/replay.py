@@ -20,17 +20,16 @@ from torch import Tensor
 from policies.base import LayerView, Phase, Policy
 from policies.row_values import sent
 from runahead.attention.answers import Answers
+from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import nothing
-from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
-from runahead.cache.attention import CausalAttention
-from runahead.cache.base import LayerStore, SeenKV
+from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab, Slabs
 from runahead.model.layers.output_projection import projected_lengths
-from runahead.model.model import Model, PrefillEndsHere
+from runahead.model.model import Model
 from runahead.rotary import Rotary
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.rank_policies import RankPolicies
@@ -131,10 +130,16 @@ def score_prompt(
             chunk = range(start, min(start + step, length))
             ids_1C = sent(torch.tensor([[*request, *ids[chunk.start : chunk.stop]]]), model.device)
             stored = [_row_of(layer, row, pad) for layer in kept.layers]
-            attention = ReplayAttention(
-                model, policy, stored, chunk, of_row, num_new=ids_1C.shape[1], on_layer=on_layer
+            repetition = _Repetition(model, policy, stored, chunk, of_row, num_new=ids_1C.shape[1])
+            attention = CausalAttention(
+                repetition.cache,
+                start=length,
+                pads=[0],
+                hooks=[repetition],
+                ends=model.last_attention,
+                on_layer=on_layer,
             )
-            with suppress(PrefillEndsHere):
+            with suppress(ForwardEndsHere):
                 model.forward(ids_1C, attention, start=length, pads=[0], length=length)
     return scores
 
@@ -158,14 +163,17 @@ def _row_of(layer: KeptLayer, row: int, pad: int) -> KVSlab:
     return _RotatedRow(slab_TBKX=slab.slab_TBKX, key_dim=slab.key_dim, first=slab.first, rotary=layer.rotary)
 
 
-class ReplayAttention(CausalAttention):
-    """Attention of temporary tokens to a row of the prompt and to each other; the policy scores a chunk by it.
+class _Repetition(LayerHook):
+    """Lets a policy score a chunk of a row by the attention of temporary tokens, which repeat it.
 
     Args:
         stored: the row's tokens in each layer.
         chunk: the tokens of the row that are repeated.
         scores: of the row's tokens in each layer (K, n), which are filled in for the chunk; None is a layer to skip.
         num_new: number of the temporary tokens, which are in other memory.
+
+    Attributes:
+        cache: the row's tokens, and room for the temporary ones.
     """
 
     def __init__(
@@ -177,7 +185,6 @@ class ReplayAttention(CausalAttention):
         scores: Sequence[Tensor | None],
         *,
         num_new: int,
-        on_layer: Callable[[], None] = nothing,
     ) -> None:
         self._stored = stored
         self._own = [
@@ -188,30 +195,22 @@ class ReplayAttention(CausalAttention):
             )
             for slab in stored
         ]
-        cache = KVCache(Slabs.each_its_own(self._own), AfterPrefix(Slabs.each_its_own(stored)))
-        super().__init__(cache, start=stored[0].end, pads=[0], on_layer=on_layer)
+        self.cache = KVCache(Slabs.each_its_own(self._own), AfterPrefix(Slabs.each_its_own(stored)))
         self._model, self._policy, self._chunk, self._scores = model, policy, chunk, scores
-        self._input_1CD: Tensor | None = None
         if policy.needs_attention_input:
             _ = model.attention_input_dims  # from then on forwards show them
 
-    def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
-        self._input_1CD = x_BCD
-
-    def after(self, layer: int, store: LayerStore, seen: SeenKV, terms: AttentionTerms) -> None:
-        scores_Kn, chunk = self._scores[layer], self._chunk
+    def closed(self, call: LayerCall) -> None:
+        scores_Kn, chunk = self._scores[call.layer], self._chunk
         if scores_Kn is not None:
-            scores_Kn[:, chunk.start : chunk.stop] = self._policy.replay_score(self._view(layer, seen, terms))[0]
-        if layer == self.cache.num_layers - 1:
-            self._on_layer()
-            raise PrefillEndsHere
+            scores_Kn[:, chunk.start : chunk.stop] = self._policy.replay_score(self._view(call))[0]
 
-    def _view(self, layer: int, seen: SeenKV, terms: AttentionTerms) -> LayerView:
+    def _view(self, call: LayerCall) -> LayerView:
         """The chunk as its repetition sees it, among the sinks and the repetition itself."""
-        replay, chunk, stored = self._policy.replay, self._chunk, self._stored[layer]
+        layer, replay, chunk, stored = call.layer, self._policy.replay, self._chunk, self._stored[call.layer]
         assert replay is not None
-        q_1NCH = seen.q_BNCH
-        own = range(self.start, self.start + q_1NCH.shape[2])
+        q_1NCH, start = call.seen.q_BNCH, call.tokens.start
+        own = range(start, start + q_1NCH.shape[2])
         parts = [range(min(replay.sinks, chunk.start)), chunk, own]
         slabs = stored, stored, self._own[layer]
         read = [slab.read(part.start, part.stop) for slab, part in zip(slabs, parts, strict=True)]
@@ -219,7 +218,7 @@ class ReplayAttention(CausalAttention):
         signals = QuerySignals(
             q_1NCH,
             torch.cat([k_1KSH for k_1KSH, _ in read], dim=2),
-            terms,
+            call.terms,
             queries_BC=positions_1n[:, -len(own) :],
             keys_BKn=positions_1n[:, None],
         )
@@ -236,14 +235,14 @@ class ReplayAttention(CausalAttention):
             num_new=len(own),
             chunk_tokens=len(own),
             new_positions_BC=positions_1n[:, -len(own) :],
-            prompt_tokens=self.start,
+            prompt_tokens=start,
             pads=[0],
             positions_BKn=positions_1n[:, None, first : first + len(chunk)],
             k_BKnH=k_1KnH,
             v_BKnV=v_1KnV,
             carried_BKn=None,
             signals=OfSomeKeys(signals, slice(first, first + len(chunk)), project=project),
-            input_BCD=self._input_1CD,
+            input_BCD=call.input_BCD,
         )
 
 

@@ -80,9 +80,7 @@ def inject(fault: dict[str, Any], armed: Path | None = None) -> None:
     from runahead.kv_transfer.gloo import GlooTransfer
     from runahead.model import loading
     from runahead.model.model import Model
-    from runahead.prefill.chain_attention import ChainAttention
-    from runahead.prefill.tsp import TSPAttention
-    from runahead.prefill.zigzag import ZigzagAttention
+    from runahead.prefill.chain_run import ChainRun
 
     pending = [fault["do"]]
 
@@ -108,8 +106,7 @@ def inject(fault: dict[str, Any], armed: Path | None = None) -> None:
         case "load":
             before(loading, "load", lambda *_, **__: once())
         case "prefill":
-            for attention in (ChainAttention, TSPAttention, ZigzagAttention):
-                before(attention, "attend", at_layer)
+            before(ChainRun, "before_save", lambda _, call: at_layer(_, call.layer))
         case "send":
             for carrier in (GlooTransfer, CopyTransfer):
                 before(carrier, "send", at_layer)

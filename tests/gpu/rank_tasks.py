@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
-from typing import Any
 from unittest import mock
 
 import torch
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, from_ratios
+from runahead.cache.attention import LayerCall
 from runahead.config import Carrier, DecodeName
 from runahead.decoding.forward import FixedForward
 from runahead.model.shares import shard_model
-from runahead.prefill.chain_attention import ChainAttention
+from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.accelerator import RELAY_CTAS, Accelerator, Communicator
 from runahead.ranks.graphs import Graph, Graphs
 from runahead.ranks.groups import NEVER
@@ -66,19 +66,19 @@ def answers(
 @contextmanager
 def being_late(late: int, *, is_late: bool) -> Iterator[None]:
     """Context manager in which a rank is late at the first layer. The other one tells it when it is there."""
-    attend, store, prefills = ChainAttention.attend, dist.distributed_c10d._get_default_store(), count()
+    before_save, store, prefills = ChainRun.before_save, dist.distributed_c10d._get_default_store(), count()
 
-    def attend_late(self: ChainAttention, layer: int, *args: Any) -> Tensor:
-        if layer == 0:
+    def be_late(self: ChainRun, call: LayerCall) -> None:
+        if call.layer == 0:
             begun = f"prefill {next(prefills)}, rank {late} is late"
             if is_late:
                 store.wait([begun])
                 time.sleep(LATE_S)
             else:
                 store.set(begun, "")
-        return attend(self, layer, *args)
+        before_save(self, call)
 
-    with mock.patch.object(ChainAttention, "attend", attend_late):
+    with mock.patch.object(ChainRun, "before_save", be_late):
         yield
 
 

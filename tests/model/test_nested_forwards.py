@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from torch import Tensor
 
 from policies.pyramidinfer import PyramidInfer
 from runahead import Conversation, Model
-from runahead.attention.base import LayerAttention, WrappedAttention
-from runahead.model.layers.marks import MarkingAttention
-from runahead.model.layers.shared_kv import ReadingAttention
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
 
@@ -84,22 +80,3 @@ def test_nested_forwards_do_not_meet(family: str, outer: str, inner: str) -> Non
         found, *found_inside = nested(model(family)._layers, outside, inside)
     assert torch.equal(found, alone)
     assert found_inside and all(torch.equal(each, alone_inside) for each in found_inside)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda wrapped: ReadingAttention(wrapped, {}, 1), lambda wrapped: MarkingAttention(wrapped, mock.Mock())],
-    ids=["reading", "marking"],
-)
-def test_attention_at_the_seam_hands_on_all_that_a_forward_tells(
-    wrap: Callable[[LayerAttention], WrappedAttention],
-) -> None:
-    wrapped = mock.create_autospec(LayerAttention, instance=True, start=3, pads=[1])
-    around = wrap(wrapped)
-    assert (around.start, around.pads, around.rotates) == (3, [1], wrapped.rotates)
-    told = [name for name in vars(LayerAttention) if name.startswith(("see_", "positions_"))]
-    assert len(told) >= 4
-    for name in told:
-        given = [mock.sentinel.first, mock.sentinel.second][: getattr(LayerAttention, name).__code__.co_argcount - 1]
-        getattr(around, name)(*given)
-        getattr(wrapped, name).assert_called_once_with(*given)

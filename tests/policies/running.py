@@ -15,7 +15,7 @@ from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import Positions
 from runahead.model.model import Model
-from runahead.thinning.attention import KeptAttention
+from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
@@ -89,7 +89,7 @@ class Run:
         with throughout(self.model.dtype):
             logits_BV = self.model.forward(
                 ids_BC,
-                KeptAttention(self.kept, steps),
+                attention_under(steps, self.kept),
                 start=self.seen,
                 pads=self.pads,
                 length=max(self.prompt_tokens, self.seen + 1),

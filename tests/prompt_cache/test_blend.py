@@ -17,11 +17,12 @@ from torch import Tensor
 from policies.prompt_cache import PromptCache, Schema
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Model
+from runahead.attention import op
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
 from runahead.config import CacheOptions
 from runahead.model.layers import narrowing
-from runahead.prefill import blended_attention
+from runahead.prefill.chain_run import ChainRun
 from runahead.reuse.blend import FIRST_LAYERS, shares_by_layer
 from runahead.reuse.reuse import encode_segment
 from runahead.thinning.rank_policies import RankPolicies
@@ -173,11 +174,13 @@ def as_published(*args: Any) -> tuple[Tensor, Tensor]:
     return attend_at(*others, torch.arange(len(queries_C)) + 1 + keys_S.max() - len(queries_C), keys_S)
 
 
-def sees_computed_alone(self: Any, layer: int, row: int) -> Any:
-    """Keys without those of tokens that the layer does not compute, as if modules stayed apart."""
-    index = self.tokens.left_Bc[row]
-    for k, v, keys_S in KEYS(self, layer, row):
-        yield (k[:, :, index], v[:, :, index], keys_S[index]) if len(keys_S) == len(self._chunk) else (k, v, keys_S)
+def sees_computed_alone(*args: Any) -> tuple[Tensor, Tensor]:
+    """Without the keys of tokens that the layer does not compute, as if modules stayed apart."""
+    q, k, v, terms, queries_C, keys_S = args
+    is_computed_S = torch.isin(keys_S, queries_C)
+    if is_computed_S.any():  # the chunk's own
+        k, v, keys_S = k[:, :, is_computed_S], v[:, :, is_computed_S], keys_S[is_computed_S]
+    return attend_at(q, k, v, terms, queries_C, keys_S)
 
 
 def at_first_positions(value: Any, num_new: int, left_Bc: Tensor) -> Any:
@@ -185,10 +188,10 @@ def at_first_positions(value: Any, num_new: int, left_Bc: Tensor) -> Any:
     return CUT(value, num_new, torch.arange(left_Bc.shape[1])[None])
 
 
-attend_at, KEYS, CUT = blended_attention.attend_at, blended_attention.BlendedAttention._keys, narrowing._cut
+attend_at, CUT = op.attend_at, narrowing._cut
 WRONG: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "computed tokens are the last": (blended_attention, "attend_at", as_published),
-    "modules stay apart": (blended_attention.BlendedAttention, "_keys", sees_computed_alone),
+    "computed tokens are the last": (op, "attend_at", as_published),
+    "modules stay apart": (op, "attend_at", sees_computed_alone),
     "positions are not kept": (narrowing, "_cut", at_first_positions),
 }
 
@@ -205,12 +208,12 @@ def test_no_token_sees_later_ones(published: bool, monkeypatch: pytest.MonkeyPat
     """Another token after all modules changes no keys and values before it; with the published mask it does."""
     stored = list[KVCache]()
 
-    def noted(self: Any, *args: Any) -> None:
-        attend(self, *args)
-        stored.append(self.run.cache)
+    def noted(self: ChainRun, *args: Any, **keywords: Any) -> None:
+        made(self, *args, **keywords)
+        stored.append(self.cache)
 
-    attend = blended_attention.BlendedAttention.__init__
-    monkeypatch.setattr(blended_attention.BlendedAttention, "__init__", noted)
+    made = ChainRun.__init__
+    monkeypatch.setattr(ChainRun, "__init__", noted)
     if published:
         monkeypatch.setattr(*WRONG["computed tokens are the last"])
     asked = blended_prompt(3, 0.9)

@@ -14,10 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runahead import DecodeOptions, Engine, GenerationOptions, Model, Ranks
+from runahead.cache.attention import LayerCall
 from runahead.cache.base import KVStore, LayerStore
 from runahead.config import DecodeName
 from runahead.kv_transfer import copy, gloo
-from runahead.prefill.chain_attention import ChainAttention
+from runahead.prefill.chain_run import ChainRun
 from tests.ranks.silence import Silence
 
 NUM_LAYERS = 12
@@ -38,14 +39,14 @@ def _engine(ranks: Ranks, seed: int = 0, decode: DecodeName = DecodeName.auto) -
 
 def _in_layer(layer: int, action: Any) -> None:
     """Let this process's attention run `action` when it comes to a layer of a prefill."""
-    attend = ChainAttention.attend
+    before_save = ChainRun.before_save
 
-    def attend_with_action(self: ChainAttention, at: int, *args: Any) -> torch.Tensor:
-        if at == layer:
+    def act_before(self: ChainRun, call: LayerCall) -> None:
+        if call.layer == layer:
             action()
-        return attend(self, at, *args)
+        before_save(self, call)
 
-    ChainAttention.attend = attend_with_action  # type: ignore[method-assign]
+    ChainRun.before_save = act_before  # type: ignore[method-assign]
 
 
 def generate(

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead.cache.attention import LayerCall
 from runahead.config import Profile
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
-from runahead.prefill.tsp import TSPAttention
-from runahead.prefill.zigzag import ZigzagAttention
+from runahead.prefill.exchanging import ExchangeRun
 from runahead.report import GenerationBatch
 from runahead.timeline.ranges import ranges_for
 from tests.families import throughout
@@ -66,17 +65,17 @@ def fail_in_layer(
 ) -> None:
     """The failing rank is killed in a layer, or stands still; the others write what they ended with to the folder."""
     model = tiny_model("llama_deep")
-    for attention in (TSPAttention, ZigzagAttention) if ranks.rank == failing else ():
-        attend = attention.attend
+    before_save = ExchangeRun.before_save
 
-        def attend_and_fail(self: Any, at: int, *args: Any, attend: Any = attend) -> torch.Tensor:
-            if at == layer and silence is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif at == layer:
-                silence.keep()
-            return attend(self, at, *args)
+    def fail_before(self: ExchangeRun, call: LayerCall) -> None:
+        if call.layer == layer and silence is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif call.layer == layer:
+            silence.keep()
+        before_save(self, call)
 
-        attention.attend = attend_and_fail  # type: ignore[method-assign]
+    if ranks.rank == failing:
+        ExchangeRun.before_save = fail_before  # type: ignore[method-assign]
     ended = "ok"
     try:
         Engine(model, ranks, prefill=prefill).generate([list(range(3, 60))])

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
+from runahead.cache.attention import LayerCall
 from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.base import Prefilled
-from runahead.prefill.chain_attention import ChainAttention
+from runahead.prefill.chain_run import ChainRun
 from runahead.report import GenerationBatch, RankReport
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, throughout
@@ -184,7 +185,7 @@ def kv_bytes_in_layers(
     """Bytes of K,V alive on this rank in every layer of the prefill, those alive after the call, and its report."""
     sizes: list[int] = []
     slots: list[tuple[StorageWeakRef, int]] = []
-    attend, empty_slabs = ChainAttention.attend, Slabs.empty
+    before_save, empty_slabs = ChainRun.before_save, Slabs.empty
 
     def empty_slabs_that_are_noted(*args: Any, **kwargs: Any) -> Slabs:
         slabs = empty_slabs(*args, **kwargs)
@@ -194,9 +195,9 @@ def kv_bytes_in_layers(
     def live_bytes() -> int:
         return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
 
-    def attend_and_look(self: ChainAttention, *args: Any) -> torch.Tensor:
+    def look_before(self: ChainRun, call: LayerCall) -> None:
         sizes.append(live_bytes())
-        return attend(self, *args)
+        before_save(self, call)
 
     partition = ContextPartition(boundaries=boundaries)
     engine = Engine(
@@ -208,7 +209,7 @@ def kv_bytes_in_layers(
     )
     with (
         mock.patch.object(Slabs, "empty", empty_slabs_that_are_noted),
-        mock.patch.object(ChainAttention, "attend", attend_and_look),
+        mock.patch.object(ChainRun, "before_save", look_before),
         throughout(torch.float64),
     ):
         batch = engine.generate(prompts, options)

@@ -13,9 +13,10 @@ import torch
 
 from launch.infer import INFER, infer
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
+from runahead.cache.attention import LayerCall
 from runahead.config import PrefillName
 from runahead.model.shares import load_model, shard_model
-from runahead.prefill.chain_attention import ChainAttention
+from runahead.prefill.chain_run import ChainRun
 from runahead.report import GenerationBatch
 from tests.families import build, keeping
 from tests.ranks.tasks import Steps
@@ -161,16 +162,16 @@ def generate_and_act(ranks: Ranks, num_shares: int, acting: int, layer: int, act
     """The acting rank does something in a layer of its prefill; the others tell how they end."""
     ranks.arrange(num_shares)
     model = shared_model(ranks, "llama", torch.float32, num_shares)
-    attend = ChainAttention.attend
+    before_save = ChainRun.before_save
 
-    def attend_or_act(self: ChainAttention, at: int, *args: Any) -> torch.Tensor:
-        if at == layer:
+    def act_before(self: ChainRun, call: LayerCall) -> None:
+        if call.layer == layer:
             if action == "raise":
                 raise ValueError("out of luck")
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
-        return attend(self, at, *args)
+        before_save(self, call)
 
     if ranks.rank == acting:
-        ChainAttention.attend = attend_or_act  # type: ignore[method-assign]
+        ChainRun.before_save = act_before  # type: ignore[method-assign]
     Engine(model, ranks).generate([list(range(30))], GenerationOptions(max_new_tokens=2))
     return "ok"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -180,12 +181,10 @@ class Noting(CausalAttention):
             self.keys.append(k_BKCH)
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
-    def attend_shared(
-        self, layer: int, source: int, q_BNCH: Tensor, terms: AttentionTerms, *, skipped: int = 0
-    ) -> Tensor:
+    def attend_shared(self, layer: int, source: int, q_BNCH: Tensor, *kv_and_terms: Any, skipped: int = 0) -> Tensor:
         if source == 1:
-            self.queries.append(q_BNCH * terms.scaling)
-        return super().attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
+            self.queries.append(q_BNCH * kv_and_terms[-1].scaling)
+        return super().attend_shared(layer, source, q_BNCH, *kv_and_terms, skipped=skipped)
 
 
 @every_family

@@ -18,13 +18,13 @@ from launch.server.options import ServeRun
 from policies.exact_topk import ExactTopK
 from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Model, Ranks
+from runahead.attention.base import ForwardEndsHere
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import in_fixed_shape
 from runahead.config import Device, Exchange, Profile, RanksOptions, Transfer
 from runahead.decoding.forward import FixedForward, forward_over
 from runahead.kv_transfer.copy import CopyTransfer
 from runahead.kv_transfer.schedule import Message
-from runahead.model.model import PrefillEndsHere
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.ranges import Ranges, TorchRanges, ranges_for
 from runahead.timeline.recording import LOG_LEVEL, ProfilerRecording, recorded
@@ -132,15 +132,10 @@ def test_policies_are_ranges_of_the_layers_that_they_work_in(
 
 
 def test_a_forward_that_ends_early_ends_its_ranges(nvtx: Nvtx) -> None:
-    class Ends(CausalAttention):
-        def attend(self, layer: int, *args, **keywords):
-            if layer == 1:
-                raise PrefillEndsHere
-            return super().attend(layer, *args, **keywords)
-
     model = model_with(Profile.nvtx)
-    with suppress(PrefillEndsHere):
-        model.forward(torch.tensor([[5, 6]]), Ends(model.empty_cache(2), start=0, pads=[0]), start=0, pads=[0])
+    attention = CausalAttention(model.empty_cache(2), start=0, pads=[0], ends=(1, "saved"))
+    with suppress(ForwardEndsHere):
+        model.forward(torch.tensor([[5, 6]]), attention, start=0, pads=[0])
     assert nvtx.ended == ["layer 0", "layer 1"]
 
 

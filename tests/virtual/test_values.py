@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
 
 from policies.snapkv import SnapKV
+from runahead.cache.attention import LayerCall
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.prefill import Prefill
-from runahead.prefill.chain_attention import ChainAttention
+from runahead.prefill.chain_policies import ChainPolicies
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag
@@ -59,18 +59,19 @@ def test_policies_have_read_a_slab_before_the_next_layer_takes_it(order: str) ->
 
 
 def test_a_slab_that_is_released_before_policies_have_read_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    attended, close, closed = ChainAttention._attended, NcclTransfer.close, set[tuple[NcclTransfer, int]]()
+    closed_by_policies, close = ChainPolicies.closed, NcclTransfer.close
+    closed = set[tuple[NcclTransfer, int]]()
 
-    def released_first(self: ChainAttention, layer: int, *of_layer: Any) -> None:
-        self.run.transfer.close(layer)
-        attended(self, layer, *of_layer)
+    def released_first(self: ChainPolicies, call: LayerCall) -> None:
+        self._run.transfer.close(call.layer)
+        closed_by_policies(self, call)
 
     def close_once(self: NcclTransfer, layer: int) -> None:
         if (self, layer) not in closed:
             closed.add((self, layer))
             close(self, layer)
 
-    monkeypatch.setattr(ChainAttention, "_attended", released_first)
+    monkeypatch.setattr(ChainPolicies, "closed", released_first)
     monkeypatch.setattr(NcclTransfer, "close", close_once)
     with pytest.raises(Race):
         prefill(*CASES["relay"], policies=[SnapKV(budget=6, window=3, kernel=3)], num_layers=5)

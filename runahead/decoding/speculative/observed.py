@@ -1,6 +1,6 @@
 """Computes the last tokens of a prompt once more: their queries say which keys and values before them matter."""
 
-# Legend: N query heads, K kv heads, C last tokens, H head dim, V value dim.
+# Legend: B batch, C last tokens.
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
-from torch import Tensor
 
 from policies.row_values import sent
-from runahead.attention.base import LayerAttention
+from runahead.attention.base import ForwardEndsHere
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.base import KVStore, SeenKV
 from runahead.cache.index import ALL_TOKENS
 from runahead.cache.kept import KeptLayer
-from runahead.cache.kv_cache import seen_in
+from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Slabs
-from runahead.model.model import Model, PrefillEndsHere
+from runahead.model.model import Model
 
 Observe = Callable[[int, SeenKV, AttentionTerms], object]
 """Called after each layer's attention with the number of the layer, its keys, values and queries, and the terms."""
@@ -54,9 +54,12 @@ def observe(model: Model, whole: Slabs, ids: Sequence[int], start: int, each_lay
         ids: its tokens.
         start: first token that is computed; see `first_observed`.
     """
-    with suppress(PrefillEndsHere):
-        ids_1C = sent(torch.tensor([list(ids[start:])]), model.device)
-        model.forward(ids_1C, _Observed(whole, start, each_layer), start=start, pads=[0], length=len(ids))
+    ids_1C = sent(torch.tensor([list(ids[start:])]), model.device)
+    attention = CausalAttention(
+        KVCache(whole), start=start, pads=[0], hooks=[_Observing(each_layer)], ends=model.last_attention
+    )
+    with suppress(ForwardEndsHere):
+        model.forward(ids_1C, attention, start=start, pads=[0], length=len(ids))
 
 
 def as_kept(model: Model, whole: Slabs, layer: int, num_tokens: int, *, has_room: bool = False) -> KeptLayer:
@@ -79,17 +82,14 @@ def as_kept(model: Model, whole: Slabs, layer: int, num_tokens: int, *, has_room
     )
 
 
-class _Observed(LayerAttention):
-    """Attention of the last tokens of a row to what is stored of it."""
+class _Observing(LayerHook):
+    """Shows what each layer has seen, and lets it store nothing."""
 
-    def __init__(self, whole: Slabs, start: int, each_layer: Observe) -> None:
-        super().__init__(start=start, pads=[0])
-        self._whole, self._each_layer = whole, each_layer
+    def __init__(self, each_layer: Observe) -> None:
+        self._each_layer = each_layer
 
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        seen = seen_in(self._whole.by_layer[layer], q_BNCH, start=self.start, pads=[0])
-        out_BNCV = seen.output(terms)
-        self._each_layer(layer, seen, terms)
-        if layer == len(self._whole.by_layer) - 1:
-            raise PrefillEndsHere
-        return out_BNCV
+    def before_save(self, call: LayerCall) -> None:
+        call.stores = False
+
+    def closed(self, call: LayerCall) -> None:
+        self._each_layer(call.layer, call.seen, call.terms)

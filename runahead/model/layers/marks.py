@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runahead.attention.base import LayerAttention, WrappedAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.model.layers.hooks import hook_after
 
@@ -96,6 +95,20 @@ class Marker:
         marking_BCK.zero_()
         return q_BCNH.view(q.shape)
 
+    def marked(
+        self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, terms: AttentionTerms
+    ) -> tuple[Tensor, Tensor, AttentionTerms]:
+        """Queries and keys of a layer with one more dim, and terms that say what it means.
+
+        In the key of a token that marks the one before it the dim is 1; in queries it is 0.
+        """
+        logits_BKC = self.logits.pop(layer)
+        q_BNCX = torch.cat([q_BNCH, q_BNCH.new_zeros(*q_BNCH.shape[:3], 1)], dim=-1)
+        # RoPE has put a part of another dim where the logit was.
+        q_BNCX[:, :: q_BNCH.shape[1] // k_BKCH.shape[1], :, -2] = 0
+        k_BKCX = torch.cat([k_BKCH, (logits_BKC > 0).to(k_BKCH.dtype).unsqueeze(-1)], dim=-1)
+        return q_BNCX, k_BKCX, replace(terms, marked_window=self.marks.window)
+
 
 @dataclass(frozen=True, eq=False)
 class _Taking:
@@ -106,23 +119,3 @@ class _Taking:
 
     def __call__(self, module: nn.Module, args: Any, keywords: Any, q: Tensor) -> Tensor:
         return self.marker.take(self.attention, q)
-
-
-class MarkingAttention(WrappedAttention):
-    """The attention of one forward of a model that marks tokens.
-
-    Keys have one more dim, in which that of a token that marks the one before it is 1; in queries it is 0.
-    """
-
-    def __init__(self, attention: LayerAttention, marker: Marker) -> None:
-        super().__init__(attention)
-        self._marker = marker
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        logits_BKC = self._marker.logits.pop(layer)
-        q_BNCX = torch.cat([q_BNCH, q_BNCH.new_zeros(*q_BNCH.shape[:3], 1)], dim=-1)
-        # RoPE has put a part of another dim where the logit was.
-        q_BNCX[:, :: q_BNCH.shape[1] // k_BKCH.shape[1], :, -2] = 0
-        k_BKCX = torch.cat([k_BKCH, (logits_BKC > 0).to(k_BKCH.dtype).unsqueeze(-1)], dim=-1)
-        terms = replace(terms, marked_window=self._marker.marks.window)
-        return self.wrapped.attend(layer, q_BNCX, k_BKCX, v_BKCV, terms)

@@ -13,25 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runahead.attention.base import LayerAttention, Recording
-from runahead.attention.partial import AttentionTerms
 
 BLOCK_VALUES = 1 << 22
 """Projected values at a time, over all rows, which bounds the memory that they take."""
-
-
-class Marking(Recording):
-    """Attention that returns random numbers, by which they are found again in what modules are given."""
-
-    def __init__(self, *, start: int, pads: list[int]) -> None:
-        super().__init__(start=start, pads=pads)
-        self.given: list[Tensor] = []
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        out_BNCV = super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        generator = torch.Generator().manual_seed(layer)
-        marks = torch.randn(out_BNCV.shape, generator=generator).to(out_BNCV)
-        self.given.append(marks.transpose(1, 2).flatten())
-        return marks
 
 
 def find_output_projections(module: nn.Module, run: Callable[[LayerAttention], None], num_layers: int) -> list[Tensor]:
@@ -44,15 +28,21 @@ def find_output_projections(module: nn.Module, run: Callable[[LayerAttention], N
     Raises:
         ValueError: a layer has no linear map of that input. The message has no remedy.
     """
-    marking = Marking(start=0, pads=[0])
-    found: dict[int, Tensor] = {}
+    marks_of, found = list[Tensor](), dict[int, Tensor]()
+
+    def marks(layer: int, out_BNCV: Tensor) -> Tensor:
+        """Random numbers for attention to return, by which they are found again in what modules are given."""
+        generator = torch.Generator().manual_seed(layer)
+        marks_BNCV = torch.randn(out_BNCV.shape, generator=generator).to(out_BNCV)
+        marks_of.append(marks_BNCV.transpose(1, 2).flatten())
+        return marks_BNCV
 
     def look(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        layer, weight = len(marking.given) - 1, getattr(child, "weight", None)
+        layer, weight = len(marks_of) - 1, getattr(child, "weight", None)
         if layer < 0 or layer in found or not (args and isinstance(args[0], Tensor) and isinstance(weight, Tensor)):
             return
         x_X = args[0].flatten()
-        if weight.ndim == 2 and x_X.shape == marking.given[layer].shape and torch.equal(x_X, marking.given[layer]):
+        if weight.ndim == 2 and x_X.shape == marks_of[layer].shape and torch.equal(x_X, marks_of[layer]):
             bias = getattr(child, "bias", None)
             for weight_DX in (weight, weight.mT):  # some families store it transposed
                 if weight_DX.shape[1] == len(x_X):
@@ -63,7 +53,7 @@ def find_output_projections(module: nn.Module, run: Callable[[LayerAttention], N
 
     hooks = [child.register_forward_hook(look) for child in module.modules() if not [*child.children()]]
     try:
-        run(marking)
+        run(Recording(start=0, pads=[0], answer=marks))
     finally:
         for hook in hooks:
             hook.remove()

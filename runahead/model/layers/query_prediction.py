@@ -7,11 +7,12 @@ model's own code, stopped where it passes its queries to attention; if it is a n
 the same, only these are computed.
 """
 
-# Legend: B batch, N query heads, C new tokens, D model dim, H head dim.
+# Legend: B batch, N query heads, C new tokens, D model dim, H head dim, V value dim.
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -21,8 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from runahead.attention.base import LayerAttention, LayerInput, Recording
-from runahead.attention.partial import AttentionTerms
+from runahead.attention.base import ForwardEndsHere, LayerInput, Recording
 from runahead.model.layers.hooks import hook_before
 from runahead.model.seam import SeamCache
 from runahead.rotary import Rotary
@@ -143,18 +143,13 @@ class QueryPrediction:
         return FoldedProjection(projection, basis_KHr)
 
     def _by_module(self, layer: int, given: LayerInput) -> Tensor:
-        stop = _Stop(start=given.start, pads=list(given.pads))
+        recording = Recording(start=given.start, pads=list(given.pads), answer=_end)
+        forward = SeamCache(recording, given.start)
         keywords = {name: value for name, value in given.keywords.items() if name != "hidden_states"}
-        if "past_key_values" in keywords:
-            keywords["past_key_values"] = SeamCache(stop, given.start)
-        if "runahead" in keywords:
-            keywords["runahead"] = stop
-        try:
+        keywords |= {name: forward for name, value in keywords.items() if isinstance(value, SeamCache)}
+        with suppress(ForwardEndsHere):
             self._layers[layer](given.x_BCD, *given.rest, **keywords)
-        except _Queries as found:
-            q_BNCH: Tensor = found.args[0]
-            return q_BNCH
-        raise AssertionError("a layer does not call attention")
+        return recording.calls[0][1]
 
     def _found(
         self, layer: int, given: LayerInput, q_BNCH: Tensor, rotaries: Sequence[Rotary] | None
@@ -201,10 +196,9 @@ class _ShowingInput:
     layer: int
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        attention: LayerAttention | None = keywords.get("runahead")
-        if attention is None:  # a family that drops unknown keywords
-            attention = getattr(keywords.get("past_key_values"), "attention", None)
-        if attention is not None:  # None while transformers' own attention computes
+        forward = SeamCache.among(args, keywords)
+        if forward is not None:  # None while transformers' own attention computes
+            attention = forward.attention
             x_BCD, rest = (args[0], args[1:]) if args else (keywords["hidden_states"], ())
             given = LayerInput(x_BCD=x_BCD, rest=rest, keywords=keywords, start=attention.start, pads=attention.pads)
             attention.see_input(self.layer, given)
@@ -217,12 +211,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= rounding * b.abs().max())
 
 
-class _Queries(Exception):
-    """Raised with a layer's queries, to skip the rest of the layer. Not an error."""
-
-
-class _Stop(LayerAttention):
-    """Attention that raises `_Queries` with the queries."""
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        raise _Queries(q_BNCH)
+def _end(layer: int, out_BNCV: Tensor) -> Tensor:
+    """End the forward of a layer with its attention, to skip the rest of it."""
+    raise ForwardEndsHere

@@ -4,16 +4,15 @@ They come after all layers that store some. So a rank that computes no logits is
 run, and where logits are computed, the reading layers need the last token alone, as in YOCO (arXiv 2405.05254).
 """
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim.
+# Legend: B batch, C new tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from runahead.attention.base import LayerAttention, WrappedAttention
 from runahead.attention.partial import AttentionTerms
 from runahead.model.layers.hooks import hook_before
 from runahead.model.seam import SeamCache
@@ -36,27 +35,6 @@ def find_sources(calls: Sequence[tuple[int, Tensor, Tensor, Tensor, AttentionTer
     if sources and min(sources) + len(sources) != len(calls):
         raise ValueError("has layers that store keys and values after layers that read those of others")
     return sources
-
-
-class ReadingAttention(WrappedAttention):
-    """The attention of one forward of a model some of whose layers read the keys and values of others.
-
-    Args:
-        attention: of the forward.
-        sources: layer that reads -> layer that stores.
-        num_new: number of new tokens.
-    """
-
-    def __init__(self, attention: LayerAttention, sources: Mapping[int, int], num_new: int) -> None:
-        super().__init__(attention)
-        self._sources, self._num_new = sources, num_new
-
-    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        source = self._sources.get(layer)
-        if source is None:
-            return self.wrapped.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        skipped = self._num_new - q_BNCH.shape[2]
-        return self.wrapped.attend_shared(layer, source, q_BNCH, terms, skipped=skipped)
 
 
 def end_with_last(layers: Sequence[nn.Module]) -> None:

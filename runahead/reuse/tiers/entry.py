@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -29,7 +30,7 @@ class FileRows:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Entry:
+class Entry(ABC):
     """Keys and values of some tokens.
 
     Attributes:
@@ -49,8 +50,9 @@ class Entry:
     is_pinned: bool = False
 
     @property
+    @abstractmethod
     def num_tokens(self) -> int:
-        raise NotImplementedError
+        """Number of its tokens."""
 
     @property
     def tier(self) -> Tier:

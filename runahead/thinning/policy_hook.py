@@ -1,0 +1,54 @@
+"""Cache policies after each layer's attention to a cache of kept tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runahead.attention.op import nothing
+from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
+from runahead.cache.base import KVStore
+from runahead.cache.kept import KeptLayer
+from runahead.thinning.steps import PolicySteps
+
+
+class PolicyHook(LayerHook):
+    """Lets policies drop tokens of a layer once nothing reads it any more.
+
+    Args:
+        cache: holds the kept tokens, or this rank's part of them.
+        steps: the policies of this forward.
+    """
+
+    def __init__(self, cache: KVStore, steps: PolicySteps) -> None:
+        self._cache, self._steps = cache, steps
+
+    def closed(self, call: LayerCall) -> None:
+        kept = self._cache.kept_layers[call.layer]
+        assert isinstance(kept, KeptLayer), type(kept)
+        self._steps.input_BCD = call.input_BCD
+        stored = self._steps.run(call.layer, kept, call.seen, call.terms)
+        if stored is not kept:
+            self._cache.put(call.layer, stored)
+        self._cache.close(call.layer, room=self._steps.room)
+
+
+def attention_under(
+    steps: PolicySteps, cache: KVStore, *, ends: End | None = None, on_layer: Callable[[], None] = nothing
+) -> CausalAttention:
+    """Attention of new tokens to the kept ones of all tokens before them, after which policies drop some.
+
+    Args:
+        steps: the policies of this forward.
+        cache: holds the kept tokens, or this rank's part of them, and receives the new ones.
+        ends, on_layer: as of `CausalAttention`.
+    """
+    tokens, hooks = steps.tokens, [PolicyHook(cache, steps)]
+    return CausalAttention(
+        cache,
+        start=tokens.start,
+        pads=tokens.row_pads,
+        tokens=tokens,
+        hooks=hooks,
+        ends=ends,
+        on_layer=on_layer,
+    )
