@@ -500,21 +500,25 @@ class Policy:
     def replay_score(self, view: LayerView) -> Tensor:
         """Score (B, K, n) of each token of a chunk of the prompt in one layer, by how its repetition attends to it.
 
+        By default it is the highest probability that a query of the repetition gives the token.
+
         Args:
             view: the chunk's tokens. New tokens are those that repeat it, and probabilities are shares of their
                 attention to the sinks, the chunk and each other. Rows come one by one, without padding.
         """
-        raise NotImplementedError(f"{type(self).__name__} asks for no replay")
+        return view.signals.highest().unflatten(1, (view.num_kv_heads, -1)).amax(dim=2)
 
     def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> list[Tensor]:
         """Slots to keep in all layers, each as `keep` returns them; of the heads of all ranks that share the model.
+
+        By default all tokens stay.
 
         Args:
             scores: of all tokens (B, K, n) by layer, minus infinity on padding: `replay_score`, or what `carry`
                 returned. Layers with windows are left out.
             prompt_tokens: length of the padded prompt.
         """
-        raise NotImplementedError(f"{type(self).__name__} decides layer by layer")
+        return [marked_slots(~scores_BKn.isneginf()) for scores_BKn in scores]
 
     def narrow(self, view: LayerView) -> Tensor | None:
         """New tokens that deeper layers compute: indices (B, c), ascending, including the last token. None: all.

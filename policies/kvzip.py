@@ -78,12 +78,11 @@ class KVzip(Policy, name="kvzip"):
 
     def replay_score(self, view: LayerView) -> Tensor:
         if not self.plus:
-            highest_BNn = view.signals.highest()
-        else:
-            assert view.input_BCD is not None, "it is there for a policy with needs_attention_input"
-            wide = torch.promote_types(view.input_BCD.dtype, torch.float32)
-            lengths_BC = view.input_BCD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)
-            highest_BNn = view.signals.highest(1 / lengths_BC) * view.signals.projected_lengths(2)
+            return super().replay_score(view)
+        assert view.input_BCD is not None, "it is there for a policy with needs_attention_input"
+        wide = torch.promote_types(view.input_BCD.dtype, torch.float32)
+        lengths_BC = view.input_BCD.to(wide).norm(dim=-1).clamp_min(torch.finfo(wide).tiny)
+        highest_BNn = view.signals.highest(1 / lengths_BC) * view.signals.projected_lengths(2)
         return highest_BNn.unflatten(1, (view.num_kv_heads, -1)).amax(dim=2)
 
     def drops_of(self, prompt_tokens: int) -> bool:

@@ -80,6 +80,12 @@ class NewTokens:
         tokens.part = self.part
         return tokens
 
+    def leave_as(self, other: NewTokens) -> None:
+        """Leave the tokens that are left of `other`, which are the same ones at other indices."""
+        if self.left_Bc is not other.left_Bc:
+            self.left_Bc, self.chunk_tokens, self._positions_BC = other.left_Bc, other.chunk_tokens, None
+            self._made.clear()
+
     def narrow(self, selected_Bc: Tensor) -> None:
         """Let later layers compute only these of the tokens that are left, as ascending indices into them."""
         self.left_Bc = selected_Bc if self.left_Bc is None else self.left_Bc.gather(1, selected_Bc)

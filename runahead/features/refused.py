@@ -142,11 +142,6 @@ REFUSED = (
             ("ALiBi", "adds a bias to its attention by distance (ALiBi)"),
         )
     ),
-    Refused(
-        ("policy.recompute", "cache policies or cache.bits"),
-        "policy.recompute does not go with {1}, which store prompts in memory of their own",
-        "leave it out, and use policy.link_tokens",
-    ),
     Refused(("policy.recompute", "shared KV layers"), OTHERS_KV, "use policy.link_tokens"),
     Refused(
         ("policy.recompute", "no list of layers"),

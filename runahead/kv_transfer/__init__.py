@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from runahead.config import Carrier
-from runahead.kv_transfer.base import KVTransfer, TransferLog
+from runahead.kv_transfer.base import KVTransfer, NoTransfer, TransferLog
 from runahead.kv_transfer.copy import CopyTransfer
 from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.gloo import GlooTransfer
@@ -27,6 +27,7 @@ __all__ = [
     "ExchangeSchedule",
     "KVTransfer",
     "Message",
+    "NoTransfer",
     "TransferLog",
     "TransferSchedule",
     "chain_carrier",

@@ -176,3 +176,25 @@ class KVTransfer(ABC):
         if self._stored is not None and message.chunk == STORED:
             return self._stored.by_layer[message.layer].tokens(message.start, message.end)
         return self.cache.tokens(message.layer, message.start, message.end)
+
+
+class NoTransfer(KVTransfer):
+    """Transfer of a stage that is alone in its chain: there are no messages."""
+
+    def open(self, layer: int) -> None:
+        pass
+
+    def send(self, layer: int) -> None:
+        pass
+
+    def await_prefix(self, layer: int) -> None:
+        pass
+
+    def await_messages(self, layer: int, messages: list[Message]) -> None:
+        pass
+
+    def close(self, layer: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

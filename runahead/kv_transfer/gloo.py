@@ -36,8 +36,7 @@ class GlooTransfer(KVTransfer):
     ) -> None:
         super().__init__(schedule, cache, ranks, clock, depth, record=record)
         layers = range(cache.num_layers)
-        gpu = ranks.accelerator if len(schedule.chain) > 1 else None
-        self._staging = None if gpu is None else _Staging(cache, depth, gpu)
+        self._staging = None if ranks.accelerator is None else _Staging(cache, depth, ranks.accelerator)
         self._free = [threading.Event() for _ in layers]  # the slot may be written and received into
         self._arrived = [threading.Event() for _ in layers]
         self._chunk_arrived = {
@@ -54,11 +53,6 @@ class GlooTransfer(KVTransfer):
             if self._unsent[layer] == 0:
                 self._left[layer].set()
         self._error: Exception | None = None
-        self._threads: list[threading.Thread] = []
-        if len(schedule.chain) == 1:  # no messages, so no threads
-            for event in (*self._free, *self._arrived):
-                event.set()
-            return
         self._threads = [
             threading.Thread(target=self._guard, args=(body,), name=body.__name__.strip("_"), daemon=True)
             for body in (self._post_receives, self._take_arrivals, self._wait_for_sends)

@@ -68,6 +68,10 @@ class ChainPolicies(LayerHook):
         )
 
     def before_save(self, call: LayerCall) -> None:
+        if self._texts is not None:
+            self._steps.tokens.leave_as(self._tokens)
+        if not self._run.job.policies.narrows:  # a token's index is its place in every layer
+            return
         partition, chunks, num_new = self._by_layer[call.layer], self._run.job.partition, call.q_BNCH.shape[2]
         own = partition.chunk(self._rank)
         assert num_new == len(own) or len(partition.chain) == 1, (call.layer, num_new)

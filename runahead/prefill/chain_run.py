@@ -20,7 +20,7 @@ from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
-from runahead.kv_transfer import KVTransfer
+from runahead.kv_transfer import KVTransfer, NoTransfer
 from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
@@ -66,6 +66,8 @@ class ChainRun(LayerHook):
         attends_last: bool = False,
     ) -> None:
         self.job, self.is_last, self._attends_last = job, schedule.is_last, attends_last
+        if len(schedule.chain) == 1:
+            carrier = NoTransfer
         slabs = Slabs.empty(
             job.model.kv_shapes,
             batch=len(job.batch.pads),

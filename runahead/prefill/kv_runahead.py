@@ -90,8 +90,7 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         return 0 if needs_all else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
-    if carrier is None or len(job.partition.chain) == 1:  # which sends nothing
-        carrier = TRANSFERS[ranks.backend]
+    carrier = carrier or TRANSFERS[ranks.backend]
     schedule = TransferSchedule(
         job.partition,
         ranks.rank,

@@ -29,6 +29,7 @@ from runahead.prefill.kv_runahead import run_in_chain
 from runahead.reuse import reused_kv
 from runahead.reuse.reuse import Reuse, ReuseReport
 from runahead.reuse.store import SegmentStore, StoreLimits
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import VOCAB_SIZE, build, throughout
 from tests.ranks.tasks import tiny_model
 from tests.tokenizers_for_tests import byte_level
@@ -118,19 +119,21 @@ def serve(
     lengths: Sequence[int] | None = None,
     following: Sequence[int] = (),
     few_parts: int = reused_kv.FEW_PARTS,
+    policies: RankPolicies | None = None,
 ) -> Served | None:
     """Prefill prompts, and feed tokens to all of them; None on ranks that do not decode.
 
     Args:
         lengths: new tokens of each stage.
         few_parts: up to so many are read where they lie in decoding.
+        policies: of all ranks.
     """
-    ranks = ranks or one_rank()
+    ranks, policies = ranks or one_rank(), policies or RankPolicies()
     store = store or SegmentStore(model)
     with throughout(model.dtype):
         reuse = Reuse(prompts, store, model, ranks)
         reuse.encode_missing()
-        reused = reuse.fetch()
+        reused = reuse.fetch(policies.retriever)
         batch = PromptBatch.of([list(prompt.new_ids) for prompt in prompts], ranks.device)
         boundaries = (0, *accumulate(lengths or [batch.num_tokens]))
         job = PrefillJob(
@@ -140,6 +143,7 @@ def serve(
             partition=ContextPartition(boundaries=boundaries).check(batch.num_tokens, ranks.num_stages),
             capacity=batch.num_tokens + len(following),
             options=PrefillOptions(),
+            policies=policies,
             reused=reused,
         )
         done = run_in_chain(job)
@@ -148,7 +152,9 @@ def serve(
         logits = [done.logits_BV]
         with patch.object(reused_kv, "FEW_PARTS", few_parts):
             cache = done.cache.for_decoding()
-        forward = forward_over(model, cache, [], pads=batch.pads, prompt_tokens=batch.num_tokens)
+        if policies:  # under which a text is one, with what it reuses
+            batch = PromptBatch.of([list(prompt.ids) for prompt in prompts], ranks.device)
+        forward = forward_over(model, cache, policies.while_decoding, pads=batch.pads, prompt_tokens=batch.num_tokens)
         for step, token in enumerate(following):
             start = batch.num_tokens + step
             ids_B1 = torch.full((len(prompts), 1), token)

@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from policies.clusterkv import ClusterKV
 from policies.prompt_cache import PromptCache, Schema
+from policies.retroinfer import RetroInfer
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from policies.squeezed_attention import SqueezedAttention
 from runahead import Engine, GenerationOptions, Model
 from runahead.attention import op
 from runahead.attention.partial import AttentionTerms
@@ -289,7 +292,46 @@ def test_the_report_counts_what_is_computed_again() -> None:
     assert rank.reuse.recomputed_tokens == (27 + 27 + 21 + 14 + 7) / 5
 
 
-def test_a_blend_under_fewer_bits_is_refused() -> None:
-    engine = Engine(tiny_model("llama"), one_rank(), policies=RankPolicies(storage=CacheOptions(bits=4)))
-    with pytest.raises(ValueError, match=r"policy.recompute does not go with cache policies or cache.bits"):
-        engine.generate([blended_prompt(3, 0.5)], GenerationOptions(max_new_tokens=1))
+def storing(bits: int, residual: int) -> RankPolicies:
+    return RankPolicies(storage=CacheOptions(bits=bits, residual=residual, residual_bits=None))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["clusterkv", "squeezed_attention", "retroinfer", "a window of all tokens"])
+def test_a_blend_of_which_all_is_kept_and_retrieved_is_the_blend(name: str, share: float) -> None:
+    """In the prompt against a forward of all tokens under a mask, and after it against a blend without policies."""
+    model, asked, following = deep_model(), blended_prompt(3, share), (5, 7, 11)
+    few: dict[str, Any] = {"first_layer": 0, "min_tokens": 0, "cluster": 5, "iterations": 4, "fetch": 1000}
+    retrieving = {"clusterkv": ClusterKV, "squeezed_attention": SqueezedAttention, "retroinfer": RetroInfer}
+    if name in retrieving:
+        more = {"quantile": 0.0} if name == "squeezed_attention" else {}
+        policies = RankPolicies.everywhere([retrieving[name](**(few | more))])
+    else:
+        policies = storing(4, residual=1000)
+    ours, theirs = (serve(model, [asked], following=following, policies=each) for each in (policies, None))
+    assert ours is not None and theirs is not None
+    assert largest_difference(ours.logits[0][0], written_out(model, asked)) < EXACT
+    assert all(largest_difference(*each) < EXACT for each in zip(ours.logits, theirs.logits, strict=True))
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_a_blend_of_all_tokens_in_few_bits_is_their_prompt_in_few_bits(bits: int) -> None:
+    model, every, policies = byte_model(), reusing(recompute=1.0), storing(bits, residual=8)
+    at = sorted({position for use in every.all_uses for position, _ in use.tokens} | {*every.new_positions})
+    alone = replace(plain(every.ids), new_positions=tuple(at))
+    ours, theirs = (serve(model, [each], following=(5, 7), policies=policies) for each in (every, alone))
+    exact = serve(model, [every], following=(5, 7))
+    assert ours is not None and theirs is not None and exact is not None
+    assert all(largest_difference(*each) < EXACT for each in zip(ours.logits, theirs.logits, strict=True))
+    assert largest_difference(ours.logits[-1], exact.logits[-1]) > 1e-6
+
+
+def test_rows_of_a_blend_in_few_bits_are_as_each_would_be_alone() -> None:
+    prompts = [blended_prompt(3, 0.2), blended_prompt(4, 0.9, (5, 20)), plain(random_ids(45, random.Random(1)))]
+    policies = storing(4, residual=8)
+    together = serve(deep_model(), prompts, following=(5, 7), policies=policies)
+    assert together is not None
+    for row, each in enumerate(prompts):
+        alone = serve(deep_model(), [each], following=(5, 7), policies=policies)
+        assert alone is not None
+        assert all(largest_difference(a[row], b[0]) < EXACT for a, b in zip(together.logits, alone.logits, strict=True))
