@@ -339,7 +339,10 @@ def _merged(q_BNCH: Tensor, terms: AttentionTerms, cells: Sequence[_Cell], found
     if found is not None and len(cells) == 1 and lse.shape != q_BNCH.shape[:3]:
         place = span.rows, slice(None), slice(span.queries.start, span.queries.stop)
         all_out, all_lse = found[0].to(found[1].dtype), found[1]
-        all_out[place], all_lse[place] = merge(all_out[place], all_lse[place], out, lse, may_see_none=not sees_own)
+        is_view = isinstance(span.rows, slice)
+        part = merge(all_out[place], all_lse[place], out, lse, may_see_none=not sees_own, in_place=is_view)
+        if not is_view:
+            all_out[place], all_lse[place] = part
         return all_out, all_lse
     places = [(cell.span.rows, cell.span.queries) for cell in cells]
     part = joined(q_BNCH, cells[0].run.keys.value_dim, places, parts)

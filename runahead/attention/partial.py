@@ -86,7 +86,13 @@ def attend(
 
 
 def merge(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, may_see_none: bool = True
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    may_see_none: bool = True,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint key sets: outputs (B, N, C, V), log-sum-exps (B, N, C).
 
@@ -95,12 +101,15 @@ def merge(
 
     Args:
         may_see_none: whether a query may see no key of either set.
+        in_place: write the union over the first set, whose output has the dtype of its log-sum-exp.
     """
     weight_b = torch.sigmoid(lse_b - lse_a)
     if may_see_none:
         weight_b.nan_to_num_(0.0)
     # A conversion to the same dtype is a call, too.
     out_a, out_b = (out if out.dtype == weight_b.dtype else out.to(weight_b.dtype) for out in (out_a, out_b))
+    if in_place:
+        return out_a.lerp_(out_b, weight_b.unsqueeze(-1)), torch.logaddexp(lse_a, lse_b, out=lse_a)
     return torch.lerp(out_a, out_b, weight_b.unsqueeze(-1)), torch.logaddexp(lse_a, lse_b)
 
 

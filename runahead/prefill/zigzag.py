@@ -15,10 +15,9 @@ two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from runahead.attention.op import Run, Span, Step, rows_by_pad
@@ -45,14 +44,17 @@ class ZigzagIndex(Index):
         ends = accumulate(map(len, self._own), initial=0)
         self._numbers = [range(first, end) for first, end in pairwise(ends)]
         self._indices = [index for own in self._own for index in own]
+        self._new: _OwnTokens
 
     def write(self, slab: KVSlab, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
         for own, at in zip(self._own, self._numbers, strict=True):
             slab.write(own.start, *(x[:, :, at.start : at.stop] for x in (k_BKCH, v_BKCV)))
+        self._new = _OwnTokens(k_BKCH, v_BKCV)
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        spans = tokens.once((self, "own"), lambda: self._own_spans(tokens.row_pads))
-        steps, messages = [Step([Run(_OwnTokens(slab, self), spans)], arrives=False)], self._schedule.steps(layer)
+        own, earlier = tokens.once((self, "own"), lambda: self._own_spans(tokens.row_pads))
+        steps = [Step([Run(self._new, own)], arrives=False), Step([Run(self._new, earlier)], arrives=False)]
+        messages = self._schedule.steps(layer)
         for arriving, each in zip(self._run.arriving(layer, messages), messages, strict=True):
             # The tokens of these messages as the fewest contiguous ranges.
             ranges = sorted((range(message.start, message.end) for message in each), key=lambda tokens: tokens.start)
@@ -60,29 +62,24 @@ class ZigzagIndex(Index):
                 steps.append(Step([Run(arriving, self._spans(arrived, tokens.row_pads))], arrives=False))
         return steps
 
-    def own_pieces(self, start: int, end: int) -> list[range]:
-        """Indices in the padded batch of this rank's tokens [start, end), as contiguous ranges."""
-        pieces = []
-        for own, at in zip(self._own, self._numbers, strict=True):
-            first, last = max(start, at.start) - at.start, min(end, at.stop) - at.start
-            if first < last:
-                pieces.append(own[first:last])
-        return pieces
-
     def _chunks(self, pad: int, after: int = 0) -> list[tuple[range, range]]:
         """This rank's chunks from an index on without padding: numbers of the new tokens, and their indices."""
         chunks = zip(self._numbers, self._own, strict=True)
         clipped = [(at[max(0, pad - own.start) :], own[max(0, pad - own.start) :]) for at, own in chunks]
         return [(at, own) for at, own in clipped if own and own.start >= after]
 
-    def _own_spans(self, pads: Sequence[int]) -> list[Span]:
-        spans = list[Span]()
+    def _own_spans(self, pads: Sequence[int]) -> tuple[list[Span], list[Span]]:
+        """Spans of all chunks together, and of the earlier one as the later one sees it where each attends alone."""
+        together, earlier = list[Span](), list[Span]()
         for rows, pad in rows_by_pad(pads):
             if chunks := self._chunks(pad):
                 first = chunks[0][0].start
-                slots = range(first, len(self._indices))
-                spans.append(_span(rows, pad, slots, self._indices[first:], chunks, has_new=True))
-        return spans
+                slots, at = range(first, len(self._indices)), self._indices[first:]
+                together.append(_span(rows, pad, slots, at, chunks, has_new=True))
+            for (slots, at), later in pairwise(chunks):
+                alone = _span(rows, pad, slots, at, [later], has_new=False)
+                earlier.append(replace(alone, slots=range(0), at=(), apart=lambda alone=alone: [alone]))
+        return together, earlier
 
     def _spans(self, arrived: range, pads: Sequence[int]) -> list[Span]:
         """Spans of tokens that other ranks computed, which the chunks after them see."""
@@ -111,43 +108,34 @@ def _span(
         has_new=has_new,
     )
     if len(chunks) == 1:
-        return replace(span, at=chunks[0][1]) if has_new else span
+        return span
 
     def apart() -> list[Span]:
-        spans = list[Span]()
-        for number, (queries, own) in enumerate(chunks):
-            of_chunk = replace(span, queries=queries, positions=range(own.start - pad, own.stop - pad))
-            if not has_new:
-                spans.append(of_chunk)
-                continue
-            spans.append(replace(of_chunk, slots=queries, at=own))
-            earlier = chunks[:number]
-            spans += [replace(of_chunk, slots=slots, at=before, has_new=False) for slots, before in earlier]
-        return spans
+        of_chunks = [replace(span, queries=at, positions=range(own.start - pad, own.stop - pad)) for at, own in chunks]
+        if not has_new:
+            return of_chunks
+        return [replace(each, slots=at, at=own) for each, (at, own) in zip(of_chunks, chunks, strict=True)]
 
     return replace(span, apart=apart)
 
 
+@dataclass(frozen=True)
 class _OwnTokens:
-    """The tokens of a rank's chunks in a layer's slab, by their number among the new ones."""
+    """A layer's keys and values of a rank's chunks, by number of the new token."""
 
-    def __init__(self, slab: KVSlab, index: ZigzagIndex) -> None:
-        self._slab, self._index = slab, index
+    k_BKCH: Tensor
+    v_BKCV: Tensor
 
     @property
     def value_dim(self) -> int:
-        return self._slab.value_dim
+        return self.v_BKCV.shape[-1]
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        pieces = [self._slab.read(each.start, each.stop) for each in self._index.own_pieces(start, end)]
-        if len(pieces) == 1:
-            return pieces[0]
-        k_BKSH, v_BKSV = (torch.cat(each, dim=2) for each in zip(*pieces, strict=True))
-        return k_BKSH, v_BKSV
+        return self.k_BKCH[:, :, start:end], self.v_BKCV[:, :, start:end]
 
     @property
     def sequences(self) -> tuple[Tensor, Tensor]:
-        """Chunks are not in tensors of fixed shape."""
+        """New tokens are not in tensors of fixed shape."""
         raise AssertionError
 
 

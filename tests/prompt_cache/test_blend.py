@@ -316,9 +316,9 @@ def test_a_blend_of_which_all_is_kept_and_retrieved_is_the_blend(name: str, shar
 
 @pytest.mark.parametrize("bits", [4, 2])
 def test_a_blend_of_all_tokens_in_few_bits_is_their_prompt_in_few_bits(bits: int) -> None:
-    model, every, policies = byte_model(), reusing(recompute=1.0), storing(bits, residual=8)
-    at = sorted({position for use in every.all_uses for position, _ in use.tokens} | {*every.new_positions})
-    alone = replace(plain(every.ids), new_positions=tuple(at))
+    model, policies = deep_model(), storing(bits, residual=8)
+    every = blended_prompt(3, 1.0, (30, 40, 35))
+    alone = replace(every, blended=(), share=0.0)  # all of them are new tokens
     ours, theirs = (serve(model, [each], following=(5, 7), policies=policies) for each in (every, alone))
     exact = serve(model, [every], following=(5, 7))
     assert ours is not None and theirs is not None and exact is not None
@@ -327,7 +327,11 @@ def test_a_blend_of_all_tokens_in_few_bits_is_their_prompt_in_few_bits(bits: int
 
 
 def test_rows_of_a_blend_in_few_bits_are_as_each_would_be_alone() -> None:
-    prompts = [blended_prompt(3, 0.2), blended_prompt(4, 0.9, (5, 20)), plain(random_ids(45, random.Random(1)))]
+    prompts = [
+        blended_prompt(3, 0.2, (30, 40)),
+        blended_prompt(4, 0.9, (5, 60)),
+        plain(random_ids(85, random.Random(1))),
+    ]
     policies = storing(4, residual=8)
     together = serve(deep_model(), prompts, following=(5, 7), policies=policies)
     assert together is not None
