@@ -76,9 +76,9 @@ class ZigzagIndex(Index):
                 first = chunks[0][0].start
                 slots, at = range(first, len(self._indices)), self._indices[first:]
                 together.append(_span(rows, pad, slots, at, chunks, has_new=True))
-            for (slots, at), later in pairwise(chunks):
-                alone = _span(rows, pad, slots, at, [later], has_new=False)
-                earlier.append(replace(alone, slots=range(0), at=(), apart=lambda alone=alone: [alone]))
+            for (numbers, own), later in pairwise(chunks):
+                alone = _span(rows, pad, numbers, own, [later], has_new=False)
+                earlier.append(replace(alone, slots=range(0), at=(), apart=[alone].copy))
         return together, earlier
 
     def _spans(self, arrived: range, pads: Sequence[int]) -> list[Span]:

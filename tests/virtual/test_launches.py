@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     [
         (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.relay), [0, 5, 5]),
         (KVRunahead(), BOUNDARIES, PrefillOptions(transfer=Transfer.direct), [0, 5, 5]),
-        (Zigzag(), ZIGZAG, PrefillOptions(exchange=Exchange.all_gather), [6, 14, 8]),
+        (Zigzag(), ZIGZAG, PrefillOptions(exchange=Exchange.all_gather), [5, 12, 7]),
     ],
     ids=["relay", "direct", "zigzag"],
 )
