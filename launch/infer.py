@@ -22,6 +22,7 @@ from runahead.config import ModelName, ModelOptions, Speculate
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
     from launch.outputs.answers_file import AnswersFile
+    from policies.base import GivenPrompt
     from runahead.context import Partitioner
     from runahead.decoding.speculative.speculator import Draft
     from runahead.engine import Engine
@@ -160,10 +161,18 @@ def infer(
             "the store", lambda: SegmentStore(model, policy.store, limits, bits=run.cache.tier_bits)
         )
 
-    def check_prompts(engine: Engine) -> None:
+    def batches_of(engine: Engine) -> list[range]:
+        """The prompts of each call of the engine; those that cannot run at once have calls of their own."""
+        found = list[range]()
         for start in starts:
-            batch = prompts.asked[start : start + run.prompt.batch]
-            engine.check(batch, [run.generation] * len(batch))
+            lengths = [len(ids) for ids in prompts.ids[start : start + run.prompt.batch]]
+            runs = engine.prompt_limits.together(lengths, run.generation.max_new_tokens)
+            found += [range(start + each.start, start + each.stop) for each in runs]
+        return found
+
+    def check_prompts(engine: Engine) -> None:
+        for batch in batches_of(engine):
+            engine.check(prompts.asked[batch.start : batch.stop], [run.generation] * len(batch))
 
     engine, _ = make_engine(
         run, model, ranks, check_prompts, partition=partition, policies=policies, store=store, draft=draft
@@ -175,28 +184,29 @@ def infer(
         answers = opened[0] if opened else answers
         if kept.answered:
             say(f"{len(kept.answered):,} of {len(prompts.places) + len(prompts.skipped):,} prompts are in {kept.path}")
+    calls = batches_of(engine)
     eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids
     batches: list[GenerationBatch] = []
     for _ in range(run.warmup):
         few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
-        engine.generate(prompts.asked[: run.prompt.batch], few_tokens)
-    for start in starts:
+        engine.generate(prompts.asked[calls[0].start : calls[0].stop], few_tokens)
+    for call in calls:
         stream = None
         if prompts.one_text and ranks.rank == 0:
             stream = AnswerStream(answers, model.tokenizer, stop=run.generation.stop, eos_ids=eos_ids)
         batch = engine.generate(
-            prompts.asked[start : start + run.prompt.batch],
+            prompts.asked[call.start : call.stop],
             run.generation,
             on_tokens=stream.on_tokens if stream else None,
             # Of several calls the last one is recorded, which is warm.
-            record_timeline=run.timeline is not None and start == starts[-1],
-            first_index=start,
+            record_timeline=run.timeline is not None and call is calls[-1],
+            first_index=call.start,
         )
         batches.append(batch)
         if stream:
             stream.finish()
         elif ranks.rank == 0:
-            for place, generation in zip(places[start:], batch.generations, strict=False):
+            for place, generation in zip(places[call.start : call.stop], batch.generations, strict=True):
                 answers.write_line(place, generation)
     if ranks.rank == 0:
         answers.finish()
@@ -298,25 +308,20 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     limits = PromptLimits.of_config(config, policies, run.prefill, mesh.num_stages)
     if run.policy["name"] == "prompt_cache":
         schema = read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)
-        reusing = read_reusing_prompts(run.prompt, schema)
-        check_prompts(reusing.asked, limits, num_new=run.generation.max_new_tokens)
-        return reusing
-    prompts = read_prompts(
-        run.prompt,
-        tokenizer=tokenizer,
-        vocab_size=config.vocab_size,
-        seed=run.model.seed,
-    )
+        prompts = read_reusing_prompts(run.prompt, schema)
+    else:
+        prompts = read_prompts(run.prompt, tokenizer=tokenizer, vocab_size=config.vocab_size, seed=run.model.seed)
 
-    def check_texts(prompts: Sequence[Sequence[int]]) -> None:
+    def check_texts(prompts: Sequence[GivenPrompt]) -> None:
         names = [f"prompt {number}" for number in range(1, len(prompts) + 1)] if len(prompts) > 1 else ["the prompt"]
-        check_prompts(prompts, limits, num_new=run.generation.max_new_tokens, names=names)
+        for prompt, name in zip(prompts, names, strict=True):
+            check_prompts([prompt], limits, num_new=run.generation.max_new_tokens, names=[name])
 
     if run.prompt.skip_invalid:
-        prompts.skip(lambda ids: check_texts([ids]))
+        prompts.skip(lambda prompt: check_texts([prompt]))
     else:
-        check_texts(prompts.ids)
-    if run.prefill.takes_partition:
+        check_texts(prompts.asked)
+    if run.prefill.takes_partition and prompts.reusing is None:
         split = even if isinstance(partition, LearningPartitioner) else partition  # which asks all ranks
         check(replace(setup, num_chunks=len(split(len(prompts.ids[0]), mesh.num_stages).chain)))
     return prompts

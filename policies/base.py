@@ -415,6 +415,14 @@ class Policy:
         return None
 
     @property
+    def last_queries(self) -> int | None:
+        """Number of the last queries of a prompt by which the policy decides; 0: by keys and values alone.
+
+        None: by those of all its tokens, or by what else is computed with them. Then all of them must be computed.
+        """
+        return None
+
+    @property
     def replay(self) -> Replay | None:
         """The tokens that repeat a prompt, for a policy that then decides on all layers; None: it does not.
 

@@ -19,6 +19,10 @@ from policies.scorer import Scorer
 class KeyDiff(Scorer, name="keydiff"):
     """Score: minus the cosine of a key and the mean of all keys, each at unit length."""
 
+    @property
+    def last_queries(self) -> int:
+        return 0
+
     def score(self, view: LayerView) -> Tensor:
         k_BKnH = view.k_BKnH.float()
         unit_BKnH = normalize(k_BKnH, dim=-1) * view.is_token_BKn()[..., None]

@@ -65,6 +65,10 @@ class KVzip(Policy, name="kvzip"):
             )
 
     @property
+    def last_queries(self) -> int:
+        return 0  # those of the repeated prompt are computed for it
+
+    @property
     def replay(self) -> Replay:
         return Replay(request=self.request, chunk_tokens=self.chunk_tokens, sinks=self.sinks, weighs=self.plus)
 

@@ -43,6 +43,10 @@ class LagKV(Scorer, name="lagkv"):
         super().__post_init__()
         require_least(self, lag=2)
 
+    @property
+    def last_queries(self) -> int:
+        return 0
+
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)
         other.lag = max(2, part.share_of(self.lag))

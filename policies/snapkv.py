@@ -49,6 +49,10 @@ class SnapKV(Scorer, name="snapkv"):
         if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
             raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {self.recent}")
 
+    @property
+    def last_queries(self) -> int:
+        return self.window
+
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)
         other.window = part.share_of(self.window)

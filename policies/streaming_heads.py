@@ -45,6 +45,10 @@ class StreamingHeads(Policy, ABC):
     def __post_init__(self) -> None:
         require_least(self, evict_every=1)
 
+    @property
+    def last_queries(self) -> int:
+        return 0
+
     @abstractmethod
     def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
         """Whether each KV head of each layer is a retrieval head, those of all shares. Raises: ValueError."""

@@ -29,5 +29,9 @@ class TOVA(Scorer, name="tova"):
 
     evict_every: int = 1
 
+    @property
+    def last_queries(self) -> int:
+        return 1
+
     def score(self, view: LayerView) -> Tensor:
         return view.over_heads(view.signals.votes(1))

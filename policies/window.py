@@ -18,6 +18,10 @@ class Window(Scorer, name="window"):
 
     chooses_alike: ClassVar[bool] = True
 
+    @property
+    def last_queries(self) -> int:
+        return 0
+
     def score(self, view: LayerView) -> Tensor:
         slots_n = torch.arange(view.num_slots, device=view.k_BKnH.device)
         return slots_n.float().expand(len(view.pads), 1, -1)  # exact, which half precision is not

@@ -42,6 +42,10 @@ class Wrapper(Policy):
         return self.scorer.queries_from
 
     @property
+    def last_queries(self) -> int | None:
+        return self.scorer.last_queries
+
+    @property
     def carries_generated(self) -> bool:  # type: ignore[override]
         return self.scorer.carries_generated
 

@@ -163,7 +163,7 @@ class Engine:
         asked = _asked(self._setup, [each for each, _ in rows], reuses=reuses)
         try:
             if self.prefixes is not None and not reuses and self.ranks.stage == self.ranks.num_stages - 1:
-                found += self.prefixes.of([ids_of(prompt) for prompt in prompts])
+                found += self._found([ids_of(prompt) for prompt in prompts])
             plan = self._plan(prompts, rows, found, asked, reuses=reuses, record=record_timeline)
             result = self._generate(plan, rows, found, on_tokens=on_tokens, cancellable=cancellable)
         finally:
@@ -381,7 +381,7 @@ class Engine:
         partition, is_alone = plan.partition, plan.partition.chain == [self.ranks.stage]
         prefixes, computed_anew_s = list[RowPrefix](), 0.0
         if plan.reuses and reuse is None and self.prefixes is not None and self.ranks.stage == partition.chain[-1]:
-            prefixes = self.prefixes.of(ids, None if is_alone else stored) if found is None else found
+            prefixes = self._found(ids, None if is_alone else stored) if found is None else found
             if prefixes and is_alone:
                 stored = [prefix.num_tokens for prefix in prefixes]
             elif prefixes:
@@ -400,6 +400,7 @@ class Engine:
             shards=plan.shards,
             stored=StoredPrefix.of(ids, stored) if any(stored) and len(partition.chain) > 1 else None,
             gives_new=bool(prefixes),
+            texts=PromptBatch.of(ids, self.ranks.device) if prefixes and self.policies.deciding else None,
             record=plan.record,
         )
         with self.ranks.busy():
@@ -418,6 +419,23 @@ class Engine:
         prefilled.report.prefill_s += ready.computed_anew_s
         prefilled.prefixes = ready.prefixes
         return prefilled
+
+    def _found(self, ids: Sequence[Sequence[int]], most: Sequence[int] | None = None) -> list[RowPrefix]:
+        """The prefix of each row on this stage, held: as long on all of its ranks, which share the heads.
+
+        Args:
+            most: as of `Prefixes.of`.
+        """
+        assert self.prefixes is not None
+        found = self.prefixes.of(ids, most)
+        if self.ranks.num_shares == 1:
+            return found
+        # They could not compute together what only one of them finds lost later.
+        by_share = self.ranks.gather_in_stage([prefix.num_whole() for prefix in found], "the stored prefixes")
+        agreed = self.prefixes.of(ids, [min(nums) for nums in zip(*by_share, strict=True)])
+        for prefix in found:
+            prefix.release()
+        return agreed
 
     def _complete(
         self,

@@ -218,7 +218,6 @@ class RunOptions:
         """Facts that the options give of the run. Its policies are made once."""
         prompt, draft = self.prompt, self.draft
         options = {
-            "prompt.skip_invalid": prompt.skip_invalid,
             "prompt.question": prompt.question,
             "prompt.ids_file": prompt.ids_file,
             "prompt.random_tokens": prompt.random_tokens,

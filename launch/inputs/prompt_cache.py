@@ -8,12 +8,13 @@ from typing import Any
 
 from launch.inputs.options import PromptOptions, RunOptions
 from launch.inputs.policies import prompt_cache_options
-from launch.inputs.prompts import Prompts, is_jsonl, jsonl_texts, use_template
+from launch.inputs.prompts import Prompts, is_jsonl, sources, text_of_line, usable, use_template
 from launch.inputs.text_files import read_text
 from launch.outputs.layout_table import layout_table
 from policies.prompt_cache import PromptCache, Schema
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from policies.prompt_cache.schemas import Schemas
+from policies.reuse import ReusingPrompt
 from runahead.model import loading
 from runahead.model.loading.position_limit import max_positions
 
@@ -83,22 +84,24 @@ def read_reusing_prompts(options: PromptOptions, cache: PromptCache) -> Prompts:
     """Read prompts in PML from prompt.text, an XML file, or a .jsonl file with one per line.
 
     Raises:
-        ValueError: in one line.
+        ValueError: in one line; with `skip_invalid`, only if none of several prompts can be used.
     """
     if (options.text is None) == (options.file is None):
         raise ValueError("policy=prompt_cache needs a prompt in PML as prompt.file=<xml or jsonl> or prompt.text=")
-    if options.text is not None:
-        sources = [(options.text, "prompt.text")]
-    else:
-        assert options.file is not None
-        name = f"prompt.file={options.file}"
-        text = read_text(options.file, name)
-        sources = jsonl_texts(text, name) if is_jsonl(options.file) else [(text, options.file)]
-    for text, name in sources:
+    lines = is_jsonl(options.file)
+
+    def prompt_of(source: tuple[str, str]) -> ReusingPrompt:
+        text, name = source
+        text = text_of_line(text, None, name) if lines else text
         if not text.lstrip().startswith("<"):
             raise ValueError(f'{name} is no prompt in PML; it begins with <prompt schema="{cache.schema.name}">')
-    reusing = [cache.prompt(text, name=name) for text, name in sources]
-    return Prompts(ids=[each.ids for each in reusing], one_text=not is_jsonl(options.file), reusing=reusing)
+        return cache.prompt(text, name=name)
+
+    given = sources(options)
+    if options.file is not None and not lines:  # whose lines messages count
+        given = [(text, options.file) for text, _ in given]
+    reusing, skipped = usable(given, prompt_of, skip_invalid=options.skip_invalid and lines)
+    return Prompts(ids=[each.ids for each in reusing], one_text=not lines, reusing=reusing, skipped=skipped)
 
 
 def print_layout(run: RunOptions) -> None:

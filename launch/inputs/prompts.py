@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 from launch.inputs.options import Chat, PromptOptions
 from launch.inputs.text_files import read_text
+from policies.base import GivenPrompt
 from policies.prompt_cache.model_text import render
 from policies.reuse import ReusingPrompt
 
 E = TypeVar("E")
+P = TypeVar("P")
 
 SOURCES = ("text", "file", "ids_file", "random_tokens")
 
@@ -39,23 +41,25 @@ class Prompts:
         """Place of each prompt among all that were given."""
         return [place for place in range(len(self.ids) + len(self.skipped)) if place not in self.skipped]
 
-    def skip(self, check: Callable[[list[int]], None]) -> None:
+    def skip(self, check: Callable[[GivenPrompt], None]) -> None:
         """Leave out the prompts for which `check` raises a ValueError.
 
         Raises:
             ValueError: if none is left.
         """
 
-        def checked(ids: list[int]) -> list[int]:
-            check(ids)
-            return ids
+        def checked(number: int) -> int:
+            check(self.asked[number])
+            return number
 
         places = self.places
-        self.ids, wrong = _usable(self.ids, checked, skip_invalid=True)
+        left, wrong = usable(range(len(self.ids)), checked, skip_invalid=True)
+        self.ids = [self.ids[number] for number in left]
+        self.reusing = None if self.reusing is None else [self.reusing[number] for number in left]
         self.skipped |= {places[number]: message for number, message in wrong.items()}
 
     @property
-    def asked(self) -> Sequence[list[int] | ReusingPrompt]:
+    def asked(self) -> Sequence[GivenPrompt]:
         """Prompts in the form that the engine takes."""
         return self.ids if self.reusing is None else self.reusing
 
@@ -88,10 +92,10 @@ def read_prompts(options: PromptOptions, *, tokenizer: Any | None, vocab_size: i
 
     def ids_of(source: tuple[str, str]) -> list[int]:
         text, name = source
-        text = _text_of_line(text, options.question, name) if lines else _joined(text, options.question, name=name)
+        text = text_of_line(text, options.question, name) if lines else _joined(text, options.question, name=name)
         return tokenize(text, tokenizer, options.chat, name=name)
 
-    ids, skipped = _usable(_sources(options), ids_of, skip_invalid=options.skip_invalid and lines)
+    ids, skipped = usable(sources(options), ids_of, skip_invalid=options.skip_invalid and lines)
     return Prompts(ids=ids, one_text=not lines, skipped=skipped)
 
 
@@ -116,25 +120,23 @@ def use_template(tokenizer: Any | None, path: str | None, option: str) -> None:
         raise ValueError(f"{name} fails on a message of a user ({error}); correct the template") from error
 
 
-def _usable(
-    entries: Sequence[E], ids_of: Callable[[E], list[int]], *, skip_invalid: bool
-) -> tuple[list[list[int]], dict[int, str]]:
-    """Token ids of each entry that can be used; for each of the others, by its place, what is wrong with it.
+def usable(entries: Sequence[E], made: Callable[[E], P], *, skip_invalid: bool) -> tuple[list[P], dict[int, str]]:
+    """What is made of each entry that can be used; for each of the others, by its place, what is wrong with it.
 
     Raises:
         ValueError: for the first entry that cannot be used; with `skip_invalid`, only if none can.
     """
-    usable, wrong = [], {}
+    found, wrong = [], {}
     for place, entry in enumerate(entries):
         try:
-            usable.append(ids_of(entry))
+            found.append(made(entry))
         except ValueError as error:
             if not skip_invalid:
                 raise
             wrong[place] = str(error)
-    if not usable:
+    if not found:
         raise ValueError(f"none of {len(wrong)} prompts can be used; the first: {next(iter(wrong.values()))}")
-    return usable, wrong
+    return found, wrong
 
 
 def tokenize(text: str, tokenizer: Any, chat: Chat, *, name: str) -> list[int]:
@@ -176,7 +178,7 @@ def is_jsonl(path: str | None) -> bool:
     return path is not None and path.lower().endswith(".jsonl")
 
 
-def _sources(options: PromptOptions) -> list[tuple[str, str]]:
+def sources(options: PromptOptions) -> list[tuple[str, str]]:
     """The text, or each line of a .jsonl file, with its name for messages."""
     if options.text is not None:
         return [(options.text, "prompt.text")]
@@ -184,15 +186,6 @@ def _sources(options: PromptOptions) -> list[tuple[str, str]]:
     name = f"prompt.file={options.file}"
     text = read_text(options.file, name)
     return _lines(text, name) if is_jsonl(options.file) else [(text, name)]
-
-
-def jsonl_texts(text: str, name: str) -> list[tuple[str, str]]:
-    """The prompt in each line of a .jsonl file, with its name for messages.
-
-    Raises:
-        ValueError: if a line is not a prompt.
-    """
-    return [(_text_of_line(line, None, line_name), line_name) for line, line_name in _lines(text, name)]
 
 
 def _lines(text: str, name: str) -> list[tuple[str, str]]:
@@ -204,7 +197,8 @@ def _lines(text: str, name: str) -> list[tuple[str, str]]:
     return lines
 
 
-def _text_of_line(line: str, question: str | None, name: str) -> str:
+def text_of_line(line: str, question: str | None, name: str) -> str:
+    """The prompt in a line of a .jsonl file, with its question. Raises: ValueError: it is none."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets that are nested too deep
@@ -254,5 +248,5 @@ def _prompts_of_ids(path: str, vocab_size: int, *, skip_invalid: bool) -> Prompt
         return row
 
     rows = entries if is_list_of_lists else [entries]
-    ids, skipped = _usable(rows, ids_of, skip_invalid=skip_invalid and is_list_of_lists)
+    ids, skipped = usable(rows, ids_of, skip_invalid=skip_invalid and is_list_of_lists)
     return Prompts(ids=ids, one_text=not is_list_of_lists, skipped=skipped)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from launch.inputs.options import PartitionOptions, only_outer, setup_of
-from launch.inputs.policies import checked, ineffective_options, prompt_cache_options
+from launch.inputs.policies import checked, ineffective_options
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -136,9 +136,6 @@ class ServeRun:
     def setup(self) -> Setup:
         """Facts that the options give of the run. Its policies are made once."""
         options: dict[str, Any] = {"a server": True, "serve.decode_ranks": self.serve.decode_ranks}
-        if self.policy["name"] == "prompt_cache":
-            policy = prompt_cache_options(self.policy)
-            options["policy.store"] = policy.store is not None or policy.disk_bytes is not None
         num_bytes = self.serve.prefix_cache_bytes
         prefixes = f"serve.prefix_cache_bytes={num_bytes}" if num_bytes else ""
         return replace(setup_of(self, options), prefixes=prefixes)

@@ -86,7 +86,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     guided = {"llguidance": package_version("llguidance") or "not installed"}
     ranks.require_same(guided, "install the same version on all hosts")
     model = load(run, ranks, partition)
-    store = _store(run, model, ranks)
+    store = made_store(run, model, ranks)
     tree = _tree(run, ranks)
 
     def check_options(engine: Engine) -> None:
@@ -114,9 +114,11 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
             _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas, told, asked)
         else:
             follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
-        if tree is not None and run.serve.prefix_folder is not None:
-            with ranks.busy():
+        with ranks.busy():
+            if tree is not None and run.serve.prefix_folder is not None:
                 tree.save(SAVE_S)
+            if store is not None:
+                store.settle(SAVE_S)
 
     _to_the_end(ranks, work)
 
@@ -191,8 +193,12 @@ def _check_numbers(reports: Sequence[Report]) -> None:
         raise ValueError(NOT_NUMBERS)
 
 
-def _store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
-    """The store of encoded modules with policy=prompt_cache. Its limits are the same on all ranks."""
+def made_store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
+    """The store of encoded modules with policy=prompt_cache. Its limits are the same on all ranks.
+
+    Raises:
+        ValueError: the folder of policy.store cannot be created or written to.
+    """
     if run.policy["name"] != "prompt_cache":
         return None
     host = min(ranks.gather(available_bytes() / ranks.local_size, "the free memory of hosts"))
@@ -200,8 +206,9 @@ def _store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None:
     most = {"host_bytes": int(STORE_SHARE * host), "device_bytes": int(STORE_SHARE * device)}
     default = StoreLimits()
     sizes = {name: min(getattr(default, name), size) for name, size in most.items()}
-    limits = StoreLimits(**(sizes | prompt_cache_options(run.policy).limits))
-    return SegmentStore(model, limits=limits, bits=run.cache.tier_bits)
+    policy = prompt_cache_options(run.policy)
+    limits, bits = StoreLimits(**(sizes | policy.limits)), run.cache.tier_bits
+    return ranks.on_all_ranks("the store", lambda: SegmentStore(model, policy.store, limits, bits=bits))
 
 
 def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:

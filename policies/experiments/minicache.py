@@ -55,6 +55,10 @@ class MiniCache(Policy, name="minicache"):
             value = getattr(self, option)
             require(0 <= value <= 1, option, value, "must be from 0 to 1")
 
+    @property
+    def last_queries(self) -> int:
+        return 0
+
     def layer_form(self, shapes: Sequence[Any], sees_all: Sequence[bool]) -> LayerForm | None:
         pairs = paired_layers(shapes, sees_all, self.start_share)
         options = {"towards_upper": self.interpolation, "exact_share": self.retain_share}

@@ -255,10 +255,10 @@ class KeptLayer(LayerStore):
         assert self.first == 0, self.first
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)
-        if len(set(self.pads)) == 1:  # known without asking the device, since rows of one length keep equally many
-            kept_pads = [max(0, num_kept - (self.num_slots - pad)) for pad in self.pads]
-        elif tokens_B is not None:
+        if tokens_B is not None:
             kept_pads = [num_kept - tokens for tokens in tokens_B]
+        elif len(set(self.pads)) == 1:  # known without asking the device, since rows of one length keep equally many
+            kept_pads = [max(0, num_kept - (self.num_slots - pad)) for pad in self.pads]
         else:  # the host waits for the slots
             pads_B1 = row_values(self.pads, slots_mBK.device)[:, None]
             kept_pads = (slots_mBK < pads_B1).sum(dim=0)[:, 0].tolist()

@@ -9,7 +9,7 @@ chosen without it. On several ranks, without policies: `ShardedConversation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -113,25 +113,34 @@ class Conversation:
 
         Args:
             ids_BC: token ids; a single row is used for all rows of the conversation.
-            pads: left padding of each row; only with the first tokens.
+            pads: left padding of each row; under cache policies or `cache.bits` only with the first tokens.
             all_logits: return the logits of all these tokens instead of the last one's. Under policies that narrow,
                 those of the other tokens are computed as by `peek` in a second forward, since dropped tokens have none.
             cut_back: False to drop no tokens yet: in all chunks of a prompt but the last one, if policies need to see
                 the whole prompt. A policy that decides on all layers at once does so once, and keeps all later tokens.
 
         Returns:
-            logits (B, V), or (B, C, V), in at least float32.
+            logits (B, V), or (B, C, V), in at least float32. On padding of a later turn they are those of tokens before
+            it, which are computed again in its place.
 
         Raises:
-            ValueError: no or unknown tokens, another number of rows, padding later on, more tokens than the model has
-                positions, or an earlier turn failed half-way.
+            ValueError: no or unknown tokens, another number of rows, padding that is not possible, more tokens than the
+                model has positions, or an earlier turn failed half-way.
         """
-        pads = self._checked_pads(ids_BC, pads)
+        was_long = self._is_long
+        keeps_all = not self.rank_policies and self._moves_rows
+        pads = self._checked_pads(ids_BC, pads, keeps_all=keeps_all)
         if self.cache is None:
             self.pads, self.rows = pads, [[] for _ in pads]
             self.cache = self.rank_policies.cache(self.model, batch=len(pads), has_turns=True)
         with self._advancing():
-            given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
+            given, is_first = ids_BC.shape[1], not self.num_tokens
+            ids_BC = self._taken_in(ids_BC, pads)
+            if self._is_long != was_long and was_long is not None:  # by which keys are rotated
+                ids_BC = self._begun_anew()
+            elif any(pads) and not is_first:
+                self._forget_last(pads)
+                ids_BC = self._newest(ids_BC.shape[1])
             every = None
             if all_logits and ids_BC.shape[1] > 1 and any(policy.narrows for policy in self.policies):
                 every = self._unthinned()._forward(ids_BC, all_logits=True, cut_back=False)
@@ -181,7 +190,7 @@ class Conversation:
         return logits_BCV[:, -given:]
 
     def generate(self, options: GenerationOptions | None = None) -> Decoded:
-        """Generate an answer, greedily by default. Rows that have ended wait for the others.
+        """Generate an answer, greedily by default. Rows that have ended wait for the others, and then go on with them.
 
         Raises:
             ValueError: there is nothing to answer, more tokens than the model has positions, an earlier turn failed
@@ -207,6 +216,9 @@ class Conversation:
             self.speculation = drafts.report
         self.num_tokens += decoded.num_steps - 1
         self.rows = [row.ids for row in rows]
+        waited = [decoded.num_steps - len(row.new_ids) for row in rows]
+        if any(waited) and self._moves_rows:
+            self._forget_last(waited)
         self.logits_BV = None
         self._unfed_B1 = row_values([row.new_ids[-1] for row in rows], self.model.device)[:, None]
         return decoded
@@ -217,6 +229,36 @@ class Conversation:
         other.rows = [list(row) for row in self.rows]
         other.cache = None if self.cache is None else self.cache.fork()
         return other
+
+    @property
+    def _moves_rows(self) -> bool:
+        """Whether the last tokens of single rows can be forgotten: a slot has a token of its own in each row alone."""
+        policies = self.rank_policies
+        is_plain = policies.storage.bits is None and policies.retriever is None and policies.merging is None
+        return is_plain and not policies.ragged and not self._between_turns
+
+    @torch.inference_mode()
+    def _forget_last(self, nums: Sequence[int]) -> None:
+        """Forget the last tokens of each row, and move its others behind as much more padding."""
+        assert self.cache is not None
+        for layer in self.cache.layers:
+            left_B = [max(0, layer.num_slots - pad - num) for pad, num in zip(layer.pads, nums, strict=True)]
+            slots_n, device = torch.arange(layer.num_slots, device=self.cache.device), self.cache.device
+            slots_Bn = (slots_n - row_values(nums, device)[:, None]).clamp_min(-1)
+            layer.keep(slots_Bn[:, None], room=0, tokens_B=left_B)
+        self.pads = [pad + num for pad, num in zip(self.pads, nums, strict=True)]
+
+    def _newest(self, num: int) -> Tensor:
+        """Ids (B, C) of the last tokens of each row, padded on the left where it has fewer."""
+        last = [ids[-num:] for ids in self.rows]
+        return torch.tensor([[0] * (num - len(ids)) + ids for ids in last], device=self.model.device)
+
+    def _begun_anew(self) -> Tensor:
+        """Forget all that is stored. Returns the ids (B, C) of all rows."""
+        longest = max(map(len, self.rows))
+        self.cache = self.rank_policies.cache(self.model, batch=len(self.rows), has_turns=True)
+        self.num_tokens, self.pads = 0, [longest - len(ids) for ids in self.rows]
+        return self._newest(longest)
 
     @contextmanager
     def _advancing(self) -> Iterator[None]:
@@ -311,8 +353,15 @@ class Conversation:
             ids_BC, self._unfed_B1 = torch.cat([self._unfed_B1, ids_BC], dim=1), None
         return ids_BC
 
-    def _checked_pads(self, ids_BC: Tensor, pads: list[int] | None) -> list[int]:
-        """Check new tokens and return their number of padding tokens by row. Raises: ValueError."""
+    def _checked_pads(self, ids_BC: Tensor, pads: list[int] | None, *, keeps_all: bool = False) -> list[int]:
+        """Check new tokens and return their number of padding tokens by row.
+
+        Args:
+            keeps_all: any tokens may be computed again.
+
+        Raises:
+            ValueError: as `feed`.
+        """
         self._require_whole()
         batch, num_new = ids_BC.shape
         if num_new == 0:
@@ -325,21 +374,30 @@ class Conversation:
                 raise ValueError(f"pads={pads} must give the padding of {batch} rows, below {num_new} tokens")
         else:
             if pads is not None and any(pads):
-                raise ValueError(f"pads={pads}: only the first turn may be padded; feed rows of equal length")
+                if not keeps_all:
+                    raise ValueError(f"pads={pads}: only the first turn may be padded here; feed rows of equal length")
+                if len(pads) != batch or batch != len(self.pads) or not all(0 <= pad < num_new for pad in pads):
+                    raise ValueError(
+                        f"pads={pads} must give the padding of {len(self.pads)} rows, below {num_new} tokens"
+                    )
             if batch not in (1, len(self.pads)):
                 raise ValueError(f"{batch} rows were given but the conversation has {len(self.pads)}")
             if len({pad + len(row) for pad, row in zip(self.pads, self.rows, strict=True)}) > 1:
                 raise ValueError(
-                    "rows ended their answers after different numbers of tokens, so they cannot go on together; use "
-                    "one row, or generation.ignore_eos=true"
+                    "rows ended their answers after different numbers of tokens, so they cannot go on together here; "
+                    "use one row, or generation.ignore_eos=true"
                 )
-            pads = [0] * len(self.pads)
+            pads = pads or [0] * len(self.pads)
         end = self.num_tokens + (self._unfed_B1 is not None) + num_new
-        self._check_length(max(end, self.length), end, self.pads or pads)
+        all_pads = [old + new for old, new in zip(self.pads or [0] * len(pads), pads, strict=True)]
+        self._check_length(max(end, self.length), end, all_pads, may_begin_anew=keeps_all)
         return pads
 
-    def _check_length(self, length: int, end: int, pads: list[int]) -> None:
+    def _check_length(self, length: int, end: int, pads: list[int], *, may_begin_anew: bool = False) -> None:
         """Check that the model supports `end` tokens, including padding, of a text of `length` tokens.
+
+        Args:
+            may_begin_anew: the text may be computed anew where RoPE changes.
 
         Raises:
             ValueError: they exceed the model's positions, rows have different lengths that the model does not support,
@@ -364,7 +422,7 @@ class Conversation:
             )
         if model.length_threshold is not None:
             is_long = length > model.length_threshold
-            if self._is_long is not None and is_long != self._is_long:
+            if self._is_long is not None and is_long != self._is_long and not may_begin_anew:
                 raise ValueError(
                     f"the conversation grows past {model.length_threshold} tokens, where this model's RoPE changes; "
                     "give its length from the start, or keep it shorter"

@@ -152,6 +152,10 @@ class ShardedConversation(Conversation):
         return stored_somewhere
 
     @property
+    def _moves_rows(self) -> bool:
+        return False  # the last tokens of a row are on any of the ranks
+
+    @property
     def follows_at_once(self) -> bool:
         return False  # each token has a rank that stores it
 

@@ -28,7 +28,7 @@ class Setup:
     Models and policies are `Any`, since the modules that define them use this one.
 
     Attributes:
-        options: given options that the runtime does not take, by their names, such as `prompt.skip_invalid`.
+        options: given options that the runtime does not take, by their names, such as `prompt.question`.
         num_stages: of the chain.
         num_shares: ranks that share one model, as of `ranks.tensor`.
         num_chunks: chunks of a prompt that are not empty.
@@ -267,10 +267,9 @@ def _compares_by_kv_head(setup: Setup) -> Words:
     return _step(lambda step: step.compares_by_kv_head or (step.votes_over_heads and not alike))(setup)
 
 
-def _stores_nothing(setup: Setup) -> Words:
-    """A policy that has no clusters to store with modules, as the user named it."""
-    name = _step(lambda step: not step.retrieves or step.clusters_key is None)(setup)
-    retrieve = setup.options.get("policy.retrieve")
+def _drops_tokens(setup: Setup) -> Words:
+    """A policy that does not keep all tokens, as the user named it."""
+    name, retrieve = _step(lambda step: not step.retrieves)(setup), setup.options.get("policy.retrieve")
     return name and (f"policy {name}" if retrieve is None else f"policy.retrieve={retrieve}")
 
 
@@ -419,7 +418,6 @@ FACTS: dict[str, Fact] = {
     "prefill=zigzag": _choice("prefill", "zigzag"),
     "prefill=tensor": _choice("prefill", "tensor"),
     "prefill other than kv_runahead": _other("prefill", "kv_runahead"),
-    "prefill other than kv_runahead or single": _other("prefill", "kv_runahead", "single"),
     "prefill.chunk_tokens": _option("prefill.chunk_tokens", "prefill"),
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
@@ -433,14 +431,12 @@ FACTS: dict[str, Fact] = {
     "option ranks.tensor": _option("ranks.tensor"),
     "option policy.positions": _option("policy.positions"),
     "ranks.tensor": _number("num_shares", "ranks.tensor={}"),
-    "prompt.skip_invalid": _option("prompt.skip_invalid"),
     "prompt.question": _option("prompt.question"),
     "prompt.ids_file": _option("prompt.ids_file"),
     "prompt.random_tokens": _option("prompt.random_tokens"),
     "prompt.chat": _option("prompt.chat"),
     "a server": _option("a server"),
     "serve.decode_ranks": _option("serve.decode_ranks"),
-    "policy.store": _option("policy.store"),
     # of texts
     "reuse of prefixes": lambda setup: setup.prefixes,
     "policy=prompt_cache": lambda setup: setup.segments,
@@ -450,7 +446,6 @@ FACTS: dict[str, Fact] = {
     # of the policies of both places
     "cache policies": _any_policy,
     "cache policies or cache.bits": _policies(lambda policies: _if(policies, "cache policies or cache.bits")),
-    "policies that drop tokens": _policies(lambda policies: _if(not policies.keeps_all, "cache policies")),
     "policy.positions=reencoded": _policies(
         lambda policies: _if(policies and policies.positions is Positions.reencoded, "policy.positions=reencoded")
     ),
@@ -461,6 +456,9 @@ FACTS: dict[str, Fact] = {
     # of the policies of the rank that decodes
     "a policy that decides on the whole prompt": _of_last(_policies(lambda policies: _named(policies.deciding))),
     "a policy that merges layers": _of_last(_policies(lambda policies: _named(policies.merging))),
+    "a policy that needs all tokens of a prompt": _of_last(
+        _step(lambda step: not step.retrieves and step.last_queries is None)
+    ),
     "a policy that needs attention inputs of each token": _of_last(
         _step(lambda step: step.needs_attention_input and step.replay is None)
     ),
@@ -473,7 +471,7 @@ FACTS: dict[str, Fact] = {
     ),
     "a policy that follows marks": _step(lambda step: step.follows_marks),
     "a policy that follows no marks": _step(lambda step: not step.follows_marks),
-    "a policy that stores nothing with modules": _stores_nothing,
+    "a policy that drops tokens": _drops_tokens,
     "a policy that narrows": _step(lambda step: step.narrows),
     "a policy that narrows, retrieves or merges layers": _step(
         lambda step: step.narrows or step.retrieves or step.merges_layers

@@ -80,11 +80,6 @@ REFUSED = (
         "use prefill=single, or leave it out: several ranks have a chunk each",
     ),
     # policy=prompt_cache
-    Refused(
-        ("policy=prompt_cache", "prompt.skip_invalid"),
-        "prompt.skip_invalid does not go with policy=prompt_cache",
-        "leave invalid prompts out",
-    ),
     *(
         Refused(
             (f"prompt.{name}", "policy=prompt_cache"),
@@ -104,20 +99,19 @@ REFUSED = (
         "",
     ),
     Refused(
-        ("a server", "policy=prompt_cache", "policy.store"),
-        "policy.store is for launch/infer.py",
-        "a server keeps modules in memory, so leave it out",
-    ),
-    Refused(
         ("a server", "policy=prompt_cache", "decode other than last"),
         "policy=prompt_cache needs decode=last in a server, not {2}",
         "",
     ),
-    Refused(("policy=prompt_cache", "prefill.chunk_tokens"), "{1} does not go with {0}", "leave it out"),
     Refused(
-        ("policy=prompt_cache", "a policy that stores nothing with modules"),
-        "{1} stores nothing with modules",
-        "use clusterkv, squeezed_attention or retroinfer",
+        ("policy=prompt_cache", "policy.clamped=true"),
+        "{1} needs keys that are not rotated, and {0} stores them rotated to their positions",
+        "use policy.clamped=false",
+    ),
+    Refused(
+        ("policy=prompt_cache", "a policy that drops tokens"),
+        "{1} may drop tokens, which are counted by their places, and prompts of {0} may have gaps between these",
+        "use one that retrieves, such as quest or clusterkv",
     ),
     Refused(("policy=prompt_cache", "marks"), MARKED, "give prompts without schemas"),
     Refused(
@@ -141,6 +135,11 @@ REFUSED = (
             ("windows", "has layers with windows"),
             ("ALiBi", "adds a bias to its attention by distance (ALiBi)"),
         )
+    ),
+    Refused(
+        ("policy.recompute", "prefill.chunk_tokens"),
+        "policy.recompute chooses in a layer among the tokens of the whole prompt, of which {1} computes a part",
+        "leave one of them out",
     ),
     Refused(("policy.recompute", "shared KV layers"), OTHERS_KV, "use policy.link_tokens"),
     Refused(
@@ -316,17 +315,32 @@ REFUSED = (
     # reuse of prefixes
     Refused(("reuse of prefixes", "marks"), MARKED, "use no prefix tree"),
     Refused(
-        ("reuse of prefixes", "policies that drop tokens"),
-        "{0} does not go with cache policies that drop tokens",
-        "use policy=full or one that retrieves alone, such as infinigen",
+        ("reuse of prefixes", "a policy that narrows"),
+        "policy {1} leaves tokens out of deeper layers, so that no prompt is stored whole",
+        "use one that only evicts, such as snapkv, or leave the tree out (serve.prefix_cache_bytes=0)",
     ),
     Refused(
-        ("reuse of prefixes", "prefill other than kv_runahead or single"),
-        "{0} does not go with {1}",
+        ("reuse of prefixes", "a policy that needs all tokens of a prompt"),
+        "policy {1} decides by what is computed of all tokens of a prompt, and those of a stored prefix are not",
+        "use one that looks at the last tokens or at keys, such as snapkv, or leave the tree out "
+        "(serve.prefix_cache_bytes=0)",
+    ),
+    *(
+        Refused(
+            ("reuse of prefixes", option),
+            "{1} needs keys that are not rotated, and {0} stores them rotated to their positions",
+            remedy,
+        )
+        for option, remedy in (
+            ("policy.positions=reencoded", "use policy.positions=original"),
+            ("policy.clamped=true", "use policy.clamped=false"),
+        )
+    ),
+    Refused(
+        ("reuse of prefixes", "prefill=tsp or zigzag"),
+        "{0} does not go with {1}, which has no stage that stores a prompt while others compute it",
         CHAIN,
     ),
-    Refused(("reuse of prefixes", "prefill.chunk_tokens"), "{0} does not go with {1}", "leave it out"),
-    Refused(("reuse of prefixes", "ranks.tensor"), "{0} does not go with {1}", "use ranks.tensor=1"),
     Refused(
         ("reuse of prefixes", "decode other than last on several stages"),
         "{0} does not go with {1}",

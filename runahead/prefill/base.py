@@ -135,7 +135,8 @@ class PrefillJob:
         stored: what the last stage of a chain has stored of the prompts, and sends to the others; on all of them. Only
             there it is `reused`, too.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
-        gives_new: fill `given` of the result on the rank that decodes. The policies then retrieve, and nothing else.
+        gives_new: fill `given` of the result on the rank that decodes.
+        texts: whole prompts, if some of their tokens are reused and policies decide on all.
         record: record the timeline of this rank.
         meanwhile: what the rank does besides; None is nothing.
     """
@@ -152,6 +153,7 @@ class PrefillJob:
     stored: StoredPrefix | None = None
     chunk_tokens: int | None = None
     gives_new: bool = False
+    texts: PromptBatch | None = None
     record: bool = False
     meanwhile: Meanwhile | None = None
 

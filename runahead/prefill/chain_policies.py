@@ -14,7 +14,7 @@ from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.context import ContextPartition
 from runahead.prefill.chain_run import ChainRun
-from runahead.reuse.reused_kv import ReusedKV, WholeTexts
+from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.steps import PolicySteps
 
 
@@ -51,8 +51,7 @@ class ChainPolicies(LayerHook):
         self.kept = kept
         prompt_tokens = job.own_tokens
         if self._texts is not None:  # the same tokens, by their index in the whole text
-            prompt_tokens = max(self._texts.lengths)
-            tokens = NewTokens(prompt_tokens - len(chunk), [prompt_tokens - num for num in self._texts.lengths])
+            prompt_tokens, tokens = max(self._texts.lengths), self._texts.last_tokens(len(chunk))
             if kept is not None:
                 kept.gaps, kept.stored_parts = self._texts.gaps, self._texts.stored_parts()
         self._steps = PolicySteps(
@@ -87,17 +86,14 @@ class ChainPolicies(LayerHook):
     def closed(self, call: LayerCall) -> None:
         if self.kept is None and not self._steps.policies:
             return
-        layer, texts = call.layer, self._texts
-        kept = self._stored(call) if texts is None else self._whole(layer, texts)
-        borrowed = kept.slab_TBKX if texts is None else None
-        if self.kept is not None:
-            self.kept.layers[layer] = kept
+        layer, texts, cache = call.layer, self._texts, self._run.cache
         self._steps.input_BCD = call.input_BCD
-        kept = self._steps.run(layer, kept, call.seen, call.terms)
-        if self.kept is not None:
-            self.kept.layers[layer] = kept
-            self.kept.own(layer, room=self._steps.room, is_borrowed=kept.slab_TBKX is borrowed)
-            self.kept.note_peak()
+        if texts is None:
+            self._steps.store(layer, self._stored(call), call.seen, call.terms, is_borrowed=True)
+            return
+        new_SBKX = cache.layers[layer].slab.tokens(0, self._run.job.batch.num_tokens)
+        whole = texts.layer(layer, cache.slabs.shapes[layer], new_SBKX, room=self._steps.room)
+        self._steps.store(layer, whole, call.seen, call.terms)
 
     def _stored(self, call: LayerCall) -> KeptLayer:
         """The tokens in a layer's slab, in its memory."""
@@ -117,18 +113,4 @@ class ChainPolicies(LayerHook):
             num_slots=end - begin,
             first=0 if is_part else begin,
             rotary=stored.rotary,
-        )
-
-    def _whole(self, layer: int, texts: WholeTexts) -> KeptLayer:
-        """The tokens that are reused and those in a layer's slab, in memory of their own."""
-        job, room, num_tokens = self._run.job, self._steps.room, self._steps.prompt_tokens
-        new_SBKX = self._run.cache.layers[layer].slab.tokens(0, job.batch.num_tokens)
-        pads = [num_tokens - num for num in texts.lengths]
-        index_T = torch.arange(num_tokens + room, device=new_SBKX.device)
-        return KeptLayer(
-            shape=self._run.cache.slabs.shapes[layer],
-            slab_TBKX=texts.kv(layer, new_SBKX, room=room),
-            placed_TBK=(index_T[:, None] - row_values(pads, new_SBKX.device))[:, :, None].int(),
-            pads=pads,
-            num_slots=num_tokens,
         )

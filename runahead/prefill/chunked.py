@@ -3,6 +3,8 @@
 Activations take the memory of one chunk. A policy whose budget is a share of the prompt sees the whole prompt before it
 drops anything, so results equal those of an unchunked prefill. A policy that keeps a fixed number of tokens drops after
 every chunk instead, so that the KV cache of a prompt of any length fits.
+
+Under policies what prompts reuse is stored together with what was computed, once the last chunk has attended to both.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import time
 from itertools import count, pairwise
 
 from policies.base import Phase
-from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore
+from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
+from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
+from runahead.reuse.cache import reusing
+from runahead.reuse.reused_kv import ReusedKV, WholeTexts
 from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
@@ -25,14 +29,25 @@ from runahead.timeline.trace import TraceSpan
 
 def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     """Prefill the whole prompt on this rank, `chunk_tokens` tokens at a time."""
-    model, batch, ranks, policies = job.model, job.batch, job.ranks, job.policies
-    num_tokens, num_rows = batch.num_tokens, len(batch.pads)
+    model, batch, ranks, policies, reused = job.model, job.batch, job.ranks, job.policies, job.reused
+    num_tokens, pads = batch.num_tokens, batch.pads
     bounded = policies.most_slots(model.num_layers, Phase.prefill) is not None
     room = policies.room(job.capacity - num_tokens)
-    kept = policies.cache(model, batch=num_rows) if policies else None
-    cache: KVStore = kept or model.empty_cache(job.capacity, batch=num_rows)
+    kept = policies.cache(model, batch=len(pads)) if policies else None
+    texts = None
+    if kept is not None and (reused is not None or job.gives_new):
+        texts = (reused or ReusedKV.nothing(num_tokens, pads)).whole(pads)
+    new: KVCache | None = None
+    if kept is None or texts is not None:
+        new = model.empty_cache(job.capacity if kept is None else num_tokens, batch=len(pads))
+    if kept is not None and texts is not None:
+        kept.gaps, kept.stored_parts = texts.gaps, texts.stored_parts()
+    seen = kept if new is None else new if reused is None else reusing(new.slabs, reused)
+    assert seen is not None
 
-    edges = [*range(0, num_tokens, chunk_tokens), num_tokens]
+    # The queries that policies look at are in the last chunk.
+    last = num_tokens - (0 if texts is None else policies.num_observed)
+    edges = [0, *(edge for edge in range(chunk_tokens, num_tokens, chunk_tokens) if edge <= last), num_tokens]
     layers, num_layers = count(1), model.num_layers * (len(edges) - 1)
 
     def after_layer() -> None:
@@ -46,28 +61,32 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     marks = [clock.mark()]
     logits_BV = None
     for start, end in pairwise(edges):
-        tokens = NewTokens(start, batch.pads)
+        tokens = NewTokens(start, pads)
         is_last = end == num_tokens
-        if kept is None:
-            attention = CausalAttention(cache, start=start, pads=batch.pads, on_layer=after_layer)
+        if kept is None or (texts is not None and not is_last):
+            attention = CausalAttention(seen, start=start, pads=pads, on_layer=after_layer)
         else:
             steps = PolicySteps(
                 model,
                 policies.last,
-                tokens,
-                prompt_tokens=num_tokens,
+                tokens if texts is None else texts.last_tokens(end - start),
+                prompt_tokens=num_tokens if texts is None else max(texts.lengths),
                 room=room if is_last else chunk_tokens,
                 evicts=bounded or is_last,
                 cache=kept,
             )
-            attention = attention_under(steps, kept, on_layer=after_layer)
+            if new is None or texts is None:
+                attention = attention_under(steps, kept, on_layer=after_layer)
+            else:
+                hooks = [StoredTexts(new, texts, steps)]
+                attention = CausalAttention(seen, start=start, pads=pads, hooks=hooks, on_layer=after_layer)
         try:
             with model.ranges("chunk of tokens", f"{start}-{end}"):
                 logits_BV = model.forward(
                     batch.ids_BS[:, start:end],
                     attention,
                     start=start,
-                    pads=batch.pads,
+                    pads=pads,
                     length=num_tokens,
                     tokens=tokens if policies.narrows else None,
                 )
@@ -76,19 +95,45 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
             return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)
         marks.append(clock.mark())
     if kept is not None:
-        decide_on_prompt(model, policies, kept, batch.ids_BS, batch.pads, room=room, on_layer=ranks.progress)
-        kept.settle(room=room)
+        whole = job.texts or batch
+        decide_on_prompt(model, policies, kept, whole.ids_BS, whole.pads, room=room, on_layer=ranks.progress)
+        if texts is None or policies.deciding is not None:
+            kept.settle(room=room)
+    cache = seen if kept is None else kept
     cache.peak_bytes = max(cache.peak_bytes, cache.num_bytes)
     finished, times_s = clock.mark(), [clock.seconds(mark) for mark in marks]
     report = RankReport(
         rank=ranks.rank,
         chunk_tokens=num_tokens,
         prefill_s=clock.seconds(finished) - began_s,
-        kv_peak_bytes=cache.peak_bytes,
+        kv_peak_bytes=cache.peak_bytes + (0 if new is None or kept is None else new.num_bytes),
     )
     cache.describe_prompt(report)
     spans = [
         TraceSpan(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")
         for (begin, done), (start, end) in zip(pairwise(times_s), pairwise(edges), strict=True)
     ]
-    return Prefilled(logits_BV=logits_BV, cache=cache, report=report, spans=spans if job.record else [])
+    prefilled = Prefilled(logits_BV=logits_BV, cache=cache, report=report, spans=spans if job.record else [])
+    if job.gives_new and kept is not None:
+        prefilled.given = new
+    return prefilled
+
+
+class StoredTexts(LayerHook):
+    """Gives policies the whole texts of prompts that reuse others, once their last new tokens have attended to a layer.
+
+    Args:
+        new: has all new tokens, in slabs.
+        texts: what is reused, and the new tokens.
+        steps: the policies, and the cache in which whole texts are stored.
+    """
+
+    def __init__(self, new: KVCache, texts: WholeTexts, steps: PolicySteps) -> None:
+        self._new, self._texts, self._steps = new, texts, steps
+
+    def closed(self, call: LayerCall) -> None:
+        layer, slabs = call.layer, self._new.slabs
+        new_SBKX, shape = slabs.by_layer[layer].slab_TBKX, slabs.shapes[layer]
+        whole = self._texts.layer(layer, shape, new_SBKX, room=self._steps.room)
+        self._steps.input_BCD = call.input_BCD
+        self._steps.store(layer, whole, call.seen, call.terms)

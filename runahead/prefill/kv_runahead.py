@@ -148,8 +148,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         if kept is not None:
             if policies.deciding is not None:
                 run.await_device()
-            room, ids_BS = policies.room(job.own_new_tokens), job.batch.ids_BS
-            decide_on_prompt(model, policies, kept, ids_BS, pads, room=room, on_layer=ranks.progress)
+            room, texts = policies.room(job.own_new_tokens), job.texts or job.batch
+            decide_on_prompt(model, policies, kept, texts.ids_BS, texts.pads, room=room, on_layer=ranks.progress)
             if policies.deciding is not None:
                 kept.settle(room=room)
 

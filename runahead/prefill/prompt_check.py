@@ -92,6 +92,34 @@ class PromptLimits:
             return None
         return max(1, min(DEFAULT_CHUNK_TOKENS, self.max_positions - stay))
 
+    def apart(self, lengths: Sequence[int], num_new: Sequence[int]) -> str | None:
+        """Why prompts of these lengths, with so many new tokens each, cannot run at once; None if they can."""
+        if len(set(lengths)) == 1:
+            return None
+        if self.uneven_limit is not None and max(lengths) + max(num_new) > self.uneven_limit:
+            return (
+                f"{self.name} counts positions from the start of the longest prompt, so prompts of different lengths "
+                "cannot run at once"
+            )
+        limit = self.max_positions
+        if limit is not None and self.policies.clamped_to is not None and max(lengths) > limit:
+            return (
+                f"prompts of {min(lengths)} to {max(lengths)} tokens cannot run at once, since those beyond the "
+                f"model's {limit} positions retrieve together"
+            )
+        return None
+
+    def together(self, lengths: Sequence[int], num_new: int) -> list[range]:
+        """Runs of prompts that follow each other, of these lengths, each of which can run at once."""
+        found = [range(0, 0)]
+        for end in range(1, len(lengths) + 1):
+            start = found[-1].start
+            if self.apart(lengths[start:end], [num_new]) is None:
+                found[-1] = range(start, end)
+            else:
+                found.append(range(end - 1, end))
+        return found
+
     def remedy(self, num_tokens: int, num_new: int) -> str | None:
         """Remedy for a prompt and `num_new` generated tokens that exceed the model's positions; None if they fit."""
         limit, policies = self.max_positions, self.policies
@@ -168,18 +196,8 @@ def check_prompts(
         _check_length(name, len(ids), num, limits)
     lengths = [len(prompt.ids) if isinstance(prompt, ReusingPrompt) else len(prompt) for prompt in prompts]
     _check_threshold(names, lengths, after_each, limits)
-    uneven = len(set(lengths)) > 1
-    if uneven and limits.uneven_limit is not None and max(lengths) + max(after_each) > limits.uneven_limit:
-        raise ValueError(
-            f"{limits.name} counts positions from the start of the longest prompt, so prompts of different lengths "
-            "cannot run at once; use prompt.batch=1"
-        )
-    limit, clamps = limits.max_positions, limits.policies.clamped_to is not None
-    if uneven and clamps and limit is not None and max(lengths) > limit:
-        raise ValueError(
-            f"prompts of {min(lengths)} to {max(lengths)} tokens cannot run at once, since those beyond the model's "
-            f"{limit} positions retrieve together; use prompt.batch=1"
-        )
+    if (apart := limits.apart(lengths, after_each)) is not None:
+        raise ValueError(f"{apart}; use prompt.batch=1")
 
 
 def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits) -> None:

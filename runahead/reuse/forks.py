@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from policies.base import GivenPrompt, ReusingPrompt
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
@@ -54,7 +52,7 @@ def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: in
         return [row, *(row.fork() for _ in range(count - 1))], 0
     reused = reused_by(row)
     if reused is None:
-        reused = ReusedKV(parts=[], positions_BS=torch.arange(num_tokens)[None], ends=[num_tokens])
+        reused = ReusedKV.nothing(num_tokens, [0])
     assert reused.positions_BS.shape == (1, num_tokens), (reused.positions_BS.shape, num_tokens)
     given = ReusedPart(layers_TKX=layers_TKX, positions_T=reused.positions_BS[0], rows=(0,))
     after = replace(reused, parts=[*reused.parts, given], positions_BS=reused.positions_BS[:, num_tokens:])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class RowPrefix:
     def nodes(self) -> list[PrefixNode]:
         """The nodes that it holds, in the order of the text."""
         return self._hit.nodes
+
+    def num_whole(self) -> int:
+        """Wait for what is reused. Returns the number of first tokens of which no layer is lost."""
+        there = takewhile(lambda node: node.layers_TKX.are_whole(), self.nodes)
+        return sum(len(node.ids) for node in there)
 
     def extend(self, ids: Sequence[int], layers_TKX: Sequence[Tensor]) -> None:
         """Reuse a longer prefix, whose last tokens were computed for that.

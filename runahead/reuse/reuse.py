@@ -97,8 +97,7 @@ class Reuse:
         began_s = time.perf_counter()
         all_found = {segment.content_key: self.store.find(segment) for segment in self.segments}
         found_clusters: dict[str, Found | None] = {}
-        if retriever is not None:
-            key = retriever.clusters_key or ""
+        if retriever is not None and (key := retriever.clusters_key) is not None:
             found_clusters = {each.content_key: self.store.find(each, key) for each in self.segments}
         report, found_s = self.report, time.perf_counter()
         report.lookup_s = found_s - began_s

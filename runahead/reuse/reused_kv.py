@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 from policies.retriever import StoredPart
+from policies.row_values import row_values
+from runahead.cache.kept import KeptLayer
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.slabs import KVShape
 from runahead.reuse.tiers.layer_rows import Layers
 
 FEW_PARTS = 3
@@ -95,6 +99,12 @@ class ReusedKV:
     arrives: bool = False
     blended: list[ReusedPart] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
+
+    @classmethod
+    def nothing(cls, num_tokens: int, pads: Sequence[int]) -> ReusedKV:
+        """Of prompts that reuse nothing, left-padded to so many tokens."""
+        positions_BS = (torch.arange(num_tokens) - torch.tensor(pads)[:, None]).clamp_min(0)
+        return cls(parts=[], positions_BS=positions_BS, ends=[num_tokens - pad for pad in pads])
 
     @cached_property
     def _in_line(self) -> list[int]:
@@ -205,6 +215,24 @@ class WholeTexts:
             ]
             for layer in range(num_layers)
         ]
+
+    def last_tokens(self, num: int) -> NewTokens:
+        """The last tokens of the longest text, by their index in the padded batch of whole texts."""
+        longest = max(self.lengths)
+        return NewTokens(longest - num, [longest - length for length in self.lengths])
+
+    def layer(self, number: int, shape: KVShape, new_SBKX: Tensor, *, room: int) -> KeptLayer:
+        """A layer of the whole texts, in memory of its own; see `kv`."""
+        longest = max(self.lengths)
+        pads, device = [longest - length for length in self.lengths], new_SBKX.device
+        index_T1 = torch.arange(longest + room, device=device)[:, None]
+        return KeptLayer(
+            shape=shape,
+            slab_TBKX=self.kv(number, new_SBKX, room=room),
+            placed_TBK=(index_T1 - row_values(pads, device))[:, :, None].int(),
+            pads=pads,
+            num_slots=longest,
+        )
 
     def kv(self, layer: int, new_SBKX: Tensor, *, room: int) -> Tensor:
         """Keys and values (L + room, B, K, H + V) of a layer's whole texts, of which the longest has L tokens.

@@ -85,11 +85,6 @@ class RankPolicies:
         return bool(self.last or self.others)
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether all keys and values of a prompt are computed and kept as they are: policies, if any, retrieve."""
-        return all(isinstance(each, Retriever) for each in (*self.last, *self.others)) and self.clamped_to is None
-
-    @property
     def narrows(self) -> bool:
         """Whether layers compute fewer tokens from layer to layer, on some rank."""
         return any(policy.narrows for policy in (*self.last, *self.others))
@@ -100,8 +95,9 @@ class RankPolicies:
 
     @property
     def num_observed(self) -> int:
-        """Last tokens of a prompt whose queries must be computed, since what is retrieved depends on them."""
-        return 0 if self.retriever is None else num_observed(self.retriever)
+        """Last tokens of a prompt whose queries must be computed, since what is kept or retrieved depends on them."""
+        observed = (num_observed(each) if isinstance(each, Retriever) else each.last_queries or 0 for each in self.last)
+        return max(observed, default=0)
 
     def of(self, *, is_last: bool) -> list[Policy]:
         """The policies that run on a rank."""

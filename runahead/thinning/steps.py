@@ -111,6 +111,22 @@ class PolicySteps:
             self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
         return kept
 
+    def store(
+        self, layer: int, kept: KeptLayer, seen: SeenKV, terms: AttentionTerms, *, is_borrowed: bool = False
+    ) -> None:
+        """Run the policies on a layer of a prompt, and store in the cache, if there is one, what they leave of it.
+
+        Args:
+            is_borrowed: whether the layer is in memory of others.
+        """
+        if self.cache is not None:
+            self.cache.layers[layer] = kept
+        slab_TBKX, kept = kept.slab_TBKX, self.run(layer, kept, seen, terms)
+        if self.cache is not None:
+            self.cache.layers[layer] = kept
+            self.cache.own(layer, room=self.room, is_borrowed=is_borrowed and kept.slab_TBKX is slab_TBKX)
+            self.cache.note_peak()
+
     def _decides(self, policy: Policy) -> bool:
         """Whether a policy decides on these tokens, rather than only carries something of them."""
         return self.tokens.phase is Phase.prefill or policy.while_decoding
@@ -202,7 +218,7 @@ class PolicySteps:
     def _keys_and_values(self, kept: KeptLayer, seen: SeenKV) -> tuple[Tensor, Tensor]:
         """Keys (B, K, n, H) and values (B, K, n, V) of a layer's slots; their shapes alone if no policy needs more."""
         if any(policy.needs_keys and self._decides(policy) for policy in self.policies):
-            k_BKnH, v_BKnV = seen.read()
+            k_BKnH, v_BKnV = kept.read() if seen.whole is None else seen.read()
             if self.part is not None:  # the queries have seen tokens of other ranks, too, before these
                 k_BKnH, v_BKnV = (x[:, :, x.shape[2] - kept.num_slots :] for x in (k_BKnH, v_BKnV))
             return k_BKnH, v_BKnV

@@ -197,38 +197,112 @@ def test_nothing_to_answer_and_padding_later_on_are_told() -> None:
     with pytest.raises(ValueError, match="there is nothing to answer; feed tokens first"):
         ours.generate()
     feed(ours, IDS[:8])
-    with pytest.raises(ValueError, match=r"pads=\[2\]: only the first turn may be padded"):
-        feed(ours, IDS[8:], pads=[2])
+    with pytest.raises(ValueError, match=r"pads=\[40\] must give the padding of 1 rows"):
+        feed(ours, IDS[8:], pads=[40])
     with pytest.raises(ValueError, match="2 rows were given but the conversation has 1"):
         feed(ours, IDS[8:], IDS[8:])
     with pytest.raises(ValueError, match="exceeds the 512 positions"):
         ours.generate(GenerationOptions(max_new_tokens=600))
 
 
-def test_rows_that_ended_apart_cannot_go_on_together() -> None:
-    first, second = oracle_tokens("llama", tuple(IDS[:20]), 4), oracle_tokens("llama", tuple(IDS[20:40]), 4)
-    ours = conversation()
-    feed(ours, IDS[:20], IDS[20:40])
+def ended_apart(*policies: Policy, family: str = "llama") -> tuple[Conversation, list[list[int]]]:
+    """A conversation of two rows after an answer that the first one ended earlier, and the ids of the rows."""
+    rows = [IDS[:20], IDS[20:40]]
+    alone = [conversation(*policies, family=family) for _ in rows]
+    for each, ids in zip(alone, rows, strict=True):
+        feed(each, ids)
+    first, second = (generate(each)[0] for each in alone)
     # An end of text that only one of the rows comes to.
-    ends = next(token for token in first[:3] if token not in second)
+    ends = next(token for token in first[:4] if token not in second)
+    ours = conversation(*policies, family=family)
+    feed(ours, *rows)
     with throughout(torch.float64), pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(ours.model), "eos_token_ids", {ends})
-        ours.generate(GenerationOptions(max_new_tokens=4))
+        ours.generate(GenerationOptions(max_new_tokens=6))
+    assert len(ours.rows[0]) < len(ours.rows[1]) == 26
+    return ours, ours.rows
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+def test_rows_that_ended_apart_go_on_together(family: str) -> None:
+    """Each as if it was alone, also after another answer and a fork."""
+    ours, rows = ended_apart(family=family)
+    fork = ours.fork()
+    for row, logits_V in zip(rows, feed(ours, [5, 7, 9]), strict=True):
+        equal(logits_V, oracle_logits(family, (*row[:-3], 5, 7, 9)))
+    answers = generate(ours)
+    for row, answer in zip(ours.rows, answers, strict=True):
+        assert answer == oracle_tokens(family, tuple(row[: -len(answer)]), len(answer))
+    for row, logits_V in zip(fork.rows, feed(fork, [8]), strict=True):
+        equal(logits_V, oracle_logits(family, tuple(row)))
+
+
+def test_under_a_policy_rows_that_ended_apart_go_on_as_each_does_alone() -> None:
+    policy = SnapKV(budget=12, window=4, kernel=3)
+    ours, rows = ended_apart(policy)
+    lengths = [len(ids) - 20 for ids in rows]
+    together = feed(ours, [5, 7])
+    for row, (ids, num_new) in enumerate(zip(rows, lengths, strict=True)):
+        alone = conversation(policy)
+        feed(alone, ids[:20])
+        if num_new > 1:  # all but the last token of an answer are stored
+            with throughout(torch.float64):
+                alone.follow(torch.tensor([ids[20 : 20 + num_new - 1]]))
+        equal(together[row], feed(alone, [ids[20 + num_new - 1], 5, 7])[0])
+
+
+def test_under_a_policy_that_cuts_back_answers_rows_that_ended_apart_cannot_go_on_together() -> None:
+    ours, _ = ended_apart(H2O(budget=12))
     with pytest.raises(ValueError, match="after different numbers of tokens"):
         feed(ours, [5])
 
 
-def test_a_change_of_rope_within_a_conversation_is_told_or_known_ahead() -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_bigcode", "bloom"])
+def test_later_turns_may_be_padded(family: str) -> None:
+    """By more than a row has stored, too."""
+    ours = conversation(family=family)
+    rows = [IDS[:9], IDS[9:11]]
+    feed(ours, rows[0], [0] * 7 + rows[1], pads=[0, 7])
+    for turn, pads in (([12, 3], [0, 9]), ([2, 6], [4, 0]), ([1, 1], [0, 0])):
+        new = [prompt(num, seed=num) for num in turn]
+        rows = [ids + more for ids, more in zip(rows, new, strict=True)]
+        logits_BCV = feed(
+            ours, *([0] * pad + ids for pad, ids in zip(pads, new, strict=True)), pads=pads, all_logits=True
+        )
+        for ids, logits_CV in zip(rows, logits_BCV, strict=True):
+            equal(logits_CV[-1], oracle_logits(family, tuple(ids)))
+    assert ours.rows == rows
+
+
+@pytest.mark.parametrize("lengths", [(20,), (20, 11)], ids=["a row", "padded rows"])
+def test_a_text_that_crosses_a_change_of_rope_is_computed_anew(lengths: tuple[int, ...]) -> None:
+    """As transformers does: all keys are those of the whole text."""
+    family, more = "phi3_longrope", prompt(ROPE_THRESHOLD, seed=3)
+    ours, rows = conversation(family=family), [prompt(length, seed=length) for length in lengths]
+    feed(ours, *([0] * (20 - len(ids)) + ids for ids in rows), pads=[20 - len(ids) for ids in rows])
+    for turn in (more[:-9], more[-9:]):
+        rows = [ids + turn for ids in rows]
+        for ids, logits_V in zip(rows, feed(ours, turn), strict=True):
+            if len(ids) > ROPE_THRESHOLD:
+                equal(logits_V, oracle_logits(family, tuple(ids)))
+    assert max(map(len, rows)) > ROPE_THRESHOLD and ours.rows == rows
+
+
+def test_a_change_of_rope_within_an_answer_or_under_a_policy_is_told_or_known_ahead() -> None:
     family, ids = "phi3_longrope", prompt(ROPE_THRESHOLD + 10)
-    short = conversation(family=family)
+    short = conversation(SnapKV(budget=12, window=4), family=family)
     feed(short, ids[:20])
     with pytest.raises(ValueError, match=f"grows past {ROPE_THRESHOLD} tokens, where this model's RoPE changes"):
         feed(short, ids[20:])
+    short = conversation(family=family)
+    feed(short, ids[: ROPE_THRESHOLD - 2])
+    with pytest.raises(ValueError, match=f"grows past {ROPE_THRESHOLD} tokens, where this model's RoPE changes"):
+        generate(short)
     known = conversation(family=family, length=len(ids))
     feed(known, ids[:20])
     equal(feed(known, ids[20:])[0], oracle_logits(family, tuple(ids)))
 
 
 def test_a_policy_that_cannot_work_on_a_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="ALiBi"):
-        conversation(StreamingLLM(budget=12), family="bloom")
+    with pytest.raises(ValueError, match="windows"):
+        conversation(PyramidInfer(), family="gemma2")

@@ -321,7 +321,7 @@ def test_the_command_line_knows_which_policies_clamp() -> None:
     assert clamps({"name": "per_rank", "ranks": {"last": "infllm"}})
     for options, is_clamped in (({}, True), ({"clamped": False}, False)):
         assert clamps({"name": "infllm"} | options) is is_clamped
-        assert RankPolicies.everywhere([InfLLM(**options)]).keeps_all is not is_clamped
+        assert (RankPolicies.everywhere([InfLLM(**options)]).clamped_to is not None) is is_clamped
 
 
 def test_what_it_does_not_go_with_is_refused() -> None:

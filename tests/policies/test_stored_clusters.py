@@ -20,10 +20,10 @@ from policies import clustering
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters
-from policies.quest import Quest
 from policies.retriever import StoredPart
 from policies.retroinfer import RetroInfer
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from policies.snapkv import SnapKV
 from policies.squeezed_attention import SqueezedAttention
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.config import Device, RanksOptions
@@ -33,6 +33,7 @@ from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.test_indices import KV_HEADS, slots_of, view
+from tests.policies.test_retrieval import ALL, SOME, policy
 from tests.ranks.tasks import tiny_model
 from tests.reuse.test_prefixes import require_same
 from tests.serving.test_prefixes import Serving
@@ -45,6 +46,18 @@ POLICIES: dict[str, ClusterKV] = {
     "two_levels": SqueezedAttention(**FEW, observed=7, quantile=0.6, coarse=3, coarse_quantile=0.3),
     "retroinfer": RetroInfer(**FEW, fetch=20),
 }
+
+STORING = tuple(POLICIES)
+INDEXED = [name for name in SOME if name not in (*STORING, "offload")]
+"""Policies that retrieve and store nothing with modules: they index whole prompts."""
+
+
+def retrieving(name: str, **options: Any) -> Policy:
+    """A policy of either kind; with other options if it has them."""
+    if name in POLICIES:
+        return replace(POLICIES[name], **{each: val for each, val in options.items() if hasattr(POLICIES[name], each)})
+    seen = {"observed": 5} if name in ("infinigen", "infllm") else {}
+    return policy(name, (ALL if options else SOME)[name] | seen)
 
 
 def engine_of(*policies: Policy, store: SegmentStore | None = None) -> Engine:
@@ -87,13 +100,13 @@ ONE = ReusingPrompt(
 """A module and seven tokens, all of which are alone in their clusters."""
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*STORING, *INDEXED])
 def test_a_module_is_retrieved_as_if_it_was_clustered_in_the_prompt(name: str) -> None:
     """All numbers are those of the plain prompt, whose clusters are the same.
 
     With clusters of keys and values together it fails.
     """
-    engine = engine_of(POLICIES[name])
+    engine = engine_of(retrieving(name))
     with throughout(torch.float64):
         ours, theirs = engine.generate([ONE], OPTIONS), engine.generate([ONE.ids], OPTIONS)
     require_same(ours, theirs)
@@ -126,13 +139,12 @@ GAPS = ReusingPrompt(uses=USES, new_ids=tuple(prompt(24, seed=7)), new_positions
 ALONE = ReusingPrompt(uses=USES[1:], new_ids=(5, 6, 7), new_positions=(2, 33, 46))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*STORING, *INDEXED])
 def test_all_of_a_prompt_is_the_full_cache(name: str) -> None:
     """Of modules with gaps, that are used in part, between new tokens, and in a row with padding."""
-    policy, change = POLICIES[name], {"fetch": 1.0, "coarse": 0}
-    policy = replace(policy, **{option: value for option, value in change.items() if hasattr(policy, option)})
+    every = retrieving(name, fetch=1.0, coarse=0)
     with throughout(torch.float64):
-        require_same(*(engine_of(*each).generate([GAPS, ALONE], OPTIONS) for each in ((policy,), ())))
+        require_same(*(engine_of(*each).generate([GAPS, ALONE], OPTIONS) for each in ((every,), ())))
 
 
 @pytest.mark.parametrize("name", ["clusterkv", "two_levels"])
@@ -276,13 +288,13 @@ def test_parts_that_are_joined_are_of_no_segment() -> None:
     assert (one.segment, one.first, one.clusters_TKx) == ("", 0, None) and joined.whole([0]).stored_parts() == []
 
 
-def test_policies_that_store_nothing_with_modules_are_refused() -> None:
-    with pytest.raises(ValueError, match="policy Quest stores nothing with modules; use clusterkv, squeezed_attention"):
-        engine_of(Quest()).generate([ONE], OPTIONS)
+def test_policies_that_drop_tokens_and_models_with_windows_are_refused() -> None:
+    with pytest.raises(ValueError, match="policy SnapKV may drop tokens.* gaps between these; use one that retrieves"):
+        engine_of(SnapKV()).generate([ONE], OPTIONS)
     with pytest.raises(ValueError, match="policy ClusterKV does not go with segments of model"):
         ranks = Ranks.start(RanksOptions(device=Device.cpu))
         Engine(tiny_model("gemma2"), ranks, policies=RankPolicies.everywhere([ClusterKV()])).check_reuse()
-    with pytest.raises(ValueError, match="policy.retrieve=quest stores nothing with modules; use clusterkv"):
-        RunOptions(policy={"name": "prompt_cache", "retrieve": "quest"})
+    with pytest.raises(ValueError, match="policy.retrieve=snapkv may drop tokens"):
+        RunOptions(policy={"name": "prompt_cache", "retrieve": "snapkv"})
     given = {"name": "prompt_cache", "retrieve": {"name": "squeezed_attention", "quantile": 0.8}}
     assert rank_policies(checked(given)).last == [SqueezedAttention(quantile=0.8)]

@@ -334,6 +334,29 @@ def test_the_program_takes_a_prompt_longer_than_the_model(
     assert found["ranks"][0]["kept_tokens"] == [24, 24, 24]
 
 
+CLAMPED = ["policy=infllm", "policy.recent=16", "policy.sinks=2", "policy.block=4", "policy.observed=8"]
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("bart", []), ("llama", CLAMPED)], ids=["own positions", "clamped"])
+def test_prompts_of_lengths_that_cannot_run_at_once_are_in_batches_of_their_own(
+    program: Callable[..., int], tmp_path: Path, family: str, overrides: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of one length still run at once; the answers are those of prompts that come one by one."""
+    limit = {"max_position_embeddings": LIMIT} if family == "llama" else {}
+    build(family, dtype=torch.float32, **limit).config.save_pretrained(tmp_path)
+    prompts, found = [prompt(num, seed=num) for num in (70, 70, 80, 70)], []
+    (tmp_path / "ids.json").write_text(json.dumps(prompts))
+    for batch in (1, 4):
+        given = [f"prompt.ids_file={tmp_path / 'ids.json'}", f"prompt.batch={batch}", *overrides]
+        assert program(*command(str(tmp_path), "prefill=single", *given)) == 0
+        lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+        found.append([(line["index"], line["new_token_ids"]) for line in lines])
+    assert found[0] == found[1] and len(found[0]) == 4
+    limits = PromptLimits(uneven_limit=0)
+    assert limits.together([70, 70, 80, 70], 4) == [range(2), range(2, 3), range(3, 4)]
+    assert PromptLimits().together([70, 70, 80, 70], 4) == [range(4)]
+
+
 def test_settings_without_effect_are_told() -> None:
     said = ineffective_settings(INFER.compose(["policy.positions=reencoded"]))
     assert said == ["policy.positions has no effect with policy=full"]

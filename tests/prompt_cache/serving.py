@@ -120,6 +120,7 @@ def serve(
     following: Sequence[int] = (),
     few_parts: int = reused_kv.FEW_PARTS,
     policies: RankPolicies | None = None,
+    chunk_tokens: int | None = None,
 ) -> Served | None:
     """Prefill prompts, and feed tokens to all of them; None on ranks that do not decode.
 
@@ -127,6 +128,7 @@ def serve(
         lengths: new tokens of each stage.
         few_parts: up to so many are read where they lie in decoding.
         policies: of all ranks.
+        chunk_tokens: new tokens that are computed at a time.
     """
     ranks, policies = ranks or one_rank(), policies or RankPolicies()
     store = store or SegmentStore(model)
@@ -145,6 +147,7 @@ def serve(
             options=PrefillOptions(),
             policies=policies,
             reused=reused,
+            chunk_tokens=chunk_tokens,
         )
         done = run_in_chain(job)
         if done.cache is None or done.logits_BV is None:

@@ -127,6 +127,26 @@ def test_prompts_in_a_file_of_lines_run_together(model: str, files: Path, capfd)
     assert [line["index"] for line in lines] == [0, 1] and lines[0]["prompt_tokens"] > lines[1]["prompt_tokens"]
 
 
+def test_prompts_that_cannot_be_used_are_left_out_where_that_is_asked_for(model: str, files: Path, capfd) -> None:
+    """Lines that are no JSON, no PML or too long, and ones that ask for another module. The others are answered."""
+    valid = [PROMPT, PROMPT.replace("<ship/>", "")]
+    invalid = ["hello", PROMPT.replace("<ship/>", "<shi/>"), PROMPT.replace("</prompt>", "long " * 600 + "</prompt>")]
+    lines = [json.dumps(each) for each in (valid[0], *invalid, valid[1])]
+    (files / "asks.jsonl").write_text("\n".join(["{broken", *lines]))
+    (files / "valid.jsonl").write_text("\n".join(map(json.dumps, valid)))
+    found = []
+    for name in ("valid", "asks"):
+        given = [f"prompt.file={files / name}.jsonl", "prompt.batch=2", "prompt.skip_invalid=true"]
+        assert infer(options(model, files, *given)) == 0
+        found.append([json.loads(line) for line in capfd.readouterr().out.splitlines()])
+    alone, beside = found
+    told = {line["index"]: line["error"] for line in beside if "error" in line}
+    says = {0: "line 1 is not JSON", 2: "line 3 is no prompt in PML", 3: "<shi>", 4: "of the model's 512"}
+    assert told.keys() == says.keys() and all(says[index] in told[index] for index in says), told
+    answers = [line["new_token_ids"] for line in beside if "error" not in line]
+    assert answers == [line["new_token_ids"] for line in alone] and len(answers) == 2
+
+
 @pytest.mark.parametrize("program", ["infer", "encode"])
 def test_layout_prints_a_table_and_runs_nothing(model: str, files: Path, capfd, program: str) -> None:
     if program == "infer":
@@ -146,13 +166,12 @@ def test_layout_prints_a_table_and_runs_nothing(model: str, files: Path, capfd, 
         (["policy.positions=reencoded"], "does not go with policy=prompt_cache"),
         (["policy.host_bytes=lots"], "policy.host_bytes=lots is no size in bytes"),
         (["policy.link_tokens=-1"], "policy.link_tokens=-1 must not be negative"),
-        (["policy.retrieve=quest"], "policy.retrieve=quest stores nothing with modules; use clusterkv"),
+        (["policy.retrieve=snapkv"], "policy.retrieve=snapkv may drop tokens, which are counted by their places"),
         (["policy.recompute=1.5"], "policy.recompute=1.5 must be a share, from 0 to 1"),
         (["policy.sinks=400"], "policy.sinks=400 needs a schema that begins with as many tokens"),
         (["prefill=zigzag"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
-        (["prefill.chunk_tokens=4"], "prefill.chunk_tokens=4 does not go with policy=prompt_cache; leave it out"),
+        (["policy.recompute=0.5", "prefill.chunk_tokens=4"], "of which prefill.chunk_tokens=4 computes a part; leave"),
         (["prompt.chat=true"], "prompt.chat does not go with policy=prompt_cache"),
-        (["prompt.skip_invalid=true"], "prompt.skip_invalid does not go with policy=prompt_cache"),
         (["prompt.question=why"], "prompt.question does not go with policy=prompt_cache"),
         (["prompt.file=null", "prompt.text=hello"], "prompt.text is no prompt in PML"),
         (["prompt.file=null"], "needs a prompt in PML"),

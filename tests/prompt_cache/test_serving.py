@@ -59,16 +59,18 @@ FAMILIES = {
 EXACT = 1e-9
 
 
-@pytest.mark.parametrize("few_parts", [0, 9], ids=["joined for decoding", "apart"])
+@pytest.mark.parametrize(
+    ("few_parts", "chunk_tokens"), [(0, None), (9, None), (9, 3)], ids=["joined for decoding", "apart", "in pieces"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sampled(6)
-def test_reuse_equals_one_forward_under_a_mask(family: str, few_parts: int) -> None:
+def test_reuse_equals_one_forward_under_a_mask(family: str, few_parts: int, chunk_tokens: int | None) -> None:
     model, draw = tiny_model(family), random.Random(1)
     segments = random_segments(draw)
     store = SegmentStore(model)
     for _ in range(4):
         asked = random_prompt(draw, segments)
-        served = serve(model, [asked], store=store, following=(5, 7), few_parts=few_parts)
+        served = serve(model, [asked], store=store, following=(5, 7), few_parts=few_parts, chunk_tokens=chunk_tokens)
         assert served is not None
         for step, logits_BV in enumerate(served.logits):
             expected = written_out_logits(model, asked, (5, 7)[:step])
@@ -328,12 +330,9 @@ def test_what_cannot_reuse_is_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="prompt 0 ends at position .* exceeds the model's 512 positions"):
         Engine(model, one_rank()).generate([asked], GenerationOptions(max_new_tokens=500))
-    for prefill, says in (
-        (PrefillOptions(name=PrefillName.zigzag), "reuse of segments needs prefill=kv_runahead or prefill=single"),
-        (PrefillOptions(chunk_tokens=4), "prefill.chunk_tokens=4 does not go with reuse of segments; leave it out"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            Engine(model, one_rank(), prefill=prefill).generate([asked], GenerationOptions(max_new_tokens=1))
+    zigzag = PrefillOptions(name=PrefillName.zigzag)
+    with pytest.raises(ValueError, match="reuse of segments needs prefill=kv_runahead or prefill=single"):
+        Engine(model, one_rank(), prefill=zigzag).generate([asked], GenerationOptions(max_new_tokens=1))
 
 
 def test_positions_with_gaps_are_sent_to_the_device_only_where_they_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions,
 from runahead.config import DecodeName
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.report import GenerationBatch, ReuseReport
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
@@ -74,6 +75,27 @@ def generate(
         engine = Engine(model, ranks, prefill=prefill, partition=partition, policies=policies, decode=decodes)
         batch = engine.generate(prompts, options, on_tokens=steps.append, record_timeline=True)
     return batch, steps
+
+
+def generate_in_turn(
+    ranks: Ranks,
+    num_shares: int,
+    family: str,
+    batches: list[list[list[int]]],
+    options: GenerationOptions,
+    limits: Sequence[float] | None,
+    prefill: PrefillOptions,
+) -> list[GenerationBatch]:
+    """Generate from batches in turn, with a prefix tree of so many tokens on each rank, or without trees."""
+    with arranged(ranks, num_shares), throughout(torch.float64):
+        model = shared_model(ranks, family, torch.float64, num_shares)
+        token_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+        tree = None if limits is None else PrefixTree(limits[ranks.rank] * token_bytes)
+        last = DecodeOptions(name=DecodeName.last)
+        engine = Engine(model, ranks, prefill=prefill, decode=last, tree=tree)
+        found = [engine.generate(prompts, options) for prompts in batches]
+        assert tree is None or all(node.holds == 0 for node in tree.nodes())
+    return found
 
 
 def serve_segments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ from tests.ranks import mesh_tasks, tensor_tasks
 from tests.ranks.ragged_tasks import KVzapOfShare
 from tests.ranks.test_exactness import TOLERANCE
 from tests.ranks.test_tensor import FAMILIES, GREEDY
+from tests.reuse.test_prefixes import require_same
 
 PROMPT_TOKENS = 50
 KV_BYTES = 2 * 8 * 8
@@ -379,3 +381,34 @@ class TestPeerFailure:
         with pytest.raises(RuntimeError, match="ValueError: out of luck") as caught:
             pool.run(tensor_tasks.generate_and_act, 2, 1, 1, "raise")
         assert "PeerFailure: rank 1 (stage 0, share 1) failed: out of luck" in str(caught.value)
+
+
+DOCUMENT = prompt(40, seed=60)
+TURNS = [
+    [DOCUMENT],
+    [DOCUMENT + prompt(9, seed=61), prompt(20, seed=62)],
+    [DOCUMENT[:25] + prompt(12, seed=63), DOCUMENT + prompt(9, seed=61) + prompt(7, seed=64)],
+]
+LARGE = math.inf
+
+
+@pytest.mark.parametrize(
+    ("size", "num_shares", "limits", "cached"),
+    [(2, 2, (LARGE, LARGE), [0, 40, 74]), (4, 2, (0, 0, LARGE, 45), [0, 40, 0])],
+    ids=["one stage", "two stages, of whose last one a rank has less room"],
+)
+def test_ranks_that_share_a_model_reuse_what_all_of_them_have_stored(
+    rank_pools: RankPools, size: int, num_shares: int, limits: tuple[float, ...], cached: list[int]
+) -> None:
+    options = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
+    given = "llama", TURNS, options
+    [expected] = rank_pools.run(1, mesh_tasks.generate_in_turn, 1, *given, None, PrefillOptions())
+    for turns in rank_pools.run(size, mesh_tasks.generate_in_turn, num_shares, *given, limits, PrefillOptions()):
+        for ours, theirs in zip(turns, expected, strict=True):
+            require_same(ours, theirs)
+        assert [turn.ranks[-1].reuse.cached_tokens for turn in turns] == cached
+    if size == 2:
+        as_one = PrefillOptions(name=PrefillName.tensor)
+        for turns in rank_pools.run(2, mesh_tasks.generate_in_turn, num_shares, *given, limits, as_one):
+            require_same(turns[-1], expected[-1])
+            assert turns[-1].ranks[-1].reuse.cached_tokens == cached[-1]

@@ -9,9 +9,8 @@ from itertools import takewhile
 import pytest
 import torch
 
-from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
-from runahead.config import DecodeName, DecodeOptions, Device, PrefillName, RanksOptions
+from runahead.config import CacheOptions, DecodeName, DecodeOptions, Device, PrefillName, RanksOptions
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.report import GenerationBatch
@@ -25,8 +24,14 @@ OPTIONS = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
 ROOMY = 1 << 40
 
 
-def engine_of(model: Model, tree: PrefixTree | None = None, prefill: PrefillOptions | None = None) -> Engine:
-    return Engine(model, Ranks.start(RanksOptions(device=Device.cpu)), tree=tree, prefill=prefill)
+def engine_of(
+    model: Model,
+    tree: PrefixTree | None = None,
+    prefill: PrefillOptions | None = None,
+    policies: RankPolicies | None = None,
+) -> Engine:
+    ranks = Ranks.start(RanksOptions(device=Device.cpu))
+    return Engine(model, ranks, tree=tree, prefill=prefill, policies=policies)
 
 
 def num_common(ids: list[int], text: list[int]) -> int:
@@ -79,12 +84,23 @@ FAMILIES = ["llama", "mistral", "gemma2"]
 MORE_FAMILIES = ["gpt_oss", "llama4_text", "deepseek_v3", "gpt2", "bloom", "falcon", "gptj"]
 
 
+IN_PIECES = PrefillOptions(chunk_tokens=7)
+
+
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE_FAMILIES)]
+    ("family", "prefill"),
+    [
+        *((family, PrefillOptions()) for family in FAMILIES),
+        *((family, IN_PIECES) for family in ("llama", "gemma2")),
+        *(pytest.param(family, PrefillOptions(), marks=pytest.mark.slow) for family in MORE_FAMILIES),
+        *(pytest.param(family, IN_PIECES, marks=pytest.mark.slow) for family in MORE_FAMILIES),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.chunk_tokens,
 )
-def test_texts_are_continued_as_if_all_of_them_was_computed(family: str) -> None:
+def test_texts_are_continued_as_if_all_of_them_was_computed(family: str, prefill: PrefillOptions) -> None:
+    """Those that are continued piece by piece, too: what they are compared with is computed at once."""
     model, texts, tree = tiny_model(family), Texts(seed=len(family)), PrefixTree(ROOMY)
-    engine, plain, seen_cached = engine_of(model, tree), engine_of(model), 0
+    engine, plain, seen_cached = engine_of(model, tree, prefill), engine_of(model), 0
     for num_rows in (1, 2, 3):
         prompts = texts.prompts(num_rows)
         reused = [longest(ids, texts.known) for ids in prompts]
@@ -113,6 +129,21 @@ def test_a_tree_that_is_too_small_for_all_texts_changes_no_number() -> None:
         assert tree.num_bytes <= tree.limit_bytes
         texts.known += [ids + each.new_token_ids for ids, each in zip(prompts, ours.generations, strict=True)]
     assert any("Dropped" in repr(change) for change in dropped)
+
+
+def test_in_few_bits_a_text_is_continued_in_pieces() -> None:
+    """The codes after a stored prefix, and after its rest came in pieces, are those of the whole text."""
+    model, texts = tiny_model("llama"), Texts(seed=8)
+    policies = RankPolicies(storage=CacheOptions(bits=4, residual=8))
+    ours, theirs = engine_of(model, PrefixTree(ROOMY), IN_PIECES, policies), engine_of(model, policies=policies)
+    for num_rows in (1, 2, 3):
+        prompts = texts.prompts(num_rows)
+        with throughout(model.dtype):
+            batch = ours.generate(prompts, OPTIONS)
+            require_same(batch, theirs.generate(prompts, OPTIONS))
+        assert computed_and_cached(batch)[1] == sum(longest(ids, texts.known) for ids in prompts)
+        texts.known += prompts
+    assert sum(longest(ids, texts.known) for ids in prompts) > 20
 
 
 def test_a_prompt_that_is_stored_whole_computes_its_last_token() -> None:
@@ -201,17 +232,9 @@ def test_what_does_not_go_with_it_is_refused() -> None:
     last = DecodeOptions(name=DecodeName.last)
     plain = Setup(prefill=PrefillOptions(), decode=last, prefixes="reuse of prefixes")
     check(plain)
-    policies = RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)])
     for more, message in [
-        ({"prefill": PrefillOptions(name=PrefillName.zigzag)}, "prefill=zigzag; use prefill=kv_runahead"),
-        ({"prefill": PrefillOptions(name=PrefillName.tensor)}, "prefill=tensor"),
-        ({"prefill": PrefillOptions(chunk_tokens=8)}, "prefill.chunk_tokens=8; leave it out"),
+        ({"prefill": PrefillOptions(name=PrefillName.zigzag)}, "prefill=zigzag, which has.*use prefill=kv_runahead"),
         ({"decode": DecodeOptions(name=DecodeName.sharded)}, "decode=sharded; use decode=last"),
-        ({"num_shares": 2}, "ranks.tensor=2"),
-        ({"policies": policies}, "cache policies"),
     ]:
         with pytest.raises(ValueError, match=message):
             check(replace(plain, **more))
-    ranks = Ranks.start(RanksOptions(device=Device.cpu))
-    with pytest.raises(ValueError, match="cache policies"):
-        Engine(tiny_model("llama"), ranks, policies=policies, tree=PrefixTree(ROOMY))

@@ -17,19 +17,22 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from launch.inputs.prompt_cache import read_schemas
+from launch.serve import SERVE
+from launch.server import serving as server
 from policies.prompt_cache import PMLError, PromptCache, Schema
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
 from policies.prompt_cache.schemas import Schemas
 from policies.reuse import ReusingPrompt
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Carrier, Device, DType, ModelName
+from runahead.reuse.reuse import encode_segment
 from runahead.serving.limits import QueueLimits
 from tests.conftest import RankPools
 from tests.examples import examples
-from tests.families import prompt, save_tiny_llama
-from tests.prompt_cache.serving import random_prompt, random_segments
+from tests.families import prompt, save_tiny_llama, throughout
+from tests.prompt_cache.serving import one_rank, random_prompt, random_segments
 from tests.prompt_cache.test_pml import pieces
-from tests.ranks.tasks import generate
+from tests.ranks.tasks import generate, tiny_model
 from tests.serving import rank_tasks
 from tests.serving.fakes import POSITIONS, FakeEngine, Served, chat_tokenizer, serving
 from tests.serving.rank_tasks import Load
@@ -393,3 +396,17 @@ def test_rows_go_on_while_modules_are_encoded_and_after_they_are_evicted(rank_po
     assert served[0].tokens == rank_pools.run(2, rank_tasks.serve, MODULES)[0].tokens
     assert len(served[1].encoded) > len(set(served[1].encoded)), "the store has no room for all"
     assert "step" in served[1].inside
+
+
+def test_modules_in_a_folder_outlive_a_server(tmp_path: Path) -> None:
+    run, model = SERVE.compose(["policy=prompt_cache", f"policy.store={tmp_path}"]), tiny_model("llama")
+    segment, ranks = random_segments(random.Random(1))[0], one_rank()
+    with throughout(model.dtype):
+        computed = encode_segment(model, segment)
+    before = server.made_store(run, model, ranks)
+    assert before is not None and before.find(segment) is None
+    before.put(segment, computed)
+    before.settle()
+    after = server.made_store(run, model, ranks)
+    found = None if after is None else after.find(segment)
+    assert found is not None and list(map(torch.equal, found.layers_TKX, computed)) == [True] * model.num_layers

@@ -103,17 +103,10 @@ def test_help_and_the_file_of_defaults_name_every_option():
         ("serve.drain_s=0", "serve.drain_s=0.0 must be a number of seconds above 0"),
         ("serve.schema_tokens=-1", "serve.schema_tokens=-1 must not be negative"),
         (["policy=prompt_cache", "decode=sharded"], "policy=prompt_cache needs decode=last in a server"),
-        (["policy=prompt_cache", "policy.store=x"], "a server keeps modules in memory"),
-        (["policy=prompt_cache", "prefill.chunk_tokens=64"], "prefill.chunk_tokens=64 does not go with policy=prompt_"),
         (["policy=prompt_cache", "prefill=tsp"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
         ("serve.prefix_cache_bytes=-1", "serve.prefix_cache_bytes=-1 must be a number of bytes"),
         (["serve.prefix_cache_bytes=9", "decode=sharded"], "prefix_cache_bytes=9 does not go with decode=sharded; use"),
-        (["serve.prefix_cache_bytes=9", "ranks.tensor=2"], "does not go with ranks.tensor=2"),
-        (["serve.prefix_cache_bytes=9", "policy=streaming_llm", "policy.budget=64"], "does not go with cache policies"),
-        (
-            ["serve.prefix_cache_bytes=9", "policy=sequence", "policy.steps=[snapkv,exact_topk]"],
-            "prefix_cache_bytes=9 does not go with cache policies that drop tokens; use policy=full or one that",
-        ),
+        (["serve.prefix_cache_bytes=9", "policy=h2o", "policy.budget=64"], "policy H2O decides by what is computed"),
         (
             ["serve.prefix_cache_bytes=9", "serve.prefix_host_bytes=-1"],
             "prefix_host_bytes=-1 must be a number of bytes",
@@ -131,8 +124,12 @@ def test_wrong_options_are_refused_in_one_line(argument, message):
         SERVE.read([argument] if isinstance(argument, str) else argument)
 
 
-def test_prefixes_go_with_policies_that_retrieve():
-    for policy in (["policy=exact_topk"], ["policy=per_rank", "policy.ranks.last={name:quest,page:4}"]):
+def test_prefixes_go_with_policies_that_look_at_the_end_of_a_prompt_or_retrieve():
+    for policy in (
+        ["policy=exact_topk"],
+        ["policy=snapkv", "policy.budget=64"],
+        ["policy=per_rank", "policy.ranks.last={name:quest,page:4}"],
+    ):
         run = SERVE.compose(["serve.prefix_cache_bytes=9", *policy])
         assert run.policy["name"] in policy[0]
 
