@@ -160,7 +160,8 @@ class Engine:
         self.check(prompts, [each for each, _ in rows])
         self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
         reuses, found = any(isinstance(each, ReusingPrompt) for each in prompts), list[RowPrefix]()
-        asked = _asked(self._setup, [each for each, _ in rows], reuses=reuses)
+        blends = any(isinstance(each, ReusingPrompt) and each.blended for each in prompts)
+        asked = replace(_asked(self._setup, [each for each, _ in rows], reuses=reuses), blends=blends)
         try:
             if self.prefixes is not None and not reuses and self.ranks.stage == self.ranks.num_stages - 1:
                 found += self._found([ids_of(prompt) for prompt in prompts])

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,23 @@ from runahead.attention.op import Lengths, Run, Span, Step, spans_of
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.shard import Shard
 from runahead.cache.slabs import KVSlab, Slabs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Tokens of a text that lie side by side in one memory, in order.
+
+    Attributes:
+        indices: of the tokens in the padded batch.
+        arrives: as of `Step`.
+        has_new: as of `Span`.
+    """
+
+    keys: KVSlab
+    slots: range
+    indices: Sequence[int]
+    arrives: bool = True
+    has_new: bool = True
 
 
 class Index:
@@ -63,6 +81,11 @@ class Index:
         """
         return [Step([Run(slab, tokens.once((self, num_new), lambda: self.spans(tokens, num_new)))])]
 
+    def blocks(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Block]:
+        """The tokens up to the last `num_new` ones in a layer; arguments are as of `steps`."""
+        every = range(tokens.start + num_new)
+        return [Block(keys=slab, slots=every, indices=every)]
+
     def positions_BC(self, index_C: Tensor, start: int) -> Tensor | None:  # noqa: N802
         """Positions (B, C) of tokens, as `KVStore.positions_BC`."""
         return None
@@ -108,6 +131,14 @@ class AfterPrefix(Index):
         before = spans_of(slots, start=start, num_new=num_new, pads=pads, has_new=False)
         return [Step([Run(slab, own)], arrives=False), Step([Run(prefix, before)])]
 
+    def blocks(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Block]:
+        prefix = self.prefix.by_layer[layer]
+        own, before = range(slab.first, tokens.start + num_new), range(prefix.first, prefix.end)
+        return [
+            Block(keys=slab, slots=own, indices=own, arrives=False),
+            Block(keys=prefix, slots=before, indices=before, has_new=False),
+        ]
+
 
 class ShardIndex(Index):
     """Index of the tokens that one stage stores."""
@@ -135,3 +166,12 @@ class ShardIndex(Index):
             at_T=self._index_T,
             has_new=False,
         )
+
+    def blocks(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Block]:
+        shard, chunk = self.shard, self.shard.chunk
+        num_own = shard.own_before[tokens.start - shard.num_tokens + 1]
+        after = range(chunk.stop, chunk.stop + num_own)
+        return [
+            Block(keys=slab, slots=chunk, indices=chunk, has_new=False),
+            *([Block(keys=slab, slots=after, indices=shard.own_new, has_new=False)] if after else []),
+        ]

@@ -171,12 +171,15 @@ REFUSED = (
         "use policy.clamped=false or decode=last",
     ),
     Refused(
-        ("decode=sharded", "policy=prompt_cache"),
-        "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no rank "
-        "computes",
+        ("decode=sharded", "policy=prompt_cache", "cache policies or cache.bits"),
+        "decode=sharded with {2} lets each rank choose among its own tokens, and reused segments are tokens of no rank",
         "use decode=last",
     ),
-    Refused(("decode=sharded", "shared KV layers"), OTHERS_KV, "use decode=last"),
+    Refused(
+        ("decode=sharded", "policy.recompute"),
+        "decode=sharded keeps what a rank computes, and with policy.recompute layers compute fewer tokens one by one",
+        "use decode=last or policy.link_tokens",
+    ),
     Refused(("decode=sharded", "marks"), MARKED, "use decode=last"),
     # cache.bits
     Refused(

@@ -87,7 +87,7 @@ class ChainRun(LayerHook):
         """Where the forward ends on a rank of which nobody needs more; None: with the logits."""
         if self.is_last:
             return None
-        return self.cache.num_layers - 1, "attended" if self._attends_last else "saved"
+        return self.job.model.last_attention if self._attends_last else (self.cache.num_layers - 1, "saved")
 
     def before_save(self, call: LayerCall) -> None:
         self._open(call.layer)

@@ -13,6 +13,7 @@ stage, a few layers ahead, and they are passed on like one more chunk before all
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from runahead.cache.attention import CausalAttention, LayerHook
 from runahead.cache.index import ShardIndex
@@ -30,7 +31,7 @@ from runahead.prefill.chunked import run_chunked
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
 from runahead.reuse.blend import Blend
-from runahead.reuse.cache import reusing
+from runahead.reuse.cache import ReusedIndex, reusing
 from runahead.thinning.replay import decide_on_prompt
 
 
@@ -103,7 +104,9 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     )
     # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
     depth = job.options.layers_in_flight + schedule.layer_skew() - 1
-    if schedule.is_last and policies:  # slabs of layers that others read are needed until those have run
+    is_sharded = job.shard is not None
+    # Slabs of layers that others read are needed until those have run.
+    if (policies and (schedule.is_last or is_sharded)) or (is_sharded and schedule.is_last):
         depth = max([depth, *(model.num_layers - source for source in model.kv_sources.values())])
     if job.shard is not None and not policies:
         return _run_sharded(job, job.shard, carrier, schedule, depth, first_needed)
@@ -184,5 +187,10 @@ def _run_sharded(
         depth=depth,
         own=own,
     )
-    attention = CausalAttention(run.cache, start=chunk.start, pads=pads, hooks=[run], ends=run.ends)
-    return run.compute(attention, [chunk], store=KVCache(own, ShardIndex(shard, own.device)))
+    device, inner, index, reused = own.device, run.cache.slab_index, ShardIndex(shard, own.device), job.reused
+    cache, store = run.cache, KVCache(own, index)
+    if reused is not None:  # of which decoding reads the parts on the last rank, and no rank stores any
+        held = reused if schedule.is_last else replace(reused, parts=[])
+        cache, store = (KVCache(own, ReusedIndex(*each)) for each in ((reused, device, inner), (held, device, index)))
+    attention = CausalAttention(cache, start=chunk.start, pads=pads, hooks=[run], ends=run.ends)
+    return run.compute(attention, [chunk], store=store)

@@ -11,9 +11,10 @@ one call.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from policies.row_values import row_values, sent
 from runahead.attention.op import EVERY_ROW, Run, Span, Step, spans_of
 from runahead.cache.base import KVStore
-from runahead.cache.index import Index
+from runahead.cache.index import ALL_TOKENS, Block, Index
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab, Slabs
@@ -54,12 +55,20 @@ def reused_by(cache: KVStore) -> ReusedKV | None:
 
 
 class ReusedIndex(Index):
-    """Index of new tokens, each in the slot of its index in the padded batch, whose queries see reused parts, too."""
+    """Index of new tokens whose queries see reused parts, too.
+
+    Args:
+        inner: where the new tokens lie; by default each in the slot of its index in the padded batch.
+    """
 
     is_whole = False
 
-    def __init__(self, reused: ReusedKV, device: torch.device) -> None:
-        self.reused, self._device = reused, device
+    def __init__(self, reused: ReusedKV, device: torch.device, inner: Index = ALL_TOKENS) -> None:
+        self.reused, self._device, self._inner = reused, device, inner
+        self.is_part, self.prefix = inner.is_part, inner.prefix
+
+    def slot(self, tokens: NewTokens) -> int | Tensor | None:
+        return self._inner.slot(tokens)
 
     def positions_BC(self, index_C: Tensor, start: int) -> Tensor:  # noqa: N802
         end, device = start + len(index_C), index_C.device
@@ -74,39 +83,50 @@ class ReusedIndex(Index):
 
     def for_decoding(self) -> ReusedIndex:
         """Reused parts are concatenated if that saves time; see `ReusedKV.joined`."""
-        return ReusedIndex(self.reused.joined(), self._device)
+        return ReusedIndex(self.reused.joined(), self._device, self._inner)
 
-    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span]:
-        start, pads, end = tokens.start, tokens.row_pads, tokens.start + num_new
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        if tokens.left_Bc is not None:
+            return self._steps_of_left(layer, slab, tokens, tokens.left_Bc)
+        own = list[Step]()
+        for block in self._inner.blocks(layer, slab, tokens, num_new):
+            spans = tokens.once((self, block.slots, num_new), partial(self._spans, block, tokens, num_new))
+            own.append(Step([Run(block.keys, spans)], block.arrives))
+        if not self.reused.parts:
+            return own
+        groups = tokens.once((self, "parts", num_new), lambda: self._groups(tokens, num_new))
+        return [*own, *steps_over(groups, layer, slab, arrives=self.reused.arrives)]
+
+    def _spans(self, block: Block, tokens: NewTokens, num_new: int) -> Sequence[Span]:
+        """The tokens of a block, by their positions, as the new tokens see them."""
+        start, pads, end, num_slots = tokens.start, tokens.row_pads, tokens.start + num_new, len(block.slots)
 
         def of_row(row: int, pad: int) -> Span:
-            """The tokens of one row, by their positions."""
             rows, first = EVERY_ROW if len(pads) == 1 else slice(row, row + 1), max(start, pad)
+            padding = bisect_left(block.indices, pad, hi=num_slots)
             return span_at(
-                self.reused.positions(row, pad, end),
+                self._positions(row, block.indices[padding:num_slots]),
                 self.reused.positions(row, first, end),
                 self._device,
                 rows=rows,
                 stored=rows,
-                slots=range(pad, end),
+                slots=block.slots[padding:],
                 queries=range(first - start, num_new),
-                has_new=True,
+                has_new=block.has_new,
             )
 
         if len(pads) == 1 or any(pads):
             return [of_row(row, pad) for row, pad in enumerate(pads) if pad < end]
         apart = cache(lambda: [of_row(row, pad) for row, pad in enumerate(pads)])
-        every = spans_of(range(end), start=start, num_new=num_new, pads=pads)  # in order all rows are alike
+        # In order all rows are alike.
+        every = spans_of(block.slots, start=start, num_new=num_new, pads=pads, at=block.indices, has_new=block.has_new)
         return [replace(span, apart=apart) for span in every]
 
-    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        if tokens.left_Bc is not None:
-            return self._steps_of_left(layer, slab, tokens, tokens.left_Bc)
-        own = super().steps(layer, slab, tokens, num_new)
-        if not self.reused.parts:
-            return own
-        groups = tokens.once((self, "parts", num_new), lambda: self._groups(tokens, num_new))
-        return [*own, *steps_over(groups, layer, slab, arrives=self.reused.arrives)]
+    def _positions(self, row: int, indices: Sequence[int]) -> Sequence[int]:
+        """Positions of tokens by their indices, which follow each other or are of generated tokens."""
+        if isinstance(indices, range):
+            return self.reused.positions(row, indices.start, indices.stop)
+        return [self.reused.positions(row, index, index + 1)[0] for index in indices]
 
     def _steps_of_left(self, layer: int, slab: KVSlab, tokens: NewTokens, left_Bc: Tensor) -> Sequence[Step]:
         """Steps over what the tokens that are left see of all tokens: each those at lower positions."""

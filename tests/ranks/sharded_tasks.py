@@ -8,7 +8,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from policies.base import GivenPrompt
+from policies.reuse import ReusingPrompt
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.config import DecodeName
 from runahead.decoding import together
@@ -44,23 +45,37 @@ def sharded(ranks: Ranks, family: str, cases: Sequence[Case]) -> list[tuple[list
     return found
 
 
-Asked = tuple[str, PrefillOptions, RankPolicies | None, bool, GenerationOptions]
-"""Family, prefill, policies, whether the prompt reuses a segment, and options of a batch."""
+Asked = tuple[str, PrefillOptions, RankPolicies | None, GivenPrompt, GenerationOptions]
+"""Family, prefill, policies, prompt and options of a batch."""
 
 
 def placed(ranks: Ranks, batches: Sequence[Asked]) -> list[tuple[str, list[str]]]:
     """Where keys and values of each batch are under decode=auto if the last stage has no memory for all, and why."""
     found = []
-    segment = Segment(name="one", ids=tuple(prompt(9, seed=4)), positions=tuple(range(9)))
-    use = SegmentUse(segment=segment, parts=(range(9),))
-    reusing = ReusingPrompt(uses=(use,), new_ids=tuple(prompt(20)), new_positions=tuple(range(9, 29)))
-    for family, prefill, policies, reuses, options in batches:
+    for family, prefill, policies, asked, options in batches:
         model = tiny_model(family)
         with mock.patch.object(Placement, "_must_shard", lambda *_: True), throughout(model.dtype):
             engine = Engine(model, ranks, prefill=prefill, policies=policies)
-            batch = engine.generate([reusing if reuses else prompt(40)], options)
+            batch = engine.generate([asked], options)
         found.append((batch.decode, batch.slower))
     return found
+
+
+def segments_both_ways(
+    ranks: Ranks, family: str, prompts: list[ReusingPrompt], shares: tuple[float, ...]
+) -> list[GenerationBatch]:
+    """Generate from prompts that reuse segments, with decode=sharded and with decode=last."""
+    model = tiny_model(family)
+    options = GenerationOptions(max_new_tokens=5, ignore_eos=True, logprobs=5)
+
+    def split(num_tokens: int, _: int) -> ContextPartition:
+        return ContextPartition(boundaries=tuple(round(share * num_tokens) for share in shares))
+
+    with throughout(model.dtype):
+        return [
+            Engine(model, ranks, partition=split, decode=DecodeOptions(name=name)).generate(prompts, options)
+            for name in (DecodeName.sharded, DecodeName.last)
+        ]
 
 
 def kv_bytes(
@@ -160,7 +175,6 @@ def timed_for_real(
 
 def refused(ranks: Ranks) -> list[str]:
     """Errors of an engine for options that do not go with sharded decoding."""
-    from policies.base import ReusingPrompt
     from policies.window import Window
     from runahead.config import Positions, PrefillName
     from runahead.thinning.rank_policies import RankPolicies
@@ -169,12 +183,11 @@ def refused(ranks: Ranks) -> list[str]:
     for prefill, policies in (
         (PrefillOptions(name=PrefillName.zigzag), None),
         (None, RankPolicies.everywhere([Window(budget=8)], Positions.reencoded)),
-        (None, None),
     ):
         try:
             decode = DecodeOptions(name=DecodeName.sharded)
             engine = Engine(tiny_model("llama"), ranks, prefill=prefill, policies=policies, decode=decode)
-            engine.generate([ReusingPrompt(uses=(), new_ids=(5, 6), new_positions=(0, 1))])
+            engine.generate([[5, 6]])
         except ValueError as error:
             said.append(str(error))
     return said

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from runahead import ContextPartition, Engine, GenerationOptions, Ranks
+from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, Ranks
+from runahead.config import DecodeName
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
 from tests.ranks.tasks import tiny_model
 
@@ -42,3 +44,20 @@ def computed(ranks: Ranks, family: str, ids: list[int], boundaries: tuple[int, .
     own = batch.ranks[ranks.rank]
     found.kept_bytes, found.sent_bytes = own.kv_peak_bytes, own.kv_sent_bytes
     return found
+
+
+def decode_together(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    bounds: tuple[int, ...],
+    policies: RankPolicies | None,
+) -> tuple[list[list[int]], str]:
+    """New tokens of each row with decode=sharded, and where keys and values were."""
+    model, partition = tiny_model(family), ContextPartition(boundaries=bounds)
+    decode = DecodeOptions(name=DecodeName.sharded)
+    with throughout(model.dtype):
+        engine = Engine(model, ranks, partition=lambda *_: partition, policies=policies, decode=decode)
+        batch = engine.generate(prompts, options)
+    return [generation.new_token_ids for generation in batch.generations], batch.decode

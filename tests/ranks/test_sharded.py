@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
 
+from policies.clusterkv import ClusterKV
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
 from policies.snapkv import SnapKV
@@ -19,10 +21,13 @@ from runahead.features.slower import SLOWER, Way
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import FAMILIES, ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt
+from tests.prompt_cache.serving import random_prompt, random_segments
+from tests.prompt_cache.test_blend import blended_prompt
 from tests.ranks import sharded_tasks, tasks
 from tests.ranks.tasks import tiny_model
 from tests.ranks.test_exactness import PROMPT_TOKENS, TOLERANCE
 from tests.ranks.test_memory import DEEP_LAYERS, LAYER_BYTES
+from tests.reuse.test_prefixes import require_same
 
 NUM_NEW = 8
 GREEDY = GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)
@@ -216,6 +221,24 @@ def test_the_free_memory_is_asked_for_once_and_for_what_takes_much_of_it(rank_po
         assert asked == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("size", "family", "bounds"),
+    [(2, "llama", (0, 6, 14)), (2, "bloom", (0, 1, 14)), (3, "mistral", (0, 5, 5, 14)), (3, "gpt2", (0, 3, 9, 14))],
+)
+def test_reused_segments_stay_on_the_last_rank(
+    rank_pools: RankPools, size: int, family: str, bounds: tuple[int, ...]
+) -> None:
+    """Tokens and their logarithms are those of decode=last. New tokens lie between reused ones, and rows are padded."""
+    draw = random.Random(6)
+    segments = random_segments(draw)
+    prompts = [random_prompt(draw, segments) for _ in range(3)]
+    shares = tuple(bound / bounds[-1] for bound in bounds)
+    for sharded, last in rank_pools.run(size, sharded_tasks.segments_both_ways, family, prompts, shares):
+        assert (sharded.decode, last.decode) == ("sharded", "last")
+        require_same(sharded, last)
+        assert sharded.ranks[-1].reuse.cached_tokens == sum(each.num_cached for each in prompts)
+
+
 def test_what_does_not_go_with_sharded_decoding_is_refused(rank_pools: RankPools) -> None:
     for said in rank_pools.run(2, sharded_tasks.refused):
         assert said == [
@@ -223,8 +246,6 @@ def test_what_does_not_go_with_sharded_decoding_is_refused(rank_pools: RankPools
             "use decode=last",
             "decode=sharded keeps tokens of a text on several ranks, and policy.positions=reencoded counts all that "
             "are kept; use policy.positions=original or decode=last",
-            "decode=sharded keeps every token on the rank that computed it, and reused segments are tokens that no "
-            "rank computes; use decode=last",
         ]
 
 
@@ -232,24 +253,27 @@ LOOKUP = GenerationOptions(max_new_tokens=3, ignore_eos=True, speculate=Speculat
 SHORT = GenerationOptions(max_new_tokens=3, ignore_eos=True)
 CHAIN = PrefillOptions()
 REENCODED = RankPolicies.everywhere([StreamingLLM(budget=16)], positions=Positions.reencoded)
+CLUSTERS = RankPolicies.everywhere([ClusterKV(min_tokens=0, cluster=4, sinks=1, recent=4, fetch=8)])
+PLAIN = random_prompt(random.Random(2), random_segments(random.Random(2)))
 ASKED: dict[str, sharded_tasks.Asked] = {
-    "nothing": ("llama", CHAIN, None, False, SHORT),
-    "prefill=tsp or zigzag": ("llama", PrefillOptions(name=PrefillName.zigzag), None, False, SHORT),
-    "policy.positions=reencoded": ("llama", CHAIN, REENCODED, False, SHORT),
-    "a policy that needs the whole prompt": ("llama", CHAIN, RankPolicies(last=[KVzip()]), False, SHORT),
-    "policy.clamped=true": ("llama", CHAIN, RankPolicies.everywhere([InfLLM(recent=16)]), False, SHORT),
-    "policy=prompt_cache": ("llama", CHAIN, None, True, SHORT),
-    "shared KV layers": ("gemma4_text", CHAIN, None, False, SHORT),
-    "marks": ("llama_dms", CHAIN, None, False, SHORT),
-    "cache.bits": ("llama", CHAIN, RankPolicies(storage=CacheOptions(bits=4)), False, SHORT),
-    "generation.speculate": ("llama", CHAIN, None, False, LOOKUP),
-    "cache policies": ("llama", CHAIN, RankPolicies.everywhere([SnapKV(budget=16, window=4)]), False, SHORT),
+    "nothing": ("llama", CHAIN, None, prompt(40), SHORT),
+    "prefill=tsp or zigzag": ("llama", PrefillOptions(name=PrefillName.zigzag), None, prompt(40), SHORT),
+    "policy.positions=reencoded": ("llama", CHAIN, REENCODED, prompt(40), SHORT),
+    "a policy that needs the whole prompt": ("llama", CHAIN, RankPolicies(last=[KVzip()]), prompt(40), SHORT),
+    "policy.clamped=true": ("llama", CHAIN, RankPolicies.everywhere([InfLLM(recent=16)]), prompt(40), SHORT),
+    "cache policies or cache.bits + policy=prompt_cache": ("llama", CHAIN, CLUSTERS, PLAIN, SHORT),
+    "policy.recompute": ("llama", CHAIN, None, blended_prompt(1, 0.5), SHORT),
+    "marks": ("llama_dms", CHAIN, None, prompt(40), SHORT),
+    "cache.bits": ("llama", CHAIN, RankPolicies(storage=CacheOptions(bits=4)), prompt(40), SHORT),
+    "generation.speculate": ("llama", CHAIN, None, prompt(40), LOOKUP),
+    "cache policies": ("llama", CHAIN, RankPolicies.everywhere([SnapKV(budget=16, window=4)]), prompt(40), SHORT),
 }
 """For each fact with which decode=auto keeps all on the last stage, a batch of which it holds."""
 
 
 def test_decode_auto_tells_what_keeps_all_keys_and_values_on_the_last_stage(rank_pools: RankPools) -> None:
-    rows = {" ".join(set(row.facts) - {"decode=auto on several stages"}) for row in SLOWER if row.way is Way.sharded}
+    of_auto = [set(row.facts) - {"decode=auto on several stages"} for row in SLOWER if row.way is Way.sharded]
+    rows = {" + ".join(sorted(facts)) for facts in of_auto}
     assert rows == ASKED.keys() - {"nothing"}
     for found in rank_pools.run(2, sharded_tasks.placed, list(ASKED.values())):
         for asked, (decode, told) in zip(ASKED, found, strict=True):

@@ -21,11 +21,11 @@ from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
 from policies.zigzagkv import ZigZagKV
-from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
+from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.attention.base import Recording
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.config import CacheOptions, Carrier, DecodeName, Device, Positions, PrefillName, Transfer
+from runahead.config import CacheOptions, Carrier, Device, Positions, PrefillName, Transfer
 from runahead.model.layers.shared_kv import find_sources
 from runahead.model.shares import check_shares
 from runahead.reuse.prefix_tree import PrefixTree
@@ -238,6 +238,20 @@ def test_the_last_of_several_ranks_does_what_one_rank_does(
         assert together.ranks[-1].kept_tokens[1] == alone.ranks[0].kept_tokens[1]  # the others have windows
 
 
+@every_family
+def test_stages_decode_together(rank_pools: RankPools, family: str) -> None:
+    """Each has tokens of its own of what later layers read. With room for all, policies change nothing."""
+    given, options = [prompt(60), prompt(44, seed=3)], GenerationOptions(max_new_tokens=6, ignore_eos=True)
+    expected = [oracle_tokens(family, tuple(ids), 6) for ids in given]
+    roomy = RankPolicies.everywhere([SnapKV(budget=1000, window=WINDOW)])
+    for bounds in ((0, 35, 60), (0, 1, 50, 60)):
+        for policies in (None, roomy):
+            found = rank_pools.run(
+                len(bounds) - 1, shared_kv_tasks.decode_together, family, given, options, bounds, policies
+            )
+            assert found == [(expected, "sharded")] * (len(bounds) - 1)
+
+
 @one_family
 def test_stored_prefixes_are_read_by_later_layers(family: str) -> None:
     model, ids = tiny_model(family), prompt(40)
@@ -267,8 +281,6 @@ def test_what_cannot_be_is_refused() -> None:
     for name in (PrefillName.tsp, PrefillName.zigzag):
         with pytest.raises(ValueError, match=f"which prefill={name.name} does not support; use prefill=kv_runahead"):
             Engine(model, ranks, prefill=PrefillOptions(name=name))
-    with pytest.raises(ValueError, match="which decode=sharded does not support; use decode=last"):
-        Engine(model, ranks, decode=DecodeOptions(name=DecodeName.sharded))
     with pytest.raises(ValueError, match="leave ranks.tensor out"):
         check_shares(model.config, 2)
     calls = Recording(start=0, pads=[0]).calls
