@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,11 @@ TIMEOUT_S = 1.5
 """Timeout of the ranks in tests of a silent one, by a clock of their own. Others have that of `rank_pool`."""
 SOON_S = 30.0
 """Less than `rank_pool.TIMEOUT_S`."""
+
+Task = Callable[..., Any]
+IN = ["in a layer", "while ranks decode together"]
+ENDS = [(failing_tasks.signal_in_layer, (2,)), (failing_tasks.signal_in_sharded_decoding, ())]
+"""Tasks that end a rank, by `IN`, with the layer."""
 
 
 @pytest.fixture
@@ -53,26 +59,31 @@ def test_only_true_cause_is_named_in_chain_of_waiting_ranks(pool: RankPool, tmp_
     assert "rank 1 has been silent" not in last
 
 
-def test_announced_failure_reaches_other_ranks_at_once(pool: RankPool) -> None:
-    (own, _), (message, seconds) = pool.run(failing_tasks.raise_in_layer, 0, 3)
+@pytest.mark.parametrize(
+    ("fail", "args"), [(failing_tasks.raise_in_layer, (0, 3)), (failing_tasks.raise_in_sharded_decoding, (0,))], ids=IN
+)
+def test_announced_failure_reaches_other_ranks_at_once(pool: RankPool, fail: Task, args: tuple[int, ...]) -> None:
+    (own, _), (message, seconds) = pool.run(fail, *args)
     assert own == "RuntimeError: out of luck"
     assert "rank 0 failed: out of luck" in message
     assert seconds < SOON_S
 
 
+@pytest.mark.parametrize(("end", "args"), ENDS, ids=IN)
 @pytest.mark.parametrize("failing", [0, 1])
-def test_killed_rank_is_noticed(pool: RankPool, failing: int) -> None:
+def test_killed_rank_is_noticed(pool: RankPool, failing: int, end: Task, args: tuple[int, ...]) -> None:
     with pytest.raises(RuntimeError, match="the process has ended") as caught:
-        pool.run(failing_tasks.signal_in_layer, failing, 2, failing_tasks.SIGKILL)
+        pool.run(end, failing, *args, failing_tasks.SIGKILL)
     assert f"rank {1 - failing}:" not in str(caught.value)  # that one returned a message of its own
     # what it returned is asserted for whole jobs in test_job_ends.py
 
 
-def test_stopped_rank_is_noticed(pool: RankPool) -> None:
+@pytest.mark.parametrize(("end", "args"), ENDS, ids=IN)
+def test_stopped_rank_is_noticed(pool: RankPool, end: Task, args: tuple[int, ...]) -> None:
     pool.run(give_up_silent, TIMEOUT_S, 0)
     pool.stopped = 0
     with pytest.raises(RuntimeError, match="rank 0:\nno answer") as caught:
-        pool.run(failing_tasks.signal_in_layer, 0, 2, failing_tasks.SIGSTOP)
+        pool.run(end, 0, *args, failing_tasks.SIGSTOP)
     assert "rank 1:" not in str(caught.value)
 
 
@@ -141,25 +152,3 @@ def test_silent_rank_is_named_while_ranks_decode_together(pool: RankPool, failin
     message = outcomes[1 - failing]
     assert message.startswith(f"PeerFailure: rank {failing} has been silent")
     assert f"the attention of rank {failing}" in message
-
-
-def test_announced_failure_reaches_ranks_that_decode_together(pool: RankPool) -> None:
-    (own, _), (message, seconds) = pool.run(failing_tasks.raise_in_sharded_decoding, 0)
-    assert own == "RuntimeError: out of luck"
-    assert "rank 0 failed: out of luck" in message
-    assert seconds < SOON_S
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_killed_rank_is_noticed_while_ranks_decode_together(pool: RankPool, failing: int) -> None:
-    with pytest.raises(RuntimeError, match="the process has ended") as caught:
-        pool.run(failing_tasks.signal_in_sharded_decoding, failing, failing_tasks.SIGKILL)
-    assert f"rank {1 - failing}:" not in str(caught.value)
-
-
-def test_stopped_rank_is_noticed_while_ranks_decode_together(pool: RankPool) -> None:
-    pool.run(give_up_silent, TIMEOUT_S, 0)
-    pool.stopped = 0
-    with pytest.raises(RuntimeError, match="rank 0:\nno answer") as caught:
-        pool.run(failing_tasks.signal_in_sharded_decoding, 0, failing_tasks.SIGSTOP)
-    assert "rank 1:" not in str(caught.value)
