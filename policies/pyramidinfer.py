@@ -38,7 +38,7 @@ from policies.base import Budget, LayerView, Phase, Policy, PromptPart, choice, 
 from policies.kept_slots import best_slots, kept_by_row
 
 
-class Schedule(Enum):
+class KeepSchedule(Enum):
     """Schedule by which the context shrinks with depth.
 
     `cosine` is the authors' code. The others reach `mean_keep` by dropping a share h s(x) of the context; depth x
@@ -84,7 +84,7 @@ class PyramidInfer(Policy, name="pyramidinfer"):
         ValueError: a share is outside its range, or the mean leaves no room for the recent tokens.
     """
 
-    schedule: Schedule = Schedule.power
+    schedule: KeepSchedule = KeepSchedule.power
     mean_keep: float = 0.6
     budget: Budget | None = None
     recent_ratio: float = 0.2
@@ -103,7 +103,7 @@ class PyramidInfer(Policy, name="pyramidinfer"):
     votes_over_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.schedule = choice("schedule", Schedule, self.schedule)
+        self.schedule = choice("schedule", KeepSchedule, self.schedule)
         self.select = choice("select", Select, self.select)
         for name in ("mean_keep", "recent_ratio", "cosine_start", "top_p", "decay"):
             require(0 < getattr(self, name) <= 1, name, getattr(self, name), "must be a share in (0, 1]")
@@ -116,7 +116,7 @@ class PyramidInfer(Policy, name="pyramidinfer"):
         if self.voters is not None:
             require(self.voters >= 1, "voters", self.voters, "must be at least 1 token, or null for all recent ones")
         require(0 < self.newest_weight < math.inf, "newest_weight", self.newest_weight, "must be above 0")
-        if self.schedule is not Schedule.cosine:
+        if self.schedule is not KeepSchedule.cosine:
             rule = f"must be above policy.recent_ratio={self.recent_ratio}, which every layer keeps"
             require(self.mean_keep > self.recent_ratio, "mean_keep", self.mean_keep, rule)
 
@@ -147,7 +147,7 @@ class PyramidInfer(Policy, name="pyramidinfer"):
         if self.budget is None:
             return None
         mean_keep = self.mean_keep
-        if self.schedule is Schedule.cosine:  # whose mean follows from its shape
+        if self.schedule is KeepSchedule.cosine:  # whose mean follows from its shape
             mean_keep = sum(self.lengths(LONG_TEXT, num_layers)) / (LONG_TEXT * num_layers)
         return self.lengths(round(self.budget / mean_keep), num_layers)
 
@@ -244,7 +244,7 @@ class PyramidInfer(Policy, name="pyramidinfer"):
 
 @lru_cache(maxsize=256)  # called in every layer of every step
 def _lengths(
-    schedule: Schedule,
+    schedule: KeepSchedule,
     mean_keep: float,
     cosine_start: float,
     recent: int,
@@ -253,7 +253,7 @@ def _lengths(
     num_layers: int,
 ) -> tuple[int, ...]:
     """Number of tokens per layer; `recent` of them always stay, and at least `least` are kept."""
-    if schedule is Schedule.cosine:
+    if schedule is KeepSchedule.cosine:
         r, lengths = cosine_start, [num_tokens]
         for i in range(num_layers - 1):
             rho = r + (1 - r) * (math.cos(math.pi * i / num_layers) + 1) / 2
@@ -274,9 +274,9 @@ def _lengths(
 
 
 _DROP = {
-    Schedule.power: lambda x: x**2,
-    Schedule.uniform: lambda x: x,
-    Schedule.more: lambda x: 1 - (1 - x) ** 2,
+    KeepSchedule.power: lambda x: x**2,
+    KeepSchedule.uniform: lambda x: x,
+    KeepSchedule.more: lambda x: 1 - (1 - x) ** 2,
 }
 BISECTIONS = 60
 LONG_TEXT = 100_000

@@ -11,7 +11,7 @@ from launch.inputs.policies import options_of, policies_of, wraps
 from launch.inputs.policy_file import policy_class, policy_files
 from policies import POLICIES
 from policies.base import Budget
-from policies.pyramidinfer import Schedule, Select
+from policies.pyramidinfer import KeepSchedule, Select
 from policies.retriever import Retriever
 from runahead.config import CacheOptions, Positions, choice
 from runahead.files import digest_of_path
@@ -155,7 +155,7 @@ class Keeper:
         if "budget" not in self._known:
             return "it has no option budget, and its other options say what it keeps"
         if "mean_keep" in self._known and {"mean_keep", "budget"}.isdisjoint(self._given):
-            for option, value in (("schedule", Schedule.cosine), ("select", Select.top_p)):
+            for option, value in (("schedule", KeepSchedule.cosine), ("select", Select.top_p)):
                 if self.options.get(option) == value.name:
                     return f"its mean_keep has no effect with {option}={value.name}"
         return None

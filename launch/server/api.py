@@ -45,7 +45,7 @@ from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
 from runahead.model.json_schemas import JSONSchemas
 from runahead.serving.request import Request
-from runahead.serving.scheduler import Refused, Scheduler
+from runahead.serving.scheduler import RequestRefused, Scheduler
 
 READERS = 2
 """Threads that turn bodies into tokens."""
@@ -179,7 +179,7 @@ class API:
         )
         try:
             self.scheduler.submit(queued)
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.retry_after_s is None:
                 raise APIError(503, str(refused)) from refused
             wait_s = max(1, math.ceil(refused.retry_after_s))

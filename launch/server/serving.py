@@ -43,7 +43,7 @@ from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
 from runahead.serving.follower import follow
-from runahead.serving.items import Generate, Inbox, Item, Part, Prefill, Report, Tokens
+from runahead.serving.items import Generate, Inbox, Item, Part, PrefillItem, Report, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
@@ -166,10 +166,10 @@ def _warm_up(engine: Engine) -> TimeEstimate:
         else:
             num_tokens = len(prompts[0])
             chain = ranks.on_rank_0("the split", partial(chunks, engine, num_tokens, 1.0, (0.0, 0.0))).boundaries
-            ways = [(estimate.chain, Prefill(number=0, prompts=prompts, options=options, boundaries=chain))]
+            ways = [(estimate.chain, PrefillItem(number=0, prompts=prompts, options=options, boundaries=chain))]
             if engine.takes_stage_alone:
                 alone = (0,) * ranks.num_stages + (num_tokens,)
-                ways.append((estimate.alone, Prefill(number=0, prompts=prompts, options=options, boundaries=alone)))
+                ways.append((estimate.alone, PrefillItem(number=0, prompts=prompts, options=options, boundaries=alone)))
         for times, item in ways:
             for _ in range(2):  # the first of a length may set things up
                 reports.clear()

@@ -20,7 +20,7 @@ from policies.reuse import PromptTooLong, ReusingPrompt, Segment, SegmentUse
 LINK_TOKENS = 4
 
 
-class Placement:
+class PromptPlacement:
     """Placement of one prompt.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from policies.byte_size import num_bytes
 from policies.prompt_cache.layout import Layout
 from policies.prompt_cache.model_text import ModelText
-from policies.prompt_cache.placement import LINK_TOKENS, Placement
+from policies.prompt_cache.placement import LINK_TOKENS, PromptPlacement
 from policies.prompt_cache.prompt import Prompt
 from policies.prompt_cache.schema import Schema
 from policies.prompt_cache.xml_reader import PMLError
@@ -127,7 +127,7 @@ class PromptCache:
             source = Prompt.from_xml(source, self.schema, name=name)
         if source.schema != self.schema.name:
             raise PMLError(source.source, source.line, "prompt", f"is of {source.schema}, not of {self.schema.name}")
-        return Placement(source, self.layout, self._text).place(self.link_tokens, self.recompute)
+        return PromptPlacement(source, self.layout, self._text).place(self.link_tokens, self.recompute)
 
 
 def check_not_negative(name: str, value: int) -> None:

@@ -171,7 +171,7 @@ class ReusedIndex(Index):
         ]
         return of_new(start, stop), of_new(0, start), parts
 
-    def _groups(self, tokens: NewTokens, num_new: int) -> list[list[Group]]:
+    def _groups(self, tokens: NewTokens, num_new: int) -> list[list[RowGroup]]:
         start, end = tokens.start, tokens.start + num_new
         firsts = [min(end, max(start, pad)) for pad in tokens.row_pads]
         rows = [(first - start, self.reused.positions(row, first, end)) for row, first in enumerate(firsts)]
@@ -179,7 +179,7 @@ class ReusedIndex(Index):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RowGroup:
     """New tokens that see the same leading tokens of reused parts.
 
     Attributes:
@@ -201,7 +201,7 @@ Rows: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 
 def groups_of(
     parts: Sequence[ReusedPart], rows: Rows, device: torch.device, *, joins: bool = True
-) -> list[list[Group]]:
+) -> list[list[RowGroup]]:
     """Groups of new tokens by what they see of reused parts; those of a list have no new token in common.
 
     Args:
@@ -220,7 +220,7 @@ def groups_of(
             found.append((*key, [(part, num_seen)]))
             if joins and not part.is_mapped and len(of_rows) * len(queries) > FEW_QUERIES:
                 many[key] = found[-1][2]
-    steps = list[list[Group]]()
+    steps = list[list[RowGroup]]()
     for group in (_group(*each, rows, device) for each in found):
         step = next((step for step in steps if not any(_meet(group, other) for other in step)), None)
         if step is None:
@@ -246,7 +246,7 @@ def _queries_by_num_seen(part: ReusedPart, rows: Rows) -> dict[tuple[int, range]
     return found
 
 
-def steps_over(groups: Sequence[Sequence[Group]], layer: int, slab: KVSlab, *, arrives: bool) -> list[Step]:
+def steps_over(groups: Sequence[Sequence[RowGroup]], layer: int, slab: KVSlab, *, arrives: bool) -> list[Step]:
     """Steps over the reused parts that new tokens see in a layer. `slab` has the layer's own tokens."""
     return [
         Step([Run(SeenParts(each.parts, each.order_T, layer, slab), [each.span]) for each in step], arrives)
@@ -259,7 +259,7 @@ class SeenParts:
     """Leading tokens of reused parts in one layer, read when attention comes to them: they may arrive until then.
 
     Attributes:
-        parts, order_T: as of `Group`.
+        parts, order_T: as of `RowGroup`.
         like: has the layer's own tokens.
     """
 
@@ -303,7 +303,7 @@ def on_device(positions: Sequence[int], device: torch.device) -> Callable[[], Te
 
 def _group(
     of_rows: tuple[int, ...], queries: range, parts: list[tuple[ReusedPart, int]], rows: Rows, device: torch.device
-) -> Group:
+) -> RowGroup:
     [(part, num_seen), *others], order_T = parts, None
     at = part.at if num_seen == len(part.at) else part.at[:num_seen]
     if others:
@@ -328,10 +328,10 @@ def _group(
     if len(of_rows) > 1:
         together = EVERY_ROW if len(of_rows) == len(rows) else row_values(of_rows, device)
         span = replace(span, rows=together, apart=cache(lambda: [of_row(row) for row in of_rows]))
-    return Group(rows=of_rows, span=span, parts=parts, order_T=order_T)
+    return RowGroup(rows=of_rows, span=span, parts=parts, order_T=order_T)
 
 
-def _meet(a: Group, b: Group) -> bool:
+def _meet(a: RowGroup, b: RowGroup) -> bool:
     """Whether a new token is in both."""
     ours, theirs = a.span.queries, b.span.queries
     return ours.start < theirs.stop and theirs.start < ours.stop and not set(a.rows).isdisjoint(b.rows)

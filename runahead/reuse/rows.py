@@ -15,7 +15,7 @@ from runahead.attention.op import Step
 from runahead.cache.base import KVStore
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
-from runahead.reuse.cache import Group, groups_of, reused_by, reusing, steps_over
+from runahead.reuse.cache import RowGroup, groups_of, reused_by, reusing, steps_over
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 
@@ -57,7 +57,7 @@ class SharedParts:
         groups = tokens.once((self, *counts), lambda: self._groups(tokens, counts))
         return steps_over(groups, layer, self._slabs.by_layer[layer], arrives=False)
 
-    def _groups(self, tokens: NewTokens, counts: Sequence[int]) -> list[list[Group]]:
+    def _groups(self, tokens: NewTokens, counts: Sequence[int]) -> list[list[RowGroup]]:
         rows = list[tuple[int, Sequence[int]]]()
         for number, (pad, count) in enumerate(zip(tokens.row_pads, counts, strict=True)):
             reused, first = self._reused.get(number), tokens.start - pad

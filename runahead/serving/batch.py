@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from runahead.reuse.forks import each_once
-from runahead.serving.items import Generate, Part, Prefill, Progress
+from runahead.serving.items import Generate, Part, PrefillItem, Progress
 from runahead.serving.request import Request
 from runahead.serving.room import num_tokens_of
 
@@ -32,7 +32,7 @@ class Batch:
         computed: the rows whose prompts are computed: one of each different prompt, or all if `Engine.generate` does.
     """
 
-    item: Prefill | Generate
+    item: PrefillItem | Generate
     owners: list[tuple[Request, int]]
     predicted_s: float
     is_short: bool
@@ -48,7 +48,7 @@ class Batch:
         self.cached = [0] * len(self.owners)
         self._prompt_of = each_once(self.item.prompts)[1]
         self.computed = list(range(len(self.owners)))
-        if isinstance(self.item, Prefill):
+        if isinstance(self.item, PrefillItem):
             self.computed = [self._prompt_of.index(number) for number in sorted(set(self._prompt_of))]
 
     @property
@@ -67,4 +67,4 @@ class Batch:
     @property
     def reuses(self) -> bool:
         """Whether some of its tokens are not computed, so that its times say nothing of other prompts."""
-        return isinstance(self.item, Prefill) and self.item.reuses
+        return isinstance(self.item, PrefillItem) and self.item.reuses

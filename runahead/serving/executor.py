@@ -35,7 +35,7 @@ from runahead.serving.items import (
     Inbox,
     Item,
     Part,
-    Prefill,
+    PrefillItem,
     Progress,
     Report,
     RowId,
@@ -48,7 +48,7 @@ Wait = Callable[[Callable[[float], bool]], None]
 """Waits until the given function, which may block for the given seconds, returns true."""
 
 
-class Choice(IntEnum):
+class NextAction(IntEnum):
     """The next action of all ranks of a stage."""
 
     go_on = 0
@@ -101,7 +101,7 @@ class Executor:
             inbox.on_stop = lambda number: report(Stopping(number))
         self._interrupts = decodes
         self._stops = engine.takes(Way.stopped)
-        self._under_way: list[Prefill] = []  # the prefills on the stack
+        self._under_way: list[PrefillItem] = []  # the prefills on the stack
         self._encodes = False  # the last of them is encoding a segment
         # A GPU computes later than its work is queued, so there the host knows of no layer that it is computed.
         self._tells_progress = self._ranks.share == 0 and self._ranks.accelerator is None
@@ -125,7 +125,10 @@ class Executor:
 
     def _next(self, wait: Wait) -> Item:
         """The next item. Rows are decoded until it has come."""
-        while self.live and self._decide(lambda: Choice.item if self._inbox.has_item() else Choice.step) is Choice.step:
+        while (
+            self.live
+            and self._decide(lambda: NextAction.item if self._inbox.has_item() else NextAction.step) is NextAction.step
+        ):
             self._step()
         wait(self._inbox.has_item)
         return self._taken()
@@ -148,14 +151,14 @@ class Executor:
 
     def carry_out(self, item: Item) -> None:
         """Do what an item says, but for the decoding that follows."""
-        if isinstance(item, Prefill):
+        if isinstance(item, PrefillItem):
             self._prefill(item)
         elif isinstance(item, Generate):
             self._generate(item)
         elif isinstance(item, Check):
             self._report(Alive(self._ranks.rank, self._asked_to_end()))
 
-    def _prefill(self, item: Prefill) -> None:
+    def _prefill(self, item: PrefillItem) -> None:
         aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
         self._prepare_schemas(item)
         if self._engine.prefixes is not None and self._stores:
@@ -240,13 +243,13 @@ class Executor:
         found = {tier.value: num_tokens for tier, num_tokens in tree.found_tokens.items()}
         return {"prefix_bytes": tree.bytes_by_tier, "prefix_found_tokens": found}
 
-    def _prepare_schemas(self, item: Prefill) -> None:
+    def _prepare_schemas(self, item: PrefillItem) -> None:
         """Begin to compile the JSON schemas of rows that this rank will decode."""
         if self._ranks.stage == self._ranks.num_stages - 1:
             for schema in _schemas(item):
                 self._engine.model.json_schemas.prepare(schema)
 
-    def _await_schemas(self, item: Prefill) -> None:
+    def _await_schemas(self, item: PrefillItem) -> None:
         """Decode other rows until the JSON schemas of these are compiled."""
         for schema in _schemas(item):
             self.until(partial(self._engine.model.json_schemas.is_prepared, schema), "a JSON schema", ())
@@ -258,7 +261,7 @@ class Executor:
             self._report(Progress(number=item.number, rank=self._ranks.rank, layers=done, of=of))
 
     def _prefixes_of_rows(
-        self, ids: Sequence[RowId], item: Prefill, prefixes: Sequence[RowPrefix], prompt_of: Sequence[int]
+        self, ids: Sequence[RowId], item: PrefillItem, prefixes: Sequence[RowPrefix], prompt_of: Sequence[int]
     ) -> dict[RowId, RowPrefix]:
         """The prefix of each row: the first row of a prompt has the prompt's, the others hold the same."""
         found: dict[RowId, RowPrefix] = {}
@@ -323,10 +326,10 @@ class Executor:
     def _look_aside(self) -> None:
         """Do what is due or can be done aside."""
 
-        def choice() -> Choice:
+        def choice() -> NextAction:
             if self._has_aside():
-                return Choice.item
-            return Choice.step if self._is_due else Choice.go_on
+                return NextAction.item
+            return NextAction.step if self._is_due else NextAction.go_on
 
         if self._interrupts:
             self._do(self._decide(choice))
@@ -343,19 +346,19 @@ class Executor:
         def ready(block_s: float) -> bool:
             nonlocal patience_s
 
-            def choice() -> Choice:
+            def choice() -> NextAction:
                 if self._has_aside():
-                    return Choice.item
+                    return NextAction.item
                 if not self.live:
-                    return Choice.go_on if arrived(block_s) else Choice.wait
+                    return NextAction.go_on if arrived(block_s) else NextAction.wait
                 began_s = time.monotonic()
                 if arrived(0.0 if self._is_due else min(block_s, max(0.0, patience_s))):
-                    return Choice.go_on
+                    return NextAction.go_on
                 has_waited = patience_s <= time.monotonic() - began_s
-                return Choice.step if self._is_due or has_waited else Choice.wait
+                return NextAction.step if self._is_due or has_waited else NextAction.wait
 
             began_s = time.monotonic()
-            if (chosen := self._decide(choice)) is Choice.go_on:
+            if (chosen := self._decide(choice)) is NextAction.go_on:
                 return True
             self._do(chosen)
             patience_s -= time.monotonic() - began_s
@@ -376,13 +379,13 @@ class Executor:
     def _is_due(self) -> bool:
         return bool(self.live) and time.monotonic() - self._stepped_s >= self._limits.itl_s
 
-    def _do(self, choice: Choice) -> None:
+    def _do(self, choice: NextAction) -> None:
         """Do something else inside a prefill."""
-        if choice not in (Choice.step, Choice.item):
+        if choice not in (NextAction.step, NextAction.item):
             return
         self._settle()
         began_s, before_s = time.monotonic(), self._aside_s
-        if choice is Choice.step:
+        if choice is NextAction.step:
             self._step()
         else:
             # On the other ranks of the stage it may still be on its way, in the same order as here.
@@ -399,9 +402,9 @@ class Executor:
         awaits_ranks = self._engine.model.shares is not None or any(len(chain) > 1 for chain in chains)
         self._ranks.settle("the KV that is on its way", range(self._ranks.size if awaits_ranks else 0))
 
-    def _decide(self, choose: Callable[[], Choice]) -> Choice:
+    def _decide(self, choose: Callable[[], NextAction]) -> NextAction:
         """The choice of the first rank of this stage, on all its ranks. Rows that were cancelled by then have left."""
-        chosen, cancelled = Choice.go_on, list[RowId]()
+        chosen, cancelled = NextAction.go_on, list[RowId]()
         if self._leads:
             chosen, cancelled = choose(), self._inbox.take_cancelled()
         if (shares := self._engine.model.shares) is not None:
@@ -421,7 +424,7 @@ class Executor:
                 return told, of_first(who) if len(who) else who
 
             told, who = shares.run(share)
-            chosen, cancelled = Choice(int(told[0])), [(number, row) for number, row in who.tolist()]
+            chosen, cancelled = NextAction(int(told[0])), [(number, row) for number, row in who.tolist()]
         if cancelled:
             self._settle()
         dropped = self.live.cancel(cancelled)
@@ -430,5 +433,5 @@ class Executor:
         return chosen
 
 
-def _schemas(item: Prefill) -> list[str]:
+def _schemas(item: PrefillItem) -> list[str]:
     return [each.json_schema for each in item.options if each.json_schema is not None]

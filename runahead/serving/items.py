@@ -19,7 +19,7 @@ PROGRESS_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefill:
+class PrefillItem:
     """Prefill these prompts together. Their rows then join those that the last stage decodes.
 
     Attributes:
@@ -81,7 +81,7 @@ class End:
     """There will be no other item."""
 
 
-Item = Prefill | Generate | Cancel | Stop | Check | End
+Item = PrefillItem | Generate | Cancel | Stop | Check | End
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ class Inbox:
             if isinstance(item, Cancel):
                 self._cancelled += item.rows
             elif isinstance(item, Stop):  # of a prefill that is there, under way or over
-                waiting = {each.number for each in self._items if isinstance(each, Prefill)}
+                waiting = {each.number for each in self._items if isinstance(each, PrefillItem)}
                 self._stopped |= {item.number} & (self._begun | waiting)
             else:
                 self._items.append(item)
@@ -236,7 +236,7 @@ class Inbox:
             return self._begin(item)
 
     def _begin(self, item: Item) -> Item:
-        if isinstance(item, Prefill):
+        if isinstance(item, PrefillItem):
             self._begun.add(item.number)
         return item
 
@@ -255,7 +255,7 @@ class Inbox:
             (
                 item
                 for item in self._items
-                if isinstance(item, Check) or (shorts and isinstance(item, Prefill) and item.is_short)
+                if isinstance(item, Check) or (shorts and isinstance(item, PrefillItem) and item.is_short)
             ),
             None,
         )

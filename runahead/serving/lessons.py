@@ -5,7 +5,7 @@ from __future__ import annotations
 from runahead.context import ContextPartition
 from runahead.serving.batch import Batch
 from runahead.serving.estimate import WAITING, PrefillTimes, TimeEstimate
-from runahead.serving.items import Prefill
+from runahead.serving.items import PrefillItem
 
 Lesson = tuple[ContextPartition, dict[int, tuple[float, float]]]
 """The chunks of a prompt, and the seconds of each rank in its prefill and in waiting, as `Engine.learn` takes them."""
@@ -23,13 +23,13 @@ def learn_prefill(batch: Batch, estimate: TimeEstimate, times: PrefillTimes) -> 
     # The rank with the first token ends last, but what it decoded in its waits does not count.
     longest_s = max(each.prefill_s for each in batch.parts.values())
     is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
-    if isinstance(batch.item, Prefill) and any(batch.item.stored):
+    if isinstance(batch.item, PrefillItem) and any(batch.item.stored):
         _learn_rest(batch, estimate, longest_s, is_alone=is_alone)
         return None
     if not batch.reuses:
         times.learn(batch.of_computed(batch.lengths), longest_s, batch.of_computed(batch.cached))
     is_alone = is_alone and not batch.reuses and not any(batch.cached)
-    if not (isinstance(batch.item, Prefill) and is_alone and not batch.is_short):
+    if not (isinstance(batch.item, PrefillItem) and is_alone and not batch.is_short):
         return None
     parts, num_rows = batch.parts, len(batch.computed)
     seconds = {rank: (each.prefill_s / num_rows, each.wait_s / num_rows) for rank, each in parts.items()}
@@ -46,6 +46,6 @@ def _learn_rest(batch: Batch, estimate: TimeEstimate, seconds: float, *, is_alon
     num_bytes = 0 if first.report is None else first.report.kv_received_bytes
     if is_alone and num_bytes:
         estimate.learn_transfer(num_bytes, first.prefill_s, first.wait_s)
-    assert isinstance(batch.item, Prefill)
+    assert isinstance(batch.item, PrefillItem)
     if batch.cached == list(batch.item.stored) and first.wait_s <= WAITING * first.prefill_s:
         estimate.chain.learn(batch.of_computed(batch.lengths), seconds, batch.of_computed(batch.cached))

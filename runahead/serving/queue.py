@@ -32,7 +32,7 @@ SLACK = 3.0
 """A prefill is due within this many times its seconds. So short ones go first, and no request waits for ever."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request is not taken.
 
     Attributes:
@@ -105,16 +105,16 @@ class RequestQueue:
             yield num_free // num_answers
 
     def add(self, request: Request) -> None:
-        """Let a request wait. Raises: Refused: too many do, or too many of this client."""
+        """Let a request wait. Raises: RequestRefused: too many do, or too many of this client."""
         limits, ttft_s = self._limits, self.predicted_ttft_s(request)
         ours = sum(each.client == request.client for each in [*self.waiting, *self.running])
         if ours >= limits.max_per_client:
-            raise Refused(f"this client has {ours} requests, which is the most it may have at a time", ttft_s)
+            raise RequestRefused(f"this client has {ours} requests, which is the most it may have at a time", ttft_s)
         if len(self.waiting) >= limits.max_waiting:
-            raise Refused(f"{len(self.waiting)} requests are waiting, which is the most that may", ttft_s)
+            raise RequestRefused(f"{len(self.waiting)} requests are waiting, which is the most that may", ttft_s)
         if limits.max_ttft_s is not None and ttft_s > limits.max_ttft_s:
             told = f"the first token is predicted after {ttft_s:.0f} s, which is longer than {limits.max_ttft_s:g} s"
-            raise Refused(told, ttft_s - limits.max_ttft_s)
+            raise RequestRefused(told, ttft_s - limits.max_ttft_s)
         request.predicted_ttft_s = ttft_s
         self.waiting.append(request)
 

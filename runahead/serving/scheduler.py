@@ -37,7 +37,7 @@ from runahead.serving.items import (
     Inbox,
     Item,
     Part,
-    Prefill,
+    PrefillItem,
     Progress,
     Report,
     RowId,
@@ -48,7 +48,7 @@ from runahead.serving.items import (
 from runahead.serving.lessons import Lesson, learn_prefill
 from runahead.serving.limits import QueueLimits
 from runahead.serving.mail import Mail
-from runahead.serving.queue import Refused, RequestQueue
+from runahead.serving.queue import RequestQueue, RequestRefused
 from runahead.serving.request import Request
 from runahead.serving.state import PrefillState, ServerState, share_computed
 
@@ -140,11 +140,11 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            Refused: too many requests wait, or of this client, or the server ends.
+            RequestRefused: too many requests wait, or of this client, or the server ends.
         """
         with self._lock:
             if self.refuses is not None:
-                raise Refused(self.refuses)
+                raise RequestRefused(self.refuses)
             self._queue.add(request)
         self._events.put(None)
 
@@ -284,11 +284,11 @@ class Scheduler:
             prompts, options = [each.prompts[row] for each, row in some], [each.options[row] for each, row in some]
             stored = [stored_of[owner] for owner in some] if stored_of else []
             number = next(self._numbers)
-            item: Prefill | Generate = Generate(number=number, prompts=prompts, options=options)
+            item: PrefillItem | Generate = Generate(number=number, prompts=prompts, options=options)
             if not self._engine.may_shard:
                 new = [len(ids) - num for ids, num in zip(prompts, stored or [0] * len(prompts), strict=True)]
                 boundaries = self._partition(max(new), is_short=is_short, num_stored=max(stored, default=0)).boundaries
-                item = Prefill(
+                item = PrefillItem(
                     number=number,
                     prompts=prompts,
                     options=options,
@@ -390,7 +390,7 @@ class Scheduler:
     def _cancel_rows(self, batch: Batch) -> None:
         """Let the rows of cancelled requests end, or stop a prefill of which all are cancelled."""
         if not batch.is_decoded:
-            if isinstance(batch.item, Prefill) and all(request.cancelled for request, _ in batch.owners):
+            if isinstance(batch.item, PrefillItem) and all(request.cancelled for request, _ in batch.owners):
                 self._tell(Stop(batch.item.number))
             return
         rows: list[RowId] = [(batch.item.number, row) for row in sorted(batch.left) if batch.owners[row][0].cancelled]
@@ -401,12 +401,12 @@ class Scheduler:
         batch.parts[part.rank] = self._parts[part.rank] = part
         self.busy_s[part.rank, "prefill"] += part.prefill_s - part.wait_s
         self.busy_s[part.rank, "waiting"] += part.wait_s
-        if isinstance(batch.item, Prefill) and len(batch.parts) < self._ranks.size:
+        if isinstance(batch.item, PrefillItem) and len(batch.parts) < self._ranks.size:
             return
         del self._unread[part.number]
         if any(each.is_cancelled for each in batch.parts.values()):
             return
-        if isinstance(batch.item, Prefill) and batch.item.record_timeline:
+        if isinstance(batch.item, PrefillItem) and batch.item.record_timeline:
             self._last_recorded = PrefillState.of(batch)
         lesson = learn_prefill(batch, self.estimate, self._queue.times(is_short=batch.is_short))
         if lesson is not None:

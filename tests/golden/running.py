@@ -40,7 +40,7 @@ from runahead.model.shares import shard_model
 from runahead.report import TokenLogprobs
 from runahead.serving.arrangement import chunks
 from runahead.serving.executor import Executor
-from runahead.serving.items import Generate, Inbox, Prefill, Report, Tokens
+from runahead.serving.items import Generate, Inbox, PrefillItem, Report, Tokens
 from runahead.serving.limits import QueueLimits
 from tests.families import build, keeping, prompt, throughout
 from tests.golden.combinations import POLICIES, Combination
@@ -261,7 +261,9 @@ class _Case:
                 else:
                     stored = [len(given[0]) - NUM_MORE] * len(given) if turn else []
                     boundaries = chunks(engine, len(given[0]) - sum(stored[:1]), 1.0, (0.0, 0.0)).boundaries
-                    item = Prefill(number=number, prompts=given, options=asked, boundaries=boundaries, stored=stored)
+                    item = PrefillItem(
+                        number=number, prompts=given, options=asked, boundaries=boundaries, stored=stored
+                    )
                     executor.carry_out(item)
                 number += 1
             executor.decode_all()

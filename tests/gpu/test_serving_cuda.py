@@ -14,7 +14,7 @@ from runahead import Engine, GenerationOptions
 from runahead.ranks.accelerator import accelerator_for
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.executor import Executor
-from runahead.serving.items import Inbox, Prefill, Tokens
+from runahead.serving.items import Inbox, PrefillItem, Tokens
 from runahead.serving.limits import QueueLimits
 from tests.gpu.models import CUDA, alone, ids, model
 from tests.serving.fakes import Served, chat_tokenizer, serving
@@ -121,7 +121,7 @@ def test_a_step_of_joined_rows_waits_for_its_tokens_alone(engine: Engine) -> Non
     for number, of_item in enumerate(items):
         options = [GenerationOptions(max_new_tokens=NUM_NEW, ignore_eos=True)] * len(of_item)
         boundaries = (0, max(map(len, of_item)))
-        executor.carry_out(Prefill(number=number, prompts=of_item, options=options, boundaries=boundaries))
+        executor.carry_out(PrefillItem(number=number, prompts=of_item, options=options, boundaries=boundaries))
         executor._step()  # the first makes what later ones use
     with gpu.noting_waits() as waits:
         executor._step()

@@ -27,9 +27,9 @@ from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.store import SegmentStore, StoreLimits
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import TimeEstimate
-from runahead.serving.executor import Choice, Executor
+from runahead.serving.executor import Executor, NextAction
 from runahead.serving.follower import follow
-from runahead.serving.items import Cancel, Inbox, Item, Part, Prefill, Report, Stop, Tokens
+from runahead.serving.items import Cancel, Inbox, Item, Part, PrefillItem, Report, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
@@ -81,7 +81,7 @@ def stop(
     for number, ids in enumerate(prompts):
         partition = chunks(engine, len(ids), 1.0, (0.0, 0.0))
         options = [GenerationOptions(max_new_tokens=5, ignore_eos=True)]
-        inbox.put(Prefill(number=number, prompts=[ids], options=options, boundaries=partition.boundaries))
+        inbox.put(PrefillItem(number=number, prompts=[ids], options=options, boundaries=partition.boundaries))
     if ranks.rank in knows:
         inbox.put(Stop(0))
     with throughout(model.dtype):
@@ -118,7 +118,7 @@ def steps_in_a_wait(ranks: Ranks, prefill: PrefillOptions, prompts: list[list[in
     with throughout(model.dtype):
         for number, ids in enumerate(prompts):
             boundaries = chunks(engine, len(ids), 1.0, (0.0, 0.0)).boundaries
-            item = Prefill(number=number, prompts=[ids], options=[LONG], boundaries=boundaries)
+            item = PrefillItem(number=number, prompts=[ids], options=[LONG], boundaries=boundaries)
             if number == 0:
                 executor.carry_out(item)
             else:
@@ -168,7 +168,7 @@ def prefill_after_drops(
                 done.prefixes[0].store(ids[:20], done.cache.row_kv(0, 0, 20))
                 done.prefixes[0].release()
             stored = 0 if number == 0 else sum(one == other for one, other in zip(ids, prompts[0], strict=False))
-            item = Prefill(
+            item = PrefillItem(
                 number=number,
                 prompts=[ids],
                 options=[options],
@@ -299,7 +299,7 @@ class Load:
 
 def two_prefills(told: Sequence[Item]) -> bool:
     """Whether two prefills have come; for `Load.awaits`."""
-    return sum(isinstance(item, Prefill) for item in told) >= 2
+    return sum(isinstance(item, PrefillItem) for item in told) >= 2
 
 
 def two_cancellations(told: Sequence[Item]) -> bool:
@@ -418,8 +418,8 @@ def noting(served: Served) -> Iterator[None]:
         run(self, wait)
         served.left_bytes = self.live.num_bytes
 
-    def noted_do(self: Executor, choice: Choice) -> None:
-        if choice in (Choice.step, Choice.item):
+    def noted_do(self: Executor, choice: NextAction) -> None:
+        if choice in (NextAction.step, NextAction.item):
             served.inside.append(choice.name)
         do(self, choice)
 

@@ -27,7 +27,7 @@ from runahead.reuse.forks import each_once
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.estimate import TimeEstimate
 from runahead.serving.executor import Executor
-from runahead.serving.items import Inbox, Prefill, Report, Tokens
+from runahead.serving.items import Inbox, PrefillItem, Report, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
@@ -63,7 +63,7 @@ class Answers:
         self.executor = Executor(self.engine, Inbox(), self._hear, QueueLimits(itl_s=1e3))
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.cached: dict[tuple[int, int], int] = {}
-        self.items: list[Prefill] = []
+        self.items: list[PrefillItem] = []
         self.num_computed = 0
         forward = self.model.forward
 
@@ -82,7 +82,7 @@ class Answers:
 
     def prefill(self, prompts: Sequence[GivenPrompt], options: list[GenerationOptions]) -> None:
         boundaries = (0, max(map(len, prompts)))
-        item = Prefill(number=len(self.items), prompts=prompts, options=options, boundaries=boundaries)
+        item = PrefillItem(number=len(self.items), prompts=prompts, options=options, boundaries=boundaries)
         self.items.append(item)
         self.executor.carry_out(item)
 
@@ -185,7 +185,7 @@ def test_answers_on_two_ranks_are_those_of_single_requests(rank_pools: RankPools
     else:
         alone = rank_pools.run(1, generate, load.family, [DOCUMENT] * 3, SAMPLED)[0][0]  # seeds count up
         assert served.tokens == [each.new_token_ids for each in alone.generations]
-    assert len([item for item in served.items if isinstance(item, Prefill)]) == 1
+    assert len([item for item in served.items if isinstance(item, PrefillItem)]) == 1
     assert served.state is not None
     chunks = [part.report.chunk_tokens for part in served.state.parts.values() if part.report is not None]
     assert sum(chunks) == len(DOCUMENT) and len(chunks) == 2
@@ -206,7 +206,7 @@ def test_answers_after_a_stored_prefix_share_what_all_stages_compute(rank_pools:
     served = rank_pools.run(2, rank_tasks.serve, load)[0]
     alone = [rank_pools.run(1, generate, load.family, [ids] * 3, SAMPLED)[0][0].generations for ids in texts]
     assert served.tokens == [each.new_token_ids for of_prompt in alone for each in of_prompt]
-    first, second = (item for item in served.items if isinstance(item, Prefill))
+    first, second = (item for item in served.items if isinstance(item, PrefillItem))
     assert list(first.stored) == [] and list(second.stored) == [len(DOCUMENT)] * 3 and second.boundaries[-1] == 41
     assert served.cached == [0, len(DOCUMENT)] and served.left_bytes == 0
 

@@ -19,7 +19,7 @@ from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
 from runahead.serving.executor import Executor
-from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, Prefill, Progress, Stop, Tokens
+from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, PrefillItem, Progress, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
@@ -56,10 +56,10 @@ class Rank:
         return list(self.reports)
 
 
-def item(number: int, length: int, *, is_short: bool = False, num_new: int = 50) -> Prefill:
+def item(number: int, length: int, *, is_short: bool = False, num_new: int = 50) -> PrefillItem:
     options = [replace(GREEDY, max_new_tokens=num_new)]
     prompts = [prompt(length, seed=number)]
-    return Prefill(
+    return PrefillItem(
         number=number,
         prompts=prompts,
         options=options,
@@ -87,10 +87,10 @@ def test_a_step_is_decoded_after_every_layer_if_it_is_due():
 NARROWING = RankPolicies.everywhere([PyramidInfer(mean_keep=0.5, min_tokens=4)])
 
 
-def blended(number: int) -> Prefill:
+def blended(number: int) -> PrefillItem:
     """A prompt some of whose segments' tokens are computed again, fewer in each layer."""
     asked = blended_prompt(number, share=0.4)
-    return Prefill(number=number, prompts=[asked], options=[GREEDY], boundaries=(0, len(asked)))
+    return PrefillItem(number=number, prompts=[asked], options=[GREEDY], boundaries=(0, len(asked)))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_short_prompt_does_not_encode_the_segment_that_is_being_encoded(monkey
     monkeypatch.setattr(reuse, "encode_segment", noted)
     asked = random_prompt(random.Random(9), random_segments(random.Random(9)))
     long, short = (
-        Prefill(number=number, prompts=[asked], options=[GREEDY], boundaries=(0, len(asked)), is_short=number == 1)
+        PrefillItem(number=number, prompts=[asked], options=[GREEDY], boundaries=(0, len(asked)), is_short=number == 1)
         for number in (0, 1)
     )
     rank = Rank(itl_s=1e3)

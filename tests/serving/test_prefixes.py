@@ -31,7 +31,7 @@ from runahead.reuse.tiers.entry import Tier
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
-from runahead.serving.items import Inbox, Part, Prefill, Report, Stop, Stopping, Tokens
+from runahead.serving.items import Inbox, Part, PrefillItem, Report, Stop, Stopping, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
@@ -100,7 +100,7 @@ class Serving:
         options = [replace(self.options, max_new_tokens=num_new)] * len(prompts)
         boundaries = (0, max(map(len, prompts)))
         self.prompts.append(list(prompts))
-        item = Prefill(
+        item = PrefillItem(
             number=len(self.prompts), prompts=list(prompts), options=options, boundaries=boundaries, soon=self.soon
         )
         self.executor.carry_out(item)
@@ -250,7 +250,7 @@ def test_of_a_prefill_that_was_stopped_nothing_is_stored_or_decoded(when: str) -
     """Other stages may have stopped before their last layer, and sent zeros, once this one has said that it knows."""
     serving = Serving("llama")
     inbox, prefill = serving.executor._inbox, serving.engine.prefill
-    item = Prefill(number=9, prompts=[DOCUMENT], options=[GREEDY], boundaries=(0, len(DOCUMENT)))
+    item = PrefillItem(number=9, prompts=[DOCUMENT], options=[GREEDY], boundaries=(0, len(DOCUMENT)))
 
     def stopping(*rest: Any, **more: Any) -> Any:
         prefilled = prefill(*rest, **more)
@@ -318,7 +318,7 @@ def test_a_short_rest_is_computed_where_the_prefix_lies(rank_pools: RankPools, s
         for ids, options in zip(load.prompts, load.options, strict=True)
     ]
     assert served.tokens == alone
-    items = {len(ids): item for item in served.items if isinstance(item, Prefill) for ids in item.prompts}
+    items = {len(ids): item for item in served.items if isinstance(item, PrefillItem) for ids in item.prompts}
     assert [items[len(ids)].is_short for ids in load.prompts] == [False, True, False, True]
     # On several ranks a long rest is computed by all, who have nothing of the prefix.
     long = len(DOCUMENT) if size == 1 else 0
@@ -375,7 +375,7 @@ def test_a_long_rest_is_computed_by_all_after_the_prefix(rank_pools: RankPools, 
         rank_pools.run(1, generate, load.family, [ids], options)[0][0].generations[0].new_token_ids
         for ids, options in zip(load.prompts, load.options, strict=True)
     ]
-    items = {len(ids): item for item in served.items if isinstance(item, Prefill) for ids in item.prompts}
+    items = {len(ids): item for item in served.items if isinstance(item, PrefillItem) for ids in item.prompts}
     first, short, long, last = (items[len(ids)] for ids in load.prompts)
     assert short.is_short == last.is_short == (not decode_ranks) and not first.is_short and not long.is_short
     assert (list(first.stored), list(long.stored), long.boundaries[-1]) == ([], [len(DOCUMENT)], 30)
@@ -402,7 +402,7 @@ def test_rests_of_many_lengths_follow_each_other_through_the_chain(
     assert served.tokens == [
         rank_pools.run(1, generate, load.family, [ids], GREEDY)[0][0].generations[0].new_token_ids for ids in texts
     ]
-    assert sum(any(item.stored) for item in served.items if isinstance(item, Prefill)) >= 4
+    assert sum(any(item.stored) for item in served.items if isinstance(item, PrefillItem)) >= 4
     assert all(cached >= len(DOCUMENT) for cached in served.cached[1:])
 
 

@@ -14,9 +14,9 @@ from runahead.config import Positions
 from runahead.ranks.mesh import Mesh
 from runahead.serving.batch import Batch
 from runahead.serving.estimate import TimeEstimate
-from runahead.serving.items import Prefill, Progress
+from runahead.serving.items import PrefillItem, Progress
 from runahead.serving.limits import QueueLimits
-from runahead.serving.queue import SLACK, Refused, RequestQueue
+from runahead.serving.queue import SLACK, RequestQueue, RequestRefused
 from runahead.serving.request import Request
 from runahead.serving.state import share_computed
 from runahead.thinning.rank_policies import RankPolicies
@@ -43,7 +43,7 @@ def begin(queue: RequestQueue, requests: list[Request]) -> Batch:
     """Begin requests as the scheduler does."""
     number = len(queue.batches)
     prompts = [ids for each in requests for ids in each.prompts]
-    item = Prefill(
+    item = PrefillItem(
         number=number,
         prompts=prompts,
         options=[options for each in requests for options in each.options],
@@ -148,11 +148,11 @@ def test_the_share_that_is_computed_is_the_mean_of_the_rows():
 def test_a_refused_request_is_told_when_to_come_back():
     queue = queue_of(max_waiting=1, max_ttft_s=15.0)
     queue.add(request(10))
-    with pytest.raises(Refused, match="1 requests are waiting") as refused:
+    with pytest.raises(RequestRefused, match="1 requests are waiting") as refused:
         queue.add(request(4))
     assert refused.value.retry_after_s == pytest.approx(14.0)
     queue.waiting.clear()
-    with pytest.raises(Refused, match="predicted after 20 s, which is longer than 15 s") as refused:
+    with pytest.raises(RequestRefused, match="predicted after 20 s, which is longer than 15 s") as refused:
         queue.add(request(20))
     assert refused.value.retry_after_s == pytest.approx(5.0)
 

@@ -18,7 +18,7 @@ from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.config import Carrier, DecodeName, Exchange, PrefillName, Transfer
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
-from runahead.serving.items import Cancel, Check, End, Generate, Prefill
+from runahead.serving.items import Cancel, Check, End, Generate, PrefillItem
 from runahead.serving.limits import QueueLimits
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -51,8 +51,8 @@ def alone(pools: RankPools, family: str = rank_tasks.FAMILY) -> list[list[int]]:
     ]
 
 
-def prefills(served: Served) -> list[Prefill]:
-    return [item for item in served.items if isinstance(item, Prefill)]
+def prefills(served: Served) -> list[PrefillItem]:
+    return [item for item in served.items if isinstance(item, PrefillItem)]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_answers_that_end_at_the_longrope_threshold_are_computed_at_once(
     options = [replace(GREEDY, max_new_tokens=number) for number in (9, 4, 1, 12)]
     load = Load(prompts=prompts, options=options, limits=QueueLimits(), decode=decode, family="phi3_longrope")
     served = rank_pools.run(2, rank_tasks.serve, load)[0]
-    assert any(len(item.prompts) == 4 for item in served.items if isinstance(item, Prefill | Generate))
+    assert any(len(item.prompts) == 4 for item in served.items if isinstance(item, PrefillItem | Generate))
     for ids, each, tokens in zip(prompts, options, served.tokens, strict=True):
         expected = rank_pools.run(1, generate, "phi3_longrope", [ids], each)[0][0].generations[0].new_token_ids
         assert tokens == expected

@@ -21,7 +21,7 @@ from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.serving.executor import Executor
-from runahead.serving.items import Inbox, Prefill, Tokens
+from runahead.serving.items import Inbox, PrefillItem, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline import clock
@@ -107,10 +107,10 @@ def test_rows_of_a_server_are_decoded_inside_a_prefill_behind_no_message(transfe
     assert set(tokens[1:-1]) == {0, 2} and len(tokens) > 4, "between them steps, and the short prompt"
 
 
-def request(number: int, boundaries: tuple[int, ...], *, is_short: bool = False) -> Prefill:
+def request(number: int, boundaries: tuple[int, ...], *, is_short: bool = False) -> PrefillItem:
     ids = torch.randint(61, (boundaries[-1],), generator=torch.Generator().manual_seed(number)).tolist()
     options = [GenerationOptions(max_new_tokens=50, ignore_eos=True)]
-    return Prefill(
+    return PrefillItem(
         number=number, prompts=[ids], options=options, boundaries=boundaries, is_short=is_short, record_timeline=False
     )
 
