@@ -97,11 +97,14 @@ def test_help_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"python -m policies.{name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("program", "needs"), [(skew, "needs a tokenizer"), (fit_kvzap, "texts need a tokenizer")])
+@pytest.mark.parametrize(
+    ("program", "short", "needs"),
+    [(skew, "tokens=9", "a sample text needs a tokenizer"), (fit_kvzap, "context=40", "texts need a tokenizer")],
+)
 def test_a_model_without_a_tokenizer_is_told(
-    program: Any, needs: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    program: Any, short: str, needs: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = copy(folder / "config.json", tmp_path)
     given = ["model=random", f"model.config={config}", f"out={tmp_path / 'x'}", "ranks.device=cpu"]
-    assert exit_status(program.main, given) != 0
+    assert exit_status(program.main, [*given, short]) != 0
     assert needs in capsys.readouterr().err
