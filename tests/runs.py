@@ -15,10 +15,10 @@ LONGEST = (
     "tests/doctor/",
     "tests/faults/",
     "tests/gpu/",
-    "tests/virtual/test_budgets.py",
+    "tests/virtual/",
     "tests/policies/test_matrix.py",
     "tests/ranks/",
-    "tests/launch/test_compose.py",
+    "tests/launch/",
     "tests/differential/",
     "tests/golden/",
     "tests/bench/",
@@ -28,6 +28,9 @@ LONGEST = (
     "tests/policies/",
     "tests/prompt_cache/",
     "tests/model/",
+    "tests/test_documents.py",
+    "tests/fuzz/",
+    "tests/decoding/",
 )
 """Files that take long, the longest first: what begins last decides when all are done."""
 
