@@ -545,7 +545,7 @@ def test_the_tokens_of_a_turn_choose_together() -> None:
     turns = Turns(model, [policy("exact_topk", {"fetch": 12, "turn_tokens": 3})])
     turns.prefill()
     cache, q_BNCH = turns.conversation.cache, drawn(1, 4, 3, model.kv_shapes[1].key_dim, seed=3)
-    fetched = turns.retrieval.fetched(1, q_BNCH, NUM_TOKENS, [0])
+    fetched = turns.retrieval.fetched(1, q_BNCH, NUM_TOKENS, [0], room=q_BNCH.shape[2])
     assert cache is not None and fetched is not None and fetched.slots_BKm is not None
     assert fetched.slab(model.kv_shapes[1].key_dim).end == 12 + 3
     k_BKnH, _ = cache.layers[1].slab().read(0, NUM_TOKENS)

@@ -242,7 +242,7 @@ def test_a_query_chooses_and_is_measured_at_clamped_distances(model: Model, monk
     assert all(mass is not None and 0 < mass < 1 for mass in masses)
     monkeypatch.setattr(InfLLM, "choose", lambda self, index, q_BNH, slots: asked.append(q_BNH))
     q_BNH, k_BKH = drawn(1, written.heads, written.head_dim, seed=1), drawn(1, 2, written.head_dim, seed=2)
-    retrieval.fetched(0, q_BNH.unsqueeze(2), n, [0])
+    retrieval.fetched(0, q_BNH.unsqueeze(2), n, [0], room=1)
     torch.testing.assert_close(asked[0][0], written.rotated(q_BNH[0, :, None], torch.tensor([WINDOW]))[:, 0])
     k_BKnH = ours.cache.layers[0].slab().read(0, n)[0]
     written.seen = n + 1

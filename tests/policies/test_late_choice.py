@@ -125,8 +125,8 @@ def test_at_1_even_a_query_of_the_same_direction_is_asked(late: float, is_own: b
     found = one.retrieval.layers[0]
     assert found is not None
     found.asked_BNH = before_BNH
-    fetched = one.retrieval.fetched(0, q_BNH.unsqueeze(2), NUM_TOKENS, [0])
-    own, late_one = (plain.retrieval.fetched(0, q.unsqueeze(2), NUM_TOKENS, [0]) for q in (q_BNH, before_BNH))
+    fetched = one.retrieval.fetched(0, q_BNH.unsqueeze(2), NUM_TOKENS, [0], room=1)
+    own, late_one = (plain.retrieval.fetched(0, q.unsqueeze(2), NUM_TOKENS, [0], room=1) for q in (q_BNH, before_BNH))
     slots = [None if each is None else each.slots_BKm for each in (fetched, own, late_one)]
     assert slots[0] is not None and slots[1] is not None and slots[2] is not None
     assert torch.equal(slots[0], slots[1] if is_own else slots[2]) and not torch.equal(slots[1], slots[2])

@@ -212,7 +212,7 @@ def test_exact_top_k_is_attention_to_the_keys_with_the_highest_scores() -> None:
     cache, retrieval, layer = turns.conversation.cache, turns.retrieval, 1
     assert cache is not None
     q_BNH = torch.randn(1, 4, model.kv_shapes[layer].key_dim, dtype=torch.float64, generator=torch.manual_seed(3))
-    fetched = retrieval.fetched(layer, q_BNH.unsqueeze(2), NUM_TOKENS, [0])
+    fetched = retrieval.fetched(layer, q_BNH.unsqueeze(2), NUM_TOKENS, [0], room=1)
     assert fetched is not None and fetched.slots_BKm is not None
     k_BKnH, _ = cache.layers[layer].slab().read(0, NUM_TOKENS)
     scores = torch.einsum("kgh,knh->kgn", q_BNH[0].unflatten(0, (2, 2)), k_BKnH[0]) * q_BNH.shape[-1] ** -0.5

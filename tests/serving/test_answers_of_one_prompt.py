@@ -130,6 +130,8 @@ def test_answers_attend_to_their_prompt_in_one_product() -> None:
     with throughout(served.model.dtype):
         served.prefill([DOCUMENT] * 3, [SAMPLED] * 3)
         assert served.executor.live.num_bytes == (len(DOCUMENT) + 3 * 6) * token_bytes
+        row = served.executor.live._lanes.lane((0, 0)).cache
+        assert row.fork().shared_TKX is row.shared_TKX  # so that it is counted once
         with mock.patch.object(op, "attend_range", counting):
             served.executor._step()
         assert calls == [(1, 1), (1, 1), (1, 1), (3, len(DOCUMENT))] * served.model.num_layers
