@@ -233,7 +233,8 @@ class Engine:
             stage = self._strategy.first_token_stage(partition, mesh.num_stages)
             source = mesh.rank(stage, 0)
             if plan.shards is not None:
-                gather = self._placement.gathering(list(plan.shards), len(ids))
+                num_queries = 1 + max(each.speculate_tokens if _drafts(each) else 0 for each, _ in rows)
+                gather = self._placement.gathering(list(plan.shards), len(ids) * num_queries)
             stages = [stage] if plan.shards is None else list(plan.shards)
             stream = TokenStream(
                 self.ranks,
@@ -602,26 +603,36 @@ class Engine:
             cache = fastest_form(prefilled.cache, self.model, pads=pads, num_tokens=num_tokens, apart=may_draft)
         if gather is not None:
             cache = cache.over_ranks(gather)
-        prefilled.cache = cache
+        prefilled.cache, is_told = cache, gather is not None and not gather.is_last
         forward = forward_over(
             self.model,
             cache,
             policies.while_decoding,
             pads=pads,
             prompt_tokens=num_tokens,
-            is_told=gather is not None and not gather.is_last,
+            is_told=is_told,
             part=policies.part,
         )
         drafts, ids = None, batch_ids(len(rows))
-        lanes = Lanes.holding(self.model, ids, cache, forward, pads=pads, num_tokens=num_tokens)
+        lanes = Lanes.holding(
+            self.model,
+            ids,
+            cache,
+            forward,
+            pads=pads,
+            num_tokens=num_tokens,
+            deciding=policies.while_decoding,
+            is_told=is_told,
+        )
         if may_draft:
             token_s = report.prefill_s / max(1, report.chunk_tokens * len(rows))
-            drafts = self._speculator.drafts(rows, lanes, token_s=token_s)
+            drafts = self._speculator.drafts(rows, lanes, token_s=token_s, gather=gather)
         choose = choose_alone if gather is None else choose_together(gather)
         decoded = Rows(lanes, choose=choose, drafts=drafts).decode(rows, prefilled.logits_BV, stream.send)
         cache.describe_decoding(report)
         if drafts is not None:
             report.speculation = drafts.report
+            report.kv_peak_bytes = max(report.kv_peak_bytes, lanes.num_bytes)  # rows may have grown apart
             report.kv_peak_bytes += drafts.drafter.num_bytes
         return decoded
 
@@ -646,13 +657,17 @@ class _Ready:
 
 def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> Setup:
     """The setup of a run, with what a batch of prompts asks for."""
-    drafted = [each for each in options if each.speculate is not Speculate.none]
+    drafted = [each for each in options if _drafts(each)]
     return replace(setup, generation=[*drafted, *options][0], segments=SEGMENTS if reuses else "")
+
+
+def _drafts(options: GenerationOptions) -> bool:
+    return options.speculate is not Speculate.none
 
 
 def _speculates(rows: Sequence[tuple[GenerationOptions, int]]) -> bool:
     """Whether tokens of any row are drafted."""
-    return any(options.speculate is not Speculate.none for options, _ in rows)
+    return any(_drafts(options) for options, _ in rows)
 
 
 def _row_options(

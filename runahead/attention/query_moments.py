@@ -62,6 +62,13 @@ class QueryMoments:
             scatter_BNHH=self.scatter_BNHH.masked_fill(goes_B[:, None, None, None], 0),
         )
 
+    def row(self, row: int) -> QueryMoments:
+        """Moments of the queries of one row."""
+        rows = slice(row, row + 1)
+        return QueryMoments(
+            count_B=self.count_B[rows], mean_BNH=self.mean_BNH[rows], scatter_BNHH=self.scatter_BNHH[rows]
+        )
+
     def merged(self, other: QueryMoments) -> QueryMoments:
         """Moments of the queries of both."""
         count_B = self.count_B + other.count_B

@@ -11,7 +11,8 @@ of layers that a policy cuts back, of host memory or of reused segments: `append
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -197,11 +198,6 @@ class KVStore:
         return False
 
     @property
-    def sets_lengths(self) -> bool:
-        """Whether rows may have any number of tokens before a repeated step; see `set_lengths`."""
-        return False
-
-    @property
     def num_bytes(self) -> int:
         """Bytes allocated on the device, including those of indices into the cache."""
         return sum(layer.num_bytes for layer in self.layers)
@@ -230,7 +226,7 @@ class KVStore:
         """Called after the attention of several new tokens to a layer; `room` tokens are expected to follow."""
 
     def set_lengths(self, stored: Sequence[int]) -> None:
-        """Called before each decoding step with the number of tokens of each row, if `sets_lengths`."""
+        """Called before each decoding step with the number of tokens of each row, if steps repeat."""
 
     def advance(self) -> None:
         """Called after each decoding step, if steps repeat: all layers have appended its token."""
@@ -272,6 +268,15 @@ class KVStore:
     def take_back(self, num_tokens: int) -> None:
         """Forget the last tokens, so that others are stored in their place."""
         raise NotImplementedError(f"{type(self).__name__} takes back no tokens")
+
+    @contextmanager
+    def remembering(self) -> Iterator[Callable[[int], None]]:
+        """Context manager of a forward of several tokens after each of which policies may decide.
+
+        Yields:
+            what takes back the last of these tokens, given their number, with all that was decided after them.
+        """
+        yield self.take_back
 
     def note_peak(self) -> None:
         """Update `peak_bytes` with the bytes that are allocated now."""

@@ -20,7 +20,7 @@ from policies.row_values import row_values, sent
 from runahead.attention.op import Lengths
 from runahead.attention.partial import takes_sequences
 from runahead.cache.base import KVStore
-from runahead.cache.index import ALL_TOKENS, Index
+from runahead.cache.index import ALL_TOKENS, Index, ShardIndex
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.cache.shard import Shard
@@ -78,8 +78,11 @@ class DeviceIndex(Index):
         self, shard: Shard, device: torch.device, *, pads: Sequence[int], room: int, apart: bool, is_part: bool
     ) -> None:
         self.is_part, self._chunk, self._batch = is_part, shard.chunk, len(pads)
+        self.shard = shard if is_part else None
         by_row = any(pads) or (apart and len(pads) > 1)
         self._stored = [num_tokens_of(pad, shard.chunk) for pad in pads] if by_row else [len(shard.chunk)]
+        self._texts = [shard.num_tokens - pad for pad in pads] if by_row else [shard.num_tokens]
+        self._most = [room - 1] * len(self._texts)
         starts, stored_S = torch.arange(len(self._stored) + 1) * room, torch.tensor(self._stored)
         next_S, seen_S = starts[:-1] + stored_S, stored_S + 1
         self._steps: _Steps | None = None
@@ -88,10 +91,12 @@ class DeviceIndex(Index):
             next_JS = torch.where(is_own_J1, next_S + before_J1, starts[1:] - 1)
             seen_JS = stored_S + before_J1 + is_own_J1.long()
             next_S, seen_S = next_JS[0], seen_JS[0]
+            self._most = [first + len(shard.is_own) - 1 for first in self._texts]
             self._steps = _Steps(
                 next_JS=sent(next_JS, device),
                 seen_JS=sent(seen_JS.int(), device),
-                step_1=torch.zeros(1, dtype=torch.long, device=device),
+                first_S=sent(torch.tensor(self._texts), device),
+                step_S=torch.zeros(len(self._texts), dtype=torch.long, device=device),
             )
         self._lengths = Lengths(
             starts=sent(starts.int(), device), seen_S=sent(seen_S.int(), device), room=room, may_be_empty=is_part
@@ -134,24 +139,29 @@ class DeviceIndex(Index):
         return self._position_S.expand(self._batch)[:, None]
 
     def row(self, row: int, pad: int) -> Index:
-        return ALL_TOKENS
+        return ALL_TOKENS if self.shard is None else ShardIndex(self.shard.row(pad), self._next_S.device)
 
     def row_slab(self, slab: KVSlab, row: int, pad: int) -> KVSlab:
         if not self.moves_rows:  # all rows side by side
             return super().row_slab(slab, row, pad)
         first, room = row * self._lengths.room, self._lengths.room
-        return KVSlab(slab_TBKX=slab.slab_TBKX[first : first + room], key_dim=slab.key_dim, first=0)
+        number = 0 if self.shard is None else self.shard.row(pad).chunk.start
+        return KVSlab(slab_TBKX=slab.slab_TBKX[first : first + room], key_dim=slab.key_dim, first=number)
 
     def set_lengths(self, stored: Sequence[int]) -> None:
         """Tokens after these are forgotten. A row without room for its next token stores it over the last one."""
-        num_sequences = len(self._stored)  # one of all rows, if they are in step
-        stored = [min(num, self._lengths.room - 1) for num in stored[:num_sequences]]
-        if stored != self._stored:
+        # There is one sequence of all rows, if they are in step.
+        stored = [min(num, most) for num, most in zip(stored, self._most, strict=False)]
+        if stored != self._texts:
             stored_S = row_values(stored, self._next_S.device)
-            self._next_S.copy_(self._lengths.starts[:-1] + stored_S)
-            self._lengths.seen_S.copy_(stored_S + 1)
             self._position_S.copy_(stored_S)
-        self._stored = [num + 1 for num in stored]  # after the step
+            if self._steps is None:
+                self._next_S.copy_(self._lengths.starts[:-1] + stored_S)
+                self._lengths.seen_S.copy_(stored_S + 1)
+            else:
+                self._steps.step_S.copy_(stored_S - self._steps.first_S)
+                self._look_up(self._steps)
+        self._texts = [num + 1 for num in stored]  # after the step
 
     def advance(self) -> None:
         self._position_S += 1
@@ -159,10 +169,13 @@ class DeviceIndex(Index):
             self._next_S.add_(1)
             self._lengths.seen_S.add_(1)
             return
-        steps = self._steps
-        steps.step_1.add_(1).clamp_(max=len(steps.next_JS) - 1)  # after the last one there is none
-        self._next_S.copy_(steps.next_JS.index_select(0, steps.step_1)[0])
-        self._lengths.seen_S.copy_(steps.seen_JS.index_select(0, steps.step_1)[0])
+        self._steps.step_S.add_(1).clamp_(max=len(self._steps.next_JS) - 1)  # after the last one there is none
+        self._look_up(self._steps)
+
+    def _look_up(self, steps: _Steps) -> None:
+        """Where the next tokens are stored, and how many tokens they see here."""
+        self._next_S.copy_(steps.next_JS.gather(0, steps.step_S[None])[0])
+        self._lengths.seen_S.copy_(steps.seen_JS.gather(0, steps.step_S[None])[0])
 
 
 @dataclass(kw_only=True)
@@ -172,9 +185,11 @@ class _Steps:
     Attributes:
         next_JS: where each new token is stored; the last slot of a sequence if another stage stores it.
         seen_JS: tokens that it sees here, as `Lengths.seen_S`.
-        step_1: number of the next new token.
+        first_S: number of tokens of each sequence's text before the first new one.
+        step_S: number of the next new token of each.
     """
 
     next_JS: Tensor
     seen_JS: Tensor
-    step_1: Tensor
+    first_S: Tensor
+    step_S: Tensor

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,19 +55,27 @@ class Index:
     prefix: Slabs | None = None
     shard: Shard | None = None
 
-    def slot(self, tokens: NewTokens) -> int | Tensor | None:
-        """Where the new tokens are stored; None: another rank stores them.
+    def slot(self, tokens: NewTokens) -> int | Tensor:
+        """Where the new tokens are stored that are stored here: see `own`.
 
         Returns:
             the slot of the first one, which others follow; or of the only one of each sequence, on the device.
         """
         return tokens.start
 
+    def own(self, tokens: NewTokens, num_new: int) -> Sequence[int] | None:
+        """The numbers of the new tokens that are stored here, if other ranks store some; None: all."""
+        return None
+
     def write(self, slab: KVSlab, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        """Store keys and values of new tokens in a layer's own memory, unless another rank stores them."""
-        slot = self.slot(tokens)
-        if slot is not None:
-            slab.write(slot, k_BKCH, v_BKCV)
+        """Store keys and values of new tokens in a layer's own memory, but for those that other ranks store."""
+        own = self.own(tokens, k_BKCH.shape[2])
+        if own is not None:
+            if not own:
+                return
+            own_S = tokens.once((self, "own"), lambda: sent(torch.tensor(own), k_BKCH.device))
+            k_BKCH, v_BKCV = k_BKCH.index_select(2, own_S), v_BKCV.index_select(2, own_S)
+        slab.write(self.slot(tokens), k_BKCH, v_BKCV)
 
     def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span] | Lengths:
         """The stored tokens that the last `num_new` tokens see, once they are stored, in a layer's own memory."""
@@ -150,20 +159,34 @@ class ShardIndex(Index):
         self._indices = shard.indices()
         self._index_T = sent(torch.tensor(self._indices), device)
 
-    def slot(self, tokens: NewTokens) -> int | None:
-        shard, new = self.shard, tokens.start - self.shard.num_tokens
-        return shard.chunk.stop + shard.own_before[new] if shard.is_own[new] else None
+    def slot(self, tokens: NewTokens) -> int:
+        return self.shard.chunk.stop + self.shard.own_before[tokens.start - self.shard.num_tokens]
 
-    def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span]:
-        shard = self.shard
-        num_stored = len(shard.chunk) + shard.own_before[tokens.start - shard.num_tokens + 1]
+    def own(self, tokens: NewTokens, num_new: int) -> Sequence[int] | None:
+        numbers = self.shard.own(tokens.start, num_new)
+        return None if len(numbers) == num_new else numbers
+
+    def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
+        """Of several new tokens those before all of them are apart from their own, which not all of them see."""
+        spans = tokens.once((self, num_new), lambda: self._spans_apart(tokens, num_new))
+        return [Step([Run(slab, each)]) for each in spans]
+
+    def _spans_apart(self, tokens: NewTokens, num_new: int) -> list[Sequence[Span]]:
+        own_before, first = self.shard.own_before, tokens.start - self.shard.num_tokens
+        ends = [own_before[first + 1]] if num_new == 1 else [own_before[first], own_before[first + num_new]]
+        places = [0, *(len(self.shard.chunk) + end for end in ends)]
+        return [self._spans(tokens, num_new, begin, end) for begin, end in pairwise(places)]
+
+    def _spans(self, tokens: NewTokens, num_new: int, begin: int, end: int) -> Sequence[Span]:
+        """The tokens [begin, end) of those that are stored here in the end, as the new ones see them."""
+        first = self.shard.chunk.start
         return spans_of(
-            range(shard.chunk.start, shard.chunk.start + num_stored),
+            range(first + begin, first + end),
             start=tokens.start,
             num_new=num_new,
             pads=tokens.row_pads,
-            at=self._indices,
-            at_T=self._index_T,
+            at=self._indices[begin:] if begin else self._indices,
+            at_T=self._index_T[begin:] if begin else self._index_T,
             has_new=False,
         )
 
@@ -175,3 +198,12 @@ class ShardIndex(Index):
             Block(keys=slab, slots=chunk, indices=chunk, has_new=False),
             *([Block(keys=slab, slots=after, indices=shard.own_new, has_new=False)] if after else []),
         ]
+
+    def row(self, row: int, pad: int) -> Index:
+        return ShardIndex(self.shard.row(pad), self._index_T.device)
+
+    def row_slab(self, slab: KVSlab, row: int, pad: int) -> KVSlab:
+        chunk = self.shard.chunk
+        start = max(chunk.start, min(pad, chunk.stop))  # a row may have no token of the chunk
+        slab_TBKX = slab.slab_TBKX[start - slab.first :, row : row + 1]
+        return KVSlab(slab_TBKX=slab_TBKX, key_dim=slab.key_dim, first=self.shard.row(pad).chunk.start)

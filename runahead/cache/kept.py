@@ -10,7 +10,8 @@ needs no mask. Keeping some slots copies them and frees the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -381,6 +382,32 @@ class KeptLayer(LayerStore):
             carried=self.forked_carried(),
         )
 
+    def remembered(self) -> KeptLayer:
+        """The layer as it is now, in the same memory, to go back to once later tokens are taken back.
+
+        They may be stored and slots dropped until then; it is used in place of this layer, not beside it.
+        """
+        other = replace(self, carried={policy: each_TBK.clone() for policy, each_TBK in self.carried.items()})
+        other._unplaced = list(self._unplaced)
+        return other
+
+    def row(self, row: int) -> KeptLayer:
+        """One row's slots, without its padding, as a layer of its own in the same memory."""
+        pad, rows = self.pads[row], slice(row, row + 1)
+        memory = self.memory.row(row, pad)
+        skipped = slice(len(self.slab_TBKX) - len(memory.slab_TBKX), None)
+        return replace(
+            self,
+            slab_TBKX=memory.slab_TBKX,
+            placed_TBK=self.positions_TBK[skipped, rows],
+            pads=[0],
+            num_slots=self.end - pad - memory.first,
+            first=memory.first,
+            carried={policy: each_TBK[skipped, rows] for policy, each_TBK in self.carried.items()},
+            queries={first: each.row(row) for first, each in self.queries.items()},
+            host=None,
+        )
+
     def forked_carried(self) -> dict[Hashable, Tensor]:
         """Copies of what policies carry, for a fork: values of present slots change, unlike keys and values."""
         return {policy: each_TBK[: self.num_slots].clone() for policy, each_TBK in self.carried.items()}
@@ -474,6 +501,7 @@ class KeptCache(KVStore):
 
     layers: list[KeptLayer]
     gaps: Sequence[int] = ()
+    _before: list[list[KeptLayer]] | None = None
     stored_parts: Sequence[Sequence[Sequence[StoredPart]]] = ()
 
     def __init__(self, layers: Sequence[KeptLayer], form: LayerForm | None = None) -> None:
@@ -519,6 +547,8 @@ class KeptCache(KVStore):
         return [layer.tokens_per_head for layer in self.layers]
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
+        if self._before is not None:
+            self._before[layer].append(self.layers[layer].remembered())
         # After a turn of one token the layer may still be exact.
         if self.form is not None and tokens.phase is Phase.decode:
             room = q_BNCH.shape[2]
@@ -588,9 +618,30 @@ class KeptCache(KVStore):
         """`fork` without the gaps."""
         return KeptCache([layer.fork(copy=False) for layer in self.layers], self.form)
 
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        """A row moves to memory of its own as it outgrows its room."""
+        if len(pads) == 1:
+            return [self]
+        assert self.form is None and not any(self.gaps), "rows of this form, or with gaps, stay together"
+        return [KeptCache([layer.row(row) for layer in self.layers]) for row in range(len(pads))]
+
     def take_back(self, num_tokens: int) -> None:
         for layer in self.layers:
             layer.set_end(layer.end - num_tokens)
+
+    @contextmanager
+    def remembering(self) -> Iterator[Callable[[int], None]]:
+        """As of `KVStore`: every layer is remembered before each token."""
+        before = self._before = [list[KeptLayer]() for _ in self.layers]
+
+        def take_back(num_tokens: int) -> None:
+            for number, layers in enumerate(before):
+                self.layers[number] = layers[len(layers) - num_tokens]
+
+        try:
+            yield take_back
+        finally:
+            self._before = None
 
     def describe_prompt(self, report: RankReport) -> None:
         super().describe_prompt(report)

@@ -158,10 +158,6 @@ class KVCache(KVStore):
     def repeats_steps(self) -> bool:
         return self.slab_index.repeats_steps
 
-    @property
-    def sets_lengths(self) -> bool:
-        return self.slab_index.repeats_steps and self.gather is None
-
     def set_lengths(self, stored: Sequence[int]) -> None:
         self.slab_index.set_lengths(stored)
 
@@ -177,7 +173,7 @@ class KVCache(KVStore):
 
     def split(self, pads: Sequence[int]) -> list[KVStore]:
         """The slabs are freed once all rows are gone."""
-        if self.slab_index.is_part:
+        if self.slab_index.is_part and self.slab_index.shard is None:
             return super().split(pads)
         return [self._row(row, pad) for row, pad in enumerate(pads)]
 

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runahead.attention.base import LayerAttention, LayerInput
+from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
 from runahead.attention.op import Step, attend, finish, joined
-from runahead.attention.partial import AttentionTerms, merge
+from runahead.attention.partial import AttentionTerms, merge, merge_parts
 from runahead.cache.attention import CausalAttention
+from runahead.cache.base import Gather
 from runahead.cache.new_tokens import NewTokens
 
 
@@ -37,19 +38,29 @@ class RowsAttention(LayerAttention):
     stores its keys and values.
 
     Args:
-        rows: attention of each row alone, without padding.
+        rows: attention of each row alone. Padding in it is the policies' own: the model sees none of it.
         counts: of each row, how many of the forward's tokens are its own, the first ones; the others are filled up, and
             are neither stored nor attend to anything. None is all tokens of all rows.
         shared: what the rows see besides their caches.
+        gather: between ranks that each store a part of the rows and run the same forwards; None: all is here.
+        is_told: another rank chooses the tokens, so the forward ends with the last layer's attention.
     """
 
     def __init__(
-        self, rows: Sequence[CausalAttention], *, counts: Sequence[int] | None = None, shared: SharedKV | None = None
+        self,
+        rows: Sequence[CausalAttention],
+        *,
+        counts: Sequence[int] | None = None,
+        shared: SharedKV | None = None,
+        gather: Gather | None = None,
+        is_told: bool = False,
     ) -> None:
-        start = max(row.start for row in rows)
-        super().__init__(start=start, pads=[start - row.start for row in rows])
+        stored = [row.start - row.pads[0] for row in rows]
+        start = max(stored)
+        super().__init__(start=start, pads=[start - num for num in stored])
         assert len({row.rotates for row in rows}) == 1, "all rows rotate their keys, or the model does"
         self.rows, self._counts, self._shared = list(rows), counts, shared
+        self._gather, self._is_told = gather, is_told
         self._tokens = NewTokens(start, self.pads)
 
     @property
@@ -57,7 +68,7 @@ class RowsAttention(LayerAttention):
         return self.rows[0].rotates
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        of_rows = [row.positions_BC(index_C - pad) for row, pad in zip(self.rows, self.pads, strict=True)]
+        of_rows = [row.positions_BC(index_C - pad + row.pads[0]) for row, pad in zip(self.rows, self.pads, strict=True)]
         if all(positions_1C is None for positions_1C in of_rows):
             return None
         return torch.cat(
@@ -118,7 +129,18 @@ class RowsAttention(LayerAttention):
             counts = self._counts or [q_BNCH.shape[2]] * len(self.rows)
             if steps := self._shared.steps(layer, self._tokens, counts):
                 found = merge(*found, *attend(q_BNCH, steps, terms))
+        if self._gather is not None:
+            found = self._over_ranks(*found, self._gather)
+        if self._is_told and layer == self.rows[0].cache.num_layers - 1:
+            raise ForwardEndsHere
         return finish(found, terms, q_BNCH.dtype)
+
+    def _over_ranks(self, out_BNCV: Tensor, lse_BNC: Tensor, gather: Gather) -> tuple[Tensor, Tensor]:
+        """Attention to the tokens of all ranks."""
+        for row, count in enumerate(self._counts or ()):
+            lse_BNC[row, :, count:] = 0  # what is filled up sees nothing on any rank
+        found = gather(torch.cat([out_BNCV.to(lse_BNC.dtype), lse_BNC.unsqueeze(-1)], dim=-1))
+        return merge_parts(found[..., :-1], found[..., -1]), torch.logsumexp(found[..., -1], dim=0)
 
     def _own(self, x_BxCx: Tensor, *, dim: int = 2) -> list[Tensor]:
         """The own tokens of each row, of a tensor whose tokens are in this dim."""

@@ -63,6 +63,15 @@ class Shard:
         """Whether a new token is stored here, by its index in the padded batch."""
         return self.is_own[index - self.num_tokens]
 
+    def own(self, start: int, num_new: int) -> list[int]:
+        """The numbers of those of some new tokens that are stored here; `start` is the index of the first of them."""
+        return [new for new in range(num_new) if self.owns(start + new)]
+
+    def row(self, pad: int) -> Shard:
+        """The tokens of a row, without its padding."""
+        chunk = range(max(0, self.chunk.start - pad), max(0, self.chunk.stop - pad))
+        return Shard(chunk=chunk, num_tokens=self.num_tokens - pad, is_own=self.is_own)
+
     def part(self, pads: Sequence[int]) -> PromptPart:
         """The prompt's tokens of this stage, for cache policies. `pads` are the left padding of each row."""
         return PromptPart(chunk=self.chunk, num_tokens=self.num_tokens, row_pads=tuple(pads))

@@ -28,7 +28,7 @@ from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, batch_ids
 from runahead.decoding.rows import Choose, Decoded, Rows, choose_alone
 from runahead.decoding.sampling import check_options
-from runahead.decoding.speculative.speculator import Speculator
+from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.model.model import Model
@@ -46,7 +46,7 @@ class Conversation:
         model: the model.
         policies: run after each layer in every turn, as on the rank that decodes; by default all tokens are kept.
         length: number of tokens that the conversation will have, for models whose RoPE depends on it.
-        draft: a smaller model, for answers that it drafts (`generation.speculate=model`).
+        draft: what drafts answers with `generation.speculate=model` or `policy`, as of `Engine`.
 
     Attributes:
         rank_policies: the policies as given.
@@ -69,7 +69,7 @@ class Conversation:
         policies: RankPolicies | None = None,
         *,
         length: int | None = None,
-        draft: Model | None = None,
+        draft: Model | RankPolicies | Draft | None = None,
     ) -> None:
         policies = policies or RankPolicies()
         self._setup = Setup(policies=policies, cache=policies.storage, model=model, num_shares=model.num_shards, rows=0)
@@ -207,8 +207,18 @@ class Conversation:
         speculates = options.speculate is not Speculate.none
         if speculates:
             self._speculator.check([options], [len(row.prompt) for row in rows], replace(self._setup, rows=len(rows)))
+        if options.speculate is Speculate.policy:  # drafts are made over the memory that verifies them
+            self.cache.free(room=options.max_new_tokens)
         ids, forward = batch_ids(len(rows)), self._one_token_forward()
-        lanes = Lanes.holding(self.model, ids, self.cache, forward, pads=self.pads, num_tokens=self.num_tokens)
+        lanes = Lanes.holding(
+            self.model,
+            ids,
+            self.cache,
+            forward,
+            pads=self.pads,
+            num_tokens=self.num_tokens,
+            deciding=self._between_turns,
+        )
         drafts = self._speculator.drafts(rows, lanes) if speculates else None
         with self._advancing():
             decoded = Rows(lanes, choose=self._choose(), drafts=drafts).decode(rows, self.logits_BV)

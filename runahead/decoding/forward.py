@@ -75,7 +75,7 @@ def forward_over(
 
         def over_all(ids_B1: Tensor, start: int) -> Tensor:
             attention = CausalAttention(cache, start=start, pads=pads, phase=Phase.decode, ends=ends)
-            logits_BV = _logits(model, ids_B1, attention)
+            logits_BV = logits_of(model, ids_B1, attention)
             may_capture = part is None  # under policies no rank has a cache of fixed shape
             if may_capture and next(steps) == FixedForward.WARM_UP and accelerator_for(model.device) is not None:
                 agreed(cache, model, is_fine=False)  # another rank may be about to capture a graph
@@ -87,7 +87,7 @@ def forward_over(
         attention = token_attention(
             model, cache, policies, start=start, pads=pads, prompt_tokens=prompt_tokens, ends=ends, part=part
         )
-        return _logits(model, ids_B1, attention)
+        return logits_of(model, ids_B1, attention)
 
     return as_step(over_what_is_kept)
 
@@ -119,7 +119,14 @@ def token_attention(
 
 
 def forward_in_turn(
-    model: Model, cache: KVStore, policies: Sequence[Policy], ids_BC: Tensor, *, start: int, pads: list[int]
+    model: Model,
+    cache: KVStore,
+    policies: Sequence[Policy],
+    ids_BC: Tensor,
+    *,
+    start: int,
+    pads: list[int],
+    prompt_tokens: int | None = None,
 ) -> Tensor:
     """Logits (B, C, V) after each of these tokens, as if they were generated one by one from index `start` on.
 
@@ -127,12 +134,13 @@ def forward_in_turn(
     that of `forward_over`; all else is computed for all tokens at once, which reads the weights once.
 
     Args:
-        model: its steps differ in tokens, positions and what is stored alone (`Model.repeats_steps`).
+        model: each of its layers stores keys and values.
         cache: of a text of `start` tokens; nothing in it looks ahead to the next layer, as what retrieves does.
-        policies, pads: as for `forward_over`.
+        policies, pads, prompt_tokens: as for `forward_over`; by default the prompt is all of that text.
     """
+    prompt_tokens = start if prompt_tokens is None else prompt_tokens
     tokens = [
-        token_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=start)
+        token_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=prompt_tokens)
         for index in range(start, start + ids_BC.shape[1])
     ]
     return model.forward(ids_BC, InTurn(tokens), start=start, pads=pads, all_logits=True)
@@ -184,10 +192,11 @@ class InTurn(LayerAttention):
         return zip(self._tokens, *(x.split(1, dim=2) for x in of_all), strict=True)
 
 
-def _logits(model: Model, ids_B1: Tensor, attention: CausalAttention) -> Tensor:
+def logits_of(model: Model, ids_BC: Tensor, attention: LayerAttention, *, all_logits: bool = False) -> Tensor:
+    """Logits (B, V), or (B, C, V); (B, 0) or (B, C, 0) where attention ends the forward, since no logits are needed."""
     with suppress(ForwardEndsHere):
-        return model.forward(ids_B1, attention, start=attention.start, pads=attention.pads)
-    return torch.empty(len(ids_B1), 0, device=ids_B1.device)
+        return model.forward(ids_BC, attention, start=attention.start, pads=attention.pads, all_logits=all_logits)
+    return torch.empty(*ids_BC.shape[: 1 + all_logits], 0, device=ids_BC.device)
 
 
 def agreed(cache: KVStore, model: Model, *, is_fine: bool) -> Tensor:
@@ -264,6 +273,6 @@ class FixedForward:
         attention = CausalAttention(
             self._cache, start=self._prompt_tokens, pads=self._pads, phase=Phase.decode, ends=self._ends
         )
-        logits_BV = _logits(self._model, self._ids_B1, attention)
+        logits_BV = logits_of(self._model, self._ids_B1, attention)
         self._cache.advance()
         return logits_BV

@@ -11,12 +11,20 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from policies.base import Policy
 from policies.row_values import row_values, sent
 from runahead.attention.base import LayerAttention
 from runahead.cache.attention import CausalAttention
-from runahead.cache.base import KVStore
+from runahead.cache.base import Gather, KVStore
 from runahead.cache.rows import RowsAttention
-from runahead.decoding.forward import Forward, forward_over, token_attention
+from runahead.decoding.forward import (
+    Forward,
+    agreed,
+    forward_in_turn,
+    forward_over,
+    logits_of,
+    token_attention,
+)
 from runahead.decoding.row import Row, RowId
 from runahead.model.model import Model
 from runahead.reuse.forks import fork
@@ -33,12 +41,16 @@ class Lane:
         num_tokens: tokens that the cache stores, without padding.
         num_shared: tokens before them that other rows of the same prompt share, after those that the prompt reused.
         prompt_tokens: number of tokens of the prompt, of which policies keep a share.
+        pad: left padding with which policies count the row's tokens, as in the batch that it began in.
+        take_back: takes tokens of the last forward back, with what policies decided after them; None: the cache does.
     """
 
     cache: KVStore
     num_tokens: int
     prompt_tokens: int
     num_shared: int = 0
+    pad: int = 0
+    take_back: Callable[[int], None] | None = None
 
 
 @dataclass(kw_only=True)
@@ -52,7 +64,8 @@ class _Batch:
         last_ids: the last token of each row.
         left: rows that left.
         is_split: every lane has the cache of its row, in the same memory.
-        is_in_step: the rows advance by one token at a time.
+        is_in_step: one forward over `cache` takes a step of all rows.
+        is_parted: the rows may advance by different numbers of tokens.
     """
 
     cache: KVStore
@@ -62,6 +75,7 @@ class _Batch:
     left: set[RowId] = field(default_factory=set)
     is_split: bool = False
     is_in_step: bool = True
+    is_parted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +86,16 @@ class _Group:
         lanes: of the rows.
         caches: of the rows, without what several of them see.
         shared: what several of them see; None if there is nothing.
+        gather: between the ranks that each store a part of the rows; None: all is here.
+        is_told: this rank needs no logits.
     """
 
     rows: list[RowId]
     lanes: list[Lane]
     caches: list[KVStore]
     shared: SharedParts | None
+    gather: Gather | None = None
+    is_told: bool = False
 
     def attention(
         self, of_row: Callable[[Lane, KVStore], CausalAttention], counts: Sequence[int] | None = None
@@ -89,7 +107,9 @@ class _Group:
             counts: as of `RowsAttention`.
         """
         rows = [of_row(lane, cache) for lane, cache in zip(self.lanes, self.caches, strict=True)]
-        return rows[0] if len(rows) == 1 else RowsAttention(rows, counts=counts, shared=self.shared)
+        if len(rows) == 1 and self.gather is None:
+            return rows[0]
+        return RowsAttention(rows, counts=counts, shared=self.shared, gather=self.gather, is_told=self.is_told)
 
 
 class Lanes:
@@ -106,6 +126,8 @@ class Lanes:
 
     def __init__(self, model: Model, policies: RankPolicies | None = None) -> None:
         self._model, self._policies = model, policies or RankPolicies()
+        self._deciding: Sequence[Policy] = self._policies.while_decoding
+        self._is_told = False
         self._lanes: dict[RowId, Lane] = {}
         self._batch: _Batch | None = None
         self._groups: list[_Group] = []
@@ -113,12 +135,13 @@ class Lanes:
     @property
     def num_bytes(self) -> int:
         """Bytes of all caches, of what rows share once."""
-        if self._batch is not None:
-            return self._batch.cache.num_bytes
+        of_batch = 0 if self._batch is None else self._batch.cache.num_bytes
+        if self._batch is not None and not self._batch.is_split:
+            return of_batch
         caches = [each.cache for each in self._lanes.values()]
         shared = {id(cache.shared_TKX): cache.shared_TKX for cache in caches}
         shared_bytes = sum(layer_TKX.nbytes for layers_TKX in shared.values() for layer_TKX in layers_TKX)
-        return sum(cache.num_bytes for cache in caches) + shared_bytes
+        return max(of_batch, sum(cache.num_bytes for cache in caches) + shared_bytes)
 
     @property
     def warm_up(self) -> int:
@@ -136,6 +159,8 @@ class Lanes:
         *,
         pads: list[int],
         num_tokens: int,
+        deciding: Sequence[Policy] = (),
+        is_told: bool = False,
     ) -> Lanes:
         """The lanes of one batch, which no other row joins.
 
@@ -144,10 +169,14 @@ class Lanes:
             forward: over it, of one token per row; by default without policies.
             pads: left padding per row.
             num_tokens: number of tokens of the padded prompt.
+            deciding: the policies that decide after each token.
+            is_told: another rank chooses the tokens, so that this one needs no logits.
         """
         lanes = cls(model)
+        lanes._deciding, lanes._is_told = deciding, is_told
         for id, pad in zip(ids, pads, strict=True):
-            lanes._lanes[id] = Lane(cache=cache, num_tokens=num_tokens - pad, prompt_tokens=num_tokens - pad)
+            counted_pad = pad if deciding else 0
+            lanes._lanes[id] = Lane(cache=cache, num_tokens=num_tokens - pad, prompt_tokens=num_tokens, pad=counted_pad)
         lanes._batch = _Batch(
             cache=cache,
             forward=forward or forward_over(model, cache, [], pads=pads, prompt_tokens=num_tokens),
@@ -216,17 +245,16 @@ class Lanes:
         """
         if self._batch is not None and self._batch.is_in_step:
             return self._in_step(self._batch, last_ids)
-        model, policies, found = self._model, self._policies.while_decoding, list[tuple[list[RowId], Tensor]]()
+        model, policies, found = self._model, self._deciding, list[tuple[list[RowId], Tensor]]()
 
         def of_row(lane: Lane, cache: KVStore) -> CausalAttention:
-            start, prompt_tokens = lane.num_tokens, lane.prompt_tokens
-            return token_attention(model, cache, policies, start=start, pads=[0], prompt_tokens=prompt_tokens)
+            start, prompt_tokens = self._place(lane), lane.prompt_tokens
+            return token_attention(model, cache, policies, start=start, pads=[lane.pad], prompt_tokens=prompt_tokens)
 
         for group in self._groups_of(last_ids):
             attention, ids_B1 = group.attention(of_row), self._ids(last_ids[row] for row in group.rows)
             with model.ranges("decoding step"):
-                logits_BV = model.forward(ids_B1, attention, start=attention.start, pads=attention.pads)
-            found.append((group.rows, logits_BV))
+                found.append((group.rows, logits_of(model, ids_B1, attention)))
         for row in last_ids:
             self._lanes[row].num_tokens += 1
         if len(found) == 1:
@@ -238,7 +266,10 @@ class Lanes:
         self.part()
         found: dict[RowId, Tensor] = {}
         for group in self._groups_of(ids):
-            found |= zip(group.rows, self._verified(group, [ids[row] for row in group.rows]), strict=True)
+            if self._deciding:
+                found |= {row: self._verified_in_turn(self.lane(row), ids[row]) for row in group.rows}
+            else:
+                found |= zip(group.rows, self._verified(group, [ids[row] for row in group.rows]), strict=True)
         for row, of_row in ids.items():
             self._lanes[row].num_tokens += len(of_row)
         return found
@@ -246,15 +277,21 @@ class Lanes:
     def part(self) -> None:
         """From now on rows may advance by different numbers of tokens."""
         batch = self._batch
-        if batch is not None:  # a single row has nothing to be in step with
-            batch.is_in_step = len(batch.pads) == 1 or batch.cache.sets_lengths
+        if batch is None or batch.is_parted or len(batch.pads) == 1:  # a single row has nothing to be in step with
+            return
+        batch.is_parted, batch.is_in_step = True, batch.cache.repeats_steps
+        if batch.cache.gather is not None:  # the ranks take the same forwards
+            all_repeat_1 = agreed(batch.cache, self._model, is_fine=batch.is_in_step)
+            batch.cache.await_device()
+            batch.is_in_step = bool(all_repeat_1.item())
 
     def take_back(self, row: RowId, num: int) -> None:
         """Forget the last tokens of a row that are stored, so that others are stored in their place."""
+        take_back, self._lanes[row].take_back = self._lanes[row].take_back, None
         if num:
             lane = self.lane(row)
             self.set_stored(row, lane.num_tokens - num)
-            lane.cache.take_back(num)
+            (take_back or lane.cache.take_back)(num)
 
     def set_stored(self, row: RowId, num: int) -> None:
         """Note how many tokens of a row are stored."""
@@ -264,7 +301,7 @@ class Lanes:
         """A plain step of all rows of a batch, also of those that left."""
         batch.last_ids |= last_ids
         lanes = list(self._lanes.values())
-        if batch.cache.sets_lengths:
+        if batch.cache.repeats_steps:
             batch.cache.set_lengths([lane.num_tokens for lane in lanes])
         start = max(lane.num_tokens + pad for lane, pad in zip(lanes, batch.pads.values(), strict=True))
         logits_BV = batch.forward(self._ids(batch.last_ids.values()), start)
@@ -283,8 +320,22 @@ class Lanes:
         filled = [[*row_ids, *[0] * (longest - len(row_ids))] for row_ids in ids]
         ids_BC = sent(torch.tensor(filled), model.device)
         with model.ranges("verification of", longest, "tokens"):
-            logits_BCV = model.forward(ids_BC, attention, start=attention.start, pads=attention.pads, all_logits=True)
+            logits_BCV = logits_of(model, ids_BC, attention, all_logits=True)
         return [logits_CV[: len(row_ids)] for row_ids, logits_CV in zip(ids, logits_BCV, strict=True)]
+
+    def _verified_in_turn(self, lane: Lane, ids: Sequence[int]) -> Tensor:
+        """Logits (C, V) after each of some tokens of a row under policies that decide after each of them."""
+        model, cache, start = self._model, lane.cache, self._place(lane)
+        ids_1C = sent(torch.tensor([list(ids)]), model.device)
+        with model.ranges("verification of", len(ids), "tokens"), cache.remembering() as lane.take_back:
+            [logits_CV] = forward_in_turn(
+                model, cache, self._deciding, ids_1C, start=start, pads=[lane.pad], prompt_tokens=lane.prompt_tokens
+            )
+        return logits_CV
+
+    def _place(self, lane: Lane) -> int:
+        """Index of a row's next token, with the padding from which policies count."""
+        return lane.num_tokens + lane.pad
 
     def _groups_of(self, rows: Iterable[RowId]) -> list[_Group]:
         """Rows by the forward that computes them; groups are remembered from step to step."""
@@ -299,7 +350,8 @@ class Lanes:
     def _group(self, rows: list[RowId]) -> _Group:
         lanes = [self.lane(row) for row in rows]
         caches, shared = apart_from_shared([lane.cache for lane in lanes])
-        return _Group(rows=rows, lanes=lanes, caches=caches, shared=shared)
+        gather = None if self._batch is None else self._batch.cache.gather
+        return _Group(rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, is_told=self._is_told)
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return row_values(list(ids), self._model.device)[:, None]

@@ -107,9 +107,13 @@ class Placement:
         room = min(free for free, _ in by_rank)
         return chosen if num_new > 0 and self._is_faster(partition, chosen, batch, weights, room) else None
 
-    def gathering(self, chain: Sequence[int], batch: int) -> Gathering | None:
-        """The gathering of this rank's share of these stages for a batch; None on a rank of another stage."""
-        return gathering_between(chain, self._gatherings, self._ranks, self._model, batch)
+    def gathering(self, chain: Sequence[int], num_queries: int) -> Gathering | None:
+        """The gathering of this rank's share of these stages; None on a rank of another stage.
+
+        Args:
+            num_queries: as of `gathering_between`.
+        """
+        return gathering_between(chain, self._gatherings, self._ranks, self._model, num_queries)
 
     def _memory_by_rank(self, num_bytes: int) -> list[tuple[int, int]]:
         """Bytes of each rank's free memory and of its weights, the same on every rank.

@@ -193,7 +193,7 @@ class Rows:
         """Take rows and choose their first tokens."""
         for id, row in zip(ids, rows, strict=True):
             self._rows[id] = row
-            if self._drafts is not None:
+            if self._drafts is not None and row.asks_for_drafts:
                 self._drafts.drafter.join(id, row)
         new = self._next(ids, logits_BV)
         self._let_leave()

@@ -41,7 +41,6 @@ class Setup:
         prefixes: what asks for reuse of prefixes, in messages; "" if nothing does.
         segments: what asks for reuse of segments, in messages; "" if nothing does.
         blends: whether some tokens of reused segments are computed again.
-        drafts: kinds of drafts of the prompts of a batch.
         drafting: the `RankPolicies` that choose what drafts are made of, or the model that makes them.
         rows: rows of a conversation.
         device: type of device of the ranks, such as "cuda".
@@ -64,7 +63,6 @@ class Setup:
     prefixes: str | None = None
     segments: str | None = None
     blends: bool | None = None
-    drafts: Sequence[Speculate] = ()
     drafting: Any = None
     rows: int | None = None
     device: str | None = None
@@ -337,12 +335,6 @@ def _is_split(setup: Setup) -> Words:
     return _number("num_chunks")(setup)
 
 
-def _two_kinds_of_drafts(setup: Setup) -> Words:
-    kinds = [kind for kind in setup.drafts if kind is not Speculate.none]
-    other = next((kind for kind in kinds if kind is not kinds[0]), None)
-    return "" if other is None else f"generation.speculate={kinds[0].name} and {other.name}"
-
-
 def _marks(setup: Setup) -> Words:
     """The model, if it marks tokens that it evicts."""
     if setup.model is not None:
@@ -426,7 +418,6 @@ FACTS: dict[str, Fact] = {
     "generation.speculate=lookup or model": _draft(Speculate.lookup, Speculate.model),
     "generation.speculate=policy": _draft(Speculate.policy),
     "generation.speculate=policy or model": _draft(Speculate.policy, Speculate.model),
-    "two kinds of drafts in a batch": _two_kinds_of_drafts,
     "draft.speculate=model": _option("draft.speculate"),
     "option ranks.tensor": _option("ranks.tensor"),
     "option policy.positions": _option("policy.positions"),
@@ -454,6 +445,9 @@ FACTS: dict[str, Fact] = {
         lambda policies: _named(next((policy for policy in policies.others if policy.narrows), None))
     ),
     # of the policies of the rank that decodes
+    "a policy that decides on each token": _of_last(
+        _step(lambda step: not step.retrieves and (step.while_decoding or step.carries_generated))
+    ),
     "a policy that decides on the whole prompt": _of_last(_policies(lambda policies: _named(policies.deciding))),
     "a policy that merges layers": _of_last(_policies(lambda policies: _named(policies.merging))),
     "a policy that needs all tokens of a prompt": _of_last(
@@ -503,8 +497,11 @@ FACTS: dict[str, Fact] = {
     ),
     "drafts by policy.clamped=true": _drafting(lambda policies: policies.clamped_to is not None),
     "drafts by a policy that narrows": _drafting(lambda policies: any(policy.narrows for policy in policies.last)),
-    "drafts by a policy that decides on layers or heads together": _drafting(
-        lambda policies: policies.deciding is not None or policies.merging is not None or policies.ragged
+    "drafts by a policy that decides on layers together": _drafting(
+        lambda policies: any(
+            step.decides_on_all or step.replay is not None or step.merges_layers
+            for step in (*policies.last, *policies.others)
+        )
     ),
     "drafts by policy.positions=reencoded": _drafting(lambda policies: policies.positions is Positions.reencoded),
     **OF_MODEL,

@@ -222,9 +222,27 @@ REFUSED = (
         "use generation.speculate=lookup",
     ),
     Refused(
-        ("generation.speculate", "cache policies"),
-        "{0} does not go with cache policies, from whose cache no token can be taken back",
-        "use policy=full",
+        ("generation.speculate=policy", "cache policies"),
+        "{0} drafts from what a policy keeps of all tokens, and does not go with cache policies, which drop some or "
+        "retrieve some themselves",
+        "use generation.speculate=lookup",
+    ),
+    Refused(
+        ("generation.speculate", "a retrieving policy"),
+        "{0} does not go with policy {1}, which takes each token into its index before the next one asks, and none "
+        "out of it",
+        "let it draft, with generation.speculate=policy and draft.policy={{name:...}}, and use policy=full",
+    ),
+    Refused(
+        ("generation.speculate", "a policy that merges layers"),
+        "{0} does not go with policy {1}, which merges tokens of two layers, from which none can be taken back",
+        "use another policy, such as snapkv",
+    ),
+    Refused(
+        ("generation.speculate", "a policy that decides on each token", "shared KV layers"),
+        "{0} does not go with policy {1}, which decides on a drafted token once all layers that read its keys and "
+        "values have done so, before the next drafted token sees them: {2} do",
+        "use a policy that decides after the prompt alone, such as snapkv",
     ),
     Refused(
         ("generation.speculate", "cache.bits"),
@@ -232,37 +250,34 @@ REFUSED = (
         "use cache.bits=null",
     ),
     Refused(
-        ("generation.speculate", "ranks.tensor"),
-        "{0} does not go with {1}, since each rank would decide by its own clock",
-        "use ranks.tensor=1",
+        ("generation.speculate=policy", "decode=sharded"),
+        "{0} does not go with decode=sharded, since a drafting policy chooses among all tokens of a text on one rank",
+        "use decode=last, or generation.speculate=lookup",
     ),
     Refused(
-        ("generation.speculate", "prefill=tensor"),
-        "{0} does not go with prefill=tensor, since each rank would decide by its own clock",
-        "use prefill=single",
+        ("generation.speculate", "policy=prompt_cache", "decode=sharded"),
+        "{0} does not go with {1} and decode=sharded, where a rank has reused segments beside its part of a draft",
+        "use decode=last",
     ),
     Refused(
-        ("generation.speculate", "decode=sharded"),
-        "{0} does not go with decode=sharded, where a rank stores a part of each draft",
+        ("generation.speculate", "a conversation", "decode=sharded"),
+        "{0} does not go with a conversation whose text is stored by several ranks, each of which takes whole turns",
+        "use generation.speculate=none, or a conversation on one stage",
+    ),
+    Refused(
+        ("generation.speculate", "cache policies", "decode=sharded"),
+        "{0} does not go with {1} and decode=sharded, where what a rank keeps depends on the drafted tokens of others",
         "use decode=last",
     ),
     Refused(
         ("generation.speculate=lookup or model", "draft.speculate=model"),
-        "{1} needs generation.speculate=policy, and not {0}",
-        "use draft.speculate=lookup or none",
-    ),
-    Refused(
-        ("a conversation", "generation.speculate=policy"),
-        "{1} does not go with a conversation, whose text is not one prompt",
-        "use lookup or model",
+        "{1} drafts for a policy, and not for {0}: look-up needs no drafts, and draft.model names one model alone",
+        "use generation.speculate=policy, draft.speculate=lookup, or Draft(by=..., first=...) from Python",
     ),
     Refused(
         ("a conversation of several rows", "generation.speculate"),
-        "{1} does not go with a conversation of {0} rows, which stay in step",
-        "use one row",
-    ),
-    Refused(
-        ("two kinds of drafts in a batch",), "{0} are asked for in one batch", "use one of them for all of its prompts"
+        "{1} does not go with a conversation of {0} rows, which stay in step: with drafts each has its own pace",
+        "use one row, or a conversation for each",
     ),
     Refused(("generation.speculate", "marks"), MARKED, "use generation.speculate=none"),
     Refused(
@@ -287,12 +302,12 @@ REFUSED = (
     ),
     Refused(
         ("drafts by a retrieving policy after others",),
-        "a drafting policy {0} retrieves from what others keep",
+        "a drafting policy {0} retrieves from what others keep, which would be a second copy of these tokens",
         "use it alone",
     ),
     Refused(
         ("drafts by policy.late or policy.pool",),
-        "a drafting policy {0} chooses late or drops tokens",
+        "a drafting policy {0} chooses late or drops tokens, which suits memory that is far: drafts read what verifies",
         "leave policy.late and policy.pool.bytes out",
     ),
     Refused(
@@ -306,13 +321,13 @@ REFUSED = (
         "use one that only drops from the cache, such as snapkv",
     ),
     Refused(
-        ("drafts by a policy that decides on layers or heads together",),
-        "a drafting policy {0} decides on several layers or heads together, once the prompt is there",
+        ("drafts by a policy that decides on layers together",),
+        "a drafting policy {0} decides on several layers together, once the prompt is there",
         "use another, such as snapkv",
     ),
     Refused(
         ("drafts by policy.positions=reencoded",),
-        "a drafting policy {0} re-encodes positions",
+        "a drafting policy {0} re-encodes positions, and drafts are made from keys that are rotated in the text",
         "use policy.positions=original",
     ),
     # reuse of prefixes

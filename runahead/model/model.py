@@ -238,6 +238,11 @@ class Model:
         """
         return x_BKn if self.shares is None else self.shares.joined(x_BKn)
 
+    def of_first_share(self, numbers: Tensor) -> Tensor:
+        """Numbers of the first of the ranks that share the model, in host memory. All of them call this alike."""
+        shares = self.shares
+        return numbers if shares is None else shares.run(lambda: shares.of_first(numbers.to(self.device)).cpu())
+
     def in_step(self, call: Callable[[], T]) -> T:
         """Run a call in which the ranks that share the model wait for each other, such as a forward."""
         return call() if self.shares is None else self.shares.run(call)

@@ -67,8 +67,11 @@ class ReusedIndex(Index):
         self.reused, self._device, self._inner = reused, device, inner
         self.is_part, self.prefix = inner.is_part, inner.prefix
 
-    def slot(self, tokens: NewTokens) -> int | Tensor | None:
+    def slot(self, tokens: NewTokens) -> int | Tensor:
         return self._inner.slot(tokens)
+
+    def own(self, tokens: NewTokens, num_new: int) -> Sequence[int] | None:
+        return self._inner.own(tokens, num_new)
 
     def positions_BC(self, index_C: Tensor, start: int) -> Tensor:  # noqa: N802
         end, device = start + len(index_C), index_C.device

@@ -19,6 +19,7 @@ from runahead.decoding.lanes import Lane, Lanes
 from runahead.decoding.row import NewToken, Row
 from runahead.decoding.rows import Rows
 from runahead.decoding.speculative.drafts import LookupDrafter
+from runahead.decoding.speculative.lead import lead_among
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
@@ -91,7 +92,8 @@ class Executor:
         self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
         self._reuses, self._prefixes = reuses, dict[RowId, RowPrefix]()
         lanes = Lanes(engine.model, engine.policies)
-        self.drafts = PayingDrafts(LookupDrafter(), Payoff(warm_up=lanes.warm_up), name=Speculate.lookup.name)
+        payoff, lead = Payoff(warm_up=lanes.warm_up), lead_among(engine.model)
+        self.drafts = PayingDrafts(LookupDrafter(), payoff, name=Speculate.lookup.name, lead=lead)
         self.live = Rows(lanes, drafts=self.drafts, on_leave=self._keep)
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0

@@ -54,6 +54,10 @@ class DroppedTokens:
             sum_BKX, count_BK = sum_BKX + before.sum_BKX, count_BK + before.count_BK
         return cls(sum_BKX=sum_BKX, count_BK=count_BK)
 
+    def row(self, row: int) -> DroppedTokens:
+        """Those of one row."""
+        return DroppedTokens(sum_BKX=self.sum_BKX[row : row + 1], count_BK=self.count_BK[row : row + 1])
+
     @property
     def num_bytes(self) -> int:
         return self.sum_BKX.nbytes + self.count_BK.nbytes
@@ -269,6 +273,31 @@ class RaggedLayer(KeptLayer):
         self.lengths = [length + new for length, new in zip(self.lengths, new_S, strict=True)]
         self.room -= num_new
         self._count()
+
+    def set_end(self, end: int) -> None:
+        self._place()
+        num_taken = self.first + self.num_slots - end
+        self.lengths, self.room = [length - num_taken for length in self.lengths], self.room + num_taken
+        with torch.inference_mode():  # as the forward, which is over
+            self._used_S -= num_taken
+            self._next_S -= num_taken
+        self._count()
+
+    def row(self, row: int) -> RaggedLayer:
+        heads = self.shape.num_kv_heads
+        first, stop = row * heads, (row + 1) * heads
+        rows = slice(self.starts[first], self.starts[stop])
+        return replace(
+            self,
+            slab_TBKX=self.slab_TBKX[rows],
+            placed_TBK=self.positions_TBK[rows],
+            pads=[],
+            carried={policy: each_TBK[rows] for policy, each_TBK in self.carried.items()},
+            queries={first: each.row(row) for first, each in self.queries.items()},
+            lengths=self.lengths[first:stop],
+            starts=[start - self.starts[first] for start in self.starts[first : stop + 1]],
+            dropped=None if self.dropped is None else self.dropped.row(row),
+        )
 
     def _newest(self, num: int) -> Tensor:
         """Rows (S, num) of memory of each sequence's last tokens."""

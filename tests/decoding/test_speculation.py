@@ -20,6 +20,7 @@ from launch import infer
 from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
 from launch.outputs.summary import summary
 from launch.server.options import ServeRun
+from policies.adakv import AdaKV
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
 from policies.quest import Pages, Quest
@@ -27,7 +28,6 @@ from policies.retriever import Choice, Index, Slots
 from policies.retroinfer import RetroInfer
 from policies.snapkv import SnapKV
 from policies.sparq import SparQ
-from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
 from runahead.cache.attention import CausalAttention
 from runahead.config import (
@@ -629,13 +629,11 @@ def test_what_cannot_draft_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             engine_of(model, draft=draft).generate([[5, 6]], replace(PLAIN, speculate=kind))
-    with pytest.raises(ValueError, match="lookup and model are asked for in one batch"):
-        engine_of(model).generate([[5], [6]], [DRAFTED, replace(PLAIN, speculate=Speculate.model)])
     for kind, given, message in (
         (Speculate.model, {}, "generation.speculate=model needs draft.model="),
         (Speculate.policy, {}, "generation.speculate=policy needs draft.policy="),
         (Speculate.policy, {"policy": {"name": "quest"}, "speculate": "model"}, "draft.speculate=model needs draft.mo"),
-        (Speculate.model, {"model": "x", "speculate": "model"}, "draft.speculate=model needs generation.speculate=po"),
+        (Speculate.model, {"model": "x", "speculate": "model"}, "draft.speculate=model drafts for a policy"),
         (Speculate.model, {"model": "x", "speculate": "policy"}, "draft.speculate=policy is not"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -661,8 +659,7 @@ def test_the_config_of_a_drafting_model_has_overrides(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "decode=sharded": {"decode": DecodeOptions(name=DecodeName.sharded)},
-    "cache policies": {"policies": RankPolicies.everywhere([StreamingLLM(sinks=2, recent=8)])},
+    "policy Quest, which takes": {"policies": RankPolicies.everywhere([Quest()])},
     "cache.bits=4": {"policies": RankPolicies(storage=CacheOptions(bits=4))},
 }
 
@@ -673,9 +670,41 @@ def test_an_engine_refuses_what_cannot_take_back_tokens(what: str) -> None:
         engine_of(tiny_model("llama"), **REFUSED[what]).generate([[5, 6]], DRAFTED)
 
 
+def test_rows_of_a_batch_ask_for_different_drafts() -> None:
+    """Of look-up, of a copy of the model that is always right, and of none."""
+    model = tiny_model("llama")
+    engine, few = engine_of(model, draft=model), replace(PLAIN, max_new_tokens=8)
+    expected = [each.new_token_ids for each in engine.generate(PROMPTS, few).generations]
+    kinds = [replace(drafted(few), speculate=kind) for kind in (Speculate.lookup, Speculate.model, Speculate.none)]
+    with knowing([ids + new for ids, new in zip(PROMPTS, expected, strict=True)], right=0.0):
+        batch = engine.generate(PROMPTS, kinds)
+    report = report_of(batch)
+    assert [each.new_token_ids for each in batch.generations] == expected
+    assert report.drafts == "lookup and model" and 4 < report.accepted < report.drafted
+
+
+def test_what_is_kept_in_unequal_heads_drafts() -> None:
+    """With all tokens kept, every draft is right."""
+    for budget in (1.0, 0.3):
+        by = RankPolicies.everywhere([AdaKV(scorer=SnapKV(budget=budget, window=4))])
+        report = require_same(engine_of(tiny_model("llama"), draft=by), Speculate.policy, PROMPTS[:2], num_drafted=3)
+        assert (report.accepted == report.drafted) == (budget == 1.0) and report.accepted > 0
+
+
 def test_a_model_whose_rotation_depends_on_the_length_is_refused() -> None:
     with pytest.raises(ValueError, match="whose rotary angles depend on the length"):
         engine_of(tiny_model("llama_dynamic_ntk")).generate([[5, 6]], DRAFTED)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"policy": {"name": "quest"}}, {"cache": CacheOptions(bits=4)}],
+)
+def test_a_run_is_refused_before_its_ranks_start(more: dict[str, Any]) -> None:
+    policy = {"policy": {"name": "full"}}
+    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with"):
+        RunOptions(generation=DRAFTED, **{**policy, **more})
+    RunOptions(generation=PLAIN, **{**policy, **more})
 
 
 @pytest.mark.parametrize(
@@ -684,14 +713,11 @@ def test_a_model_whose_rotation_depends_on_the_length_is_refused() -> None:
         {"policy": {"name": "streaming_llm"}},
         {"ranks": RanksOptions(tensor=2)},
         {"prefill": PrefillOptions(name=PrefillName.tensor)},
-        {"cache": CacheOptions(bits=4)},
+        {"decode": DecodeOptions(name=DecodeName.sharded)},
     ],
 )
-def test_a_run_is_refused_before_its_ranks_start(more: dict[str, Any]) -> None:
-    policy = {"policy": {"name": "full"}}
-    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with"):
-        RunOptions(generation=DRAFTED, **{**policy, **more})
-    RunOptions(generation=PLAIN, **{**policy, **more})
+def test_a_run_may_ask_for_drafts(more: dict[str, Any]) -> None:
+    RunOptions(generation=DRAFTED, **{"policy": {"name": "full"}, **more})
 
 
 def test_a_conversation_speculates_in_every_turn() -> None:
@@ -714,6 +740,22 @@ def test_a_conversation_speculates_in_every_turn() -> None:
         assert conversation.speculation is not None and conversation.num_tokens == len(known[0])
 
 
+@pytest.mark.parametrize(("budget", "fetch"), [(1.0, 200), (0.3, 0.4)])
+def test_a_conversation_drafts_by_a_policy(budget: float, fetch: float) -> None:
+    """In every turn the policy chooses anew among all tokens. With all kept, every draft is right."""
+    model, known = tiny_model("llama"), list[int]()
+    for by in (None, SnapKV(budget=budget, window=4), Quest(**MOST, page=2, fetch=fetch)):
+        talking = Conversation(model, draft=None if by is None else RankPolicies.everywhere([by]))
+        asked = PLAIN if by is None else replace(DRAFTED, speculate=Speculate.policy)
+        for ids in (PROMPTS[0], prompt(7, seed=5)):
+            talking.feed(torch.tensor([ids]))
+            talking.generate(asked)
+            if talking.speculation is not None:
+                assert (talking.speculation.accepted == talking.speculation.drafted) == (budget == 1.0)
+        known = known or talking.rows[0]
+        assert talking.rows[0] == known
+
+
 def test_a_fork_is_not_changed_by_what_is_taken_back() -> None:
     """It fails if a fork has the cache of its origin."""
     conversation = Conversation(tiny_model("llama"))
@@ -732,12 +774,8 @@ def test_what_a_conversation_and_a_server_refuse() -> None:
     with pytest.raises(ValueError, match="does not go with a conversation of 2 rows"):
         two.generate(DRAFTED)
     for given, kind, message in (
-        (None, Speculate.policy, "does not go with a conversation, whose text"),
-        (
-            RankPolicies.everywhere([StreamingLLM(sinks=2, recent=8)]),
-            Speculate.lookup,
-            "does not go with cache policies",
-        ),
+        (None, Speculate.policy, "needs policies of what drafts see"),
+        (RankPolicies.everywhere([Quest()]), Speculate.lookup, "does not go with policy Quest"),
         (RankPolicies(storage=CacheOptions(bits=4)), Speculate.lookup, "does not go with cache.bits=4"),
         (None, Speculate.model, "needs a smaller model that drafts"),
     ):
@@ -747,9 +785,7 @@ def test_what_a_conversation_and_a_server_refuse() -> None:
             conversation.generate(replace(PLAIN, speculate=kind))
     with pytest.raises(ValueError, match=r"generation.speculate=model is for launch/infer.py"):
         ServeRun(generation=replace(PLAIN, speculate=Speculate.model), policy=full)
-    with pytest.raises(ValueError, match="does not go with ranks.tensor=2"):
-        ServeRun(generation=DRAFTED, policy=full, ranks=RanksOptions(tensor=2))
-    ServeRun(generation=DRAFTED, policy=full)
+    ServeRun(generation=DRAFTED, policy=full, ranks=RanksOptions(tensor=2))
 
 
 @pytest.mark.parametrize(

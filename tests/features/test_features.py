@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from launch.inputs import options
 from launch.inputs.options import RunOptions
@@ -43,7 +42,6 @@ from runahead.config import (
     PrefillOptions,
     Speculate,
 )
-from runahead.conversation.conversation import Conversation
 from runahead.features.combination import PLACES, Combination
 from runahead.features.facts import FACTS, Setup
 from runahead.features.refused import REFUSED, Refused, check
@@ -113,7 +111,6 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "generation.speculate=lookup or model": lambda: speculating(Speculate.model),
     "generation.speculate=policy": lambda: speculating(Speculate.policy),
     "generation.speculate=policy or model": lambda: speculating(Speculate.model),
-    "two kinds of drafts in a batch": lambda: {"drafts": [Speculate.none, Speculate.lookup, Speculate.model]},
     "draft.speculate=model": lambda: {"options": {"draft.speculate": "model"}},
     "option ranks.tensor": lambda: {"options": {"ranks.tensor": 2}},
     "option policy.positions": lambda: {"options": {"policy.positions": "reencoded"}},
@@ -148,6 +145,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "a policy that needs all tokens of a prompt": lambda: {"steps": [H2O()]},
     "policy.positions=reencoded": lambda: {"positions": Positions.reencoded, "storage": CacheOptions(bits=4)},
     "a policy that needs the whole prompt": lambda: {"steps": [KVzip()]},
+    "a policy that decides on each token": lambda: {"steps": [H2O()]},
     "a policy that decides on the whole prompt": lambda: {"steps": [KVzip()]},
     "a policy that merges layers": lambda: {"steps": [MiniCache()]},
     "a retrieving policy": lambda: {"steps": [ClusterKV()]},
@@ -176,7 +174,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "drafts by policy.late or policy.pool": lambda: drafting(ExactTopK(pool=Pool(bytes=4096))),
     "drafts by policy.clamped=true": lambda: drafting(InfLLM(recent=16)),
     "drafts by a policy that narrows": lambda: drafting(PyramidInfer()),
-    "drafts by a policy that decides on layers or heads together": lambda: drafting(KVzip()),
+    "drafts by a policy that decides on layers together": lambda: drafting(KVzip()),
     "drafts by policy.positions=reencoded": lambda: drafting(SnapKV(), positions=Positions.reencoded),
     "marks": lambda: {"model": altered(marks=object())},
     "no marks": lambda: {"config": with_config()},
@@ -203,6 +201,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
 OF_LAST = {
     "cache.bits",
     "a conversation",
+    "a policy that decides on each token",
     "a policy that decides on the whole prompt",
     "a policy that merges layers",
     "a policy that needs all tokens of a prompt",
@@ -291,20 +290,12 @@ def test_clamped_distances_are_refused_wherever_ranks_decode(last: str) -> None:
     ("by_policy", "message"),
     [
         (RankPolicies(positions=Positions.reencoded), "a drafting policy full re-encodes positions"),
-        (RankPolicies(others=[KVzip()]), "a drafting policy KVzip decides on several layers or heads together"),
+        (RankPolicies(others=[KVzip()]), "a drafting policy KVzip decides on several layers together"),
     ],
 )
 def test_drafting_policies_without_one_that_decodes_end_in_a_sentence(by_policy: RankPolicies, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(Setup(**speculating(Speculate.policy), drafting=by_policy))
-
-
-def test_a_conversation_tells_that_its_model_is_shared() -> None:
-    """Each rank would draft by its own clock, and their forwards would differ."""
-    talk = Conversation(altered(num_shards=2))
-    talk.feed(torch.tensor([[1, 2, 3]]))
-    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with ranks.tensor=2"):
-        talk.generate(GenerationOptions(max_new_tokens=2, speculate=Speculate.lookup))
 
 
 @pytest.mark.parametrize("program", [RunOptions, ServeRun])

@@ -42,7 +42,7 @@ def test_a_run_of_the_defaults_depends_on_nothing(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     "options",
     [
-        ["policy=snapkv", "generation.speculate=lookup"],
+        ["policy=quest", "generation.speculate=lookup"],
         ["cache.bits=4", "decode=sharded"],
         ["policy=sequence", "policy.steps=[snapkv,snapkv]"],
         [*LLAMA, "policy=dms"],
@@ -87,7 +87,7 @@ def test_what_ranks_and_prompt_decide_is_told_apart(capsys: pytest.CaptureFixtur
 
 def test_drafting_policies_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     status, [answer] = asked(capsys, "generation.speculate=policy", "draft.policy={name:kvzip}")
-    assert status == 2 and "a drafting policy KVzip decides on several layers or heads together" in answer
+    assert status == 2 and "a drafting policy KVzip decides on several layers together" in answer
 
 
 def test_a_policy_of_a_file_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from runahead.config import MAX_DRAFT_TOKENS
+from runahead.config import MAX_DRAFT_TOKENS, Speculate
 from runahead.decoding.row import Row, RowId
 from runahead.decoding.sampling import Sampler
 from runahead.report import SpeculationReport
@@ -15,11 +15,14 @@ class Drafter(ABC):
     """Drafts the next tokens of the rows of a batch. Wrong drafts cost time and change no token.
 
     Attributes:
-        is_free: drafting takes so little time that a draft is made before it is known whether it is verified.
+        is_free: drafting takes so little time that a draft is made before it is known whether it is verified. It
+            depends on texts alone, so all ranks that decode them make the same.
+        runs_on_all: drafting needs all ranks that share the model; otherwise the one that leads drafts alone.
         within: statistics of the drafts for this drafter, if another one drafts for it.
     """
 
     is_free = True
+    runs_on_all = False
     within: SpeculationReport | None = None
 
     @property
@@ -29,7 +32,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def join(self, id: RowId, row: Row) -> None:
-        """Take a row, before its first token."""
+        """Take a row that asks for drafts, before its first token."""
 
     def leave(self, id: RowId) -> None:  # noqa: B027 (what drafts over the memory of a batch keeps it)
         """Forget a row that has ended."""
@@ -63,8 +66,7 @@ class LookupDrafter(Drafter):
         self._rows: dict[RowId, Lookup] = {}
 
     def join(self, id: RowId, row: Row) -> None:
-        if row.asks_for_drafts:
-            self._rows[id] = Lookup(row.options.speculate_match)
+        self._rows[id] = Lookup(row.options.speculate_match)
 
     def leave(self, id: RowId) -> None:
         self._rows.pop(id, None)
@@ -73,6 +75,50 @@ class LookupDrafter(Drafter):
         self, texts: Mapping[RowId, Sequence[int]], most: Mapping[RowId, int], samplers: Mapping[RowId, Sampler]
     ) -> dict[RowId, list[int]]:
         return {row: self._rows[row].draft(text, most[row]) if row in self._rows else [] for row, text in texts.items()}
+
+
+class DraftsByKind(Drafter):
+    """Drafts of a batch whose rows ask for different kinds of them.
+
+    Args:
+        drafters: by kind.
+    """
+
+    is_free = False
+
+    def __init__(self, drafters: Mapping[Speculate, Drafter]) -> None:
+        self._drafters, self._kinds = dict(drafters), dict[RowId, Speculate]()
+        self.runs_on_all = any(each.runs_on_all for each in drafters.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._drafters.values())
+
+    @property
+    def tokens_to_begin(self) -> float:
+        return sum(each.tokens_to_begin for each in self._drafters.values())
+
+    def join(self, id: RowId, row: Row) -> None:
+        self._kinds[id] = row.options.speculate
+        self._drafters[row.options.speculate].join(id, row)
+
+    def leave(self, id: RowId) -> None:
+        if id in self._kinds:
+            self._drafters[self._kinds.pop(id)].leave(id)
+
+    def begin(self) -> None:
+        for each in self._drafters.values():
+            each.begin()
+            self.within = self.within or each.within
+
+    def draft(
+        self, texts: Mapping[RowId, Sequence[int]], most: Mapping[RowId, int], samplers: Mapping[RowId, Sampler]
+    ) -> dict[RowId, list[int]]:
+        drafts = {row: list[int]() for row in texts}
+        for kind, drafter in self._drafters.items():
+            of_kind = {row: text for row, text in texts.items() if self._kinds.get(row) is kind}
+            drafts |= drafter.draft(of_kind, most, samplers) if of_kind else {}
+        return drafts
 
 
 class Lookup:

@@ -20,6 +20,7 @@ from runahead.decoding.row import Row, RowId
 from runahead.decoding.sampling import Sampler, next_tokens
 from runahead.decoding.speculative.acceptance import Acceptance
 from runahead.decoding.speculative.drafts import Drafter
+from runahead.decoding.speculative.lead import ALONE, Lead
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts, Proposal
 from runahead.model.model import Model
@@ -38,12 +39,13 @@ class GeneratedDrafter(Drafter):
 
     Args:
         first: drafts for this drafter; None lets it generate a token per forward.
+        lead: the rank that decides what is drafted for this drafter, where several run it.
     """
 
     is_free = False
 
-    def __init__(self, first: Drafter | None = None) -> None:
-        self._first = first
+    def __init__(self, first: Drafter | None = None, lead: Lead = ALONE) -> None:
+        self._first, self._lead = first, lead
         self._rows: dict[RowId, Row] = {}
         self._lanes: Lanes | None = None
         self._fed: dict[RowId, list[int]] = {}  # whose keys and values are stored
@@ -75,9 +77,9 @@ class GeneratedDrafter(Drafter):
         if self._first is not None:
             always = any(row.options.speculate_always for row in self._rows.values())
             payoff = Payoff(warm_up=self._lanes.warm_up, always=always)
-            self._paying = PayingDrafts(self._first, payoff, name="lookup" if self._first.is_free else "model")
-            self._first.begin()
-            self._paying.has_begun = True
+            name = "lookup" if self._first.is_free else "model"
+            self._paying = PayingDrafts(self._first, payoff, name=name, lead=self._lead)
+            self._paying.prepare()
             self.within = self._paying.report
 
     def draft(
@@ -154,6 +156,7 @@ class ModelDrafter(GeneratedDrafter):
         model: the smaller one.
         verifying: the one that verifies.
         on_layer: called after each layer of the prompts.
+        lead: as of `GeneratedDrafter`; on ranks that each have the whole of the smaller model one drafts alone.
     """
 
     def __init__(
@@ -163,8 +166,10 @@ class ModelDrafter(GeneratedDrafter):
         *,
         verifying: Model,
         on_layer: Callable[[], None] = nothing,
+        lead: Lead = ALONE,
     ) -> None:
-        super().__init__(first)
+        self.runs_on_all = model.num_shards > 1
+        super().__init__(first, lead if self.runs_on_all else ALONE)
         self._model, self._verifying, self._on_layer = model, verifying, on_layer
 
     @staticmethod

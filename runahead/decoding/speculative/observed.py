@@ -15,7 +15,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.base import KVStore, SeenKV
 from runahead.cache.index import ALL_TOKENS
-from runahead.cache.kept import KeptLayer
+from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Slabs
 from runahead.model.model import Model
@@ -26,6 +26,8 @@ Observe = Callable[[int, SeenKV, AttentionTerms], object]
 
 def slabs_of(row: KVStore) -> Slabs:
     """The memory of a row, which holds all that its queries see."""
+    if isinstance(row, KeptCache):  # of a conversation without policies: each slot has its own number's token
+        return Slabs.each_its_own([layer.memory for layer in row.layers])
     assert row.slabs is not None and row.slab_index is ALL_TOKENS, (type(row), row.slab_index)
     return row.slabs
 

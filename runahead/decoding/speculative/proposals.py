@@ -10,8 +10,12 @@ from runahead.decoding.row import RowId
 from runahead.decoding.sampling import Sampler
 from runahead.decoding.speculative.acceptance import Acceptance
 from runahead.decoding.speculative.drafts import Drafter
+from runahead.decoding.speculative.lead import ALONE, Lead
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.report import SpeculationReport
+
+UNKNOWN = -1
+"""No plain step has told yet what verifying drafts may cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ class PayingDrafts:
         payoff: decides.
         name: of the drafts, in the report.
         token_s: seconds of a token in a forward of the verifying model over many; 0 if that is not known.
+        lead: the rank that decides, where several decode the rows.
 
     Attributes:
         drafter, payoff: as given.
@@ -51,8 +56,11 @@ class PayingDrafts:
         has_begun: `drafter` is prepared; until then there are no drafts.
     """
 
-    def __init__(self, drafter: Drafter, payoff: Payoff, *, name: str, token_s: float = 0.0) -> None:
-        self.drafter, self.payoff, self._token_s = drafter, payoff, token_s
+    def __init__(
+        self, drafter: Drafter, payoff: Payoff, *, name: str, token_s: float = 0.0, lead: Lead = ALONE
+    ) -> None:
+        self.drafter, self.payoff, self._token_s, self._lead = drafter, payoff, token_s, lead
+        self._drafts_here = lead.leads or drafter.runs_on_all
         self.report = SpeculationReport(drafts=name)
         self.has_begun = drafter.is_free
         self._rests: dict[RowId, list[int]] = {}  # of drafts that were left out, whose tokens may come one by one
@@ -64,14 +72,19 @@ class PayingDrafts:
             num_left: most new tokens of a row that may come.
         """
         expected_s = self.drafter.tokens_to_begin * self._token_s
-        if self.has_begun or not self.payoff.may_begin(num_rows, expected_s, num_left):
+        if self.has_begun or not self._lead.number(self.payoff.may_begin(num_rows, expected_s, num_left)):
             return
         began_s = time.perf_counter()
-        self.drafter.begin()
+        self.prepare()
         seconds = time.perf_counter() - began_s
         self.payoff.add_beginning(num_rows, seconds, num_left)
-        self.has_begun = True
         self.report.draft_s += seconds
+
+    def prepare(self) -> None:
+        """Prepare the drafter, whatever that costs."""
+        if self._drafts_here:
+            self.drafter.begin()
+        self.has_begun = True
         self.report.within = self.drafter.within
 
     def propose(
@@ -90,15 +103,17 @@ class PayingDrafts:
         if is_free:
             drafts, draft_s = self._drafted(texts, most, samplers)
         longest = {row: len(draft) for row, draft in drafts.items()} if is_free else most
-        if not any(num > 0 for num in longest.values()) or not self.payoff.is_warm(len(longest)):
+        if not any(num > 0 for num in longest.values()):
             return Proposal(drafts=drafts, draft_s=draft_s)
-        if not self.has_begun:
-            return Proposal(drafts=drafts, is_declined=True)
-        num = self.payoff.num_to_verify([(row, max(0, each)) for row, each in longest.items()], is_drafted=is_free)
+        num = self._lead.number(self._num_to_verify(longest))
+        if num == UNKNOWN:
+            return Proposal(drafts=drafts, draft_s=draft_s)
         if num == 0:
             return Proposal(drafts=drafts, draft_s=draft_s, is_declined=True)
         if not is_free:
-            drafts, draft_s = self._drafted(texts, {row: min(num, each) for row, each in most.items()}, samplers)
+            most = {row: min(num, each) for row, each in most.items()}
+            drafts, draft_s = self._drafted(texts, most, samplers)
+            drafts = self._lead.drafts(drafts, most)
         return Proposal(drafts={row: draft[:num] for row, draft in drafts.items()}, num=num, draft_s=draft_s)
 
     def note(self, proposal: Proposal, acceptance: Acceptance, seconds: float) -> None:
@@ -136,5 +151,16 @@ class PayingDrafts:
         self, texts: Mapping[RowId, Sequence[int]], most: Mapping[RowId, int], samplers: Mapping[RowId, Sampler]
     ) -> tuple[dict[RowId, list[int]], float]:
         began_s = time.perf_counter()
+        if not self._drafts_here and not self.drafter.is_free:
+            return {row: [] for row in texts}, 0.0
         drafts = self.drafter.draft(texts, most, samplers)
         return drafts, time.perf_counter() - began_s
+
+    def _num_to_verify(self, longest: Mapping[RowId, int]) -> int:
+        """How many tokens to verify of drafts of these lengths, by this rank's clock; UNKNOWN before it can tell."""
+        if not self.payoff.is_warm(len(longest)):
+            return UNKNOWN
+        if not self.has_begun:
+            return 0
+        lengths = [(row, max(0, each)) for row, each in longest.items()]
+        return self.payoff.num_to_verify(lengths, is_drafted=self.drafter.is_free)

@@ -19,6 +19,7 @@ from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
 from runahead.decoding.speculative.drafts import Drafter
 from runahead.decoding.speculative.generated_drafts import GeneratedDrafter
+from runahead.decoding.speculative.lead import ALONE, Lead
 from runahead.decoding.speculative.observed import as_kept, first_observed, observe, slabs_of
 from runahead.model.model import Model
 from runahead.retrieval.cache import RetrievedCache
@@ -33,8 +34,12 @@ class RetrievingDrafter(GeneratedDrafter):
         whole: the memory of the verifying model, with the prompts stored.
     """
 
-    def __init__(self, model: Model, policy: Retriever, whole: Lanes, first: Drafter | None = None) -> None:
-        super().__init__(first)
+    runs_on_all = True
+
+    def __init__(
+        self, model: Model, policy: Retriever, whole: Lanes, first: Drafter | None = None, lead: Lead = ALONE
+    ) -> None:
+        super().__init__(first, lead)
         self._model, self._policy, self._whole = model, policy, whole
         self._drafting: dict[RowId, RetrievedCache] = {}
 

@@ -9,14 +9,16 @@ from typing import Literal
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row
-from runahead.decoding.speculative.drafts import Drafter, LookupDrafter
+from runahead.decoding.speculative.drafts import Drafter, DraftsByKind, LookupDrafter
 from runahead.decoding.speculative.generated_drafts import ModelDrafter
+from runahead.decoding.speculative.lead import Lead, lead_among
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.policy_drafts import PolicyDrafter
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.decoding.speculative.retrieving_drafts import RetrievingDrafter
 from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -60,14 +62,14 @@ class Speculator:
         Raises:
             ValueError: they cannot; in one line.
         """
-        drafted = [each for each in options if each.speculate is not Speculate.none]
-        if not drafted:
-            return
-        kind, draft = drafted[0].speculate, self._draft
-        by_policy = draft if kind is Speculate.policy else None
-        kinds = [each.speculate for each in drafted]
-        check(replace(setup, generation=drafted[0], drafts=kinds, drafting=by_policy))
-        num_new = max(each.max_new_tokens for each in options)
+        num_new = max((each.max_new_tokens for each in options), default=0)
+        for each in {each.speculate: each for each in options if each.speculate is not Speculate.none}.values():
+            self._check_kind(each, lengths, setup, num_new)
+
+    def _check_kind(self, options: GenerationOptions, lengths: Sequence[int], setup: Setup, num_new: int) -> None:
+        """`check` of one kind of drafts. `num_new` is the most new tokens of any row."""
+        kind, draft = options.speculate, self._draft
+        check(replace(setup, generation=options, drafting=draft if kind is Speculate.policy else None))
         if kind is Speculate.model:
             if not isinstance(draft, Model):
                 raise ValueError("generation.speculate=model needs a smaller model that drafts: Engine(draft=...)")
@@ -79,26 +81,36 @@ class Speculator:
                 raise ValueError("generation.speculate=policy needs policies of what drafts see: Engine(draft=...)")
             draft.check(self._model)
 
-    def drafts(self, rows: Sequence[Row], lanes: Lanes, *, token_s: float = 0.0) -> PayingDrafts:
+    def drafts(
+        self, rows: Sequence[Row], lanes: Lanes, *, token_s: float = 0.0, gather: Gathering | None = None
+    ) -> PayingDrafts:
         """The drafts for a batch of rows.
 
         Args:
             lanes: hold the batch.
             token_s: as of `PayingDrafts`.
+            gather: between the ranks that decode together, if there are several.
         """
-        kind = next(row.options.speculate for row in rows if row.asks_for_drafts)
-        return PayingDrafts(self._drafter(kind, lanes), Payoff(warm_up=lanes.warm_up), name=kind.name, token_s=token_s)
+        lead, payoff = lead_among(self._model, gather), Payoff(warm_up=lanes.warm_up)
+        kinds = dict.fromkeys(row.options.speculate for row in rows if row.asks_for_drafts)
+        drafters = {kind: self._drafter(kind, lanes, lead) for kind in kinds}
+        drafter = DraftsByKind(drafters) if len(drafters) > 1 else next(iter(drafters.values()))
+        name = " and ".join(kind.name for kind in kinds)
+        return PayingDrafts(drafter, payoff, name=name, token_s=token_s, lead=lead)
 
-    def _drafter(self, kind: Speculate, lanes: Lanes) -> Drafter:
+    def _drafter(self, kind: Speculate, lanes: Lanes, lead: Lead) -> Drafter:
         if isinstance(self._draft, Model) and kind is Speculate.model:
-            return ModelDrafter(self._draft, self._first_drafter(), verifying=self._model, on_layer=self._on_layer)
+            return self._model_drafter(self._draft, lead, self._first_drafter(lead))
         if isinstance(self._draft, RankPolicies) and kind is Speculate.policy:
             if self._draft.retriever is not None:
-                return RetrievingDrafter(self._model, self._draft.retriever, lanes, self._first_drafter())
-            return PolicyDrafter(self._model, self._draft.last, lanes, self._first_drafter())
+                return RetrievingDrafter(self._model, self._draft.retriever, lanes, self._first_drafter(lead), lead)
+            return PolicyDrafter(self._model, self._draft.last, lanes, self._first_drafter(lead), lead)
         return LookupDrafter()
 
-    def _first_drafter(self) -> Drafter | None:
+    def _model_drafter(self, model: Model, lead: Lead, first: Drafter | None = None) -> Drafter:
+        return ModelDrafter(model, first, verifying=self._model, on_layer=self._on_layer, lead=lead)
+
+    def _first_drafter(self, lead: Lead) -> Drafter | None:
         if isinstance(self._first, Model):
-            return ModelDrafter(self._first, verifying=self._model, on_layer=self._on_layer)
+            return self._model_drafter(self._first, lead)
         return None if self._first is None else LookupDrafter()

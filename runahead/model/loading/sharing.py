@@ -70,6 +70,12 @@ class Shares:
         dist.all_reduce(total, group=self.group)
         return total / self.count
 
+    def of_first(self, numbers: Tensor) -> Tensor:
+        """The first share's numbers, of the same shape on every rank. All of them call this."""
+        told = numbers.clone()
+        dist.broadcast(told, group=self.group, group_src=0)
+        return told
+
     def joined(self, x_BKn: Tensor) -> Tensor:
         """Values of the KV heads of all shares, in order. All of them call this, inside a forward.
 
