@@ -315,11 +315,6 @@ class Retriever(Policy, ABC):
                     f"{name} looks for tokens in the order of the text, and a full pool mixes them; leave "
                     "policy.pool.bytes out"
                 )
-            if self.turn_tokens:
-                raise ValueError(
-                    f"policy.turn_tokens={self.turn_tokens}: after a turn a pool with a limit is cut back by all of "
-                    "its tokens; leave policy.pool.bytes or policy.turn_tokens out"
-                )
 
     def _check_late(self, late: float) -> None:
         """Check that the policy may choose by an earlier query. Raises: ValueError."""
@@ -329,8 +324,6 @@ class Retriever(Policy, ABC):
                 f"policy.late={late} is for a fixed number of slots that a query chooses, but {reason}; leave "
                 "policy.late out, or change that"
             )
-        if self.pool.bytes is not None:
-            raise ValueError(f"policy.late={late} does not go with policy.pool.bytes; leave one of them out")
 
     @property
     def clamps(self) -> bool:

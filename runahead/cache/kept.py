@@ -595,15 +595,32 @@ class KeptCache(KVStore):
             self.form.settle(self.layers, room=room)
 
     def index(
-        self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
+        self,
+        layer: int,
+        seen: SeenKV,
+        positions_BC: Tensor,
+        terms: AttentionTerms,
+        *,
+        start: int,
+        room: int,
+        was_cut: bool,
     ) -> None:
         """Update indices into a layer; called after the policies cut it back, with given tokens in its last slots.
 
         Args:
             seen: what the queries of these tokens saw.
             positions_BC: positions of these tokens in their rows, below 0 on padding.
+            start: index of the first of them in the padded batch.
             room: tokens that are expected to follow.
             was_cut: whether slots were dropped.
+        """
+
+    def observe(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, chunk: range) -> None:
+        """See the queries of a piece of a prompt whose last one is to come; `index` is called after that alone.
+
+        Args:
+            positions_BC: as of `index`.
+            chunk: indices of the piece's tokens in the padded batch.
         """
 
     def fork(self) -> KeptCache:

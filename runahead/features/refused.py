@@ -428,13 +428,19 @@ REFUSED = (
             ("policy.positions=reencoded", "use policy.positions=original"),
         )
         for row in (
-            Refused((option, "shared KV layers"), OTHERS_KV, remedy),
+            Refused(
+                (option, "shared KV layers"),
+                "{1} read the keys of other layers, which with {0} are stored unrotated, so that each of them would "
+                "have to rotate them by its own angles",
+                remedy,
+            ),
             Refused((option, "positions that cannot be re-encoded"), REENCODED, remedy),
         )
     ),
     Refused(
         ("a policy that narrows, retrieves or merges layers", "shared KV layers"),
-        OTHERS_KV.replace("{0}", "policy {0}"),
+        "{1} read what other layers store, and policy {0} decides by the queries of one layer what is computed, "
+        "fetched or merged of it",
         "use a policy that only evicts, such as snapkv",
     ),
     Refused(
@@ -496,7 +502,7 @@ REFUSED = (
     # policies in a sequence
     Refused(
         ("unequal heads", "a sequence", "a retrieving policy"),
-        "policy {0} leaves heads of different lengths, and {2} retrieves from heads of equal length",
+        "policy {0} leaves heads of different lengths, and an index of policy {2} holds equally many tokens of each",
         "leave out one of the two",
     ),
     Refused(

@@ -346,18 +346,21 @@ class Model:
 
     @cached_property
     def output_projections(self) -> list[Tensor]:
-        """Weights (D, N * V) of the layers' output projections.
+        """Weights (D, N * V) of the layers' output projections, for the heads of this rank's share.
 
         Raises:
-            ValueError: they are not found, or ranks share the model. The message has no remedy.
+            ValueError: they are not found. The message has no remedy.
         """
         name = f"model {self.name} ({self.config.model_type})"
-        if self.num_shards > 1:
-            raise ValueError(f"{name} is shared by {self.num_shards} ranks, which have parts of its output projections")
         if self.kv_sources:
             raise ValueError(f"{name} has layers that read the values of others, after output projections of their own")
         try:
-            return find_output_projections(self.module, self._run_one_token, self.num_layers)
+            return find_output_projections(
+                self.module,
+                self._run_one_token,
+                self.num_layers,
+                lambda x: self.mean_over_shards(x) * self.num_shards,
+            )
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
 

@@ -74,13 +74,25 @@ class RetrievedCache(KeptCache):
                 self.retrieval.look_ahead(layer, given)
 
     def index(
-        self, layer: int, seen: SeenKV, positions_BC: Tensor, terms: AttentionTerms, *, room: int, was_cut: bool
+        self,
+        layer: int,
+        seen: SeenKV,
+        positions_BC: Tensor,
+        terms: AttentionTerms,
+        *,
+        start: int,
+        room: int,
+        was_cut: bool,
     ) -> None:
         parts_B = self.stored_parts[layer] if self.stored_parts else ()
+        q_BNCH, positions_BC = self.retrieval.with_earlier(layer, seen.q_BNCH, positions_BC, start)
         with self.retrieval.working():
             self.retrieval.store_prompt(
-                layer, seen.q_BNCH, positions_BC, terms, room=room, was_cut=was_cut, stored_parts_B=parts_B
+                layer, q_BNCH, positions_BC, terms, room=room, was_cut=was_cut, stored_parts_B=parts_B
             )
+
+    def observe(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, chunk: range) -> None:
+        self.retrieval.observe(layer, q_BNCH, positions_BC, chunk)
 
     def settle(self, *, room: int) -> None:
         if self.form is not None:  # each becomes a pool before the next one is brought: the device holds codes of one

@@ -74,6 +74,8 @@ class Retrieval:
         num_ahead = 0 if part is None else part.num_after
         self._indices = Indices(policy, model, pool, num_ahead, self._prediction, self.clamped)
         self._fetches = Fetches()
+        # By layer, of the pieces of a prompt whose last one is to come: their end, the queries that count, positions.
+        self._earlier: dict[int, tuple[int | None, Tensor, Tensor]] = {}
         self.await_device: Callable[[], None] = nothing
         self.in_pool = [
             layer >= policy.first_layer and (rule is None or rule.sees_everything)
@@ -113,10 +115,28 @@ class Retrieval:
     def fork(self, pool: list[KeptLayer]) -> Retrieval:
         """An independent copy over other layers with the same slots."""
         other = copy.copy(self)
-        other.pool, other._fetches = pool, self._fetches.fork()
+        other.pool, other._fetches, other._earlier = pool, self._fetches.fork(), dict(self._earlier)
         other.clamped = None if self.clamped is None else self.clamped.fork()
         other._indices = self._indices.fork(pool, other.clamped)
         return other
+
+    def observe(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, chunk: range) -> None:
+        """Implements `KeptCache.observe`: the last tokens, whose queries count, may be in several pieces."""
+        count = num_observed(self.policy)
+        if count and self.in_pool[layer]:
+            q_BNCH, positions_BC = self.with_earlier(layer, q_BNCH, positions_BC, chunk.start)
+            self._earlier[layer] = chunk.stop, q_BNCH[:, :, -count:].clone(), positions_BC[:, -count:].clone()
+
+    def with_earlier(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Queries and positions of new tokens, after those that count of the pieces of their prompt before them.
+
+        Args:
+            start: index of the first new token in the padded batch.
+        """
+        end, before_BNCH, before_BC = self._earlier.pop(layer, (None, q_BNCH, positions_BC))
+        if end != start:  # none, or of a turn before, which was never indexed
+            return q_BNCH, positions_BC
+        return torch.cat([before_BNCH, q_BNCH], dim=2), torch.cat([before_BC, positions_BC], dim=1)
 
     def store_prompt(
         self,
@@ -146,6 +166,7 @@ class Retrieval:
         if self.limit is not None:
             slots = self._slots(layer, self._indices.after(positions_BC))
             self.await_device()
+            self.pool[layer] = self.pool[layer].brought()
             self.limit.cut_back(self._indices[layer], self.pool[layer], q_BNCH, slots)
 
     def settle(self, layer: int, *, room: int) -> None:
@@ -226,6 +247,8 @@ class Retrieval:
         if asked_BNH is not None and chosen is not None and chosen.slots_BKm is not None:
             chosen = self._corrected(layer, chosen, asked_BNH, q_BNCH[:, :, 0], start, pads)
         slots_BKm, num_held = (None, 0) if chosen is None else (chosen.slots_BKm, chosen.num_held)
+        if self.limit is not None and slots_BKm is not None:
+            self.limit.note_choice(kept, slots_BKm, found.steps + 1)
         found.steps += 1
         found.resident += kept.num_slots
         found.fetched += kept.num_slots if slots_BKm is None else slots_BKm.shape[2] - num_held
@@ -240,8 +263,6 @@ class Retrieval:
         if choice is None:
             self._fetches.start(layer, kept, None, list(kept.pads), room=num_new)
             return
-        if self.limit is not None:
-            self.limit.note_choice(kept, choice.slots_BKm, found.steps + 1)
         chosen_pads = self.policy.chosen_padding(slots, choice.slots_BKm.shape[2])
         self._fetches.start(layer, kept, choice, chosen_pads, room=num_new)
 
@@ -313,7 +334,7 @@ class Retrieval:
         Args:
             positions_BC: positions of the new tokens in their rows.
             new_pads: number of padding tokens among them, by row.
-            is_turn: they are given, and `store_prompt` adds them to the index.
+            is_turn: they are given, and `store_prompt` adds them to the index and cuts a pool with a limit back.
         """
         found, kept, num_new = self.layers[layer], self.pool[layer], k_BKCH.shape[2]
         if found is None:
@@ -321,11 +342,11 @@ class Retrieval:
             return
         if not is_turn:
             found.age += num_new
-        if self.limit is not None and self.limit.room(kept) == 0:
+        if self.limit is not None and self.limit.room(kept) == 0 and not is_turn:
             assert num_new == 1, num_new
             self.limit.replace(found, kept, k_BKCH, v_BKCV, positions_BC)
             return
-        if self.limit is not None:
+        if self.limit is not None and not is_turn:
             self.limit.grow(kept)
         kept.store(k_BKCH, v_BKCV, positions_BC, new_pads)
         if not is_turn and kept.num_slots > self._min_tokens:

@@ -108,7 +108,11 @@ class PolicySteps:
             was_cut = kept.num_slots < before
             if self._index_asks:
                 self._await_device()
-            self.cache.index(layer, seen, positions_BC, terms, room=self.room, was_cut=was_cut)
+            start = self.tokens.start
+            self.cache.index(layer, seen, positions_BC, terms, start=start, room=self.room, was_cut=was_cut)
+        elif self.cache is not None:
+            chunk = range(self.tokens.start, self.tokens.start + self.tokens.chunk_tokens)
+            self.cache.observe(layer, seen.q_BNCH, positions_BC, chunk)
         return kept
 
     def store(

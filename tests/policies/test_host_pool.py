@@ -140,15 +140,20 @@ def test_a_turn_that_retrieves_brings_no_layer_to_the_device(
 
 
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
+@pytest.mark.parametrize("by", ["a policy before", "a full pool"])
 def test_a_turn_that_retrieves_is_cut_back_as_it_is_in_place(
-    lengths: tuple[int, ...], copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
+    by: str, lengths: tuple[int, ...], copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen to fail: policies that cut a layer back in host memory, and an index of the layer as it was before."""
-    ours = Turns(tiny_model("llama"), cut_before_retrieval(), lengths)
+    steps = cut_before_retrieval()
+    if by == "a full pool":
+        size = 24 * 3 * tiny_model("llama").kv_shapes[0].bytes_per_token(len(lengths))
+        steps = [policy("exact_topk", {"fetch": 12, "turn_tokens": 9, "pool": {"bytes": size}})]
+    ours = Turns(tiny_model("llama"), steps, lengths)
     ours.prefill()
     with monkeypatch.context() as patch:
         patch.setattr("runahead.retrieval.retrieval.copies_for", lambda device: None)
-        theirs = Turns(tiny_model("llama"), cut_before_retrieval(), lengths)
+        theirs = Turns(tiny_model("llama"), steps, lengths)
         theirs.prefill()
     for tokens in (RETRIEVED_TURN, RETRIEVED_TURN[:2]):
         with throughout(torch.float64):

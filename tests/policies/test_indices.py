@@ -589,7 +589,6 @@ def test_the_first_turn_sees_everything_in_pieces_too() -> None:
         (Quest, {"digest": "median"}, "policy.digest=median is not one of bounds, shrunk, mean"),
         (ExactTopK, {"group": "median"}, "policy.group=median is not one of union, mean, max, sum"),
         (ExactTopK, {"turn_tokens": -1}, "policy.turn_tokens=-1 must not be negative"),
-        (ExactTopK, {"turn_tokens": 8, "pool": {"bytes": "1MiB"}}, "leave policy.pool.bytes or policy.turn_tokens out"),
         (InfiniGen, {"group": "mean"}, "policy.group=mean has no scores within policy.alpha"),
         (SparQ, {"dims": 0}, "policy.dims=0 must be at least 1"),
         (RetroInfer, {"estimate": 1.5}, "policy.estimate=1.5 must be from 0 to 1"),

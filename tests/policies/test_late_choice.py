@@ -95,6 +95,28 @@ def test_heads_with_another_query_choose_by_their_own(lengths: tuple[int, ...]) 
     assert shares[0] == 0.0 < shares[1] < shares[2] < shares[3] == 1.0
 
 
+@pytest.mark.parametrize("victim", ["fifo", "lru", "counter"])
+@pytest.mark.parametrize("late", [-1.0, 0.1, 1.0])
+def test_a_late_choice_is_from_a_full_pool_as_it_is_then(late: float, victim: str) -> None:
+    """And what a choice says of a token counts once, as it was corrected: so the same tokens are replaced. Seen to
+    fail: the late choice counted in heads that choose again."""
+    options: dict[str, Any] = {"min_tokens": 0, "fetch": 8, "sinks": 1, "recent": 1}
+    size = 20 * 3 * tiny_model("llama").kv_shapes[0].bytes_per_token(len(PADDED))
+    found = []
+    for kind, more in ((ExactTopK, {"late": late}), (Mixed, {"least": late})):
+        turns = Turns(tiny_model("llama"), [kind(**options, **more, pool={"bytes": size, "victim": victim})], PADDED)
+        turns.prefill()
+        for layer in turns.retrieval.layers:
+            assert layer is not None
+            vars(layer.index).pop("before_BNH", None)  # of the prompt's last tokens, as which nothing was decoded
+        logits = turns.decode(TOKENS * 3)
+        assert turns.retrieval.report().evicted == [NUM_TOKENS + len(TOKENS) * 3 - 20] * 3
+        found.append((logits, [layer.positions_BKn() for layer in turns.conversation.cache.kept_layers]))
+    (ours, kept), (mixed, expected) = found
+    torch.testing.assert_close(ours, mixed, atol=1e-9, rtol=0)
+    assert all(map(torch.equal, kept, expected))
+
+
 def test_the_more_heads_choose_again_the_more_attention_is_seen() -> None:
     """With a query head per KV head its own best slots have most of its attention, so thresholds lie in between.
 
@@ -156,7 +178,6 @@ def test_the_first_token_after_a_turn_chooses_for_itself() -> None:
         (Offload, {"late": 0.8}, "policy.late=0.8"),
         (SparQ, {"late": 0.8}, "attention of its own query is estimated"),
         (RetroInfer, {"late": 0.8}, "attention of its own query is estimated"),
-        (ExactTopK, {"late": 0.8, "pool": {"bytes": "1MiB"}}, "does not go with policy.pool.bytes"),
     ],
 )
 def test_what_is_not_late_is_refused(kind: type[Policy], options: dict[str, Any], message: str) -> None:

@@ -183,9 +183,28 @@ def test_what_is_left_out_shows(name: str) -> None:
 @pytest.mark.sampled(4)
 def test_chunks_of_a_prompt_do_not_matter(name: str, family: str) -> None:
     options = SOME[name] | ({"observed": 8} if name in ("infinigen", "squeezed_attention", "infllm") else {})
-    whole, pieces = (Turns(tiny_model(family), [policy(name, options)]) for _ in range(2))
-    torch.testing.assert_close(whole.prefill(), pieces.prefill([17, 1, 12, 10]), atol=1e-9, rtol=0)
-    torch.testing.assert_close(whole.decode(GENERATED), pieces.decode(GENERATED), atol=1e-9, rtol=0)
+    pieces_do_not_matter(tiny_model(family), policy(name, options))
+
+
+@pytest.mark.parametrize("victim", ["fifo", "lru", "counter"])
+@pytest.mark.parametrize("name", ["exact_topk", "infinigen"])
+@pytest.mark.parametrize("lengths", [(NUM_TOKENS,), (NUM_TOKENS, 38)], ids=["alone", "padded"])
+def test_chunks_of_a_prompt_do_not_matter_to_a_full_pool(name: str, victim: str, lengths: tuple[int, ...]) -> None:
+    """Seen to fail: the last tokens, whose queries decide who stays, were those of the last piece alone."""
+    model = tiny_model("llama")
+    pool = {"bytes": 20 * 3 * model.kv_shapes[0].bytes_per_token(len(lengths)), "victim": victim}
+    more = {"observed": 8} if name == "infinigen" else {}
+    pieces_do_not_matter(model, policy(name, SOME[name] | {"pool": pool} | more), lengths)
+
+
+def pieces_do_not_matter(model: Model, one: Policy, lengths: tuple[int, ...] = (NUM_TOKENS,)) -> None:
+    """Also where the last piece has few of the tokens whose queries count."""
+    whole = Turns(model, [one], lengths)
+    first, answer = whole.prefill(), whole.decode(GENERATED)
+    for chunks in ([17, 1, 12, 10], [32, 5, 2, 1]):
+        pieces = Turns(model, [one], lengths)
+        torch.testing.assert_close(first, pieces.prefill(chunks), atol=1e-9, rtol=0)
+        torch.testing.assert_close(answer, pieces.decode(GENERATED), atol=1e-9, rtol=0)
 
 
 @every_name
@@ -425,6 +444,35 @@ def test_a_full_pool_gives_up_as_many_tokens_as_come_and_no_sink(victim: str, le
                     assert sorted(positions)[2:] == list(range(length + 12 - limit + 2, length + 12))
     for found in turns.retrieval.layers[1:]:
         assert found is not None and found.index.num_slots == limit
+
+
+@pytest.mark.parametrize("victim", ["fifo", "lru", "counter"])
+def test_a_turn_retrieves_from_a_full_pool_which_is_cut_back_after_it(victim: str) -> None:
+    """If all is fetched, as a turn that attends to everything; a turn of one token as a generated one."""
+    model = tiny_model("llama")
+    pool = {"bytes": 20 * 3 * model.kv_shapes[0].bytes_per_token(len(PADDED)), "victim": victim}
+
+    def answered(**options: Any) -> Turns:
+        turns = Turns(model, [policy("exact_topk", {"pool": pool, **options})], PADDED)
+        turns.prefill()
+        turns.decode(GENERATED)
+        return turns
+
+    def fed(turns: Turns, *tokens: int) -> Tensor:
+        with throughout(torch.float64):
+            return turns.conversation.feed(torch.tensor([tokens]))
+
+    ours, all_seen = (answered(fetch=1.0, turn_tokens=turn_tokens) for turn_tokens in (9, 0))
+    assert torch.equal(fed(ours, 5, 7, 11), fed(all_seen, 5, 7, 11))
+    steps = [[found.steps for found in each.retrieval.layers if found] for each in (ours, all_seen)]
+    assert steps == [[5] * 3, [4] * 3]
+    for kept, expected in zip(
+        ours.conversation.cache.kept_layers, all_seen.conversation.cache.kept_layers, strict=True
+    ):
+        assert kept.num_slots == 20 and torch.equal(kept.positions_BKn(), expected.positions_BKn())
+    assert torch.equal(ours.decode(GENERATED), all_seen.decode(GENERATED))
+    turn, generated = answered(fetch=8, turn_tokens=1), answered(fetch=8)
+    torch.testing.assert_close(fed(turn, 5), generated.decode([5])[:, -1], atol=1e-9, rtol=0)
 
 
 def test_the_index_of_a_full_pool_is_of_the_keys_that_are_in_it() -> None:

@@ -493,7 +493,7 @@ def test_with_a_budget_shared_alike_a_sequence_is_that_of_the_scorer(num_kv_head
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
-        ([ADAKV, Quest()], "AdaKV leaves heads of different lengths, and Quest retrieves from heads of equal length"),
+        ([ADAKV, Quest()], "AdaKV leaves heads of different lengths, and an index of policy Quest holds equally many"),
         ([KVzip(budget=16), Window(budget=8)], "KVzip decides on the whole prompt, .* it must be the only one"),
         (
             [Window(budget=8), PyramidInfer()],

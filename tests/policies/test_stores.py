@@ -134,7 +134,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, bits: int | N
         require_same(together, turns(begun(policies, [ids]), SOON), row)
 
 
-@pytest.mark.parametrize(("name", "bits", "place"), [each for each in PLACED if each[0] != "infinigen, full pool"])
+@every_store
 @pytest.mark.sampled(4)
 def test_chunks_of_a_prompt_do_not_matter(name: str, bits: int | None, place: str) -> None:
     policies = policies_of(name, bits)

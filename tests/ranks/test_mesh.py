@@ -18,6 +18,7 @@ from hypothesis import Phase, given, seed, settings
 from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
+from policies.criticalkv import CriticalKV
 from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
 from policies.experiments.minicache import MiniCache
@@ -228,6 +229,7 @@ POLICIES: dict[str, list[Policy]] = {
     "pyramidkv": [PyramidKV(budget=16, window=4)],
     "h2o": [H2O(budget=16)],
     "adakv": [AdaKV(scorer=SnapKV(budget=16, window=4), alpha=0.1)],
+    "criticalkv": [CriticalKV(scorer=SnapKV(budget=16, window=4), first_share=0.3)],
     "tova": [TOVA(budget=16)],
     "keydiff": [KeyDiff(budget=16)],
     "kvzip": [KVzip(budget=16, sinks=2, chunk_tokens=20)],

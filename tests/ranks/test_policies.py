@@ -313,6 +313,18 @@ def test_what_only_the_loaded_model_tells_is_refused_by_one_rank(rank_pools: Ran
         assert second == ("SharedError", f"rank 0: {first[1]}")
 
 
+def test_a_bias_is_that_of_the_positions_in_the_text(rank_pools: RankPools) -> None:
+    """ALiBi: the last of several ranks keeps and attends as one alone does."""
+    policies = RankPolicies.everywhere([H2O(budget=16, evict_every=4)])
+    alone, together = (
+        generate(rank_pools, bounds, policies, "bloom", num_new=24) for bounds in ((0, NUM_TOKENS), (0, 35, 60))
+    )
+    assert [generation.new_token_ids for generation in alone.generations] == [
+        generation.new_token_ids for generation in together.generations
+    ]
+    assert alone.ranks[0].kept_tokens == together.ranks[1].kept_tokens
+
+
 def test_windows_are_left_alone(rank_pools: RankPools) -> None:
     """Layers with a window keep what they have; the others are cut back, and decoding goes on from both."""
     policies = RankPolicies.everywhere([StreamingLLM(budget=16)])

@@ -175,6 +175,8 @@ class Reference(LayerAttention):
                     k_KSH[head, at], v_KSV[head, at] = k_KSH[head, at].mean(dim=0), v_KSV[head, at].mean(dim=0)
         queries_C = torch.arange(num_keys - q_BNCH.shape[2], num_keys)
         scores_NCS = q_BNCH[0] * terms.scaling @ k_KSH.repeat_interleave(group, 0).mT
+        if terms.key_bias is not None:
+            scores_NCS = scores_NCS + terms.key_bias(torch.arange(num_keys))[:, None]
         seen_NCS = (torch.arange(num_keys) <= queries_C[:, None]).expand(scores_NCS.shape).clone()
         if self.allowed is not None:
             for head in range(k_KSH.shape[0]):
@@ -185,9 +187,9 @@ class Reference(LayerAttention):
         self.probabilities_NSS.setdefault(layer, probabilities)
         return (probabilities @ v_KSV.repeat_interleave(group, 0))[None]
 
-    def run(self, ids: Sequence[int], start: int) -> Tensor:
+    def run(self, ids: Sequence[int], start: int, family: str = "llama") -> Tensor:
         """Logits (V) after these tokens of the text."""
-        model = tiny_model("llama")
+        model = tiny_model(family)
         with throughout(torch.float64):
             return model.forward(torch.tensor([ids]), self, start=start, pads=[0])[0]
 
@@ -196,6 +198,8 @@ def check_steps(
     seen: Sequence[Seen],
     allowed: Callable[[int, int], Callable[[int, int, Tensor], set[int]]] | None = None,
     means: Callable[[int, int], Callable[[int, int], list[set[int]]]] | None = None,
+    *,
+    family: str = "llama",
 ) -> None:
     """Compare the logits of each step with plain attention over what the ranks had.
 
@@ -205,7 +209,7 @@ def check_steps(
     """
     for row, ids in enumerate(BATCH):
         reference, generation = Reference(), seen[0].batch.generations[row]
-        logits_V = reference.run(ids, 0)
+        logits_V = reference.run(ids, 0, family)
         for step in range(NUM_NEW):
             assert largest_difference(logits_of(seen, step)[row], logits_V) < TOLERANCE, (row, step)
             if step == NUM_NEW - 1:
@@ -221,7 +225,7 @@ def check_steps(
 
             reference.allowed = told if allowed is None else allowed(row, step)
             reference.means = None if means is None else means(row, step)
-            logits_V = reference.run([generation.new_token_ids[step]], len(ids) + step)
+            logits_V = reference.run([generation.new_token_ids[step]], len(ids) + step, family)
 
 
 def chunks(bounds: tuple[int, ...]) -> list[tuple[int, PromptPart]]:
@@ -271,6 +275,13 @@ def test_attention_is_over_what_each_head_of_the_ranks_kept(
     check_steps(seen)
     layers = [layer for each in seen if each.stored for layer in each.stored[0]]
     assert any(len({sum(at >= 0 for at in head) for head in row}) > 1 for layer in layers for row in layer)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+@pytest.mark.parametrize("policy", [EVICTING["h2o"], RAGGED["adakv"]], ids=["h2o", "adakv"])
+def test_what_the_ranks_kept_has_the_bias_of_its_positions(rank_pools: RankPools, policy: Policy, family: str) -> None:
+    """ALiBi: a rank's tokens are further from a new one than their slots say."""
+    check_steps(run(rank_pools, policy, (0, 35, 60), family=family), family=family)
 
 
 def test_the_mean_of_what_a_head_dropped_on_a_rank_stands_for_it_there(rank_pools: RankPools) -> None:

@@ -18,12 +18,15 @@ BLOCK_VALUES = 1 << 22
 """Projected values at a time, over all rows, which bounds the memory that they take."""
 
 
-def find_output_projections(module: nn.Module, run: Callable[[LayerAttention], None], num_layers: int) -> list[Tensor]:
+def find_output_projections(
+    module: nn.Module, run: Callable[[LayerAttention], None], num_layers: int, total: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
     """Weights (D, N * V) of the layers' output projections, as views of the model's own.
 
     Args:
-        module: the model.
+        module: the model, or a share of it, whose projections take the values of its own heads.
         run: runs one token through the model, with this attention.
+        total: sum of a tensor over the ranks that share the model, all of which call it alike.
 
     Raises:
         ValueError: a layer has no linear map of that input. The message has no remedy.
@@ -46,7 +49,8 @@ def find_output_projections(module: nn.Module, run: Callable[[LayerAttention], N
             bias = getattr(child, "bias", None)
             for weight_DX in (weight, weight.mT):  # some families store it transposed
                 if weight_DX.shape[1] == len(x_X):
-                    ours = F.linear(x_X, weight_DX, bias)
+                    ours = total(F.linear(x_X, weight_DX))
+                    ours = ours if bias is None else ours + bias
                     scale = output.abs().max()
                     if ours.shape == output.flatten().shape and (ours - output.flatten()).abs().max() <= 0.05 * scale:
                         found[layer] = weight_DX.detach()
