@@ -35,6 +35,7 @@ class QuerySignals:
         k_BKnH: keys, the new tokens' among them.
         queries_BC: positions of the queries in their rows, below 0 on padding.
         keys_BKn: positions of the keys, or (B, 1, n) for all KV heads alike.
+        biased_BKn: positions by which keys have the family's bias, if others.
         lse_BNC: log-sum-exp of each query's scores, where it sees more keys than these; without sinks.
         project: order -> `projected_lengths`, if a policy asks for them.
         layer: index of the layer.
@@ -51,6 +52,7 @@ class QuerySignals:
         *,
         queries_BC: Tensor,
         keys_BKn: Tensor,
+        biased_BKn: Tensor | None = None,
         lse_BNC: Tensor | None = None,
         ahead: Callable[[int], tuple[Tensor, Tensor]] | None = None,
         project: Callable[[int], Tensor] | None = None,
@@ -60,6 +62,7 @@ class QuerySignals:
     ) -> None:
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
         self._queries_BC, self._keys_BKn, self._lse_BNC = queries_BC, keys_BKn, lse_BNC
+        self._biased_BKn = keys_BKn if biased_BKn is None else biased_BKn
         self._project = project
         self._ahead, self._layer, self._first_head = ahead, layer, first_head
         self._answers = Answers() if answers is None else answers
@@ -87,7 +90,7 @@ class QuerySignals:
     def _bias_BNn(self) -> Tensor:  # noqa: N802
         """The family's bias of the keys; of padding, which counts nowhere, any."""
         assert self._terms.key_bias is not None
-        return biased(self._terms.key_bias, self._keys_BKn, self._q_BNCH.shape[1]).float()
+        return biased(self._terms.key_bias, self._biased_BKn, self._q_BNCH.shape[1]).float()
 
     def of_reader(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms) -> QuerySignals:
         """Signals of the queries of another layer, of the last of these tokens, about the same keys."""

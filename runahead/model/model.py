@@ -342,6 +342,8 @@ class Model:
             raise ValueError(f"{name} has layers that read the keys of others")
         if any(rule is not None and not rule.sees_everything for rule in self.rules):
             raise ValueError(f"{name} has layers with sliding windows over the original positions")
+        if self.has_key_bias:  # by the position at which a key is read: there is nothing to rotate
+            return [Rotary(torch.empty(0, device=self.device))] * self.num_layers
         return self.rotations
 
     @cached_property
@@ -405,9 +407,9 @@ class Model:
 
     @cached_property
     def known_rotaries(self) -> list[Rotary] | None:
-        """`rotaries`, or None where that raises a ValueError."""
+        """`rotaries`, or None where that raises a ValueError, and where positions are no rotations."""
         with suppress(ValueError):
-            return self.rotaries
+            return None if self.has_key_bias else self.rotaries
         return None
 
     @cached_property

@@ -333,6 +333,7 @@ class RaggedLayer(KeptLayer):
         k_1TH = rotary.turned(k_1TH[None], places_T[None])[0]
         read = copy(self)
         read._hold(torch.cat([k_1TH, v_1TV], dim=-1)[0, :, None, None])
+        read.placed_TBK, read._unplaced = places_T[:, None, None], []
         places_SC = (self._used_S[:, None] + torch.arange(-q_BNCH.shape[2], 0, device=device)).clamp_min(0)
         q_SGCH = q_BNCH.reshape(len(self.lengths), -1, *q_BNCH.shape[2:])
         return read, rotary.turned(q_SGCH, places_SC).reshape(q_BNCH.shape)

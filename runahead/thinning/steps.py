@@ -150,6 +150,9 @@ class PolicySteps:
         q_BNCH, (k_BKnH, v_BKnV) = seen.q_BNCH, self._keys_and_values(kept, seen)
         lse_BNC = None if self.part is None else seen.lse()
         ahead = self._count_queries(layer, kept, q_BNCH, positions_BC)
+        biased_BKn = None
+        if kept.rotary is not None and terms.key_bias is not None:  # by their places among the tokens that are left
+            biased_BKn = (kept.positions_BKn() >= 0).cumsum(dim=-1) - 1
         new_kinds_BC = self._new_kinds()  # of these tokens, before a policy narrows those of the next layer
         for policy in self.policies:
             if not kept.num_slots:  # a step before has dropped all that is here
@@ -177,6 +180,7 @@ class PolicySteps:
                         terms,
                         queries_BC=positions_BC,
                         keys_BKn=kept.positions_BKn(),
+                        biased_BKn=biased_BKn,
                         lse_BNC=lse_BNC,
                         ahead=None if policy.queries_from is None else ahead[policy.queries_from],
                         project=self._projecting(layer, v_BKnV, q_BNCH.shape[1]),
@@ -203,6 +207,8 @@ class PolicySteps:
                     slots_BKm = slots_BKm.to("meta")
                 at_BKm1 = slots_BKm.clamp_min(0)[..., None]  # padding of a head may have any key
                 k_BKnH, v_BKnV = (x.take_along_dim(at_BKm1, dim=2) for x in (k_BKnH, v_BKnV))
+                if biased_BKn is not None and not k_BKnH.is_meta:
+                    biased_BKn = biased_BKn.take_along_dim(at_BKm1[..., 0], dim=2)
         return kept
 
     @staticmethod

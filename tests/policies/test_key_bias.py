@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from policies.adakv import AdaKV
 from policies.base import Phase, Policy
@@ -26,6 +27,7 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.cache.slabs import KVShape
+from runahead.rotary import Rotary
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.quantised_ragged import QuantisedRagged
 from runahead.thinning.ragged import RaggedLayer
@@ -101,6 +103,26 @@ def test_it_is_transformers_with_a_mask(policy: Policy, family: str) -> None:
         torch.testing.assert_close(ours_BSV[row], theirs_SV, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["bloom", "bloom_6_heads", "mpt"])
+def test_reencoded_it_is_transformers_on_what_is_left_by_hand(family: str) -> None:
+    """A token's bias is that of its place in the cache (StreamingLLM of MPT): TOVA by transformers' own attention, on a
+    cache of what it leaves. Seen to fail: scores with the bias of positions in the text."""
+    ids, model, module = prompt(40), tiny_model(family), build(family, attention="eager")
+    run, cache = Run(model, [TOVA(budget=16, evict_every=1)], [ids], reencoded=True), DynamicCache()
+    text_n = [torch.arange(40)] * model.num_layers
+    for fed in (ids, *([token] for token in GENERATED)):
+        ours_V = (run.prefill() if len(fed) > 1 else run.decode(fed[0]))[0]
+        with torch.inference_mode(), throughout(module.dtype):
+            theirs = module(torch.tensor([fed]), past_key_values=cache, output_attentions=True)
+        torch.testing.assert_close(ours_V, theirs.logits[0, -1], atol=TOLERANCE, rtol=0)
+        for number, (layer, attention) in enumerate(zip(cache.layers, theirs.attentions, strict=True)):
+            best_m = attention[0, :, -1].mean(dim=0).topk(16).indices.sort().values
+            layer.keys, layer.values = layer.keys[:, :, best_m], layer.values[:, :, best_m]
+            text_n[number] = text_n[number][best_m]
+            assert run.kept.layers[number].positions_BKn()[0, 0].tolist() == text_n[number].tolist()
+            text_n[number] = torch.cat([text_n[number], torch.tensor([run.seen])])
+
+
 SHAPE = KVShape(num_kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float64)
 SLOPES_N1 = 0.1 * torch.arange(1, 5, dtype=torch.float64)[:, None]
 BIAS = AttentionTerms(scaling=0.3, key_bias=lambda keys_S: SLOPES_N1 * keys_S)
@@ -146,11 +168,15 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "reencoded"), [*((form, False) for form in FORMS), ("equal heads", True), ("unequal heads", True)]
+)
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_a_layer_is_attended_to_with_the_bias_of_its_tokens(form: str, num_new: int) -> None:
-    """Dense attention head by head to the numbers that the layer holds, those of codes among them."""
+def test_a_layer_is_attended_to_with_the_bias_of_its_tokens(form: str, reencoded: bool, num_new: int) -> None:
+    """Dense attention head by head to the numbers that the layer holds, those of codes among them. With re-encoded
+    positions a token's is its place in its head."""
     layer = FORMS[form]()
+    layer.rotary = Rotary(torch.empty(0)) if reencoded else None
     generator = torch.Generator().manual_seed(1)
     q_BNCH, k_BKCH, v_BKCV = (
         torch.randn(2, heads, num_new, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
@@ -163,7 +189,8 @@ def test_a_layer_is_attended_to_with_the_bias_of_its_tokens(form: str, num_new: 
         for head in range(4):
             of_head = row, head // 2
             positions_n = positions_BKn[of_head]
-            scores_Cn = BIAS.scaling * q_BNCH[row, head] @ k_BKnH[of_head].T + SLOPES_N1[head] * positions_n
+            biased_n = (positions_n >= 0).cumsum(dim=0) - 1 if reencoded else positions_n
+            scores_Cn = BIAS.scaling * q_BNCH[row, head] @ k_BKnH[of_head].T + SLOPES_N1[head] * biased_n
             sees_Cn = (positions_n >= 0) & (positions_n <= 500 + torch.arange(num_new)[:, None])
             weights_Cn = scores_Cn.masked_fill(~sees_Cn, -torch.inf).softmax(dim=-1)
             theirs_CV = weights_Cn @ v_BKnV[of_head].nan_to_num()

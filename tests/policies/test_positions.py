@@ -83,9 +83,6 @@ OTHERS = {
     ),
 }
 REFUSED = {
-    "falcon_alibi": "ALiBi",
-    "bloom": "ALiBi",
-    "mpt": "ALiBi",
     "gemma2": "windows",
     "mistral": "windows",
     "llama_dynamic_ntk": "depend on the length",
