@@ -144,8 +144,9 @@ def test_a_turn_that_retrieves_brings_no_layer_to_the_device(
 def test_a_turn_that_retrieves_is_cut_back_as_it_is_in_place(
     by: str, lengths: tuple[int, ...], copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen to fail: policies that cut a layer back in host memory, and an index of the layer as it was before."""
-    steps = cut_before_retrieval()
+    """On the device. Seen to fail: policies that cut a layer back in host memory, whose slots the device knows, and an
+    index of the layer as it was before."""
+    steps = cut_before_retrieval("quest", page=2, first_layer=0)
     if by == "a full pool":
         size = 24 * 3 * tiny_model("llama").kv_shapes[0].bytes_per_token(len(lengths))
         steps = [policy("exact_topk", {"fetch": 12, "turn_tokens": 9, "pool": {"bytes": size}})]
@@ -155,6 +156,11 @@ def test_a_turn_that_retrieves_is_cut_back_as_it_is_in_place(
         patch.setattr("runahead.retrieval.retrieval.copies_for", lambda device: None)
         theirs = Turns(tiny_model("llama"), steps, lengths)
         theirs.prefill()
+
+    def keep(self: HostLayer, *_: Any, **__: Any) -> None:
+        raise AssertionError("it is cut back in host memory")
+
+    monkeypatch.setattr(HostLayer, "keep", keep)
     for tokens in (RETRIEVED_TURN, RETRIEVED_TURN[:2]):
         with throughout(torch.float64):
             more = torch.tensor([tokens])

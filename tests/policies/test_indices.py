@@ -642,5 +642,5 @@ def test_a_turn_that_retrieves_is_cut_back_by_its_attention_to_all_tokens(
     assert steps == [1] * 3, "the turn has retrieved"
 
 
-def cut_before_retrieval() -> list[Policy]:
-    return [SnapKV(budget=24, window=4, kernel=1), policy("exact_topk", {"fetch": 12, "turn_tokens": 9})]
+def cut_before_retrieval(name: str = "exact_topk", **options: Any) -> list[Policy]:
+    return [SnapKV(budget=24, window=4, kernel=1), policy(name, {"fetch": 12, "turn_tokens": 9, **options})]

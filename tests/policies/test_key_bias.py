@@ -124,7 +124,7 @@ def test_reencoded_it_is_transformers_on_what_is_left_by_hand(family: str) -> No
 
 
 SHAPE = KVShape(num_kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float64)
-SLOPES_N1 = 0.1 * torch.arange(1, 5, dtype=torch.float64)[:, None]
+SLOPES_N1 = 0.01 * torch.arange(1, 5, dtype=torch.float64)[:, None]
 BIAS = AttentionTerms(scaling=0.3, key_bias=lambda keys_S: SLOPES_N1 * keys_S)
 PADS = [0, 13]
 NUM_SLOTS = 150

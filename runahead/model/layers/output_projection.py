@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runahead.attention.base import LayerAttention, Recording
+from runahead.model.loading.sharing import local_part
 
 BLOCK_VALUES = 1 << 22
 """Projected values at a time, over all rows, which bounds the memory that they take."""
@@ -47,10 +48,10 @@ def find_output_projections(
         x_X = args[0].flatten()
         if weight.ndim == 2 and x_X.shape == marks_of[layer].shape and torch.equal(x_X, marks_of[layer]):
             bias = getattr(child, "bias", None)
-            for weight_DX in (weight, weight.mT):  # some families store it transposed
+            for weight_DX in (local_part(weight), local_part(weight).mT):  # some families store it transposed
                 if weight_DX.shape[1] == len(x_X):
                     ours = total(F.linear(x_X, weight_DX))
-                    ours = ours if bias is None else ours + bias
+                    ours = ours if bias is None else ours + local_part(bias)
                     scale = output.abs().max()
                     if ours.shape == output.flatten().shape and (ours - output.flatten()).abs().max() <= 0.05 * scale:
                         found[layer] = weight_DX.detach()
