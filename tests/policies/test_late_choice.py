@@ -103,17 +103,21 @@ def test_a_late_choice_is_from_a_full_pool_as_it_is_then(late: float, victim: st
     options: dict[str, Any] = {"min_tokens": 0, "fetch": 8, "sinks": 1, "recent": 1}
     size = 20 * 3 * tiny_model("llama").kv_shapes[0].bytes_per_token(len(PADDED))
     found = []
-    for kind, more in ((ExactTopK, {"late": late}), (Mixed, {"least": late})):
-        turns = Turns(tiny_model("llama"), [kind(**options, **more, pool={"bytes": size, "victim": victim})], PADDED)
+    options["pool"] = {"bytes": size, "victim": victim}
+    # The prompt's last tokens, as which nothing was decoded, count as if they had chosen by their own queries.
+    mixed = Mixed(**options, least=2.0)
+    for one in (ExactTopK(**options, late=late), mixed):
+        turns = Turns(tiny_model("llama"), [one], PADDED)
         turns.prefill()
+        mixed.least = late if one is mixed else mixed.least
         for layer in turns.retrieval.layers:
             assert layer is not None
-            vars(layer.index).pop("before_BNH", None)  # of the prompt's last tokens, as which nothing was decoded
+            vars(layer.index).pop("before_BNH", None)
         logits = turns.decode(TOKENS * 3)
         assert turns.retrieval.report().evicted == [NUM_TOKENS + len(TOKENS) * 3 - 20] * 3
         found.append((logits, [layer.positions_BKn() for layer in turns.conversation.cache.kept_layers]))
-    (ours, kept), (mixed, expected) = found
-    torch.testing.assert_close(ours, mixed, atol=1e-9, rtol=0)
+    (ours, kept), (theirs, expected) = found
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
     assert all(map(torch.equal, kept, expected))
 
 
