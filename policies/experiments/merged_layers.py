@@ -82,14 +82,11 @@ class MergedLayer(KeptLayer):
     """One layer of a pair: the padding of each row, its merged tokens, and after these its newest ones.
 
     Attributes:
-        slab_TBKX: the slots from `start` on.
         merged: shared with the other layer; its bytes count as the upper layer's.
-        start: the first slot that is in `slab_TBKX`.
         lower: the other layer, in the upper one.
     """
 
     merged: MergedTokens
-    start: int = 0
     lower: MergedLayer | None = None
 
     @classmethod
@@ -121,8 +118,9 @@ class MergedLayer(KeptLayer):
         """The slots from `start` to `end`, in place."""
         return self.memory_of(self.slab_TBKX[: end - self.start])
 
-    def memory_of(self, slab_TBKX: Tensor) -> KVSlab:
-        return KVSlab(slab_TBKX=slab_TBKX, key_dim=self.shape.key_dim, first=self.start)
+    @property
+    def _first_exact(self) -> int:
+        return self.merged.end
 
     @property
     def num_bytes(self) -> int:
@@ -150,33 +148,10 @@ class MergedLayer(KeptLayer):
         start, positions = self.num_slots - q_BNCH.shape[2], self.positions_BKn
         return seen_in(self.slab(), q_BNCH, start=start, pads=self.pads, rotary=self.rotary, positions=positions)
 
-    def kv_BKnX(self) -> Tensor:  # noqa: N802
-        return self.slab().slab_TBKX.permute(1, 2, 0, 3)
-
-    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
+    def keep(
+        self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None, compensates: bool = False
+    ) -> KeptLayer:
         raise NotImplementedError("a token that one layer drops is still in the other")
-
-    def fork(self, *, copy: bool) -> MergedLayer:
-        """Fork as `KeptLayer` does; `MergedLayers.forked` links the other layer."""
-        self._place()
-        other, n = replace(self), self.num_slots
-        if copy:
-            other.copy_out(room=0)
-        else:
-            other.slab_TBKX, other.placed_TBK = self.slab_TBKX[: n - self.start], self.placed_TBK[:n]
-        return other
-
-    def free(self, *, room: int) -> None:
-        if self.slab_TBKX.shape[0] != self.num_slots - self.start + room:
-            self.copy_out(room=room)
-
-    def copy_out(self, *, room: int) -> None:
-        window_TBKX = self.slab_TBKX[self.merged.end - self.start : self.num_slots - self.start]
-        slab_TBKX = window_TBKX.new_empty(len(window_TBKX) + room, *window_TBKX.shape[1:])
-        slab_TBKX[: len(window_TBKX)] = window_TBKX
-        self._hold(slab_TBKX)
-        self.start = self.merged.end
-        self._resize_positions(room)
 
     def _reserve(self, num_new: int) -> None:
         if self.num_slots + num_new > self.start + self.slab_TBKX.shape[0]:

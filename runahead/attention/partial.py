@@ -50,6 +50,11 @@ class AttentionTerms:
         """Whether scores are modified before the softmax, which fused kernels do not support."""
         return self.softcap is not None or self.key_bias is not None
 
+    @property
+    def by_order(self) -> bool:
+        """Whether of positions the order alone counts: every query sees all keys before it, without a bias."""
+        return (self.rule is None or self.rule.sees_everything) and self.key_bias is None
+
 
 def biased(key_bias: KeyBias, positions_BKS: Tensor, num_heads: int) -> Tensor:
     """Bias (B, N, S) of keys at positions that differ between rows, and between KV heads or not (B, 1, S)."""

@@ -56,6 +56,8 @@ class SeenKV:
     Attributes:
         q_BNCH: the queries; if positions are re-encoded, rotated to the slots of their tokens.
         steps: where the tokens lie that they see.
+        apart: returns steps that take their place where positions count (windows, biases), if they give the order of
+            tokens alone.
         whole: all slots in one memory, those of the newest tokens last, where there is one.
         positions: positions (B, K, n) or (B, 1, n) of the tokens in these slots; called where some keys are marked.
         num_sequences: KV heads that have runs of their own, as rows of one head; None: a run is of all heads.
@@ -68,6 +70,7 @@ class SeenKV:
 
     q_BNCH: Tensor
     steps: Sequence[Step] = ()
+    apart: Callable[[], Sequence[Step]] | None = None
     whole: Callable[[], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[], Tensor] | None = None
     num_sequences: int | None = None
@@ -89,8 +92,10 @@ class SeenKV:
             assert self.positions is not None, "tokens that are marked are in one memory"
             part = attend_marked(self.q_BNCH, *self.read(), terms, self.positions())
         else:
-            num = self.num_sequences
-            part = self.attend_to(self.q_BNCH, self.steps, terms, await_prefix=await_prefix, num_sequences=num)
+            num, steps = self.num_sequences, self.steps
+            if self.apart is not None and not terms.by_order:
+                steps = self.apart()
+            part = self.attend_to(self.q_BNCH, steps, terms, await_prefix=await_prefix, num_sequences=num)
         return part if self.rest is None else merge(*part, *self.rest(terms, part[1]))
 
     def read(self) -> tuple[Tensor, Tensor]:

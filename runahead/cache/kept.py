@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,18 @@ from torch import Tensor
 from policies.base import LayerForm, Phase
 from policies.retriever import StoredPart
 from policies.row_values import row_values
+from runahead.attention.dropped import DroppedTokens
 from runahead.attention.op import Run, Span, Step, spans_of
 from runahead.attention.partial import AttentionTerms, KeyBias, biased
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import seen_in, seen_in_part
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape, KVSlab
+from runahead.cache.part import GappedRows
+from runahead.cache.quantised.few_bits import FewBits, Window
+from runahead.cache.quantised.groups import GROUP, narrowed
+from runahead.cache.quantised.rows import Codes
+from runahead.cache.slabs import KVShape, KVSlab, taken
 from runahead.report import RankReport
 from runahead.rotary import Rotary
 
@@ -39,8 +45,10 @@ NEW_ROOM = 32
 class KeptLayer(LayerStore):
     """One layer, of which a policy may keep some slots and drop the others.
 
+    Older tokens may be in few bits: `slab_TBKX` then is a window of the newest ones.
+
     Attributes:
-        slab_TBKX: slots, of which the first `num_slots` are in use.
+        slab_TBKX: the slots from `start` on, of which those before `num_slots` are in use.
         placed_TBK: memory of `positions_TBK`, where positions of the newest slots may be lacking.
         pads: slots on the left of each row that are padding.
         alike: whether a slot has the same token in all KV heads of the model, those of other ranks included.
@@ -53,6 +61,11 @@ class KeptLayer(LayerStore):
             attended to. Otherwise keys are stored rotated to their tokens' positions.
         host: the layer in host memory that this one was brought from, whose first slots are still the same; None if
             slots were dropped or written over since.
+        few: precision of older tokens, and of the window; None: all are as they were computed.
+        codes: the older tokens, if they are in few bits and all heads of a row store equally many.
+        start: slots on the left that are stored elsewhere.
+        dropped: what stands for tokens that were dropped, if anything does.
+        gapped: positions of the tokens, if there are gaps between those of a prompt; then no slot is dropped.
     """
 
     shape: KVShape
@@ -66,6 +79,11 @@ class KeptLayer(LayerStore):
     queries: Mapping[int, QueryMoments] = field(default_factory=dict)
     rotary: Rotary | None = None
     host: KeptLayer | None = None
+    few: FewBits | None = None
+    codes: Codes | None = None
+    start: int = 0
+    dropped: DroppedTokens | None = None
+    gapped: GappedRows | None = None
     _unplaced: list[Tensor] = field(default_factory=list, init=False, repr=False)  # positions (B, C), in order
     _memory: KVSlab | None = field(default=None, init=False, repr=False)
 
@@ -81,27 +99,38 @@ class KeptLayer(LayerStore):
     @property
     def on_host(self) -> bool:
         """Whether keys and values are in host memory while another device computes."""
-        return False
+        return self.codes is not None and self.codes.on_host
 
-    @property
-    def in_few_bits(self) -> bool:
-        """Whether older tokens are quantised."""
-        return False
+    def in_bits(self, few: FewBits, *, room: int) -> KeptLayer:
+        """The layer with its older tokens in few bits, and room for `room` new ones. Its memory is only read."""
+        assert self.first == 0, self.first
+        self._place()
+        codes = Codes.empty(self.shape, few, self.slab().read(0, 0), self.pads)
+        other = replace(self, host=None, few=few, codes=codes)
+        other.flush()
+        other.copy_out(room=room)
+        return other
 
-    def flush(self) -> None:
-        """Quantise the whole groups of tokens that have left the window of the newest ones, if the layer does so."""
+    def flush(self, *, coming: int = 0) -> None:
+        """Quantise the whole groups of tokens that have left the window of the newest ones, if the layer does so.
+
+        Args:
+            coming: number of tokens that are about to be stored, which are counted among the newest ones.
+        """
+        if self.codes is not None:
+            self.codes.grow(self.memory, self.num_slots + coming)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes allocated of what a retrieving policy fetches from: keys and values."""
-        return self.slab_TBKX.nbytes
+        return self.slab_TBKX.nbytes if self.codes is None else self.codes.pool_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated: keys and values, positions, and what policies accumulate."""
+        """Bytes allocated: keys and values, positions, what policies accumulate, and what stands for dropped tokens."""
         carried = sum(each_TBK.nbytes for each_TBK in self.carried.values())
-        queries = sum(moments.num_bytes for moments in self.queries.values())
-        return self.slab_TBKX.nbytes + self.placed_TBK.nbytes + carried + queries
+        others = sum(each.num_bytes for each in (*self.queries.values(), self.codes, self.dropped) if each is not None)
+        return self.slab_TBKX.nbytes + self.placed_TBK.nbytes + carried + others
 
     def fields_of(self, kind: type[KeptLayer], *but: str) -> dict[str, Any]:
         """Values of the fields of a kind of layer, for another one with the same slots, but for some fields."""
@@ -138,15 +167,20 @@ class KeptLayer(LayerStore):
 
     def memory_of(self, slab_TBKX: Tensor) -> KVSlab:
         """The slots in this memory, with the numbers that they have in the layer."""
-        return KVSlab(slab_TBKX=slab_TBKX, key_dim=self.shape.key_dim, first=self.first)
+        key_dim, first, dtype = self.shape.key_dim, self.first + self.start, self.shape.dtype
+        if self.few is None or slab_TBKX.dtype == dtype:
+            return KVSlab(slab_TBKX=slab_TBKX, key_dim=key_dim, first=first)
+        return Window(slab_TBKX=slab_TBKX, key_dim=key_dim, first=first, dtype=dtype)
 
     def slab(self) -> KVSlab:
-        """The slots in use."""
+        """The slots in use: in place, or dequantised in new memory, with 0 in padding."""
+        if self.codes is not None:
+            return self.codes.brought().read(self.memory, self.num_slots)
         return KVSlab(slab_TBKX=self.slab_TBKX[: self.num_slots], key_dim=self.shape.key_dim, first=self.first)
 
     def kv_BKnX(self) -> Tensor:  # noqa: N802
         """Keys and values of all slots."""
-        return self.slab_TBKX[: self.num_slots].permute(1, 2, 0, 3)
+        return self.slab().slab_TBKX.permute(1, 2, 0, 3)
 
     @property
     def tokens_per_head(self) -> int:
@@ -177,7 +211,7 @@ class KeptLayer(LayerStore):
             self.store(k_BKCH, v_BKCV, tokens.positions_BC(num_new, k_BKCH.device), tokens.pads(num_new))
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        if tokens.part is not None:
+        if tokens.part is not None and self.codes is None:
             return seen_in_part(self.slab(), q_BNCH, tokens, self.pads, bias=self.biased_by(q_BNCH.shape[1]))
         # Counted in slots, which are in causal order whichever tokens they hold.
         first, end, num_new, pads = self.first, self.end, q_BNCH.shape[2], self.pads
@@ -186,12 +220,29 @@ class KeptLayer(LayerStore):
             slab, rotary = self.slab(), self.rotary
             return seen_in(slab, q_BNCH, start=start, pads=pads, rotary=rotary, positions=positions)
 
+        if self.codes is not None:
+            bias = self.biased_by(q_BNCH.shape[1])
+            exact, runs = self.codes.brought().runs(num_new, tokens, end, bias)
+            steps = [Step([Run(self.memory, exact, bias)])] + ([Step(runs)] if runs else [])
+            apart = None
+            if tokens.part is not None or self.gapped is not None:
+                apart = partial(self._steps_by_position, q_BNCH, tokens)
+            return SeenKV(q_BNCH=q_BNCH, steps=steps, apart=apart, whole=self.read, positions=positions)
+
         def spans() -> Sequence[Span]:
             return spans_of(range(first, end), start=start, num_new=num_new, pads=pads)
 
         seen_spans = tokens.once((KeptLayer, first, end, num_new, *pads), spans)
         steps = [Step([Run(self.memory, seen_spans, self.biased_by(q_BNCH.shape[1]))])]
         return seen_in(self.memory, q_BNCH, start=start, pads=pads, steps=steps, positions=positions)
+
+    def _steps_by_position(self, q_BNCH: Tensor, tokens: NewTokens) -> Sequence[Step]:
+        """Steps over the dequantised slots, whose tokens lie anywhere in the text."""
+        gapped, end, (_, num_heads, num_new, _) = self.gapped, self.end, q_BNCH.shape
+        if gapped is None:
+            return seen_in_part(self.slab(), q_BNCH, tokens, self.pads, bias=self.biased_by(num_heads)).steps
+        spans = tokens.once((gapped, end, num_new), lambda: gapped.spans(end, num_new, q_BNCH.device))
+        return [Step([Run(self.slab(), spans)])]
 
     def biased_by(self, num_heads: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
         """The bias of the tokens in these slots at their positions, as of `Run`, for so many query heads."""
@@ -217,15 +268,23 @@ class KeptLayer(LayerStore):
         self._unplaced.append(positions_BC)
         for each_TBK in self.carried.values():
             each_TBK[end - num_new : end] = 0
+        if num_new == 1:  # several attend to each other first
+            self.flush()
 
     def _reserve(self, num_new: int) -> None:
-        """Make room for new tokens."""
-        if self.num_slots + num_new > self.slab_TBKX.shape[0]:  # an eighth more: growing token by token stays cheap
-            self.copy_out(room=num_new + self.num_slots // 8)
+        """Make room for new tokens: growing token by token stays cheap."""
+        if self.num_slots + num_new > self.start + self.slab_TBKX.shape[0]:
+            self.copy_out(room=num_new - 1 + GROUP if self.few is not None else num_new + self.num_slots // 8)
 
     def _write(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         """Write keys and values to the slots after those in use."""
-        self.memory.write(self.end, k_BKCH, v_BKCV)
+        self.memory.write(self.end, *self._as_stored(k_BKCH, v_BKCV))
+
+    def _as_stored(self, k_BKCH: Tensor, v_BKCV: Tensor) -> tuple[Tensor, Tensor]:
+        """New keys and values in the dtype of the newest tokens."""
+        if self.few is None:
+            return k_BKCH, v_BKCV
+        return narrowed(k_BKCH, self.slab_TBKX.dtype), narrowed(v_BKCV, self.slab_TBKX.dtype)
 
     def set_end(self, end: int) -> None:
         """Let the slot with this number be the next one. Slots before it hold tokens, whose positions are stored."""
@@ -247,13 +306,32 @@ class KeptLayer(LayerStore):
         carried_TBK = self.carried.get(policy)
         return None if carried_TBK is None else carried_TBK[: self.num_slots].permute(1, 2, 0)
 
-    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
+    def rows_of(self, slots_BKm: Tensor) -> Tensor:
+        """Rows (B, K, m) of the memory, seen as a (T * B * K, X) matrix, that hold these slots."""
+        batch, heads, device = len(self.pads), self.shape.num_kv_heads, slots_BKm.device
+        rows_B11, heads_K1 = (
+            torch.arange(batch, device=device)[:, None, None],
+            torch.arange(heads, device=device)[:, None],
+        )
+        return (slots_BKm * batch + rows_B11) * heads + heads_K1
+
+    def all_but(self, slots_BKm: Tensor) -> DroppedTokens:
+        """What stands for the tokens that are in none of these slots, and for those that were dropped before."""
+        return DroppedTokens.of(self.kv_BKnX(), self.positions_BKn() >= 0, slots_BKm, self.dropped)
+
+    def keep(
+        self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None, compensates: bool = False
+    ) -> KeptLayer:
         """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more.
 
         Args:
             tokens_B: number of tokens that each row keeps, if the host knows it; else it may have to wait for slots.
+            compensates: what stands for dropped tokens is kept: of sequences in few bits.
+
+        Returns:
+            the layer as it is stored then.
         """
-        assert self.first == 0, self.first
+        assert self.first == 0 and not compensates, (self.first, compensates)
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)
         if tokens_B is not None:
@@ -280,19 +358,37 @@ class KeptLayer(LayerStore):
             goes_B = row_values(goes, slots_mBK.device)
             self.queries = {} if all(goes) else {first: each.without(goes_B) for first, each in self.queries.items()}
         self.num_slots, self.pads = num_kept, kept_pads
+        return self
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
         """Move keys and values of these slots to memory of their own. `kept_pads` is the padding among them by row."""
-        self._hold(taken(self.slab_TBKX, slots_mBK, room))
+        if self.codes is None:
+            self._hold(taken(self.slab_TBKX, slots_mBK, room))
+        else:
+            self.codes, slab_TBKX = self.codes.kept(
+                slots_mBK, kept_pads, window=self.memory, num_slots=self.num_slots, room=room
+            )
+            self.start = self.codes.first_exact
+            self._hold(slab_TBKX)
         self.host = None
 
     def free(self, *, room: int) -> None:
-        if self.slab_TBKX.shape[0] != self.num_slots + room:
+        if self.slab_TBKX.shape[0] != self.num_slots - self._first_exact + room:
             self.copy_out(room=room)
+
+    @property
+    def _first_exact(self) -> int:
+        """The first slot that is not stored elsewhere."""
+        return self.start if self.codes is None else self.codes.first_exact
 
     def brought(self) -> KeptLayer:
         """The same slots in device memory."""
-        return self
+        return self.over(self.codes.brought()) if self.codes is not None and self.on_host else self
+
+    def over(self, codes: Codes) -> KeptLayer:
+        """The same layer with its codes in other memory."""
+        self._place()
+        return replace(self, codes=codes)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Keys (B, K, n, H) and values (B, K, n, V) of all slots, as views of the memory that holds them."""
@@ -301,6 +397,8 @@ class KeptLayer(LayerStore):
 
     def expect(self, num_new: int) -> None:
         """Called before slots are gathered for so many new tokens, which are stored after that."""
+        if num_new == 1 and self.codes is not None and self.codes.is_pool:
+            self.flush(coming=1)  # its storing would else quantise others between their fetching and its attention
 
     def gather(
         self,
@@ -321,6 +419,10 @@ class KeptLayer(LayerStore):
             function that returns the slots (m + room, *heads, X); None if attention can read all slots in place. On a
             CPU the function makes the copy, since a layer's weights would else evict it from the processor's cache.
         """
+        if self.codes is not None:
+            return self.codes.gather(
+                rows_X, window=self.memory, num_slots=self.num_slots, room=room, heads=heads, skips_keys=skips_keys
+            )
         if rows_X is None:
             return None
         width = self.slab_TBKX.shape[3]
@@ -342,7 +444,8 @@ class KeptLayer(LayerStore):
 
     def fetched_bytes(self, num_slots: int, *, room: int) -> int:
         """Bytes on the device of what `gather` copies."""
-        return (num_slots + room) * self.shape.bytes_per_token(len(self.pads))
+        more = 0 if self.codes is None else self.codes.fetched_bytes(num_slots)
+        return (num_slots + room) * self.shape.bytes_per_token(len(self.pads)) + more
 
     def mapped_TBKX(self) -> Tensor:  # noqa: N802
         """The slots as a tensor of the device that computes."""
@@ -369,18 +472,15 @@ class KeptLayer(LayerStore):
             copy: allocate memory of its own; otherwise both share the present slots and new ones go to new memory.
         """
         self._place()
+        other = replace(self, host=None, codes=None if self.codes is None else self.codes.fork(copy=copy))
         if copy:
-            other = replace(self, host=None)
             other.copy_out(room=0)
             return other
         n = self.num_slots
-        return replace(
-            self,
-            host=None,
-            slab_TBKX=self.slab_TBKX[:n],
-            placed_TBK=self.placed_TBK[:n],
-            carried=self.forked_carried(),
-        )
+        other.slab_TBKX, other.placed_TBK = self.slab_TBKX[: n - self.start], self.placed_TBK[:n]
+        # Copies of what policies carry: values of present slots change, unlike keys and values.
+        other.carried = {policy: each_TBK[:n].clone() for policy, each_TBK in self.carried.items()}
+        return other
 
     def remembered(self) -> KeptLayer:
         """The layer as it is now, in the same memory, to go back to once later tokens are taken back.
@@ -393,6 +493,7 @@ class KeptLayer(LayerStore):
 
     def row(self, row: int) -> KeptLayer:
         """One row's slots, without its padding, as a layer of its own in the same memory."""
+        assert self.few is None and self.gapped is None, "rows in few bits, or with gaps, stay together"
         pad, rows = self.pads[row], slice(row, row + 1)
         memory = self.memory.row(row, pad)
         skipped = slice(len(self.slab_TBKX) - len(memory.slab_TBKX), None)
@@ -408,13 +509,11 @@ class KeptLayer(LayerStore):
             host=None,
         )
 
-    def forked_carried(self) -> dict[Hashable, Tensor]:
-        """Copies of what policies carry, for a fork: values of present slots change, unlike keys and values."""
-        return {policy: each_TBK[: self.num_slots].clone() for policy, each_TBK in self.carried.items()}
-
     def copy_out(self, *, room: int) -> None:
         """Move to newly allocated memory, with room for `room` more tokens."""
-        self._hold(_with_room(self.slab_TBKX[: self.num_slots], room))
+        start, dtype = self._first_exact, None if self.few is None else self.few.window_dtype(self.shape.dtype)
+        self._hold(_with_room(self.slab_TBKX[start - self.start : self.num_slots - self.start], room, dtype))
+        self.start = start
         self._resize_positions(room)
 
     def _resize_positions(self, room: int) -> None:
@@ -454,10 +553,10 @@ def require_pads(slots_mBK: Tensor, pads: Sequence[int], kept_pads: list[int]) -
     assert (kept_BK == torch.tensor(kept_pads)[:, None]).all(), (kept_BK, kept_pads)
 
 
-def _with_room(old: Tensor, room: int) -> Tensor:
-    """A copy of a tensor, with `room` uninitialised rows after it."""
-    new = old.new_empty(old.shape[0] + room, *old.shape[1:])
-    new[: old.shape[0]] = old
+def _with_room(old: Tensor, room: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of a tensor, in another dtype if it is given, with `room` uninitialised rows after it."""
+    new = old.new_empty((old.shape[0] + room, *old.shape[1:]), dtype=dtype)
+    new[: old.shape[0]] = old if dtype is None else narrowed(old, dtype)
     return new
 
 
@@ -472,20 +571,6 @@ def _as_rows(source_TBKX: Tensor, rows_X: Tensor) -> tuple[Tensor, Tensor]:
     apart, own = source_TBKX.stride(0) // width, batch * heads
     flat = source_TBKX.as_strided(((num_tokens - 1) * apart + own, width), (width, 1))
     return flat, rows_X // own * apart + rows_X % own
-
-
-def taken(source: Tensor, slots_mBK: Tensor, room: int) -> Tensor:
-    """A copy of these slots of (T, B, K, ...), with `room` uninitialised slots after them."""
-    num_kept = slots_mBK.shape[0]
-    _, batch, heads = source.shape[:3]
-    taken = source.new_empty(num_kept + room, *source.shape[1:])
-    rows_B1 = torch.arange(batch, device=source.device)[:, None]
-    heads_K = torch.arange(heads, device=source.device)
-    # Rows of a flat view, so that contiguous runs are copied instead of single numbers.
-    flat_mBK = (slots_mBK * batch + rows_B1) * heads + heads_K
-    flat = source.reshape(-1, *source.shape[3:])
-    torch.index_select(flat, 0, flat_mBK.flatten(), out=taken[:num_kept].view(-1, *source.shape[3:]))
-    return taken
 
 
 class KeptCache(KVStore):

@@ -1,4 +1,4 @@
-"""A stage's part of a text that grows or is cut back: the kept tokens of its chunk, and the new ones that come here.
+"""Which tokens of a text lie in a layer that grows: a stage's part of it, or rows with gaps between their positions.
 
 `ShardIndex` is the same for slabs of a size that is known ahead, where every token stays.
 """
@@ -6,13 +6,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
 
 from policies.row_values import sent
 from runahead.attention.op import Span, spans_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GappedRows:
+    """The tokens of rows whose prompts have gaps between their positions, in order.
+
+    Attributes:
+        given: positions of each row's prompt.
+        ends: position of the first generated token of each row.
+    """
+
+    given: Sequence[Sequence[int]]
+    ends: Sequence[int]
+
+    def spans(self, num_slots: int, num_new: int, device: torch.device) -> Sequence[Span]:
+        """So many slots of a layer, padded on the left, as the newest tokens see them by their positions."""
+        spans, num_generated = list[Span](), num_slots - max(map(len, self.given))
+        for row, (given, end) in enumerate(zip(self.given, self.ends, strict=True)):
+            at, rows = [*given, *range(end, end + num_generated)], slice(row, row + 1)
+            spans.append(
+                Span(
+                    rows=rows,
+                    stored=rows,
+                    pad=0,
+                    slots=range(num_slots - len(at), num_slots),
+                    at=at,
+                    at_T=sent(torch.tensor(at), device),
+                    queries=range(num_new),
+                    positions=at[-num_new:],
+                    has_new=True,
+                )
+            )
+        return spans
 
 
 class TextPart:

@@ -99,6 +99,20 @@ class KVSlab:
         return slab_BKTX[..., : self.key_dim], slab_BKTX[..., self.key_dim :]
 
 
+def taken(source: Tensor, slots_SBK: Tensor, room: int) -> Tensor:
+    """A copy of these slots of (T, B, K, ...), with `room` uninitialised slots after them."""
+    num_taken = slots_SBK.shape[0]
+    _, batch, heads = source.shape[:3]
+    taken = source.new_empty(num_taken + room, *source.shape[1:])
+    rows_B1 = torch.arange(batch, device=source.device)[:, None]
+    heads_K = torch.arange(heads, device=source.device)
+    # Rows of a flat view, so that contiguous runs are copied instead of single numbers.
+    flat_SBK = (slots_SBK * batch + rows_B1) * heads + heads_K
+    flat = source.reshape(-1, *source.shape[3:])
+    torch.index_select(flat, 0, flat_SBK.flatten(), out=taken[:num_taken].view(-1, *source.shape[3:]))
+    return taken
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Slabs:
     """The memory of all layers: a slab for each, or a ring of fewer slabs that the layers take in turn.

@@ -16,7 +16,6 @@ from runahead.features.facts import Setup
 OTHERS_KV = "{1} read the keys and values of other layers, which {0} does not support"
 MARKED = "{1} marks tokens that it evicts (DMS), which {0} does not support"
 REENCODED = "{1}, so its positions cannot be re-encoded"
-GAPS = "{1} does not go with segments of {2}, which {what}: their prompts may have gaps between positions"
 CHAIN = "use prefill=kv_runahead or prefill=single"
 OTHER_POLICY = "use another policy, such as snapkv"
 NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
@@ -126,10 +125,11 @@ REFUSED = (
         "use policy=full",
     ),
     *(
-        Refused(("policy=prompt_cache", against, fact), GAPS.replace("{1}", named).replace("{what}", what), remedy)
-        for against, named, remedy in (
-            ("cache.bits", "{1}", "use cache.bits=null"),
-            ("a retrieving policy", "policy {1}", "use no cache policy"),
+        Refused(
+            ("policy=prompt_cache", "a retrieving policy", fact),
+            f"policy {{1}} does not go with segments of {{2}}, which {what}: their prompts may have gaps between "
+            "positions",
+            "use no cache policy",
         )
         for fact, what in (
             ("windows", "has layers with windows"),
@@ -187,26 +187,15 @@ REFUSED = (
         "{0} needs prefill=kv_runahead or prefill=single",
         "{1} stores keys and values as they are",
     ),
-    Refused(("cache.bits", "decode=sharded"), "{0} does not go with decode=sharded", "use decode=last"),
     Refused(
         ("cache.bits", "policy.pool.bytes"),
         "{0} does not go with {1}, since in a full pool single tokens are replaced",
         "leave one of them out",
     ),
     Refused(
-        ("cache.bits", "policy.clamped=true"),
-        "{0} stores keys as they are rotated in the text",
-        "use policy.clamped=false",
-    ),
-    Refused(
         ("cache.bits", "a policy that merges layers"),
         "{0} does not go with policy {1}, whose layers share what they store",
         "use cache.bits=null or another policy, such as snapkv",
-    ),
-    Refused(
-        ("cache.bits", "policy.positions=reencoded"),
-        "{0} stores keys as they are rotated in the text",
-        "use policy.positions=original",
     ),
     Refused(
         ("cache.bits", "a conversation", "a retrieving policy", "a sequence"),

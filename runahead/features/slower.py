@@ -79,6 +79,11 @@ SLOWER = (
         "with decode=sharded each rank chooses among its own tokens, which changes answers",
     ),
     Slower(
+        (AUTO, "cache.bits"),
+        Way.sharded,
+        "with decode=sharded groups of 32 tokens begin anew on each rank, which changes answers",
+    ),
+    Slower(
         (AUTO, "ranks.backend=nccl"),
         Way.timed,
         "decoding steps are not timed over {1}; decode=sharded asks for it",

@@ -22,10 +22,8 @@ from runahead.attention.base import LayerInput
 from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
-from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
-from runahead.cache.quantised.layer import QuantisedLayer
-from runahead.cache.quantised.pool import PooledLayer
+from runahead.cache.quantised.pool import pooled, to_host
 from runahead.model.model import Model
 from runahead.report import RetrievalReport
 from runahead.retrieval.clamped import ClampedDistances
@@ -176,15 +174,12 @@ class Retrieval:
         an eighth more, as it has when it grows.
         """
         kept, spare = self.pool[layer], room or self.pool[layer].num_slots // 8
-        if self.in_pool[layer] and isinstance(kept, QuantisedLayer) and not isinstance(kept, PooledLayer):
-            kept = self.pool[layer] = PooledLayer.of_quantised(kept, room=spare if self._copies is None else 0)
+        if self.in_pool[layer] and kept.few is not None:
+            kept = self.pool[layer] = pooled(kept, room=spare if self._copies is None else 0)
         if self._copies is not None and self.in_pool[layer] and not kept.on_host:
             if self.limit is not None:
                 room, spare = min(room, self.limit.room(kept)), min(spare, self.limit.room(kept))
-            if isinstance(kept, PooledLayer):
-                self.pool[layer] = kept.to_host(self._copies, room=room, spare=spare)
-            else:
-                self.pool[layer] = HostLayer.of(kept, self._copies, room=room, spare=spare)
+            self.pool[layer] = to_host(kept, self._copies, room=room, spare=spare)
 
     def serves_given(self, layer: int, num_new: int) -> bool:
         """Whether so many given tokens attend to what is retrieved for them; of a first turn there is no index yet."""

@@ -17,6 +17,7 @@ from policies.retriever import StoredPart
 from policies.row_values import row_values
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.part import GappedRows
 from runahead.cache.slabs import KVShape
 from runahead.reuse.tiers.layer_rows import Layers
 
@@ -146,13 +147,15 @@ class ReusedKV:
 
     def whole(self, pads: Sequence[int]) -> WholeTexts:
         """All tokens of each row. `pads` is the left padding of the new tokens."""
-        places = list[list[tuple[ReusedPart | None, Tensor]]]()
+        places, positions = list[list[tuple[ReusedPart | None, Tensor]]](), list[list[int]]()
         for row, pad in enumerate(pads):
             parts = [part for part in self.parts if row in part.rows]
             given = [*(part.positions_T for part in parts), self.positions_BS[row, pad:]]
-            numbers = torch.cat(given).argsort().argsort().split([len(each) for each in given])
+            in_order, order = torch.cat(given).sort()
+            numbers = order.argsort().split([len(each) for each in given])
+            positions.append(in_order.tolist())
             places.append(list(zip([*parts, None], numbers, strict=True)))
-        return WholeTexts(places=places, new_pads=list(pads), ends=self.ends)
+        return WholeTexts(places=places, positions=positions, new_pads=list(pads), ends=self.ends)
 
     def row(self, row: int, pad: int) -> ReusedKV:
         """Reused keys and values of one row, without its padding."""
@@ -177,11 +180,13 @@ class WholeTexts:
     Attributes:
         places: of each row its reused parts, and None for its new tokens, with the numbers of their tokens in the row;
             on the host.
+        positions: of each row's tokens, in order.
         new_pads: left padding of the new tokens, by row.
         ends: position of the first generated token, by row.
     """
 
     places: list[list[tuple[ReusedPart | None, Tensor]]]
+    positions: list[list[int]]
     new_pads: list[int]
     ends: list[int]
 
@@ -194,6 +199,11 @@ class WholeTexts:
     def gaps(self) -> list[int]:
         """Positions before the first generated token at which a row has no token."""
         return [end - length for end, length in zip(self.ends, self.lengths, strict=True)]
+
+    @cached_property
+    def gapped(self) -> GappedRows | None:
+        """Where the tokens are, if there are gaps."""
+        return GappedRows(given=self.positions, ends=self.ends) if any(self.gaps) else None
 
     def stored_parts(self) -> list[list[list[StoredPart]]]:
         """By layer and row, the segments whose clusters are stored; empty if there are none."""
@@ -232,6 +242,7 @@ class WholeTexts:
             placed_TBK=(index_T1 - row_values(pads, device))[:, :, None].int(),
             pads=pads,
             num_slots=longest,
+            gapped=self.gapped,
         )
 
     def kv(self, layer: int, new_SBKX: Tensor, *, room: int) -> Tensor:

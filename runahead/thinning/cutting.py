@@ -11,8 +11,6 @@ from torch import Tensor
 
 from policies.row_values import sent
 from runahead.cache.kept import KeptLayer
-from runahead.cache.quantised.layer import QuantisedLayer
-from runahead.thinning.quantised_ragged import QuantisedRagged
 from runahead.thinning.ragged import RaggedLayer
 
 
@@ -37,12 +35,12 @@ def cut_back(
             row; None if heads may keep different numbers.
         compensates: whether the mean of what a head dropped stands for it. The layer then is ragged.
     """
-    if isinstance(layer, QuantisedLayer):
-        before, layer = layer.num_slots, QuantisedRagged.of_dense(layer)
+    if layer.codes is not None:
+        before, layer = layer.num_slots, RaggedLayer.of_codes(layer)
         slots_BKm = (slots_BKm - (before - layer.num_slots)).clamp_min(-1)  # a ragged layer has no slots of padding
-    if isinstance(layer, QuantisedRagged):
-        return layer.cut_to(slots_BKm, room=room, compensates=compensates)
-    if tokens_B is None or compensates or isinstance(layer, RaggedLayer):
+    if layer.few is not None:
+        return layer.keep(slots_BKm, room=room, compensates=compensates)
+    if tokens_B is None or compensates or layer.head_pads is not None:
         kept_S, tokens_S = _counts(layer, slots_BKm)
         slots_BKm = slots_BKm[..., slots_BKm.shape[2] - max(1, *kept_S) :]
         if compensates or min(kept_S) < slots_BKm.shape[2]:
@@ -50,10 +48,7 @@ def cut_back(
         heads = len(tokens_S) // len(slots_BKm)
         tokens_B = tokens_S[::heads]
         assert tokens_S == [tokens for tokens in tokens_B for _ in range(heads)], "heads of a row keep equally many"
-        if isinstance(layer, RaggedLayer):
-            return layer.dense(slots_BKm, room=room, tokens_B=tokens_B)
-    layer.keep(slots_BKm, room=room, tokens_B=tokens_B)
-    return layer
+    return layer.keep(slots_BKm, room=room, tokens_B=tokens_B)
 
 
 def _counts(layer: KeptLayer, slots_BKm: Tensor) -> tuple[list[int], list[int]]:

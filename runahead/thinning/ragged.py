@@ -1,7 +1,8 @@
 """A layer of the KV cache whose KV heads store different numbers of tokens.
 
 The tokens of a row and KV head are a sequence of their own. All sequences lie one after another in flat memory, each
-followed by room for new tokens, so a head that keeps few tokens takes little memory. Padding is not stored.
+followed by room for new tokens, so a head that keeps few tokens takes little memory. Padding is not stored. In few bits
+each sequence is quantised by itself, as a row of a dense layer: its first tokens in groups, its newest ones exact.
 """
 
 # Legend: B batch, N query heads, K kv heads, S = B * K sequences, G = N / K, C new tokens, n tokens of the longest
@@ -19,61 +20,16 @@ from torch import Tensor
 
 from policies.row_values import row_values, sent
 from runahead.attention.op import EVERY_ROW, Lengths, Run, Span, Step, spans_of
-from runahead.attention.partial import AttentionTerms, KeyBias, takes_sequences
+from runahead.attention.partial import KeyBias, takes_sequences
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape, KVSlab
+from runahead.cache.quantised.channel_scales import ChannelScales
+from runahead.cache.quantised.few_bits import FewBits
+from runahead.cache.quantised.groups import Groups, TokenGroups, narrowed
+from runahead.cache.quantised.sequences import QuantisedSequences
+from runahead.cache.slabs import KVSlab
 from runahead.rotary import Rotary
-
-
-@dataclass(frozen=True, kw_only=True)
-class DroppedTokens:
-    """Tokens that the KV heads of a layer dropped. Attention takes each of them for the mean of all (RazorAttention).
-
-    Attributes:
-        sum_BKX: sum of their keys and values, in at least float32.
-        count_BK: their number, in the same dtype.
-    """
-
-    sum_BKX: Tensor
-    count_BK: Tensor
-
-    @classmethod
-    def of(cls, layer: KeptLayer, slots_BKm: Tensor) -> DroppedTokens:
-        """The tokens of a layer that are in no slot of `slots_BKm`, and those that it dropped before."""
-        kv_BKnX = layer.kv_BKnX()
-        stays_BKn = torch.zeros(*kv_BKnX.shape[:2], layer.num_slots + 1, dtype=torch.bool, device=kv_BKnX.device)
-        stays_BKn = stays_BKn.scatter_(2, slots_BKm + 1, True)[..., 1:]  # without the place of -1
-        stays_BKn |= layer.positions_BKn() < 0  # padding, which may hold anything
-        wide = torch.promote_types(kv_BKnX.dtype, torch.float32)
-        sum_BKX = kv_BKnX.masked_fill(stays_BKn[..., None], 0).sum(dim=2, dtype=wide)
-        count_BK = (~stays_BKn).sum(dim=2).to(wide)
-        before = layer.dropped if isinstance(layer, RaggedLayer) else None
-        if before is not None:
-            sum_BKX, count_BK = sum_BKX + before.sum_BKX, count_BK + before.count_BK
-        return cls(sum_BKX=sum_BKX, count_BK=count_BK)
-
-    def row(self, row: int) -> DroppedTokens:
-        """Those of one row."""
-        return DroppedTokens(sum_BKX=self.sum_BKX[row : row + 1], count_BK=self.count_BK[row : row + 1])
-
-    @property
-    def num_bytes(self) -> int:
-        return self.sum_BKX.nbytes + self.count_BK.nbytes
-
-    def attend(self, q_BNCH: Tensor, shape: KVShape, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
-        """Output (B, N, C, V) and log-sum-exp (B, N, C) of attention to the mean, as often as there are tokens."""
-        mean_BKX = self.sum_BKX / self.count_BK.clamp_min(1)[..., None]
-        k_BK1H, v_BK1V = (x[:, :, None] for x in mean_BKX.split([shape.key_dim, shape.value_dim], dim=-1))
-        q_BKDH = q_BNCH.unflatten(1, (shape.num_kv_heads, -1)).flatten(2, 3).to(k_BK1H.dtype)
-        scores_BNC = (q_BKDH @ k_BK1H.mT * terms.scaling).reshape(q_BNCH.shape[:3])
-        if terms.softcap is not None:
-            scores_BNC = terms.softcap * torch.tanh(scores_BNC / terms.softcap)
-        group = q_BNCH.shape[1] // shape.num_kv_heads
-        weights_BN1 = self.count_BK.log().repeat_interleave(group, dim=1)[..., None]  # of none: minus infinity
-        out_BNCV = v_BK1V.repeat_interleave(group, dim=1).expand(-1, -1, q_BNCH.shape[2], -1)
-        return out_BNCV, scores_BNC + weights_BN1
 
 
 @dataclass(kw_only=True)
@@ -84,16 +40,17 @@ class RaggedLayer(KeptLayer):
     slots as if it were padded on the left to the longest one: the last slot holds the newest token of every head.
 
     Attributes:
-        lengths: number of tokens of each sequence, row by row, in each row head by head.
+        slab_TBKX, positions_TBK, carried: of exact tokens.
+        lengths: number of exact tokens of each sequence, row by row, in each row head by head.
         starts: where each sequence starts in memory, and the end of the last (S + 1).
         room: number of new tokens for which each sequence has room.
-        dropped: the mean of what each sequence dropped, if it stands for these tokens.
+        coded: the tokens of each sequence before all of these, if they are in few bits.
     """
 
     lengths: Sequence[int]
     starts: Sequence[int]
     room: int
-    dropped: DroppedTokens | None = None
+    coded: QuantisedSequences | None = None
     _starts: Tensor = field(init=False, repr=False)
     _used_S: Tensor = field(init=False, repr=False)
     _next_S: Tensor = field(init=False, repr=False)
@@ -126,7 +83,7 @@ class RaggedLayer(KeptLayer):
             lengths = (slots_BKm >= 0).sum(dim=-1).flatten().tolist()
         starts = _starts_of(lengths, room)
         kept_Y = rows_of(last_places(num_slots, lengths), lengths, slots_BKm.device)
-        from_Y = _rows_of_slots(layer, slots_BKm).flatten().index_select(0, kept_Y)
+        from_Y = layer.rows_of(slots_BKm).flatten().index_select(0, kept_Y)
         to_Y = rows_of(starts, lengths, from_Y.device)
 
         def taken(values_TBK: Tensor) -> Tensor:
@@ -147,34 +104,109 @@ class RaggedLayer(KeptLayer):
             lengths=lengths,
             starts=starts,
             room=room,
-            dropped=DroppedTokens.of(layer, slots_BKm) if compensates else None,
+            dropped=layer.all_but(slots_BKm) if compensates else None,
         )
 
-    def dense(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int]) -> KeptLayer:
-        """Copy as many slots of every head to a layer whose heads store equally many; some may be padding.
+    @classmethod
+    def of_codes(cls, layer: KeptLayer) -> RaggedLayer:
+        """The tokens of a layer of equal heads in few bits, without padding. The codes stay as they are."""
+        assert layer.codes is not None
+        heads, num_slots, batch = layer.shape.num_kv_heads, layer.num_slots, len(layer.pads)
+        window = KeptLayer(
+            shape=layer.shape,
+            slab_TBKX=layer.slab_TBKX[: num_slots - layer.start],
+            placed_TBK=layer.positions_TBK[layer.start : num_slots],
+            pads=[0] * batch,
+            num_slots=num_slots - layer.start,
+            rotary=layer.rotary,
+            carried={policy: each_TBK[layer.start : num_slots] for policy, each_TBK in layer.carried.items()},
+        )
+        parts = layer.codes.parts
+        by_row = {row: part for part in parts for row in range(batch)[part.rows]}
+        slots_n = torch.arange(window.num_slots, device=layer.slab_TBKX.device)
+        ends_B11 = row_values([by_row[row].end - layer.start for row in range(batch)], slots_n.device)[:, None, None]
+        slots_BKn = slots_n.where(slots_n >= ends_B11, -1).expand(-1, heads, -1)
+
+        def flat(values_TBK: Tensor) -> Tensor:
+            values = [values_TBK[part.pad : part.end, part.rows].expand(-1, -1, heads) for part in parts]
+            return torch.cat([each.permute(1, 2, 0).flatten() for each in values])
+
+        scales = [part.scales.by_head() for part in parts if part.scales is not None]
+        coded = QuantisedSequences.holding(
+            Groups.joined([part.keys.in_line() for part in parts]),
+            TokenGroups.joined([part.values.in_line() for part in parts]),
+            flat(layer.positions_TBK),
+            {policy: flat(each_TBK) for policy, each_TBK in layer.carried.items()},
+            [by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
+            ChannelScales.joined(scales) if scales else None,
+        )
+        return cls.of(window, slots_BKn, room=0).after(layer.few, coded)
+
+    def after(self, few: FewBits | None, coded: QuantisedSequences | None) -> RaggedLayer:
+        """The same tokens, with those in few bits before them."""
+        self._place()
+        return replace(self, few=few, coded=coded)
+
+    def in_bits(self, few: FewBits, *, room: int) -> RaggedLayer:
+        other = self.after(few, self._coded([0] * len(self.lengths), few, None))
+        other.flush()
+        other.copy_out(room=room)
+        other._hold(narrowed(other.slab_TBKX, few.window_dtype(self.shape.dtype)))
+        return other
+
+    def flush(self, *, coming: int = 0) -> None:
+        if self.few is None:
+            return
+        counts = [self.few.leaving(length + coming) for length in self.lengths]
+        if not any(counts):
+            return
+        assert self.coded is not None
+        self.coded = self.coded.grown(self._coded(counts, self.few, self.coded))
+        # Their memory is freed when the windows are copied next: forks may share it.
+        self.starts = [start + num for start, num in zip(self.starts, [*counts, 0], strict=True)]
+        self.lengths = [length - num for length, num in zip(self.lengths, counts, strict=True)]
+        self._locate()
+
+    def _coded(self, counts: Sequence[int], few: FewBits, before: QuantisedSequences | None) -> QuantisedSequences:
+        """The first exact tokens of each sequence, so many, in few bits; they come after those of `before`."""
+        rows_Y = rows_of(self.starts, counts, self.slab_TBKX.device)
+        return QuantisedSequences.of(
+            self.slab_TBKX[rows_Y, 0, 0],
+            self.positions_TBK[rows_Y, 0, 0],
+            {policy: each_TBK[rows_Y, 0, 0] for policy, each_TBK in self.carried.items()},
+            counts,
+            shape=self.shape,
+            bits=few.bits,
+            keys_by_token=few.keys_by_token,
+            before=before,
+        )
+
+    def _cut_to(self, before: QuantisedSequences, slots_BKm: Tensor, *, room: int, compensates: bool) -> RaggedLayer:
+        """A layer with the tokens of these slots alone. None is quantised a second time, and none is dequantised.
 
         Args:
-            tokens_B: number of these slots that hold tokens, in each head of a row.
+            before: the tokens in few bits.
         """
-
-        def taken(values_BKn: Tensor) -> Tensor:
-            index = slots_BKm.reshape(*slots_BKm.shape, *[1] * (values_BKn.ndim - 3))
-            kept_mBK = values_BKn.take_along_dim(index, dim=2).movedim(2, 0)
-            new = kept_mBK.new_empty(len(kept_mBK) + room, *kept_mBK.shape[1:])
-            new[: len(kept_mBK)] = kept_mBK
-            return new
-
-        num_kept = slots_BKm.shape[2]
-        return KeptLayer(
-            shape=self.shape,
-            slab_TBKX=taken(self.kv_BKnX()),
-            placed_TBK=taken(self.positions_BKn()),
-            carried={policy: taken(self._padded(each_TBK[:, 0, 0], 0)) for policy, each_TBK in self.carried.items()},
-            pads=[num_kept - tokens for tokens in tokens_B],
-            alike=False,
-            rotary=self.rotary,
-            num_slots=num_kept,
+        device, heads = slots_BKm.device, self.shape.num_kv_heads
+        slots_BKm = slots_BKm.expand(-1, heads, -1)
+        spans = before.places
+        # A slot's number from the right is its token's from the end of the sequence, whose window comes last.
+        ends = [end + exact for (_, end), exact in zip(spans, self.lengths, strict=True)]
+        firsts_BK1, coded_BK1, ends_BK1 = (
+            row_values(places, device).view(-1, heads, 1) for places in (*zip(*spans, strict=True), ends)
         )
+        places_BKm = slots_BKm - self.num_slots + ends_BK1
+        slots_BKm = slots_BKm.masked_fill(places_BKm < firsts_BK1, -1)
+        is_coded_BKm = (slots_BKm >= 0) & (places_BKm < coded_BK1)
+        # The host waits, once.
+        counts, kept = torch.stack([is_coded_BKm, slots_BKm >= 0]).sum(dim=-1).flatten(1).tolist()
+        exact = [num - coded for num, coded in zip(kept, counts, strict=True)]
+        dropped = self.all_but(slots_BKm) if compensates else None
+        window = RaggedLayer.of(self, slots_BKm.masked_fill(is_coded_BKm, -1), room=room, lengths=exact)
+        window.dropped = dropped
+        # Of a sequence's slots those in codes come before the exact ones.
+        coded_Y = rows_of(last_places(slots_BKm.shape[2], kept), counts, device)
+        return window.after(self.few, before.kept(places_BKm.flatten().index_select(0, coded_Y), counts))
 
     def _locate(self) -> None:
         """Tell the device where the sequences are, how long they are, and where their next tokens are stored."""
@@ -184,7 +216,9 @@ class RaggedLayer(KeptLayer):
     @property
     def stored(self) -> Sequence[int]:
         """Number of tokens of each sequence."""
-        return self.lengths
+        if self.coded is None:
+            return self.lengths
+        return [coded + exact for coded, exact in zip(self.coded.lengths, self.lengths, strict=True)]
 
     @property
     def tokens_per_head(self) -> int:
@@ -208,9 +242,9 @@ class RaggedLayer(KeptLayer):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated: as of `KeptLayer`, where the sequences are, and what stands for dropped tokens."""
-        dropped = 0 if self.dropped is None else self.dropped.num_bytes
-        return super().num_bytes + self._starts.nbytes + self._used_S.nbytes + self._next_S.nbytes + dropped
+        """Bytes allocated: as of `KeptLayer`, where the sequences are, and the tokens in few bits."""
+        coded = 0 if self.coded is None else self.coded.num_bytes
+        return super().num_bytes + self._starts.nbytes + self._used_S.nbytes + self._next_S.nbytes + coded
 
     def slab(self) -> KVSlab:
         raise NotImplementedError("a layer whose heads store different numbers of tokens is no slab")
@@ -222,27 +256,47 @@ class RaggedLayer(KeptLayer):
             for start, length, pad in zip(self.starts, self.lengths, pads, strict=False)
         ]
 
+    def rows_of(self, slots_BKm: Tensor) -> Tensor:
+        ends_S = self._starts[:-1] + self._used_S
+        return slots_BKm - self.num_slots + ends_S.view(*slots_BKm.shape[:2], 1)
+
     def positions_BKn(self) -> Tensor:  # noqa: N802
-        return self._padded(self.positions_TBK[:, 0, 0], -1)
+        coded_T = None if self.coded is None else self.coded.positions_T
+        return self._padded(self.positions_TBK[:, 0, 0], coded_T, -1)
 
     def kv_BKnX(self) -> Tensor:  # noqa: N802
-        return self._padded(self.slab_TBKX[:, 0, 0], 0)
+        """All tokens, dequantised, in new memory; padding is 0."""
+        coded_TX = None if self.coded is None else self.coded.read(self.shape.dtype)
+        return self._padded(self.slab_TBKX[:, 0, 0], coded_TX, 0)
 
     def carried_BKn(self, policy: Hashable) -> Tensor | None:  # noqa: N802
-        return self._padded(self.carried[policy][:, 0, 0], 0) if policy in self.carried else None
+        if policy not in self.carried:
+            return None
+        coded_T = None if self.coded is None else self.coded.carried[policy]
+        return self._padded(self.carried[policy][:, 0, 0], coded_T, 0)
 
-    def _padded(self, values_T: Tensor, padding: int) -> Tensor:
+    def _padded(self, exact_T: Tensor, coded_T: Tensor | None, padding: int) -> Tensor:
         """A copy of the values of all sequences (B, K, n, ...), padded on the left."""
-        out_Sn = values_T.new_full((len(self.lengths), self.num_slots, *values_T.shape[1:]), padding)
+        like_T = exact_T if coded_T is None else coded_T
+        out_Sn = like_T.new_full((len(self.lengths), self.num_slots, *exact_T.shape[1:]), padding)
         for out_n, start, length in zip(out_Sn, self.starts, self.lengths, strict=False):
-            out_n[self.num_slots - length :] = values_T[start : start + length]
+            out_n[self.num_slots - length :] = exact_T[start : start + length]
+        if coded_T is not None:
+            assert self.coded is not None
+            for out_n, length, (first, end) in zip(out_Sn, self.lengths, self.coded.places, strict=True):
+                last = self.num_slots - length
+                out_n[last - (end - first) : last] = coded_T[first:end]
         return out_Sn.unflatten(0, (-1, self.shape.num_kv_heads))
 
     def carry(self, values_BKn: Tensor, policy: Hashable) -> None:
+        values_Sn, ends = values_BKn.flatten(0, 1), [self.num_slots - length for length in self.lengths]
         carried_T = values_BKn.new_zeros(len(self.slab_TBKX))
-        for values_n, start, length in zip(values_BKn.flatten(0, 1), self.starts, self.lengths, strict=False):
-            carried_T[start : start + length] = values_n[self.num_slots - length :]
+        for values_n, start, length, end in zip(values_Sn, self.starts, self.lengths, ends, strict=False):
+            carried_T[start : start + length] = values_n[end:]
         self.carried = {**self.carried, policy: carried_T[:, None, None]}
+        if self.coded is not None:
+            parts = zip(values_Sn, ends, self.coded.lengths, strict=True)
+            self.coded = self.coded.carrying(torch.cat([each_n[end - num : end] for each_n, end, num in parts]), policy)
 
     def store(self, k_BKCH: Tensor, v_BKCV: Tensor, positions_BC: Tensor, new_pads: list[int]) -> None:
         heads, num_new, device = self.shape.num_kv_heads, k_BKCH.shape[2], k_BKCH.device
@@ -265,7 +319,7 @@ class RaggedLayer(KeptLayer):
                 rows_Y = (self._newest(num_new) + num_new).flatten()
             self._unplaced.append(positions_BC)
             counts_S = num_new
-        self.memory.write(rows_Y, k_BKCH, v_BKCV)
+        self.memory.write(rows_Y, *self._as_stored(k_BKCH, v_BKCV))
         for each_TBK in self.carried.values():
             each_TBK[:, 0, 0].index_fill_(0, rows_Y, 0)
         self._used_S += counts_S
@@ -273,6 +327,8 @@ class RaggedLayer(KeptLayer):
         self.lengths = [length + new for length, new in zip(self.lengths, new_S, strict=True)]
         self.room -= num_new
         self._count()
+        if num_new == 1:  # several attend to each other first
+            self.flush()
 
     def set_end(self, end: int) -> None:
         self._place()
@@ -313,19 +369,34 @@ class RaggedLayer(KeptLayer):
         assert tokens.part is None or q_BNCH.shape[2] == 1, q_BNCH.shape
         dropped, read = self.dropped, self
         if self.rotary is not None:
-            read, q_BNCH = self._at_slots(self.rotary, q_BNCH)
+            read, q_BNCH = self._dequantised()._at_slots(self.rotary, q_BNCH)
         return SeenKV(
             q_BNCH=q_BNCH,
             steps=read.steps(q_BNCH, tokens.pads(q_BNCH.shape[2])),
             whole=read.read,
             positions=self.positions_BKn,
             num_sequences=self.shape.num_kv_heads,
-            rest=None if dropped is None else lambda terms, _: dropped.attend(q_BNCH, self.shape, terms),
+            rest=None if dropped is None else lambda terms, _: dropped.attend(q_BNCH, self.shape.key_dim, terms),
         )
+
+    def _dequantised(self) -> RaggedLayer:
+        """This layer, or its tokens as they are read, if some are in few bits."""
+        if self.coded is None:
+            return self
+        positions_BKn, slots_n = self.positions_BKn(), torch.arange(self.num_slots, device=self.slab_TBKX.device)
+        padded = KeptLayer(
+            shape=self.shape,
+            slab_TBKX=self.kv_BKnX().permute(2, 0, 1, 3).contiguous(),
+            placed_TBK=positions_BKn.permute(2, 0, 1).contiguous(),
+            pads=self.pads,
+            num_slots=self.num_slots,
+        )
+        slots_BKn = slots_n.expand(positions_BKn.shape).masked_fill(positions_BKn < 0, -1)
+        return RaggedLayer.of(padded, slots_BKn, room=0, lengths=self.stored)
 
     def _at_slots(self, rotary: Rotary, q_BNCH: Tensor) -> tuple[RaggedLayer, Tensor]:
         """This layer with keys rotated to their places in their sequences, and the newest queries, to theirs."""
-        assert self.dropped is None and not self.in_few_bits, "a mean has no place; codes are of rotated keys"
+        assert self.dropped is None, "a mean has no place"
         key_dim, device = self.shape.key_dim, q_BNCH.device
         firsts_T = self._starts[:-1].repeat_interleave(self._starts.diff(), output_size=self.starts[-1])
         places_T = torch.arange(self.starts[-1], device=device) - firsts_T
@@ -344,19 +415,26 @@ class RaggedLayer(KeptLayer):
         Args:
             new_pads: number of padding tokens among the newest ones, by row; above 0 in rows without tokens before.
         """
-        num_new, shape = q_BNCH.shape[2], self.shape
+        num_new, shape, windows = q_BNCH.shape[2], self.shape, self
+        if self.few is not None and self.slab_TBKX.dtype != q_BNCH.dtype:
+            windows = copy(self)
+            windows.slab_TBKX = self.slab_TBKX.to(q_BNCH.dtype)
         pads = [pad for pad in new_pads for _ in range(shape.num_kv_heads)]
 
         def apart() -> list[Run]:
             # Counted in slots, which are in causal order whichever tokens they hold.
             return [
                 Run(slab, _span_of(slab, number, pad, num_new), self._biased(number, pad, q_BNCH.shape[1]))
-                for number, (slab, pad) in enumerate(zip(self.sequences(pads), pads, strict=True))
+                for number, (slab, pad) in enumerate(zip(windows.sequences(pads), pads, strict=True))
             ]
 
         takes = takes_sequences(q_BNCH.device, q_BNCH.dtype, shape.key_dim, shape.value_dim)
+        coded = list[Step]()
+        if self.coded is not None and self.coded.num_tokens:
+            bias = self.coded.biased_by(shape.num_kv_heads)
+            coded.append(Step([Run(self.coded, self.coded.spans_for(num_new), bias)]))
         if num_new > 1 or any(new_pads) or not takes or not self.num_slots:
-            return [Step(apart())]
+            return [Step(apart()), *coded]
         lengths = Lengths(
             starts=self._starts,
             seen_S=self._used_S,
@@ -365,7 +443,7 @@ class RaggedLayer(KeptLayer):
             places=[range(first, first + num) for first, num in zip(self.starts, self.lengths, strict=False)],
             apart=apart,
         )
-        return [Step([Run(self.memory, lengths)])]
+        return [Step([Run(windows.memory, lengths)]), *coded]
 
     def _biased(self, number: int, pad: int, num_heads: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
         """The bias of the tokens of a sequence at their positions, as of `Run`, for the query heads of its KV head."""
@@ -383,8 +461,37 @@ class RaggedLayer(KeptLayer):
         kv_BKnX, key_dim = self.kv_BKnX(), self.shape.key_dim
         return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
 
-    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> None:
-        raise NotImplementedError("heads of other lengths need other memory; use cut_back")
+    def keep(
+        self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None, compensates: bool = False
+    ) -> KeptLayer:
+        """Copy as many slots of every head to a layer whose heads store equally many; some may be padding.
+
+        In few bits heads may keep different numbers of tokens, and padding is left out.
+        """
+        if self.coded is not None:
+            return self._cut_to(self.coded, slots_BKm, room=room, compensates=compensates)
+        assert tokens_B is not None and not compensates, "cut_back counts the tokens"
+
+        def taken(values_BKn: Tensor) -> Tensor:
+            index = slots_BKm.reshape(*slots_BKm.shape, *[1] * (values_BKn.ndim - 3))
+            kept_mBK = values_BKn.take_along_dim(index, dim=2).movedim(2, 0)
+            new = kept_mBK.new_empty(len(kept_mBK) + room, *kept_mBK.shape[1:])
+            new[: len(kept_mBK)] = kept_mBK
+            return new
+
+        num_kept = slots_BKm.shape[2]
+        return KeptLayer(
+            shape=self.shape,
+            slab_TBKX=taken(self.kv_BKnX()),
+            placed_TBK=taken(self.positions_BKn()),
+            carried={
+                policy: taken(self._padded(each_TBK[:, 0, 0], None, 0)) for policy, each_TBK in self.carried.items()
+            },
+            pads=[num_kept - tokens for tokens in tokens_B],
+            alike=False,
+            rotary=self.rotary,
+            num_slots=num_kept,
+        )
 
     def free(self, *, room: int) -> None:
         if self.starts[-1] != sum(self.lengths) + room * len(self.lengths):
@@ -435,14 +542,3 @@ def rows_of(starts: Sequence[int], lengths: Sequence[int], device: torch.device)
 def last_places(num_slots: int, counts: Sequence[int]) -> list[int]:
     """Flat index at which the last `count` of each sequence's `num_slots` slots begin."""
     return [num_slots * (number + 1) - count for number, count in enumerate(counts)]
-
-
-def _rows_of_slots(layer: KeptLayer, slots_BKm: Tensor) -> Tensor:
-    """Rows (B, K, m) of a layer's memory, seen as a (T * B * K, X) matrix, that hold these slots."""
-    batch, heads = slots_BKm.shape[:2]
-    device = slots_BKm.device
-    if isinstance(layer, RaggedLayer):
-        ends_S = layer._starts[:-1] + layer._used_S
-        return slots_BKm - layer.num_slots + ends_S.view(batch, heads, 1)
-    rows_B11, heads_K1 = torch.arange(batch, device=device)[:, None, None], torch.arange(heads, device=device)[:, None]
-    return (slots_BKm * batch + rows_B11) * heads + heads_K1

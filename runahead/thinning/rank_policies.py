@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 
 from policies.base import LayerForm, ModelFacts, Phase, Policy, PromptPart
 from policies.retriever import Retriever
-from runahead.cache.kept import NEW_ROOM, KeptCache, KeptLayer
+from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.form import InFewBits
-from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Positions
 from runahead.context import ContextPartition
 from runahead.features.facts import Setup
@@ -22,8 +21,6 @@ from runahead.retrieval.cache import RetrievedCache
 from runahead.retrieval.pool_limit import check_pool
 from runahead.retrieval.retrieval import Retrieval, num_observed
 from runahead.rotary import Rotary
-from runahead.thinning.quantised_ragged import QuantisedRagged
-from runahead.thinning.ragged import RaggedLayer
 
 
 def numbered(policies: Sequence[Policy]) -> list[Policy]:
@@ -178,9 +175,15 @@ class RankPolicies:
         kept.form = self.form(model)
         if self.storage.bits is not None:
             retrieves = self.retriever is not None
-            by_token = not retrieves and self.drops_single_tokens(has_turns=has_turns)
+            few = FewBits(
+                bits=self.storage.bits,
+                residual=self.storage.residual,
+                residual_bits=self.storage.residual_bits,
+                keys_by_token=not retrieves and self.drops_single_tokens(has_turns=has_turns),
+                becomes_ragged=self.ragged,
+            )
             kept.form = InFewBits(
-                quantised=partial(self._quantised, keys_by_token=by_token),
+                few=few,
                 waits=not retrieves and self.deciding is not None,
                 most_room=NEW_ROOM if retrieves else None,
             )
@@ -206,22 +209,6 @@ class RankPolicies:
     def drops_single_tokens(self, *, has_turns: bool) -> bool:
         """Whether tokens are dropped after a prompt; policies that decide on all layers do so once."""
         return bool(self.last if has_turns and self.deciding is None else self.while_decoding)
-
-    def _quantised(self, layer: KeptLayer, room: int, *, keys_by_token: bool = False) -> KeptLayer:
-        """An exact layer in few bits."""
-        storage = self.storage
-        assert storage.bits is not None
-        make: Callable[..., KeptLayer] = partial(QuantisedLayer.of, becomes_ragged=self.ragged)
-        if isinstance(layer, RaggedLayer):
-            make = QuantisedRagged.of_exact
-        return make(
-            layer,
-            bits=storage.bits,
-            residual=storage.residual,
-            residual_bits=storage.residual_bits,
-            keys_by_token=keys_by_token,
-            room=room,
-        )
 
     def room(self, num_new: int) -> int:
         """Room in tokens that a layer needs after a prompt if `num_new` tokens follow."""

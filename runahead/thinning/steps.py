@@ -24,7 +24,6 @@ from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model
 from runahead.thinning.cutting import cut_back
@@ -286,7 +285,7 @@ class PolicySteps:
         if carried_BKn is not None:
             kept.carry(carried_BKn, policy.state_key)
             view = replace(view, carried_BKn=carried_BKn)
-        is_ragged = view.head_pads is not None or (isinstance(kept, QuantisedLayer) and kept.becomes_ragged)
+        is_ragged = view.head_pads is not None or (kept.few is not None and kept.few.becomes_ragged)
         slots_BKm = None
         if self.evicts and self._decides(policy):
             if is_ragged or policy.keeps_ragged:  # the host asks how many tokens each head keeps
@@ -301,7 +300,7 @@ class PolicySteps:
             if is_ragged or policy.keeps_ragged:
                 kept = cut_back(kept, slots_BKm, room=self.room, tokens_B=tokens_B, compensates=policy.compensates)
             else:
-                kept.keep(slots_BKm, room=self.room, tokens_B=tokens_B)
+                kept = kept.keep(slots_BKm, room=self.room, tokens_B=tokens_B)
             kept.alike = kept.alike and policy.chooses_alike
         if selected_Bc is not None:
             self.tokens.narrow(selected_Bc)

@@ -21,7 +21,7 @@ from runahead.attention.op import EVERY_ROW, Part, Run, Span, Step, finish, join
 from runahead.attention.op import attend as attend_to_steps
 from runahead.attention.partial import AttentionTerms, attend, attend_at, merge
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, blocks
-from runahead.cache.quantised.layer import QuantisedRows
+from runahead.cache.quantised.rows import QuantisedRows
 from runahead.cache.slabs import KVSlab
 
 

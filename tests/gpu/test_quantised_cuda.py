@@ -10,10 +10,9 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.copy_stream import copies_for
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.quantised.layer import QuantisedLayer
-from runahead.cache.quantised.pool import PooledLayer
+from runahead.cache.quantised.few_bits import FewBits
+from runahead.cache.quantised.pool import PooledCodes, pooled, to_host
 from runahead.cache.slabs import KVShape
-from runahead.thinning.quantised_ragged import QuantisedRagged
 from runahead.thinning.ragged import RaggedLayer
 from tests.gpu.models import CPU, CUDA
 
@@ -39,9 +38,7 @@ def test_a_gpu_stores_and_attends_as_a_cpu_without_a_wait(dtype: torch.dtype, ke
         q, slots = q_BN1H.to(device), slots_BKm.to(device)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            layer = QuantisedLayer.of(
-                exact, bits=4, residual=128, residual_bits=16, keys_by_token=keys_by_token, room=32
-            )
+            layer = exact.in_bits(FewBits(bits=4, residual=128, residual_bits=16, keys_by_token=keys_by_token), room=32)
             for number, (k, v) in enumerate(given):
                 tokens = NewTokens(prompt + number, pads, Phase.decode)
                 layer.append(k, v, tokens)
@@ -86,9 +83,7 @@ def test_heads_of_different_lengths_are_those_of_a_cpu_without_a_wait(dtype: tor
         outputs, at = list[torch.Tensor](), prompt
         torch.cuda.set_sync_debug_mode("error")
         try:
-            layer = QuantisedRagged.of_exact(
-                ragged, bits=4, residual=64, residual_bits=16, keys_by_token=keys_by_token, room=32
-            )
+            layer = ragged.in_bits(FewBits(bits=4, residual=64, residual_bits=16, keys_by_token=keys_by_token), room=32)
             for q, k, v in given:
                 tokens = NewTokens(at, pads, Phase.decode)
                 layer.append(k, v, tokens)
@@ -120,11 +115,11 @@ def test_a_gpu_fetches_from_the_host_what_a_cpu_has_without_a_wait(dtype: torch.
         shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=dtype)
         exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
         exact.append(kv[0].to(device), kv[1].to(device), NewTokens(0, pads))
-        quantised = QuantisedLayer.of(exact, bits=4, residual=128, residual_bits=16, keys_by_token=False, room=64)
-        layer, copies = PooledLayer.of_quantised(quantised, room=0), copies_for(device)
+        few = FewBits(bits=4, residual=128, residual_bits=16, keys_by_token=False)
+        layer, copies = pooled(exact.in_bits(few, room=64), room=0), copies_for(device)
         if copies is not None:
-            layer = layer.to_host(copies, room=64, spare=64)
-            assert layer.words.slab_TBKX.is_pinned()
+            layer = to_host(layer, copies, room=64, spare=64)
+            assert isinstance(layer.codes, PooledCodes) and layer.codes.words.slab_TBKX.is_pinned()
         given, rows = [(k.to(device), v.to(device)) for k, v in new], rows_x.to(device)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -43,7 +43,7 @@ def test_a_run_of_the_defaults_depends_on_nothing(capsys: pytest.CaptureFixture[
     "options",
     [
         ["policy=quest", "generation.speculate=lookup"],
-        ["cache.bits=4", "decode=sharded"],
+        ["cache.bits=4", "prefill=zigzag"],
         ["policy=sequence", "policy.steps=[snapkv,snapkv]"],
         [*LLAMA, "policy=dms"],
         [*LLAMA, "ranks.tensor=3"],

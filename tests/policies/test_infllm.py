@@ -16,7 +16,7 @@ from policies.infllm import Blocks, InfLLM
 from policies.retriever import Choice, Retriever
 from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, GenerationOptions, Model, Ranks, RanksOptions
-from runahead.config import DecodeName, DecodeOptions, Device, PrefillName, PrefillOptions
+from runahead.config import CacheOptions, DecodeName, DecodeOptions, Device, PrefillName, PrefillOptions
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
@@ -105,8 +105,14 @@ def test_after_policies_that_drop_tokens_those_that_are_left_are_at_clamped_dist
             torch.testing.assert_close(logits, written.feed([token]), atol=TOLERANCE, rtol=0)
 
 
-def test_chunks_and_tokens_see_what_was_chosen_for_them(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks, window and some blocks, in a prompt as in an answer; with what another chunk chose this fails."""
+@pytest.mark.parametrize("bits", [None, 4])
+def test_chunks_and_tokens_see_what_was_chosen_for_them(
+    model: Model, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks, window and some blocks, in a prompt as in an answer; with what another chunk chose this fails.
+
+    In few bits keys are as they are stored, rotated after that.
+    """
     choose, chosen = InfLLM.choose, list[Tensor]()
 
     def noted(*args: Any) -> Choice | None:
@@ -117,13 +123,15 @@ def test_chunks_and_tokens_see_what_was_chosen_for_them(model: Model, monkeypatc
 
     monkeypatch.setattr(InfLLM, "choose", noted)
     ids = prompt(LIMIT + CHUNK)
-    ours = Conversation(model, RankPolicies.everywhere([InfLLM(**BLOCKS, fetch=40)]))
+    storage = CacheOptions(bits=bits, residual=8, residual_bits=None)
+    ours = Conversation(model, RankPolicies.everywhere([InfLLM(**BLOCKS, fetch=40)], storage=storage))
     with throughout(torch.float64):
         ours.feed(torch.tensor([ids[:LIMIT]]))
         assert not chosen
         for number, part in enumerate((ids[LIMIT:], [5], [7])):
             feed = ours.feed if number == 0 else lambda ids_1C: ours.follow(ids_1C)[:, -1]
-            logits, written = feed(torch.tensor([part]))[0], _of_all_before(model, ids, ours, part)
+            written = _of_all_before(model, ours, part)
+            logits = feed(torch.tensor([part]))[0]
             for layer, tokens_Km in enumerate(chosen):
                 assert {0, 1, *range(len(ours.rows[0]) - len(part) - WINDOW, len(ours.rows[0]) - len(part))} <= set(
                     tokens_Km[0].tolist()
@@ -134,12 +142,15 @@ def test_chunks_and_tokens_see_what_was_chosen_for_them(model: Model, monkeypatc
             chosen.clear()
 
 
-def _of_all_before(model: Model, ids: list[int], ours: Conversation, part: list[int]) -> WrittenOut:
-    """The written out model with the keys and values that are stored before the last tokens."""
+def _of_all_before(model: Model, ours: Conversation, part: list[int]) -> WrittenOut:
+    """The written out model with the keys and values that are stored before the tokens of a part."""
     written = Clamped(model.module)
     assert ours.cache is not None
     for layer, kept in enumerate(ours.cache.layers):
-        before = kept.num_slots - len(part)
+        assert (kept.codes is None) is (ours.rank_policies.storage.bits is None)
+        if len(part) == 1:  # which others leave the window for
+            kept.flush(coming=1)
+        before = kept.num_slots
         k_BKnH, v_BKnV = kept.slab().read(0, before)
         written.k_KnH[layer], written.v_KnH[layer] = k_BKnH[0], v_BKnV[0]
         written.tokens_Kn[layer] = torch.arange(before).expand(k_BKnH.shape[1], -1)

@@ -25,12 +25,10 @@ from policies.tova import TOVA
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.quantised.layer import QuantisedLayer
+from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.slabs import KVShape
 from runahead.rotary import Rotary
 from runahead.thinning.cutting import cut_back
-from runahead.thinning.quantised_ragged import QuantisedRagged
-from runahead.thinning.ragged import RaggedLayer
 from tests.families import build, prompt, throughout
 from tests.policies.running import Run
 from tests.ranks.tasks import tiny_model
@@ -154,10 +152,7 @@ def unequal() -> KeptLayer:
 
 
 def in_few_bits(layer: KeptLayer) -> KeptLayer:
-    options = {"bits": 4, "residual": 40, "residual_bits": None, "keys_by_token": False, "room": 3}
-    if isinstance(layer, RaggedLayer):
-        return QuantisedRagged.of_exact(layer, **options)
-    return QuantisedLayer.of(layer, **options)
+    return layer.in_bits(FewBits(bits=4, residual=40, residual_bits=None, keys_by_token=False), room=3)
 
 
 FORMS = {

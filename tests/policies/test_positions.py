@@ -21,10 +21,12 @@ from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
 from policies.zigzagkv import ZigZagKV
-from runahead import Model, Positions, RankPolicies
+from runahead import Conversation, Model, Positions, RankPolicies
+from runahead.cache.quantised.groups import GROUP, ChannelGroups
+from runahead.config import CacheOptions
 from runahead.rotary import Rotary
 from runahead.thinning.ragged import RaggedLayer
-from tests.families import Family, build, prompt, throughout
+from tests.families import Family, build, largest_difference, prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.running import Duo, Run
 from tests.policies.written_out import WrittenOut
@@ -256,6 +258,38 @@ def test_heads_number_their_own_tokens(name: str) -> None:
         same(run.decode(token), [[token]] * 3)
     same(run.next_prompt([17, 19, 23]), [[17, 19, 23]] * 3)
     assert unequal
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [[], [SnapKV(budget=60, window=4, kernel=3)], [StreamingLLM(budget=60)], [H2O(budget=60)]],
+    ids=["all tokens", "snapkv", "streaming_llm", "h2o"],
+)
+def test_in_few_bits_keys_are_stored_as_they_are_before_they_are_rotated(policies: list[Policy]) -> None:
+    """Each token is attended to at its slot, by the numbers that are stored; groups leave while tokens come."""
+    storage = CacheOptions(bits=4, residual=8, residual_bits=None)
+    places = RankPolicies.everywhere(policies, Positions.reencoded, storage)
+    ids, reference, talk = prompt(100), WrittenOut(build("llama")), Conversation(tiny_model("llama"), places)
+    with throughout(torch.float64):
+        torch.testing.assert_close(talk.feed(torch.tensor([ids]))[0], reference.feed(ids), atol=TOLERANCE, rtol=0)
+        assert talk.cache is not None
+        for number, kept in enumerate(talk.cache.layers):
+            assert kept.codes is not None
+            [part] = kept.codes.parts
+            assert part.num_tokens >= GROUP
+            reference.keep(number, kept.positions_BKn()[0].long())
+            if isinstance(part.keys, ChannelGroups):
+                exact_1KnH = reference.k_KnH[number][None, :, : part.num_tokens]
+                keys = ChannelGroups.of(exact_1KnH, 4).read(0, part.num_tokens, torch.float64)
+                assert largest_difference(kept.kv_BKnX()[0, :, : part.num_tokens, : keys.shape[3]], keys[0]) < TOLERANCE
+        for token in [*GENERATED, *range(20, 52)]:
+            for number, kept in enumerate(talk.cache.layers):
+                kept.flush(coming=1)  # as storing the token does
+                k_BKnH, v_BKnV = kept.read()
+                reference.k_KnH[number], reference.v_KnH[number] = k_BKnH[0], v_BKnV[0]
+                reference.tokens_Kn[number] = kept.positions_BKn()[0].long().expand(len(k_BKnH[0]), -1)
+            ours_V = talk.follow(torch.tensor([[token]]))[0, 0]
+            torch.testing.assert_close(ours_V, reference.feed([token]), atol=TOLERANCE, rtol=0)
 
 
 def test_narrowed_layers_see_no_gaps() -> None:

@@ -7,19 +7,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.masking_utils import sliding_window_causal_mask_function
 
-from policies.base import Policy
+from policies.base import Phase, Policy
 from policies.h2o import H2O
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import Conversation, Engine, GenerationOptions, PrefillOptions
-from runahead.cache.kept import NEW_ROOM
+from runahead.attention.masks import MaskRule
+from runahead.attention.partial import AttentionTerms
+from runahead.cache.kept import NEW_ROOM, KeptLayer
 from runahead.cache.kv_cache import seen_in
+from runahead.cache.new_tokens import NewTokens
+from runahead.cache.part import TextPart
 from runahead.cache.quantised import groups
+from runahead.cache.quantised.few_bits import FewBits, quantised_bytes
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
-from runahead.cache.quantised.layer import QuantisedLayer, quantised_bytes
+from runahead.cache.quantised.rows import QuantisedRows
 from runahead.cache.slabs import KVShape
-from runahead.config import CacheOptions, Device, Positions, PrefillName, RanksOptions
+from runahead.config import CacheOptions, Device, PrefillName, RanksOptions
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
@@ -63,11 +69,17 @@ class Talk:
         """Logits (B, C, V) of given tokens."""
         return self.conversation.feed(torch.tensor([tokens]), all_logits=True)
 
-    def layer(self, number: int = 0) -> QuantisedLayer:
+    def layer(self, number: int = 0) -> KeptLayer:
         assert self.conversation.cache is not None
         layer = self.conversation.cache.layers[number]
-        assert isinstance(layer, QuantisedLayer)
+        assert layer.codes is not None
         return layer
+
+    def part(self) -> QuantisedRows:
+        """The quantised tokens of the first rows of the first layer."""
+        codes = self.layer().codes
+        assert codes is not None
+        return codes.parts[0]
 
 
 def generate(family: str, prompts: list[list[int]], policies: RankPolicies, num_new: int = 4, **more: Any) -> Any:
@@ -92,13 +104,13 @@ def test_attention_is_that_to_the_dequantised_tokens(
     for is_oracle in (False, True):
         if is_oracle:
             monkeypatch.setattr(
-                QuantisedLayer,
+                KeptLayer,
                 "seen",
                 lambda layer, q, tokens: seen_in(layer.slab(), q, start=layer.end - q.shape[2], pads=layer.pads),
             )
         talk = Talk(family, policies_of(*policies), lengths)
-        assert talk.layer().parts[0].num_tokens == 2 * GROUP
-        assert isinstance(talk.layer().parts[0].keys, TokenGroups if policies else ChannelGroups)
+        assert talk.part().num_tokens == 2 * GROUP
+        assert isinstance(talk.part().keys, TokenGroups if policies else ChannelGroups)
         found.append([talk.follow(5, 7), talk.feed(3, 4, 5), talk.follow(9)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)  # float64
@@ -121,7 +133,7 @@ def test_the_tokens_of_a_turn_are_exact_to_each_other() -> None:
     exact, talk = (Talk("llama", policies_of(bits=bits), (RESIDUAL,)) for bits in (None, 4))
     given = prompt(50)
     assert torch.equal(exact.feed(*given), talk.feed(*given))
-    assert talk.layer().parts[0].num_tokens == GROUP
+    assert talk.part().num_tokens == GROUP
     for each in (exact, talk):
         each.conversation = Conversation(each.model, policies_of(bits=None if each is exact else 4))
         each.conversation.feed(torch.tensor([given]), cut_back=False)
@@ -166,7 +178,7 @@ def test_the_window_is_in_16_bits_and_read_in_the_models_dtype() -> None:
     assert CacheOptions().residual_bits == 16
     assert torch.equal(exact.first_BV, talk.first_BV)
     kv, window = (each.layer().slab().slab_TBKX for each in (exact, talk))
-    end = talk.layer().parts[0].end
+    end = talk.part().end
     assert end == 2 * GROUP and talk.layer().slab_TBKX.dtype == torch.float16
     assert torch.equal(window[:end], kv[:end])
     assert torch.equal(window[end:], kv[end:].half().double())
@@ -193,7 +205,7 @@ def test_the_last_tokens_are_exact_and_the_others_are_not(bits: int) -> None:
         talk.follow(*tokens)
         assert exact.conversation.cache is not None
         slab, ours = exact.conversation.cache.layers[0].slab().slab_TBKX, talk.layer().slab().slab_TBKX
-        num_exact = talk.layer().num_slots - talk.layer().parts[0].end
+        num_exact = talk.layer().num_slots - talk.part().end
         assert RESIDUAL <= num_exact < RESIDUAL + GROUP
         assert torch.equal(slab[-num_exact:], ours[-num_exact:])
         assert (slab[:-num_exact] != ours[:-num_exact]).any(dim=-1).all()
@@ -213,13 +225,13 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
     exact_BKnX = full.conversation.cache.layers[0].slab().slab_TBKX.permute(1, 2, 0, 3)
     k, v = exact_BKnX.split(full.model.kv_shapes[0].key_dim, dim=3)
     layer = talk.layer()
-    scales = layer.parts[0].scales
+    scales = talk.part().scales
     assert scales is not None
     keys, values = scales.groups(k, bits), TokenGroups.of(v, bits)
     num_tokens = k.shape[2]
     rounded_BKnX = torch.cat([scales.read(keys, 0, num_tokens, k.dtype), values.read(0, num_tokens, v.dtype)], dim=3)
     positions = layer.positions_BKn()[..., None].long()
-    ours, end = layer.slab().slab_TBKX.permute(1, 2, 0, 3), layer.parts[0].end
+    ours, end = layer.slab().slab_TBKX.permute(1, 2, 0, 3), talk.part().end
     assert 0 < end < layer.num_slots < full.conversation.num_tokens
     assert torch.equal(ours[:, :, :end], rounded_BKnX.take_along_dim(positions, dim=2)[:, :, :end])
     assert torch.equal(ours[:, :, end:], exact_BKnX.take_along_dim(positions, dim=2)[:, :, end:])
@@ -232,12 +244,6 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
         (lambda: CacheOptions(tier_bits=6), "cache.tier_bits=6 must be 8, 4 or 2"),
         (lambda: CacheOptions(bits=4, residual=0), "cache.residual=0 must be at least 1"),
         (lambda: CacheOptions(bits=4, residual_bits=8), "cache.residual_bits=8 must be 16, or null"),
-        (
-            lambda: RankPolicies(
-                last=[StreamingLLM(budget=16)], positions=Positions.reencoded, storage=CacheOptions(bits=4)
-            ).check(tiny_model("llama")),
-            "use policy.positions=original",
-        ),
         (
             lambda: generate("llama", [[1]], policies_of(), prefill=PrefillOptions(name=PrefillName.tsp)),
             "cache.bits=4 needs prefill=kv_runahead or prefill=single",
@@ -257,3 +263,41 @@ def test_keys_are_grouped_by_token_only_where_single_tokens_are_dropped_later() 
         by_token[name] = [policies.drops_single_tokens(has_turns=has_turns) for has_turns in (False, True)]
     assert by_token == {"h2o": [True, True], "snapkv": [False, True], "kvzip": [False, False]}
     assert policies_of(SnapKV(budget=40)).while_decoding == []  # which reads no keys then
+
+
+@pytest.mark.parametrize("rule", ["causal", "window", "bias"])
+def test_a_part_of_a_text_in_few_bits_is_seen_by_the_positions_of_its_tokens(rule: str) -> None:
+    """Also by tokens that others store, and where a group has generated tokens that do not follow each other."""
+    generator = torch.Generator().manual_seed(4)
+    first, prompt_end, num_text = 50, 90, 190
+    terms = AttentionTerms(
+        scaling=0.3,
+        rule=MaskRule(sliding_window_causal_mask_function(30)) if rule == "window" else None,
+        key_bias=(lambda at_S: at_S[None].double() * torch.tensor([[0.01], [0.02]])) if rule == "bias" else None,
+    )
+    shape = KVShape(num_kv_heads=1, key_dim=8, value_dim=8, dtype=torch.float64)
+    exact = KeptLayer.empty(shape, batch=1, room=0, device=torch.device("cpu"))
+    k, v = (torch.randn(1, 1, num_text, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    exact.append(k[:, :, first:prompt_end], v[:, :, first:prompt_end], NewTokens(first, [0]))
+    few = FewBits(bits=4, residual=4, residual_bits=None, keys_by_token=False)
+    layer = exact.in_bits(few, room=4)
+    part = TextPart(range(first, prompt_end), pads=[0], owns=lambda start: start % 3 == 0)
+    for start in range(prompt_end, num_text):
+        tokens = NewTokens(start, [0], Phase.decode)
+        tokens.part = part
+        layer.append(k[:, :, start : start + 1], v[:, :, start : start + 1], tokens)
+        at_S = torch.tensor(part.indices)
+        if start % 17 > 1:
+            continue
+        q = torch.randn(1, 2, 1, 8, generator=generator, dtype=torch.float64)
+        k_stored, v_stored = layer.kv_BKnX()[0, 0].split(8, dim=1)
+        scores_NS = q[0, :, 0] @ k_stored.T * terms.scaling
+        if terms.key_bias is not None:
+            scores_NS = scores_NS + terms.key_bias(at_S)
+        if rule == "window":
+            scores_NS = scores_NS.masked_fill(at_S <= start - 30, -torch.inf)
+        out, lse = layer.seen(q, tokens).attend(terms)
+        torch.testing.assert_close(lse[0, :, 0], scores_NS.logsumexp(dim=1), atol=1e-9, rtol=0)
+        expected = scores_NS.softmax(dim=1).nan_to_num(0.0) @ v_stored
+        torch.testing.assert_close(out[0, :, 0].double(), expected, atol=1e-9, rtol=0)
+    assert layer.codes is not None and layer.codes.parts[0].num_tokens == 2 * GROUP

@@ -17,9 +17,10 @@ from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.groups import GROUP
-from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows
-from runahead.cache.quantised.pool import PooledLayer, pooled_bytes, word_shape
+from runahead.cache.quantised.pool import PooledCodes, pooled, pooled_bytes, to_host, word_shape
+from runahead.cache.quantised.rows import QuantisedRows
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, Device, RanksOptions
 from runahead.ranks.ranks import Ranks
@@ -33,6 +34,7 @@ from tests.ranks.tasks import tiny_model
 from tests.reuse.test_prefixes import computed_and_cached, require_same
 
 RESIDUAL = 8
+GATHER = KeptLayer.gather
 LENGTHS = (77, 60, 12)
 SOON = list(range(3, 17))
 """Tokens until some of the second row have left the window while they are decoded."""
@@ -83,8 +85,13 @@ class Talk:
         ]
 
 
+def codes_of(layer: KeptLayer) -> PooledCodes:
+    assert isinstance(layer.codes, PooledCodes)
+    return layer.codes
+
+
 def dequantised(
-    self: PooledLayer,
+    self: KeptLayer,
     rows_X: Tensor | None,
     *,
     room: int = 1,
@@ -92,6 +99,8 @@ def dequantised(
     skips_keys: bool = False,
 ) -> Callable[[], Tensor] | None:
     """What is fetched if all slots were in the model's dtype."""
+    if self.codes is None:
+        return GATHER(self, rows_X, room=room, heads=heads, skips_keys=skips_keys)
     whole = KeptLayer(
         shape=self.shape,
         slab_TBKX=self.slab().slab_TBKX.contiguous(),
@@ -105,9 +114,9 @@ def dequantised(
 def as_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on attention reads the dequantised slots as those of any other cache, on the device that computes."""
     monkeypatch.setattr("runahead.retrieval.retrieval.copies_for", lambda device: None)
-    monkeypatch.setattr(PooledLayer, "gather", dequantised)
+    monkeypatch.setattr(KeptLayer, "gather", dequantised)
     monkeypatch.setattr(
-        QuantisedLayer,
+        KeptLayer,
         "seen",
         lambda layer, q, tokens: seen_in(layer.slab(), q, start=layer.end - q.shape[2], pads=layer.pads),
     )
@@ -132,10 +141,10 @@ def test_attention_is_that_to_the_dequantised_tokens(
     policies = policies_of(policy(name, SOME[name]), bits=bits)
     talk = Talk(policies, lengths)
     found = talk.turns()
-    pooled = [layer for layer in talk.cache.layers if isinstance(layer, PooledLayer)]
-    assert len(pooled) == sum(talk.cache.retrieval.in_pool) > 0
-    assert {layer.on_host for layer in pooled} == {place == "host"}
-    assert pooled[0].parts[0].num_tokens == 3 * GROUP
+    in_pool = [layer for layer in talk.cache.layers if isinstance(layer.codes, PooledCodes)]
+    assert len(in_pool) == sum(talk.cache.retrieval.in_pool) > 0
+    assert {layer.on_host for layer in in_pool} == {place == "host"}
+    assert codes_of(in_pool[0]).parts[0].num_tokens == 3 * GROUP
     as_dequantised(monkeypatch)
     for ours, theirs in zip(found, Talk(policies, lengths).turns(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)  # float64
@@ -164,13 +173,15 @@ def test_tokens_leave_the_window_in_the_same_step_as_without_a_fetch(copies: lis
 @pytest.mark.parametrize("name", ["quest", "shadowkv"])
 def test_no_token_is_quantised_between_its_fetching_and_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where chosen slots are on the device (`shadowkv`)."""
-    talk, gather, before = Talk(policies_of(policy(name, SOME[name]))), PooledLayer.gather, list[int]()
+    talk, gather, before = Talk(policies_of(policy(name, SOME[name]))), KeptLayer.gather, list[int]()
 
-    def gathers(layer: PooledLayer, rows_X: Tensor | None, **more: Any) -> Any:
-        before.append(max(layer.num_slots + 1 - part.end - layer.residual for part in layer.parts))
+    def gathers(layer: KeptLayer, rows_X: Tensor | None, **more: Any) -> Any:
+        if layer.codes is not None:
+            codes = codes_of(layer)
+            before.append(max(layer.num_slots + 1 - part.end - codes.few.residual for part in codes.parts))
         return gather(layer, rows_X, **more)
 
-    monkeypatch.setattr(PooledLayer, "gather", gathers)
+    monkeypatch.setattr(KeptLayer, "gather", gathers)
     talk.follow([*SOON, *SOON])
     assert GROUP // 2 < max(before) < GROUP
 
@@ -196,15 +207,13 @@ def test_words_that_a_brought_layer_gets_reach_the_host() -> None:
     exact = KeptLayer.empty(shape, batch=2, room=0, device=cpu)
     given, new = (torch.randn(2, 2, 2, num, 8, generator=generator, dtype=torch.float64) for num in (103, 1))
     exact.append(*given, NewTokens(0, pads))
-    layer = QuantisedLayer.of(exact, bits=4, residual=8, residual_bits=None, keys_by_token=False, room=8)
-    fork = layer.fork(copy=True)
-    assert isinstance(fork, QuantisedLayer)
+    layer = exact.in_bits(FewBits(bits=4, residual=8, residual_bits=None, keys_by_token=False), room=8)
     late = LateCopies(cpu)
-    pooled = PooledLayer.of_quantised(fork, room=0).to_host(late, room=64, spare=64).brought()
-    for each in (layer, pooled):
+    brought = to_host(pooled(layer.fork(copy=True), room=0), late, room=64, spare=64).brought()
+    for each in (layer, brought):
         each.append(*new, NewTokens(103, pads, Phase.decode))
-    assert [part.end for part in layer.parts] == [96, 81] == [part.end for part in pooled.parts]
-    again = pooled.to_host(late, room=0, spare=0)
+        assert each.codes is not None and [part.end for part in each.codes.parts] == [96, 81]
+    again = to_host(brought, late, room=0, spare=0)
     assert torch.equal(again.slab().slab_TBKX, layer.slab().slab_TBKX)
 
 
@@ -248,11 +257,11 @@ def test_what_travels_is_words_of_the_chosen_tokens(copies: list[LateCopies]) ->
 def test_another_turn_copies_no_words_again(copies: list[LateCopies]) -> None:  # noqa: F811
     """What the host has stays where it is, as long as there is room."""
     talk = Talk(policies_of(ExactTopK(fetch=10, min_tokens=0)))
-    words = [layer.words for layer in talk.cache.layers if isinstance(layer, PooledLayer)]
+    words = [codes_of(layer).words for layer in talk.cache.layers]
     assert all(isinstance(each, HostLayer) for each in words)
     before = [each.slab_TBKX.data_ptr() for each in words]
     talk.feed([9, 8])
-    after = [layer.words.slab_TBKX.data_ptr() for layer in talk.cache.layers if isinstance(layer, PooledLayer)]
+    after = [codes_of(layer).words.slab_TBKX.data_ptr() for layer in talk.cache.layers]
     assert before == after
 
 

@@ -9,8 +9,8 @@ from policies.base import Policy
 from policies.fastgen import FastGen
 from runahead import Conversation
 from runahead.cache.kept import KeptLayer
+from runahead.cache.quantised.few_bits import ragged_bytes
 from runahead.cache.quantised.groups import TokenGroups
-from runahead.thinning.quantised_ragged import QuantisedRagged, ragged_bytes
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt
@@ -40,7 +40,7 @@ def layers(talk: Talk) -> list[KeptLayer]:
     return talk.conversation.cache.layers
 
 
-def dequantised(layer: QuantisedRagged) -> RaggedLayer:
+def dequantised(layer: RaggedLayer) -> RaggedLayer:
     """The same tokens as they are read, exact."""
     positions_BKn = layer.positions_BKn()
     padded = KeptLayer(
@@ -70,16 +70,18 @@ def test_attention_is_that_to_the_dequantised_tokens(
 
     Seen to fail: the quantised tokens of each head seen by the queries of another one.
     """
-    found = []
+    found, seen = [], RaggedLayer.seen
     for is_oracle in (False, True):
         if is_oracle:
             monkeypatch.setattr(
-                QuantisedRagged,
+                RaggedLayer,
                 "seen",
-                lambda layer, q, tokens: dequantised(layer).seen(q, tokens),
+                lambda layer, q, tokens: seen(layer if layer.coded is None else dequantised(layer), q, tokens),
             )
         talk = Talk(family, policies_of(ragged(name)), lengths)
-        has_few = any(isinstance(each, QuantisedRagged) and each.coded.num_tokens for each in layers(talk))
+        has_few = any(
+            isinstance(each, RaggedLayer) and each.coded is not None and each.coded.num_tokens for each in layers(talk)
+        )
         # In others all layers with unequal heads may keep few tokens, and of FastGen's heads all may take one rule.
         assert has_few or family != "llama" or name == "fastgen"
         found.append([talk.follow(5, 7), talk.feed(3, 4, 5), talk.follow(*range(9, 27))])
@@ -116,7 +118,8 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
         each.follow(5, 6)
     layer, width = layers(talk)[0], full.model.kv_shapes[0].key_dim
     exact_BKnX = layers(full)[0].kv_BKnX()
-    assert isinstance(layer, QuantisedRagged) and layer.coded.num_tokens and layer.coded.scales is not None
+    assert isinstance(layer, RaggedLayer) and layer.coded is not None
+    assert layer.coded.num_tokens and layer.coded.scales is not None
     k_KnH, v_KnV = exact_BKnX[0].split(width, dim=2)
     scales, num_tokens = layer.coded.scales, exact_BKnX.shape[2]
     k_K1nH, v_K1nV = k_KnH.unsqueeze(1), v_KnV.unsqueeze(1)  # a head is a row
@@ -149,7 +152,8 @@ def test_bytes_are_known_to_the_byte(name: str, bits: int) -> None:
 
     talk = Conversation(exact.model, policies)
     talk.feed(torch.tensor(rows))
-    assert talk.cache is not None and all(isinstance(layer, QuantisedRagged) for layer in talk.cache.layers)
+    assert talk.cache is not None
+    assert all(isinstance(layer, RaggedLayer) and layer.coded is not None for layer in talk.cache.layers)
     assert talk.kv_bytes == known(keys_by_token=name != "zigzagkv") < exact.conversation.kv_bytes
     result = generate("llama", rows, policies, num_new=3)
     assert result.ranks[0].kv_kept_bytes == known(room=2, keys_by_token=name == "razor_attention")

@@ -139,18 +139,22 @@ def test_all_tokens_of_a_row_are_in_the_order_of_their_positions() -> None:
     assert found[:, 1].tolist() == [0] * 4 + [position + 100 for position in rows[1]]
 
 
-def test_segments_with_gaps_and_between_new_tokens_keep_their_positions() -> None:
-    """With a window of all tokens the answer is the exact one; with a smaller one the order of tokens stays."""
+@pytest.mark.parametrize("family", ["llama", "mistral", "bloom"])
+def test_segments_with_gaps_and_between_new_tokens_keep_their_positions(family: str) -> None:
+    """With a window of all tokens the answer is the exact one; with a smaller one the order of tokens stays.
+
+    Also of layers with windows and with a bias by distance, for which gaps count.
+    """
     outer, inner = segment(0, 30, *range(45, 55)), segment(34, 44)
     uses = SegmentUse(segment=outer, parts=(range(3, 28), range(30, 40))), SegmentUse(segment=inner, parts=(range(10),))
     gaps = ReusingPrompt(uses=uses, new_ids=tuple(prompt(24, seed=7)), new_positions=(1, 31, 32, 44, *range(60, 80)))
     alone = ReusingPrompt(uses=uses[1:], new_ids=(5, 6, 7), new_positions=(2, 33, 46))
     with throughout(torch.float64):
         exact, window, few = (
-            engine_of("llama", bits=bits, residual=residual).generate([gaps, alone], OPTIONS)
+            engine_of(family, bits=bits, residual=residual).generate([gaps, alone], OPTIONS)
             for bits, residual in ((None, RESIDUAL), (4, WHOLE), (4, RESIDUAL))
         )
-        few_alone = engine_of("llama").generate([gaps], OPTIONS)
+        few_alone = engine_of(family).generate([gaps], OPTIONS)
     require_same(window, exact)
     assert [each.first_token_logits_top5 for each in few.generations] == [
         each.first_token_logits_top5 for each in exact.generations
@@ -177,10 +181,3 @@ def test_a_server_decodes_prompts_with_segments_beside_others() -> None:
         expected = [serving.plain.generate([each], options) for each in (reusing, reusing, prompt(60, seed=2))]
     rows = [(1, 0), (1, 1), (2, 0)]
     assert [serving.tokens[row] for row in rows] == [each.generations[0].new_token_ids for each in expected]
-
-
-@pytest.mark.parametrize("family", ["mistral", "bloom"])
-def test_segments_and_a_model_that_counts_distances_are_refused(family: str) -> None:
-    with pytest.raises(ValueError, match="cache.bits=4 does not go with segments of model") as caught:
-        engine_of(family).check_reuse()
-    assert "\n" not in str(caught.value)

@@ -38,8 +38,10 @@ from policies.window import Window
 from runahead import GenerationOptions, PrefillOptions
 from runahead.attention.base import LayerAttention
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.quantised.few_bits import FewBits
+from runahead.cache.quantised.groups import ChannelGroups, TokenGroups
 from runahead.cache.shard import shards
-from runahead.config import DecodeName, Transfer
+from runahead.config import CacheOptions, DecodeName, Transfer
 from runahead.context import ContextPartition
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -150,6 +152,7 @@ class Reference(LayerAttention):
     Attributes:
         allowed: (layer, KV head, query) -> positions that a new token sees before its own.
         means: (layer, KV head) -> sets of positions; a new token sees the mean of a set in place of each in it.
+        as_stored: all keys and values (K, S, H) -> what a new token sees of them.
         probabilities_NSS: of the prompt, by layer.
     """
 
@@ -160,6 +163,7 @@ class Reference(LayerAttention):
         self.probabilities_NSS: dict[int, Tensor] = {}
         self.allowed: Callable[[int, int, Tensor], set[int]] | None = None
         self.means: Callable[[int, int], list[set[int]]] | None = None
+        self.as_stored: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         before = (
@@ -168,6 +172,8 @@ class Reference(LayerAttention):
         k_KSH = self.k[layer] = torch.cat([before[0], k_BKCH[0]], dim=1)
         v_KSV = self.v[layer] = torch.cat([before[1], v_BKCV[0]], dim=1)
         num_keys, group = k_KSH.shape[1], q_BNCH.shape[1] // k_KSH.shape[0]
+        if self.as_stored is not None:
+            k_KSH, v_KSV = self.as_stored(k_KSH, v_KSV)
         if self.means is not None:
             k_KSH, v_KSV = k_KSH.clone(), v_KSV.clone()
             for head in range(k_KSH.shape[0]):
@@ -226,6 +232,47 @@ def check_steps(
             reference.allowed = told if allowed is None else allowed(row, step)
             reference.means = None if means is None else means(row, step)
             logits_V = reference.run([generation.new_token_ids[step]], len(ids) + step, family)
+
+
+def in_few_bits(parts: Sequence[Sequence[int]], few: FewBits) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Keys and values of a row as they are stored by ranks of which each has these of its tokens."""
+
+    def stored(k_KSH: Tensor, v_KSV: Tensor) -> tuple[Tensor, Tensor]:
+        k_KSH, v_KSV = k_KSH.clone(), v_KSV.clone()
+        for part in parts:
+            at = [index for index in part if index < k_KSH.shape[1]]
+            at = at[: few.leaving(len(at))]
+            if at:
+                keys, values = (
+                    ChannelGroups.of(k_KSH[None, :, at], few.bits),
+                    TokenGroups.of(v_KSV[None, :, at], few.bits),
+                )
+                k_KSH[:, at] = keys.read(0, len(at), k_KSH.dtype)[0]
+                v_KSV[:, at] = values.read(0, len(at), v_KSV.dtype)[0]
+        return k_KSH, v_KSV
+
+    return stored
+
+
+@pytest.mark.parametrize("bits", [8, 2])
+@pytest.mark.parametrize("bounds", [(0, 35, 100), (0, 36, 36, 70, 100)])
+def test_groups_of_few_bits_begin_anew_on_each_rank(rank_pools: RankPools, bounds: tuple[int, ...], bits: int) -> None:
+    """Those of 32 tokens that a rank has of a row, those of the prompt first; one more group goes while it answers."""
+    few = FewBits(bits=bits, residual=3, residual_bits=None, keys_by_token=False)
+    storage = CacheOptions(bits=bits, residual=few.residual, residual_bits=None)
+    prompts = [prompt(100), prompt(64, seed=3), prompt(20, seed=5)]
+    seen = run(rank_pools, RankPolicies.everywhere([], storage=storage), bounds, prompts=prompts)
+    of_stage = shards(ContextPartition(boundaries=bounds), NUM_NEW - 1, by_share=True).values()
+    for row, ids in enumerate(prompts):
+        pad = 100 - len(ids)
+        parts = [[index - pad for index in shard.indices() if index >= pad] for shard in of_stage]
+        reference = Reference()
+        logits_V = reference.run(ids, 0)
+        reference.as_stored = in_few_bits(parts, few)
+        for step, token in enumerate(seen[0].batch.generations[row].new_token_ids):
+            assert largest_difference(logits_of(seen, step)[row], logits_V) < TOLERANCE, (row, step)
+            logits_V = reference.run([token], len(ids) + step)
+        assert any(few.leaving(len(part)) for part in parts) or len(ids) < 64
 
 
 def chunks(bounds: tuple[int, ...]) -> list[tuple[int, PromptPart]]:

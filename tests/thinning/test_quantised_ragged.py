@@ -12,11 +12,10 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised import groups
 from runahead.cache.quantised.channel_scales import ChannelScales
+from runahead.cache.quantised.few_bits import FewBits, ragged_bytes
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
-from runahead.cache.quantised.layer import QuantisedLayer
 from runahead.cache.slabs import KVShape
 from runahead.thinning.cutting import cut_back
-from runahead.thinning.quantised_ragged import QuantisedRagged, ragged_bytes
 from runahead.thinning.ragged import RaggedLayer
 from tests.thinning.test_ragged_layer import Dense
 
@@ -58,7 +57,8 @@ class Text:
         self.exact = RaggedLayer.of(self.dense, self.slots(1.0 if keeps_all else shares_BK1), room=3)
         if compensates:
             self.exact = RaggedLayer.of(self.dense, self.slots(shares_BK1), room=3, compensates=True)
-        self.layer = QuantisedRagged.of_exact(self.exact, **self.made, room=5)
+        self.few = FewBits(**self.made)
+        self.layer = self.exact.in_bits(self.few, room=5)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_attention_is_that_to_the_dequantised_tokens(
     """
     monkeypatch.setattr(groups, "BLOCK_TOKENS", GROUP)
     text = Text(batch, heads, group, keys_by_token=keys_by_token, value_dim=value_dim)
-    assert isinstance(text.layer, QuantisedRagged)
+    assert isinstance(text.layer, RaggedLayer) and text.layer.coded is not None
     assert len(set(text.layer.coded.lengths)) > 1 or batch * heads == 2
     for num_new in (1, 5, *[1] * 30):
         tokens = text.append(num_new)
@@ -139,7 +139,7 @@ def test_each_head_is_stored_as_it_is_alone(batch: int, heads: int, group: int, 
     for _ in range(40):
         text.append(1)
     layer, ours_BKnX, positions_BKn = text.layer, text.layer.kv_BKnX(), text.layer.positions_BKn()
-    assert isinstance(layer, QuantisedRagged)
+    assert isinstance(layer, RaggedLayer) and layer.coded is not None
     for row, pad in enumerate(text.pads):
         for head in range(heads):
             number = row * heads + head
@@ -167,7 +167,7 @@ def test_each_head_is_stored_as_it_is_alone(batch: int, heads: int, group: int, 
 def test_with_all_tokens_kept_it_is_the_layer_of_equal_heads(batch: int, heads: int, group: int, num_new: int) -> None:
     """Token by token: the same numbers, and attention to them. Seen to fail: a window that is a token shorter."""
     text = Text(batch, heads, group, keeps_all=True)
-    equal = QuantisedLayer.of(text.dense, **text.made, room=0)
+    equal = text.dense.in_bits(text.few, room=0)
     text.dense, terms = equal, AttentionTerms(scaling=SCALING)  # both get the same tokens from here on
     for step in range(36):
         num = num_new if step % 8 == 0 else 1
@@ -188,7 +188,7 @@ def test_what_is_cut_back_keeps_its_codes() -> None:
     for is_equal, has_padding in ((False, False), (True, False), (False, True), (True, True)):
         text = Text(2, 4, 1, keys_by_token=True)
         if is_equal:
-            text.layer = QuantisedLayer.of(text.dense, **text.made, room=0)
+            text.layer = text.dense.in_bits(text.few, room=0)
         for _ in range(20):
             text.append(1)
         slots_BKm = text.slots(torch.linspace(0.2, 0.9, 8).view(2, 4, 1))
@@ -198,7 +198,7 @@ def test_what_is_cut_back_keeps_its_codes() -> None:
         kv_BKmX = text.layer.kv_BKnX().take_along_dim(taken_BKm[..., None], dim=2)
         positions_BKm = text.layer.positions_BKn().expand(-1, 4, -1).take_along_dim(taken_BKm, dim=2)
         layer = cut_back(text.layer, slots_BKm, room=1)
-        assert isinstance(layer, QuantisedRagged) and layer.coded.num_tokens
+        assert isinstance(layer, RaggedLayer) and layer.coded is not None and layer.coded.num_tokens
         is_kept = (slots_BKm >= 0) & (positions_BKm >= 0)
         positions_BKm = positions_BKm.masked_fill(~is_kept, -1).int()[..., -layer.num_slots :]
         assert torch.equal(layer.positions_BKn(), positions_BKm)

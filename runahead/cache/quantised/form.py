@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from runahead.cache.kept import KeptLayer
+from runahead.cache.quantised.few_bits import FewBits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +13,12 @@ class InFewBits:
     """Implements `policies.base.LayerForm`.
 
     Attributes:
-        quantised: makes of an exact layer one in few bits, with room for so many new tokens.
+        few: precision of older tokens.
         waits: a policy decides on all layers after the prompt, until which they are exact.
         most_room: new tokens for which layers have room at most, if they are copied on; None: any number.
     """
 
-    quantised: Callable[[KeptLayer, int], KeptLayer]
+    few: FewBits
     waits: bool = False
     most_room: int | None = None
 
@@ -35,9 +35,9 @@ class InFewBits:
 
     def complete(self, layers: list[KeptLayer], number: int, *, room: int) -> bool:
         layer = layers[number]
-        if layer.in_few_bits:
+        if layer.few is not None:
             return False
-        layers[number] = self.quantised(layer.brought(), self._limited(room))
+        layers[number] = layer.brought().in_bits(self.few, room=self._limited(room))
         return True
 
     def forked(self, layers: list[KeptLayer]) -> None:

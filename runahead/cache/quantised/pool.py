@@ -1,4 +1,4 @@
-"""A quantised layer from which single tokens are fetched: in host memory if the device is a GPU.
+"""Codes of a layer from which single tokens are fetched: in host memory if the device is a GPU.
 
 The codes of a token's key and value lie side by side, with the scales of the value's groups, so a token is one run of
 32-bit words. These words are slots of a layer as any other, which copies, fetches and grows them. Scales of keys serve
@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from policies.row_values import row_values
-from runahead.cache.base import SeenKV
 from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
-from runahead.cache.new_tokens import NewTokens
+from runahead.cache.quantised.few_bits import quantised_bytes
 from runahead.cache.quantised.groups import (
     GROUP,
     ChannelGroups,
@@ -34,36 +33,29 @@ from runahead.cache.quantised.groups import (
     packed_bytes,
     unpacked,
 )
-from runahead.cache.quantised.layer import QuantisedLayer, QuantisedRows, quantised_bytes
+from runahead.cache.quantised.rows import Codes, QuantisedRows
 from runahead.cache.slabs import KVShape, KVSlab
 
 WORD = torch.int32
 
 
 @dataclass(kw_only=True)
-class PooledLayer(QuantisedLayer):
-    """One layer in slots as `QuantisedLayer`, whose keys are grouped by channel.
+class PooledCodes(Codes):
+    """Codes in slots of a layer, whose keys are grouped by channel.
 
     Attributes:
+        pads: slots on the left of each row that are padding.
         words: key and value of each quantised slot as words; slots from a row's `end` on are unwritten.
         scales: scale, as a key, and zero point, as a value, of each group of keys, by its number in its row.
     """
 
+    pads: list[int]
     words: KeptLayer
     scales: KeptLayer
 
-    @classmethod
-    def of_quantised(cls, layer: QuantisedLayer, *, room: int) -> PooledLayer:
-        """Copy the codes of a layer, with room for those of `room` more tokens."""
-        made = cls(
-            **layer.fields_of(QuantisedLayer),
-            words=_memory(layer, word_shape(layer.shape, layer.bits), layer.quantised_end(room)),
-            scales=_memory(layer, scale_shape(layer.shape), -(-layer.quantised_end(room) // GROUP)),
-        )
-        for part in layer.parts:
-            if part.num_tokens:
-                made._put_words(part, first=part.pad)
-        return made._over(made.words, made.scales)
+    @property
+    def is_pool(self) -> bool:
+        return True
 
     @property
     def on_host(self) -> bool:
@@ -74,58 +66,50 @@ class PooledLayer(QuantisedLayer):
         return self.words.pool_bytes
 
     @property
-    def code_bytes(self) -> int:
+    def num_bytes(self) -> int:
         return self.words.pool_bytes + self.scales.pool_bytes
 
-    def fetched_bytes(self, num_slots: int, *, room: int) -> int:
-        return super().fetched_bytes(num_slots, room=room) + self.words.fetched_bytes(num_slots, room=0)
+    def fetched_bytes(self, num_slots: int) -> int:
+        return self.words.fetched_bytes(num_slots, room=0)
 
-    def to_host(self, copies: CopyStream, *, room: int, spare: int) -> PooledLayer:
-        """The layer with its words in host memory; see `HostLayer.of`."""
-        used = self.words.num_slots
-        room, spare = (max(0, self.quantised_end(num) - used) for num in (room, spare))
+    def to_host(self, copies: CopyStream, *, room: int, spare: int) -> PooledCodes:
+        """The same codes with their words in host memory; see `HostLayer.of`. `room` and `spare` are words."""
         return self._over(HostLayer.of(self.words, copies, room=room, spare=spare), self.scales)
 
-    def brought(self) -> PooledLayer:
-        return self._over(self.words.brought(), self.scales)
+    def brought(self) -> PooledCodes:
+        return self._over(self.words.brought(), self.scales) if self.on_host else self
 
-    def slab(self) -> KVSlab:
-        return self.brought().slab() if self.on_host else super().slab()
-
-    def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        return self.brought().seen(q_BNCH, tokens) if self.on_host else super().seen(q_BNCH, tokens)
-
-    def expect(self, num_new: int) -> None:
-        if num_new == 1:  # its storing would else quantise others between their fetching and its attention
-            self.flush(coming=1)
-
-    def fork(self, *, copy: bool) -> KeptLayer:
-        other = super().fork(copy=copy)
-        assert isinstance(other, PooledLayer)
+    def fork(self, *, copy: bool) -> PooledCodes:
         # Rows whose quantised tokens end in different slots go on in memory that the others share.
         copy = copy or len(self.parts) > 1
-        return other._over(self.words.fork(copy=copy), self.scales.fork(copy=copy))
+        return self._over(self.words.fork(copy=copy), self.scales.fork(copy=copy))
 
     def gather(
         self,
         rows_X: Tensor | None,
         *,
+        window: KVSlab,
+        num_slots: int,
         room: int = 1,
         heads: tuple[int, int] | None = None,
         skips_keys: bool = False,
     ) -> Callable[[], Tensor] | None:
-        """As of `KeptLayer`: words are copied, and what the function returns is in the layer's dtype."""
-        batch, num_heads = len(self.pads), self.shape.num_kv_heads
-        by_slot, device = batch * num_heads, self.slab_TBKX.device
+        """As of `KeptLayer`: words are copied, and what the function returns is in the layer's dtype.
+
+        Args:
+            window: the newest ones of `num_slots` slots.
+        """
+        batch, num_heads, start = len(self.pads), self.shape.num_kv_heads, window.first
+        by_slot, exact_TBKX = batch * num_heads, window.tokens(start, num_slots)
         if rows_X is None:
             if not self.on_host:
                 return None
-            rows_X = torch.arange(self.num_slots * by_slot, device=device)
+            rows_X = torch.arange(num_slots * by_slot, device=exact_TBKX.device)
         slots_x, places_x = rows_X // by_slot, rows_X % by_slot
         pads_x, ends_x = (_by_row(values, places_x // num_heads) for values in zip(*self._ranges(), strict=True))
         is_exact_x1 = (slots_x >= ends_x).unsqueeze(1)
-        window, first = self.slab_TBKX[: self.num_slots - self.start], self.shape.key_dim if skips_keys else 0
-        exact_x = (slots_x - self.start).clamp_min(0) * by_slot + places_x
+        first = self.shape.key_dim if skips_keys else 0
+        exact_x = (slots_x - start).clamp_min(0) * by_slot + places_x
         slot_heads = heads or (batch, num_heads)
         bring: Callable[[], Tensor] | None = None
         if self.words.num_slots:
@@ -136,9 +120,10 @@ class PooledLayer(QuantisedLayer):
 
         def gathered() -> Tensor:
             num_fetched = len(slots_x) // (slot_heads[0] * slot_heads[1])
-            slab_mBKX = window.new_empty(num_fetched + room, *slot_heads, window.shape[3], dtype=self.shape.dtype)
-            out_xX = slab_mBKX[:num_fetched].view(-1, window.shape[3])[:, first:]
-            out_xX.copy_(window.flatten(0, 2)[:, first:].index_select(0, exact_x.clamp_max(len(window) * by_slot - 1)))
+            width, last = exact_TBKX.shape[3], len(exact_TBKX) * by_slot - 1
+            slab_mBKX = exact_TBKX.new_empty(num_fetched + room, *slot_heads, width, dtype=self.shape.dtype)
+            out_xX = slab_mBKX[:num_fetched].view(-1, width)[:, first:]
+            out_xX.copy_(exact_TBKX.flatten(0, 2)[:, first:].index_select(0, exact_x.clamp_max(last)))
             if bring is not None:
                 numbers_xX = self._dequantised(bring().flatten(0, 2), scales_x, skips_keys=skips_keys)
                 out_xX.copy_(torch.where(is_exact_x1, out_xX, numbers_xX))
@@ -154,7 +139,7 @@ class PooledLayer(QuantisedLayer):
         if skips_keys:
             return v_xV
         wide = torch.promote_types(dtype, torch.float32)
-        codes_xH = unpacked(codes_xW[0, 0], self.bits, wide, self.shape.key_dim)
+        codes_xH = unpacked(codes_xW[0, 0], self.few.bits, wide, self.shape.key_dim)
         scale_xH, zero_xH = scales_xH.to(wide).split(self.shape.key_dim, dim=1)
         return torch.cat([torch.addcmul(zero_xH, codes_xH, scale_xH).to(dtype), v_xV], dim=1)
 
@@ -164,16 +149,17 @@ class PooledLayer(QuantisedLayer):
         num_groups, num_key_words = channel_groups(value_dim), self.words.shape.key_dim
         scales_BKnF = words_BKnY[..., num_key_words : num_key_words + num_groups]
         scale, zero = scales_BKnF.view(self.scales.shape.dtype).split(num_groups, dim=3)
-        k_BKnW = words_BKnY[..., :num_key_words].view(torch.uint8)[..., : packed_bytes(key_dim, self.bits)]
+        k_BKnW = words_BKnY[..., :num_key_words].view(torch.uint8)[..., : packed_bytes(key_dim, self.few.bits)]
         v_BKnW = words_BKnY[..., num_key_words + num_groups :].view(torch.uint8)
-        v_BKnW = v_BKnW[..., : packed_bytes(value_dim, self.bits)]
-        return k_BKnW, TokenGroups(bits=self.bits, dim=value_dim, codes_BKTW=v_BKnW, scale=scale, zero=zero)
+        v_BKnW = v_BKnW[..., : packed_bytes(value_dim, self.few.bits)]
+        return k_BKnW, TokenGroups(bits=self.few.bits, dim=value_dim, codes_BKTW=v_BKnW, scale=scale, zero=zero)
 
-    def _grown(self, part: QuantisedRows, k_BKSH: Tensor, v_BKSV: Tensor) -> QuantisedRows:
-        keys, values = ChannelGroups.of(k_BKSH, self.bits), TokenGroups.of(v_BKSV, self.bits)
+    def _add(self, place: int, k_BKSH: Tensor, v_BKSV: Tensor) -> None:
+        part = self.parts[place]
+        keys, values = ChannelGroups.of(k_BKSH, self.few.bits), TokenGroups.of(v_BKSV, self.few.bits)
         self._put_words(replace(part, keys=keys, values=values), first=part.end)
         self.parts = self._over(self.words, self.scales).parts  # memory may have moved
-        return self._viewed(part, part.num_tokens + values.num_tokens)
+        self.parts[place] = self._viewed(part, part.num_tokens + values.num_tokens)
 
     def _put_words(self, new: QuantisedRows, *, first: int) -> None:
         """Store tokens of some rows in the slots from `first` on."""
@@ -184,9 +170,8 @@ class PooledLayer(QuantisedLayer):
         scales_BKGX = torch.cat([new.keys.scale, new.keys.zero], dim=3)
         self.scales.put((first - new.pad) // GROUP, new.rows, scales_BKGX.permute(2, 0, 1, 3))
 
-    def _over(self, words: KeptLayer, scales: KeptLayer) -> PooledLayer:
-        """The same layer over other memory with the same content."""
-        self._place()
+    def _over(self, words: KeptLayer, scales: KeptLayer) -> PooledCodes:
+        """The same codes over other memory with the same content."""
         other = replace(self, words=words, scales=scales)
         other.parts = [other._viewed(part, part.num_tokens) for part in self.parts]
         return other
@@ -197,13 +182,45 @@ class PooledLayer(QuantisedLayer):
         codes, values = self._split(self.words.mapped_TBKX()[slots, rows].permute(1, 2, 0, 3))
         scales_BKGX = self.scales.slab_TBKX[: num_tokens // GROUP, rows].permute(1, 2, 0, 3)
         scale, zero = scales_BKGX.split(self.shape.key_dim, dim=3)
-        keys = ChannelGroups(bits=self.bits, dim=self.shape.key_dim, codes_BKTW=codes, scale=scale, zero=zero)
+        keys = ChannelGroups(bits=self.few.bits, dim=self.shape.key_dim, codes_BKTW=codes, scale=scale, zero=zero)
         return replace(part, keys=keys, values=values)
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Padding and end of the quantised tokens of each row."""
         by_row = {row: part for part in self.parts for row in range(len(self.pads))[part.rows]}
         return [(by_row[row].pad, by_row[row].end) for row in range(len(self.pads))]
+
+
+def pooled(layer: KeptLayer, *, room: int) -> KeptLayer:
+    """A layer in few bits from whose codes single tokens can be fetched, with room for those of `room` more tokens."""
+    codes = layer.codes
+    assert codes is not None, "layers whose heads keep different numbers of tokens are not retrieved from"
+    if codes.is_pool:
+        return layer
+    num_slots = codes.end_after(layer.num_slots + room)
+    made = PooledCodes(
+        shape=layer.shape,
+        few=codes.few,
+        parts=codes.parts,
+        pads=layer.pads,
+        words=_memory(layer, word_shape(layer.shape, codes.few.bits), num_slots),
+        scales=_memory(layer, scale_shape(layer.shape), -(-num_slots // GROUP)),
+    )
+    for part in codes.parts:
+        if part.num_tokens:
+            made._put_words(part, first=part.pad)
+    return layer.over(made._over(made.words, made.scales))
+
+
+def to_host(layer: KeptLayer, copies: CopyStream, *, room: int, spare: int) -> KeptLayer:
+    """A layer in host memory, or with its codes there if older tokens are in few bits; see `HostLayer.of`."""
+    codes = layer.codes
+    if codes is None:
+        return HostLayer.of(layer, copies, room=room, spare=spare)
+    assert isinstance(codes, PooledCodes), "codes become a pool first"
+    used = codes.words.num_slots
+    room, spare = (max(0, codes.end_after(layer.num_slots + num) - used) for num in (room, spare))
+    return layer.over(codes.to_host(copies, room=room, spare=spare))
 
 
 def word_shape(shape: KVShape, bits: int) -> KVShape:
