@@ -49,12 +49,10 @@ def policies(*overrides: str) -> RankPolicies:
 def test_every_policy_has_a_name_on_the_command_line() -> None:
     with INFER.config_loader({}) as loader:
         assert set(choices("policy", loader)) >= set(NAMES)
-    for name, *settings in (
-        ("full",),
-        ("snapkv",),
-        ("sequence", "policy.steps=[h2o]"),
-        ("per_rank", "policy.ranks.last=h2o"),
-    ):
+    for name in NAMES:
+        given = {"sequence": {"steps": ["h2o"]}, "per_rank": {"ranks": {"last": "h2o"}}}.get(name, {})
+        assert RunOptions(policy={"name": name} | given).policy["name"] == name
+    for name, *settings in (("snapkv",), ("sequence", "policy.steps=[h2o]"), ("per_rank", "policy.ranks.last=h2o")):
         assert INFER.compose([f"policy={name}", *settings]).policy["name"] == name
     with pytest.raises(ValueError, match=re.escape(f"policy=? is not one of {', '.join(sorted(NAMES))}")):
         INFER.compose(["policy=?"])
