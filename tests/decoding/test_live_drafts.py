@@ -9,6 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from policies.adakv import AdaKV
+from policies.h2o import H2O
+from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions
 from runahead.config import Device, RanksOptions, Speculate
 from runahead.decoding.lanes import Lanes
@@ -19,6 +22,7 @@ from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
 from tests.decoding.test_live_rows import PROMPTS, joined
 from tests.decoding.test_speculation import VOCAB_SIZE, knowing
 from tests.families import throughout
@@ -36,10 +40,10 @@ OPTIONS = [
 class Decoding:
     """Rows that are decoded together. `tokens` are those of each row so far, `left` what left with how many stored."""
 
-    def __init__(self, family: str) -> None:
-        self.engine = Engine(tiny_model(family), Ranks.start(RanksOptions(device=Device.cpu)))
+    def __init__(self, family: str, policies: RankPolicies | None = None) -> None:
+        self.engine = Engine(tiny_model(family), Ranks.start(RanksOptions(device=Device.cpu)), policies=policies)
         self.left: dict[int, int] = {}
-        lanes = Lanes(self.engine.model)
+        lanes = Lanes(self.engine.model, policies)
         self.drafts = PayingDrafts(LookupDrafter(), Payoff(warm_up=lanes.warm_up), name="lookup")
         self.live = Rows(lanes, drafts=self.drafts, on_leave=self._leave)
         self.tokens: dict[int, list[int | None]] = {}
@@ -88,6 +92,23 @@ def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(famil
     assert decoding.left == {row: len(texts[row]) - 1 for row in range(4)}
     report = decoding.drafts.report
     assert 0 < report.accepted < report.drafted or not always
+
+
+@pytest.mark.parametrize(
+    "policy", [SnapKV(budget=12, window=4), AdaKV(scorer=SnapKV(budget=12, window=4)), H2O(budget=10, recent=3)]
+)
+def test_rows_under_policies_have_the_tokens_that_each_has_alone(policy):
+    decoding = Decoding("llama", RankPolicies.everywhere([policy]))
+    with throughout(decoding.engine.model.dtype):
+        expected = decoding.alone()
+        texts = [ids + new for ids, new in zip(PROMPTS, expected, strict=True)]
+        with knowing(texts, right=0.7, vocab_size=VOCAB_SIZE):
+            for row in range(4):
+                decoding.join(row)
+                decoding.step(2)
+            decoding.step(20)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+    assert 0 < decoding.drafts.report.accepted < decoding.drafts.report.drafted
 
 
 def test_plain_steps_follow_what_rows_have_accepted():
