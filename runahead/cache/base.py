@@ -153,7 +153,7 @@ class LayerStore(ABC):
         """Free all memory but that of the stored tokens and of `room` more."""
 
 
-class KVStore:
+class KVStore(ABC):
     """KV cache of a batch: keys and values of all layers.
 
     Attributes:
@@ -211,29 +211,20 @@ class KVStore:
         """The store of one layer for new tokens with these queries: they are appended to it and attend to it."""
         return self.layers[layer]
 
-    @property
-    def kept_layers(self) -> Sequence[LayerStore]:
-        """The layers that policies cut back."""
-        return self.layers
-
     def readers(self, layer: int) -> Sequence[int]:
         """Later layers that read what this one stores, where policies have to wait for them."""
         return ()
 
-    def put(self, layer: int, kept: LayerStore) -> None:
-        """Store a layer that policies cut back in place of the one it was made of."""
-        raise NotImplementedError(f"{type(self).__name__} keeps its layers")
-
-    def look_ahead(self, layer: int, given: LayerInput) -> None:
+    def look_ahead(self, layer: int, given: LayerInput) -> None:  # noqa: B027 (most stores do nothing then)
         """Prepare `layer`; called with the input of the layer before it, which has not run yet."""
 
-    def close(self, layer: int, *, room: int) -> None:
+    def close(self, layer: int, *, room: int) -> None:  # noqa: B027 (as above)
         """Called after the attention of several new tokens to a layer; `room` tokens are expected to follow."""
 
-    def set_lengths(self, stored: Sequence[int]) -> None:
+    def set_lengths(self, stored: Sequence[int]) -> None:  # noqa: B027 (as above)
         """Called before each decoding step with the number of tokens of each row, if steps repeat."""
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027 (as above)
         """Called after each decoding step, if steps repeat: all layers have appended its token."""
 
     def agreed(self, fine_1: Tensor) -> Tensor:
@@ -245,7 +236,7 @@ class KVStore:
         if self.gather is not None:
             self.gather.settle()
 
-    def await_device_by(self, settle: Callable[[], None]) -> None:
+    def await_device_by(self, settle: Callable[[], None]) -> None:  # noqa: B027 (as above)
         """Told what waits for the exchanges of ranks that store parts, if this is one part: see `await_device`."""
 
     def for_decoding(self) -> KVStore:
@@ -257,9 +248,9 @@ class KVStore:
         assert len(pads) == 1, f"{type(self).__name__} holds {len(pads)} rows, which stay together"
         return [self]
 
+    @abstractmethod
     def fork(self) -> KVStore:
         """An independent copy of the cache of one row, or of rows that stay together."""
-        raise NotImplementedError(f"{type(self).__name__} is not copied")
 
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
         """Keys and values of a row's first tokens in each layer, (T, K, H + V), as views; None if not all are here.
@@ -270,9 +261,9 @@ class KVStore:
         """
         return None
 
+    @abstractmethod
     def take_back(self, num_tokens: int) -> None:
         """Forget the last tokens, so that others are stored in their place."""
-        raise NotImplementedError(f"{type(self).__name__} takes back no tokens")
 
     @contextmanager
     def remembering(self) -> Iterator[Callable[[int], None]]:

@@ -651,8 +651,8 @@ class KeptCache(KVStore):
         offsets = [gap - pad for gap, pad in zip(self.gaps, pads, strict=True)]
         return index_C + row_values(offsets, index_C.device)[:, None]
 
-    def put(self, layer: int, kept: LayerStore) -> None:
-        assert isinstance(kept, KeptLayer), type(kept)
+    def put(self, layer: int, kept: KeptLayer) -> None:
+        """Store a layer that policies cut back in place of the one it was made of."""
         self.layers[layer] = kept
 
     def free(self, *, room: int) -> None:

@@ -71,6 +71,7 @@ class ExchangeRun(ChainRun):
         """Wait for what no query has read, too, since it is stored."""
         for each in self._arriving:
             each.arrive()
+        self._arriving = ()  # which refer to this run, and would keep its slabs
 
 
 class ExchangingPrefill(Prefill):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from runahead.attention.op import nothing
 from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from runahead.cache.base import KVStore
-from runahead.cache.kept import KeptLayer
+from runahead.cache.kept import KeptCache
 from runahead.thinning.steps import PolicySteps
 
 
@@ -19,12 +19,11 @@ class PolicyHook(LayerHook):
         steps: the policies of this forward.
     """
 
-    def __init__(self, cache: KVStore, steps: PolicySteps) -> None:
+    def __init__(self, cache: KeptCache, steps: PolicySteps) -> None:
         self._cache, self._steps = cache, steps
 
     def closed(self, call: LayerCall) -> None:
-        kept = self._cache.kept_layers[call.layer]
-        assert isinstance(kept, KeptLayer), type(kept)
+        kept = self._cache.layers[call.layer]
         self._steps.input_BCD = call.input_BCD
         stored = self._steps.run(call.layer, kept, call.seen, call.terms)
         if stored is not kept:
@@ -42,6 +41,7 @@ def attention_under(
         cache: holds the kept tokens, or this rank's part of them, and receives the new ones.
         ends, on_layer: as of `CausalAttention`.
     """
+    assert isinstance(cache, KeptCache), type(cache)
     tokens, hooks = steps.tokens, [PolicyHook(cache, steps)]
     return CausalAttention(
         cache,

@@ -165,7 +165,7 @@ def test_a_turn_that_retrieves_is_cut_back_as_it_is_in_place(
         with throughout(torch.float64):
             more = torch.tensor([tokens])
             assert torch.equal(ours.conversation.feed(more), theirs.conversation.feed(more))
-        assert all(isinstance(layer, HostLayer) for layer in ours.conversation.cache.kept_layers)
+        assert all(isinstance(layer, HostLayer) for layer in ours.conversation.cache.layers)
         assert torch.equal(ours.decode(GENERATED), theirs.decode(GENERATED))
 
 

@@ -624,7 +624,7 @@ def test_a_turn_that_retrieves_is_cut_back_by_its_attention_to_all_tokens(
     monkeypatch.setattr(PolicySteps, "run", noting)
     with throughout(torch.float64):
         ours.conversation.feed(torch.tensor([RETRIEVED_TURN]))
-    for layer, kept in enumerate(ours.conversation.cache.kept_layers):
+    for layer, kept in enumerate(ours.conversation.cache.layers):
         q_BNwH, k_BKnH, positions_BKn, scaling = found[layer]
         assert k_BKnH.shape[2] > kept.num_slots == 24
         for row, length in enumerate(lengths):

@@ -97,7 +97,7 @@ def test_after_policies_that_drop_tokens_those_that_are_left_are_at_clamped_dist
             theirs = written.feed(part)
             torch.testing.assert_close(ours.feed(torch.tensor([part]))[0], theirs, atol=TOLERANCE, rtol=0)
             assert ours.cache is not None
-            for layer, kept in enumerate(ours.cache.kept_layers):
+            for layer, kept in enumerate(ours.cache.layers):
                 assert kept.num_slots == min(start + len(part), budget)
                 written.keep(layer, kept.positions_BKn()[0].long())
         for token in GENERATED:

@@ -84,7 +84,7 @@ def generate(
         forward = forward_over(model, cache, *args, **kwargs)
 
         def step(ids_B1: Tensor, start: int) -> Tensor:
-            layers = [layer for layer in cache.kept_layers if isinstance(layer, KeptLayer)]
+            layers = [layer for layer in cache.layers if isinstance(layer, KeptLayer)]
             stored.append([layer.positions_BKn().tolist() for layer in layers])
             return forward(ids_B1, start)
 

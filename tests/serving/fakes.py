@@ -89,6 +89,9 @@ class FakeCache(KVStore):
     def fork(self) -> FakeCache:
         return FakeCache([copy(row) for row in self.layers])
 
+    def take_back(self, num_tokens: int) -> None:
+        assert not num_tokens, "fake rows have no drafts"
+
 
 class FakeModel(SimpleNamespace):
     """A model without layers: what it decodes are `FakeRow`s."""
