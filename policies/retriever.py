@@ -362,10 +362,13 @@ class Retriever(Policy, ABC):
     def clusters_of(self, layer: int, k_TKH: Tensor) -> Tensor:
         """Clusters of a segment's tokens, for the indices of all prompts that reuse it: (T, K, 1), int32.
 
+        By default each token is a cluster of its own.
+
         Args:
             k_TKH: keys of its tokens in a layer, rotated to their positions.
         """
-        raise NotImplementedError(f"{type(self).__name__} stores nothing with segments")
+        numbers_T = torch.arange(len(k_TKH), dtype=torch.int32, device=k_TKH.device)
+        return numbers_T[:, None, None].repeat(1, k_TKH.shape[1], 1)
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         """Whether queries are predicted from the layer before on this device."""
