@@ -115,7 +115,7 @@ def test_a_late_choice_is_from_a_full_pool_as_it_is_then(late: float, victim: st
             vars(layer.index).pop("before_BNH", None)
         logits = turns.decode(TOKENS * 3)
         assert turns.retrieval.report().evicted == [NUM_TOKENS + len(TOKENS) * 3 - 20] * 3
-        found.append((logits, [layer.positions_BKn() for layer in turns.conversation.cache.kept_layers]))
+        found.append((logits, [layer.positions_BKn() for layer in turns.conversation.cache.layers]))
     (ours, kept), (theirs, expected) = found
     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
     assert all(map(torch.equal, kept, expected))

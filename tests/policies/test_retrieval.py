@@ -466,9 +466,7 @@ def test_a_turn_retrieves_from_a_full_pool_which_is_cut_back_after_it(victim: st
     assert torch.equal(fed(ours, 5, 7, 11), fed(all_seen, 5, 7, 11))
     steps = [[found.steps for found in each.retrieval.layers if found] for each in (ours, all_seen)]
     assert steps == [[5] * 3, [4] * 3]
-    for kept, expected in zip(
-        ours.conversation.cache.kept_layers, all_seen.conversation.cache.kept_layers, strict=True
-    ):
+    for kept, expected in zip(ours.conversation.cache.layers, all_seen.conversation.cache.layers, strict=True):
         assert kept.num_slots == 20 and torch.equal(kept.positions_BKn(), expected.positions_BKn())
     assert torch.equal(ours.decode(GENERATED), all_seen.decode(GENERATED))
     turn, generated = answered(fetch=8, turn_tokens=1), answered(fetch=8)
