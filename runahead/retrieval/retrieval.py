@@ -191,12 +191,12 @@ class Retrieval:
         """Take in tokens that were stored in the memory of the pool after its slots. Indices get them when asked next.
 
         Args:
-            num_slots: of every layer from then on.
+            num_slots: of every layer from then on, with those before the first one of a layer with a window.
         """
         for kept, found in zip(self.pool, self.layers, strict=True):
             if found is not None:
                 found.age += num_slots - kept.num_slots
-            kept.set_end(kept.first + num_slots)
+            kept.set_end(num_slots)
 
     def look_ahead(self, layer: int, given: LayerInput) -> None:
         """Choose and start fetching a layer's slots, by queries predicted from the input of the layer before it."""
