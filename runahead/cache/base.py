@@ -265,6 +265,11 @@ class KVStore(ABC):
     def take_back(self, num_tokens: int) -> None:
         """Forget the last tokens, so that others are stored in their place."""
 
+    @property
+    def changes_as_it_grows(self) -> bool:
+        """Whether a new token changes how earlier ones are stored, so that those after it see others."""
+        return False
+
     @contextmanager
     def remembering(self) -> Iterator[Callable[[int], None]]:
         """Context manager of a forward of several tokens after each of which policies may decide.

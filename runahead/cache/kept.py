@@ -487,24 +487,28 @@ class KeptLayer(LayerStore):
 
         They may be stored and slots dropped until then; it is used in place of this layer, not beside it.
         """
-        other = replace(self, carried={policy: each_TBK.clone() for policy, each_TBK in self.carried.items()})
+        codes = None if self.codes is None else self.codes.fork(copy=False)
+        carried = {policy: each_TBK.clone() for policy, each_TBK in self.carried.items()}
+        other = replace(self, codes=codes, carried=carried)
         other._unplaced = list(self._unplaced)
         return other
 
     def row(self, row: int) -> KeptLayer:
         """One row's slots, without its padding, as a layer of its own in the same memory."""
-        assert self.few is None and self.gapped is None, "rows in few bits, or with gaps, stay together"
+        assert self.gapped is None, "rows with gaps stay together"
         pad, rows = self.pads[row], slice(row, row + 1)
-        memory = self.memory.row(row, pad)
-        skipped = slice(len(self.slab_TBKX) - len(memory.slab_TBKX), None)
+        skipped, memory = max(0, pad - self.first), self.memory.row(row, pad)
+        first = self.first + skipped - pad
         return replace(
             self,
             slab_TBKX=memory.slab_TBKX,
-            placed_TBK=self.positions_TBK[skipped, rows],
+            placed_TBK=self.positions_TBK[skipped:, rows],
             pads=[0],
-            num_slots=self.end - pad - memory.first,
-            first=memory.first,
-            carried={policy: each_TBK[skipped, rows] for policy, each_TBK in self.carried.items()},
+            num_slots=self.num_slots - skipped,
+            first=first,
+            start=memory.first - first,
+            codes=None if self.codes is None else self.codes.row(row),
+            carried={policy: each_TBK[skipped:, rows] for policy, each_TBK in self.carried.items()},
             queries={first: each.row(row) for first, each in self.queries.items()},
             host=None,
         )
@@ -724,12 +728,16 @@ class KeptCache(KVStore):
         """A row moves to memory of its own as it outgrows its room."""
         if len(pads) == 1:
             return [self]
-        assert self.form is None and not any(self.gaps), "rows of this form, or with gaps, stay together"
-        return [KeptCache([layer.row(row) for layer in self.layers]) for row in range(len(pads))]
+        assert not any(self.gaps), "rows with gaps stay together"
+        return [KeptCache([layer.row(row) for layer in self.layers], self.form) for row in range(len(pads))]
 
     def take_back(self, num_tokens: int) -> None:
         for layer in self.layers:
             layer.set_end(layer.end - num_tokens)
+
+    @property
+    def changes_as_it_grows(self) -> bool:
+        return self.form is not None
 
     @contextmanager
     def remembering(self) -> Iterator[Callable[[int], None]]:

@@ -266,7 +266,7 @@ class Lanes:
         self.part()
         found: dict[RowId, Tensor] = {}
         for group in self._groups_of(ids):
-            if self._deciding:
+            if self._deciding or group.caches[0].changes_as_it_grows:
                 found |= {row: self._verified_in_turn(self.lane(row), ids[row]) for row in group.rows}
             else:
                 found |= zip(group.rows, self._verified(group, [ids[row] for row in group.rows]), strict=True)
@@ -324,7 +324,7 @@ class Lanes:
         return [logits_CV[: len(row_ids)] for row_ids, logits_CV in zip(ids, logits_BCV, strict=True)]
 
     def _verified_in_turn(self, lane: Lane, ids: Sequence[int]) -> Tensor:
-        """Logits (C, V) after each of some tokens of a row under policies that decide after each of them."""
+        """Logits (C, V) after each of some tokens of a row that each change what those after them see of the others."""
         model, cache, start = self._model, lane.cache, self._place(lane)
         ids_1C = sent(torch.tensor([list(ids)]), model.device)
         with model.ranges("verification of", len(ids), "tokens"), cache.remembering() as lane.take_back:

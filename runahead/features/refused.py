@@ -234,9 +234,9 @@ REFUSED = (
         "use a policy that decides after the prompt alone, such as snapkv",
     ),
     Refused(
-        ("generation.speculate", "cache.bits"),
-        "{0} does not go with {1}, from whose codes no token can be taken back",
-        "use cache.bits=null",
+        ("generation.speculate=policy", "cache.bits"),
+        "{0} drafts from keys and values as they are, and does not go with {1}",
+        "use generation.speculate=lookup",
     ),
     Refused(
         ("generation.speculate=policy", "decode=sharded"),
@@ -253,10 +253,14 @@ REFUSED = (
         "{0} does not go with a conversation whose text is stored by several ranks, each of which takes whole turns",
         "use generation.speculate=none, or a conversation on one stage",
     ),
-    Refused(
-        ("generation.speculate", "cache policies", "decode=sharded"),
-        "{0} does not go with {1} and decode=sharded, where what a rank keeps depends on the drafted tokens of others",
-        "use decode=last",
+    *(
+        Refused(
+            ("generation.speculate", kept, "decode=sharded"),
+            "{0} does not go with {1} and decode=sharded, where what a rank keeps depends on the drafted tokens of "
+            "others",
+            "use decode=last",
+        )
+        for kept in ("cache policies", "cache.bits")
     ),
     Refused(
         ("generation.speculate=lookup or model", "draft.speculate=model"),

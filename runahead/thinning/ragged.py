@@ -352,6 +352,7 @@ class RaggedLayer(KeptLayer):
             queries={first: each.row(row) for first, each in self.queries.items()},
             lengths=self.lengths[first:stop],
             starts=[start - self.starts[first] for start in self.starts[first : stop + 1]],
+            coded=None if self.coded is None else self.coded.some(first, stop),
             dropped=None if self.dropped is None else self.dropped.row(row),
         )
 

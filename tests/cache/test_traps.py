@@ -173,11 +173,6 @@ def test_groups_leave_the_window_before_a_token_attends_and_after_a_turn(family:
     assert largest_difference(torch.cat(found), torch.cat(expected)) < TOLERANCE
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="few bits do not go with speculation; issue 41 frees the pair in its step 6b",
-)
 def test_a_draft_across_a_flush_gives_the_tokens_of_plain_decoding() -> None:
     model = tiny_model("llama")
     policies = RankPolicies.everywhere([], storage=CacheOptions(bits=4, residual=RESIDUAL))

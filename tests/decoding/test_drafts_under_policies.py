@@ -24,7 +24,7 @@ from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
 from runahead.cache.kept import KeptLayer
-from runahead.config import Positions, Speculate
+from runahead.config import CacheOptions, Positions, Speculate
 from runahead.conversation import Conversation
 from runahead.thinning.rank_policies import RankPolicies
 from tests.decoding.test_speculation import DRAFTED, PLAIN, PROMPTS, SAMPLED, compare, engine_of, knowing
@@ -71,6 +71,21 @@ def test_tokens_are_those_without_drafts(name: str, rows: int) -> None:
     options = [replace(PLAIN, max_new_tokens=num) for num in (20, 13, 17)]
     report = compare(engine, PROMPTS[:rows], options[:rows])
     assert 5 < report.accepted < report.drafted and len(report.accepted_lengths) > 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["full", "snapkv", "adakv", "h2o", "tova"])
+def test_few_bits(name: str, rows: int) -> None:
+    """Tokens leave the window inside drafts, rejected ones among them.
+
+    It fails where a rejected token is encoded, or pushes another one out of the window, and where drafted tokens see
+    others exact that earlier ones of them would have encoded.
+    """
+    storage = CacheOptions(bits=4, residual=8)
+    policies = RankPolicies.everywhere(BOTH.get(name, []), storage=storage)
+    options = [replace(PLAIN, max_new_tokens=num) for num in (60, 45, 50)]
+    report = compare(engine_of(tiny_model("llama"), policies=policies), PROMPTS[:rows], options[:rows])
+    assert report.accepted > 10
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "r_kv"])

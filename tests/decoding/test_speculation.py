@@ -658,18 +658,6 @@ def test_the_config_of_a_drafting_model_has_overrides(tmp_path: Path) -> None:
     assert "draft.overrides has no effect without generation.speculate=model" in ineffective_settings(unused)
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "policy Quest, which takes": {"policies": RankPolicies.everywhere([Quest()])},
-    "cache.bits=4": {"policies": RankPolicies(storage=CacheOptions(bits=4))},
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_an_engine_refuses_what_cannot_take_back_tokens(what: str) -> None:
-    with pytest.raises(ValueError, match=f"generation.speculate=lookup does not go with {what}"):
-        engine_of(tiny_model("llama"), **REFUSED[what]).generate([[5, 6]], DRAFTED)
-
-
 def test_rows_of_a_batch_ask_for_different_drafts() -> None:
     """Of look-up, of a copy of the model that is always right, and of none."""
     model = tiny_model("llama")
@@ -698,26 +686,18 @@ def test_a_model_whose_rotation_depends_on_the_length_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"policy": {"name": "quest"}}, {"cache": CacheOptions(bits=4)}],
-)
-def test_a_run_is_refused_before_its_ranks_start(more: dict[str, Any]) -> None:
-    policy = {"policy": {"name": "full"}}
-    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with"):
-        RunOptions(generation=DRAFTED, **{**policy, **more})
-    RunOptions(generation=PLAIN, **{**policy, **more})
-
-
-@pytest.mark.parametrize(
-    "more",
     [
+        {"cache": CacheOptions(bits=4)},
         {"policy": {"name": "streaming_llm"}},
         {"ranks": RanksOptions(tensor=2)},
         {"prefill": PrefillOptions(name=PrefillName.tensor)},
         {"decode": DecodeOptions(name=DecodeName.sharded)},
     ],
 )
-def test_a_run_may_ask_for_drafts(more: dict[str, Any]) -> None:
+def test_a_run_that_drafts(more: dict[str, Any]) -> None:
     RunOptions(generation=DRAFTED, **{"policy": {"name": "full"}, **more})
+    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with policy Quest"):
+        RunOptions(generation=DRAFTED, **{**more, "policy": {"name": "quest"}})
 
 
 def test_a_conversation_speculates_in_every_turn() -> None:
@@ -776,7 +756,7 @@ def test_what_a_conversation_and_a_server_refuse() -> None:
     for given, kind, message in (
         (None, Speculate.policy, "needs policies of what drafts see"),
         (RankPolicies.everywhere([Quest()]), Speculate.lookup, "does not go with policy Quest"),
-        (RankPolicies(storage=CacheOptions(bits=4)), Speculate.lookup, "does not go with cache.bits=4"),
+        (RankPolicies(storage=CacheOptions(bits=4)), Speculate.policy, "does not go with cache.bits=4"),
         (None, Speculate.model, "needs a smaller model that drafts"),
     ):
         conversation = Conversation(tiny_model("llama"), given)

@@ -88,6 +88,11 @@ class Groups(ABC):
         scale, zero = (x[:, :, first // each : end // each] for x in (self.scale, self.zero))
         return replace(self, codes_BKTW=self.codes_BKTW[:, :, first:end], scale=scale, zero=zero)
 
+    def row(self, row: int) -> Self:
+        """The tokens of one row; views."""
+        codes, scale, zero = (x[row : row + 1] for x in (self.codes_BKTW, self.scale, self.zero))
+        return replace(self, codes_BKTW=codes, scale=scale, zero=zero)
+
     def pages(self, first: int, end: int) -> Self:
         """The 32 tokens of each page [first, end) of the only head of the only row, as a row of their own; views."""
         part = self.part(first * GROUP, end * GROUP)

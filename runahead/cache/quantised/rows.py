@@ -78,6 +78,13 @@ class QuantisedRows(Codec):
         by_token = TokenGroups.joined([self.keys, scales.groups(k_BKSH, self.keys.bits)])
         return replace(self, keys=by_token, values=values, scales=scales)
 
+    def row(self, row: int) -> QuantisedRows:
+        """Those of one row of the batch, without its padding."""
+        place = row - (self.rows.start or 0)
+        scales = None if self.scales is None else self.scales.row(place)
+        keys, values = self.keys.row(place), self.values.row(place)
+        return replace(self, rows=EVERY_ROW, pad=0, keys=keys, values=values, scales=scales)
+
     def taken(self, chosen_BKm: Tensor) -> QuantisedRows:
         """These tokens of each head alone, by their numbers; the codes stay as they are."""
         assert isinstance(self.keys, TokenGroups), "a group of several tokens cannot lose one of them"
@@ -210,6 +217,11 @@ class Codes:
 
     def fork(self, *, copy: bool) -> Codes:
         return replace(self, parts=list(self.parts))
+
+    def row(self, row: int) -> Codes:
+        """Those of one row of the batch."""
+        [part] = [part for part in self.parts if part.rows.start in (None, row)]
+        return replace(self, parts=[part.row(row)])
 
     def grow(self, window: KVSlab, num_slots: int) -> None:
         """Quantise the tokens that leave the window of a row with so many slots."""

@@ -140,6 +140,21 @@ class QuantisedSequences(Codec):
         keys, values = (x.take(index_Y[None, None]) for x in (self.keys, self.values))
         return self.holding(keys, values, self.positions_T[index_Y], carried, lengths, self.scales)
 
+    def some(self, first: int, stop: int) -> QuantisedSequences:
+        """The sequences [first, stop)."""
+        begin, end = sum(self.lengths[:first]), sum(self.lengths[:stop])
+        scales = None
+        if self.scales is not None:
+            scales = ChannelScales.joined([self.scales.row(number) for number in range(first, stop)])
+        return self.holding(
+            self.keys.part(begin, end),
+            self.values.part(begin, end),
+            self.positions_T[begin:end],
+            {policy: each_T[begin:end] for policy, each_T in self.carried.items()},
+            self.lengths[first:stop],
+            scales,
+        )
+
     def carrying(self, carried_T: Tensor, policy: Hashable) -> QuantisedSequences:
         """With a policy's value of each token."""
         return replace(self, carried={**self.carried, policy: carried_T})
