@@ -147,8 +147,9 @@ class QueryPrediction:
         forward = SeamCache(recording, given.start)
         keywords = {name: value for name, value in given.keywords.items() if name != "hidden_states"}
         keywords |= {name: forward for name, value in keywords.items() if isinstance(value, SeamCache)}
+        rest = [forward if isinstance(value, SeamCache) else value for value in given.rest]
         with suppress(ForwardEndsHere):
-            self._layers[layer](given.x_BCD, *given.rest, **keywords)
+            self._layers[layer](given.x_BCD, *rest, **keywords)
         return recording.calls[0][1]
 
     def _found(
