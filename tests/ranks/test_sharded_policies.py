@@ -275,6 +275,18 @@ def test_groups_of_few_bits_begin_anew_on_each_rank(rank_pools: RankPools, bound
         assert any(few.leaving(len(part)) for part in parts) or len(ids) < 64
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "bloom", "gemma4_text"])
+def test_in_few_bits_a_window_of_all_tokens_gives_the_answer_of_one_rank(rank_pools: RankPools, family: str) -> None:
+    """Of layers with windows, with a bias by distance, and of layers that read earlier ones."""
+    storage, prompts = CacheOptions(bits=4, residual=1000, residual_bits=None), [prompt(NUM_TOKENS), prompt(31, seed=4)]
+    seen = run(rank_pools, RankPolicies.everywhere([], storage=storage), (0, 35, 60), family=family, prompts=prompts)
+    for row, ids in enumerate(prompts):
+        tokens = oracle_tokens(family, tuple(ids), NUM_NEW)
+        assert seen[0].batch.generations[row].new_token_ids == tokens
+        theirs = oracle_logits(family, (*ids, *tokens[:-1]))
+        assert largest_difference(logits_of(seen, -1)[row], theirs) < TOLERANCE
+
+
 def chunks(bounds: tuple[int, ...]) -> list[tuple[int, PromptPart]]:
     """Rank and part of each rank that has a chunk."""
     partition, pads = ContextPartition(boundaries=bounds), [NUM_TOKENS - len(ids) for ids in BATCH]
