@@ -355,8 +355,8 @@ class KeptLayer(LayerStore):
         if self.queries:  # those since a row was cut back
             tokens = zip(self.pads, kept_pads, strict=True)
             goes = [num_kept - kept < self.num_slots - pad for pad, kept in tokens]
-            goes_B = row_values(goes, slots_mBK.device)
-            self.queries = {} if all(goes) else {first: each.without(goes_B) for first, each in self.queries.items()}
+            goes_B = None if all(goes) else row_values(goes, slots_mBK.device)
+            self.queries = {} if goes_B is None else {at: each.without(goes_B) for at, each in self.queries.items()}
         self.num_slots, self.pads = num_kept, kept_pads
         return self
 
