@@ -1,8 +1,7 @@
-"""Interface of all KV caches: append new tokens, attend to the stored ones, keep some of them, free the others.
+"""Interface of all KV caches: append new tokens, see the stored ones by their queries, free what is not needed.
 
 A `KVStore` has one `LayerStore` per layer. Prefill and decoding use all of them alike, whether they consist of slabs,
-of layers that a policy cuts back, of host memory or of reused segments: `append`, then `seen` and its `attend`, then
-`keep`.
+of layers that a policy cuts back, of host memory or of reused segments: `append`, then `seen` and its `output`.
 """
 
 # Legend: P ranks that store parts of a text, B batch, N query heads, K kv heads, C new tokens, n stored tokens, m kept
