@@ -281,7 +281,6 @@ MISTAKES = [
     (["generation.stop="], "empty string"),
     (["decode=first"], "decode=first is not one of auto, last, sharded"),
     (["decode=sharded", "prefill=tsp"], "decode=sharded needs prefill=kv_runahead: prefill=tsp collects"),
-    (["decode=sharded", "policy=prompt_cache"], "reused segments are tokens that no rank computes; use decode=last"),
     (
         ["decode=sharded", "policy=snapkv", "policy.positions=reencoded"],
         "policy.positions=reencoded counts all that are kept; use policy.positions=original or decode=last",

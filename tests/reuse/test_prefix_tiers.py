@@ -434,7 +434,7 @@ def test_a_forward_begins_before_later_layers_are_read(tmp_path: Path, monkeypat
         tree.save()
         engine = engine_of(model, PrefixTree(inf, folder=tmp_path))
         monkeypatch.setattr(tier_files, "checksum", waiting)
-        monkeypatch.setattr(ChainRun, "close", _then(ChainRun.close, compared.set))
+        monkeypatch.setattr(ChainRun, "attended", _then(ChainRun.attended, compared.set))
         second = engine.generate([ids], OPTIONS)
     require_same(second, first)
     assert computed_and_cached(second) == (1, 39) and number == model.num_layers

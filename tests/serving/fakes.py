@@ -98,6 +98,7 @@ class FakeModel(SimpleNamespace):
 
     ranges = Ranges()
     marks = None
+    shard_number, num_shards = 0, 1
 
     def forward(self, ids_B1: torch.Tensor, attention: CausalAttention | RowsAttention, **_: object) -> torch.Tensor:
         self.engine.before_step()

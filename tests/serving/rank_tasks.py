@@ -17,6 +17,7 @@ from torch import Tensor
 
 from policies.reuse import GivenPrompt, Segment
 from runahead import Engine, GenerationOptions, Model, PrefillOptions
+from runahead.cache.attention import LayerCall
 from runahead.config import DecodeName, DecodeOptions
 from runahead.context import ContextPartition
 from runahead.prefill.base import PrefillCancelled, PrefillPlan
@@ -103,17 +104,17 @@ def steps_in_a_wait(ranks: Ranks, prefill: PrefillOptions, prompts: list[list[in
     model, num_steps = tiny_model(FAMILY), [0]
     engine = Engine(model, ranks, prefill=prefill)
     executor = Executor(engine, Inbox(), lambda report: None, QueueLimits(itl_s=1e3))
-    step, send = executor._step, ChainRun.send
+    step, save = executor._step, ChainRun.save
 
     def noted() -> None:
         step()
         Path(folder, str(num_steps[0])).touch()
         num_steps[0] += 1
 
-    def sending(run: ChainRun, layer: int) -> None:
+    def sending(run: ChainRun, call: LayerCall) -> None:
         if ranks.rank == 0:
-            until(Path(folder, str(layer)).exists)
-        send(run, layer)
+            until(Path(folder, str(call.layer)).exists)
+        save(run, call)
 
     with throughout(model.dtype):
         for number, ids in enumerate(prompts):
@@ -122,7 +123,7 @@ def steps_in_a_wait(ranks: Ranks, prefill: PrefillOptions, prompts: list[list[in
             if number == 0:
                 executor.carry_out(item)
             else:
-                with mock.patch.object(executor, "_step", noted), mock.patch.object(ChainRun, "send", sending):
+                with mock.patch.object(executor, "_step", noted), mock.patch.object(ChainRun, "save", sending):
                     executor.carry_out(item)
     return num_steps[0]
 
