@@ -14,7 +14,7 @@ from torch import Tensor
 from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
 from runahead.attention.op import Step, attend, finish, joined
 from runahead.attention.partial import AttentionTerms, merge, merge_parts
-from runahead.cache.attention import CausalAttention
+from runahead.cache.attention import CausalAttention, End
 from runahead.cache.base import Gather
 from runahead.cache.new_tokens import NewTokens
 
@@ -43,7 +43,7 @@ class RowsAttention(LayerAttention):
             are neither stored nor attend to anything. None is all tokens of all rows.
         shared: what the rows see besides their caches.
         gather: between ranks that each store a part of the rows and run the same forwards; None: all is here.
-        is_told: another rank chooses the tokens, so the forward ends with the last layer's attention.
+        ends: where the forward ends, if not with the logits; only where a layer has attended.
     """
 
     def __init__(
@@ -53,14 +53,15 @@ class RowsAttention(LayerAttention):
         counts: Sequence[int] | None = None,
         shared: SharedKV | None = None,
         gather: Gather | None = None,
-        is_told: bool = False,
+        ends: End | None = None,
     ) -> None:
         stored = [row.start - row.pads[0] for row in rows]
         start = max(stored)
         super().__init__(start=start, pads=[start - num for num in stored])
         assert len({row.rotates for row in rows}) == 1, "all rows rotate their keys, or the model does"
         self.rows, self._counts, self._shared = list(rows), counts, shared
-        self._gather, self._is_told = gather, is_told
+        self._gather, self._ends = gather, ends
+        assert ends is None or ends[1] == "attended", ends
         self._tokens = NewTokens(start, self.pads)
 
     @property
@@ -99,7 +100,7 @@ class RowsAttention(LayerAttention):
             call = row.stored(layer, *qkv, terms)
             parts.append(call.seen.attend(terms))
             row.attended(call)
-        return self._output(layer, q_BNCH, parts, terms)
+        return self._output(layer, layer, q_BNCH, parts, terms)
 
     def attend_shared(
         self,
@@ -117,21 +118,26 @@ class RowsAttention(LayerAttention):
             call = row.read(layer, source, *qkv, terms, skipped=skipped)
             parts.append(call.seen.attend(terms))
             row.attended(call)
-        return self._output(source, q_BNCH, parts, terms)
+        return self._output(layer, source, q_BNCH, parts, terms)
 
     def _output(
-        self, layer: int, q_BNCH: Tensor, parts: Sequence[tuple[Tensor, Tensor]], terms: AttentionTerms
+        self,
+        layer: int,
+        source: int,
+        q_BNCH: Tensor,
+        parts: Sequence[tuple[Tensor, Tensor]],
+        terms: AttentionTerms,
     ) -> Tensor:
-        """Output (B, N, C, V) of what each row has found by itself, and of what rows share."""
+        """Output (B, N, C, V) of a layer: of what each row has found by itself, and of what rows share in `source`."""
         places = [(slice(row, row + 1), range(out.shape[2])) for row, (out, _) in enumerate(parts)]
         found = joined(q_BNCH, parts[0][0].shape[3], places, parts)
         if self._shared is not None:
             counts = self._counts or [q_BNCH.shape[2]] * len(self.rows)
-            if steps := self._shared.steps(layer, self._tokens, counts):
+            if steps := self._shared.steps(source, self._tokens, counts):
                 found = merge(*found, *attend(q_BNCH, steps, terms))
         if self._gather is not None:
             found = self._over_ranks(*found, self._gather)
-        if self._is_told and layer == self.rows[0].cache.num_layers - 1:
+        if self._ends == (layer, "attended"):
             raise ForwardEndsHere
         return finish(found, terms, q_BNCH.dtype)
 

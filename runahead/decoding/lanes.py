@@ -14,7 +14,7 @@ from torch import Tensor
 from policies.base import Policy
 from policies.row_values import row_values, sent
 from runahead.attention.base import LayerAttention
-from runahead.cache.attention import CausalAttention
+from runahead.cache.attention import CausalAttention, End
 from runahead.cache.base import Gather, KVStore
 from runahead.cache.rows import RowsAttention
 from runahead.decoding.forward import (
@@ -87,7 +87,7 @@ class _Group:
         caches: of the rows, without what several of them see.
         shared: what several of them see; None if there is nothing.
         gather: between the ranks that each store a part of the rows; None: all is here.
-        is_told: this rank needs no logits.
+        ends: where a forward ends, if this rank needs no logits.
     """
 
     rows: list[RowId]
@@ -95,7 +95,7 @@ class _Group:
     caches: list[KVStore]
     shared: SharedParts | None
     gather: Gather | None = None
-    is_told: bool = False
+    ends: End | None = None
 
     def attention(
         self, of_row: Callable[[Lane, KVStore], CausalAttention], counts: Sequence[int] | None = None
@@ -109,7 +109,7 @@ class _Group:
         rows = [of_row(lane, cache) for lane, cache in zip(self.lanes, self.caches, strict=True)]
         if len(rows) == 1 and self.gather is None:
             return rows[0]
-        return RowsAttention(rows, counts=counts, shared=self.shared, gather=self.gather, is_told=self.is_told)
+        return RowsAttention(rows, counts=counts, shared=self.shared, gather=self.gather, ends=self.ends)
 
 
 class Lanes:
@@ -127,7 +127,7 @@ class Lanes:
     def __init__(self, model: Model, policies: RankPolicies | None = None) -> None:
         self._model, self._policies = model, policies or RankPolicies()
         self._deciding: Sequence[Policy] = self._policies.while_decoding
-        self._is_told = False
+        self._ends: End | None = None
         self._lanes: dict[RowId, Lane] = {}
         self._batch: _Batch | None = None
         self._groups: list[_Group] = []
@@ -173,7 +173,7 @@ class Lanes:
             is_told: another rank chooses the tokens, so that this one needs no logits.
         """
         lanes = cls(model)
-        lanes._deciding, lanes._is_told = deciding, is_told
+        lanes._deciding, lanes._ends = deciding, model.last_attention if is_told else None
         for id, pad in zip(ids, pads, strict=True):
             counted_pad = pad if deciding else 0
             lanes._lanes[id] = Lane(cache=cache, num_tokens=num_tokens - pad, prompt_tokens=num_tokens, pad=counted_pad)
@@ -351,7 +351,7 @@ class Lanes:
         lanes = [self.lane(row) for row in rows]
         caches, shared = apart_from_shared([lane.cache for lane in lanes])
         gather = None if self._batch is None else self._batch.cache.gather
-        return _Group(rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, is_told=self._is_told)
+        return _Group(rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, ends=self._ends)
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return row_values(list(ids), self._model.device)[:, None]

@@ -80,6 +80,14 @@ def test_families_on_ranks_that_store_parts_of_a_text(rank_pools: RankPools, fam
 
 
 @pytest.mark.parametrize("options", [PLAIN, PLAIN[:1]], ids=["rows", "one row"])
+def test_a_rank_that_is_told_tokens_gathers_in_layers_that_read_others(
+    rank_pools: RankPools, options: Sequence[GenerationOptions]
+) -> None:
+    """It ends a forward with the last layer that attends, which is none that stores keys and values."""
+    assert compare(rank_pools, 2, (0, 25, 41), options, family="gemma4_text", **SHARDED)[0].accepted > 0
+
+
+@pytest.mark.parametrize("options", [PLAIN, PLAIN[:1]], ids=["rows", "one row"])
 def test_graphs_are_replayed_between_drafts(rank_pools: RankPools, options: Sequence[GenerationOptions]) -> None:
     """The numbers of a graph on the device follow what is taken back on all ranks."""
     report, num_replays = compare(rank_pools, 2, (0, 25, 41), options, on_gpu=True, **SHARDED)
