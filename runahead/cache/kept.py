@@ -495,7 +495,6 @@ class KeptLayer(LayerStore):
 
     def row(self, row: int) -> KeptLayer:
         """One row's slots, without its padding, as a layer of its own in the same memory."""
-        assert self.gapped is None, "rows with gaps stay together"
         pad, rows = self.pads[row], slice(row, row + 1)
         skipped, memory = max(0, pad - self.first), self.memory.row(row, pad)
         first = self.first + skipped - pad
@@ -511,6 +510,7 @@ class KeptLayer(LayerStore):
             carried={policy: each_TBK[skipped:, rows] for policy, each_TBK in self.carried.items()},
             queries={first: each.row(row) for first, each in self.queries.items()},
             host=None,
+            gapped=None if self.gapped is None else self.gapped.rows[row],
         )
 
     def copy_out(self, *, room: int) -> None:
@@ -728,8 +728,10 @@ class KeptCache(KVStore):
         """A row moves to memory of its own as it outgrows its room."""
         if len(pads) == 1:
             return [self]
-        assert not any(self.gaps), "rows with gaps stay together"
-        return [KeptCache([layer.row(row) for layer in self.layers], self.form) for row in range(len(pads))]
+        rows = [KeptCache([layer.row(row) for layer in self.layers], self.form) for row in range(len(pads))]
+        for alone, gap in zip(rows, self.gaps, strict=bool(self.gaps)):
+            alone.gaps = [gap]
+        return rows
 
     def take_back(self, num_tokens: int) -> None:
         for layer in self.layers:

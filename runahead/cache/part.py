@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import torch
 
@@ -26,6 +26,11 @@ class GappedRows:
 
     given: Sequence[Sequence[int]]
     ends: Sequence[int]
+
+    @cached_property
+    def rows(self) -> Sequence[GappedRows]:
+        """Each row alone: the same in all layers, so that its spans are made once."""
+        return [GappedRows(given=[given], ends=[end]) for given, end in zip(self.given, self.ends, strict=True)]
 
     def spans(self, num_slots: int, num_new: int, device: torch.device) -> Sequence[Span]:
         """So many slots of a layer, padded on the left, as the newest tokens see them by their positions."""

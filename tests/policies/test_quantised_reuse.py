@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from policies.base import ids_of
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.config import CacheOptions, Device, RanksOptions
@@ -14,6 +15,7 @@ from runahead.report import GenerationBatch
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.thinning.rank_policies import RankPolicies
+from tests.decoding.test_speculation import DRAFTED, PLAIN, knowing
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 from tests.reuse.test_prefixes import ROOMY, Texts, computed_and_cached, longest, require_same
@@ -139,16 +141,21 @@ def test_all_tokens_of_a_row_are_in_the_order_of_their_positions() -> None:
     assert found[:, 1].tolist() == [0] * 4 + [position + 100 for position in rows[1]]
 
 
+def with_gaps() -> list[ReusingPrompt]:
+    """Two prompts of different lengths, with gaps between their positions."""
+    outer, inner = segment(0, 30, *range(45, 55)), segment(34, 44)
+    uses = SegmentUse(segment=outer, parts=(range(3, 28), range(30, 40))), SegmentUse(segment=inner, parts=(range(10),))
+    gaps = ReusingPrompt(uses=uses, new_ids=tuple(prompt(24, seed=7)), new_positions=(1, 31, 32, 44, *range(60, 80)))
+    return [gaps, ReusingPrompt(uses=uses[1:], new_ids=(5, 6, 7), new_positions=(2, 33, 46))]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "bloom"])
 def test_segments_with_gaps_and_between_new_tokens_keep_their_positions(family: str) -> None:
     """With a window of all tokens the answer is the exact one; with a smaller one the order of tokens stays.
 
     Also of layers with windows and with a bias by distance, for which gaps count.
     """
-    outer, inner = segment(0, 30, *range(45, 55)), segment(34, 44)
-    uses = SegmentUse(segment=outer, parts=(range(3, 28), range(30, 40))), SegmentUse(segment=inner, parts=(range(10),))
-    gaps = ReusingPrompt(uses=uses, new_ids=tuple(prompt(24, seed=7)), new_positions=(1, 31, 32, 44, *range(60, 80)))
-    alone = ReusingPrompt(uses=uses[1:], new_ids=(5, 6, 7), new_positions=(2, 33, 46))
+    gaps, alone = with_gaps()
     with throughout(torch.float64):
         exact, window, few = (
             engine_of(family, bits=bits, residual=residual).generate([gaps, alone], OPTIONS)
@@ -161,6 +168,20 @@ def test_segments_with_gaps_and_between_new_tokens_keep_their_positions(family: 
     ]
     assert few.generations[0].new_token_ids == few_alone.generations[0].new_token_ids
     assert few.generations[0].logprobs != exact.generations[0].logprobs
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "bloom"])
+def test_rows_with_gaps_part_as_their_drafts_are_verified(family: str) -> None:
+    """Each keeps its positions. The reference is a token per forward of all rows."""
+    engine, prompts = engine_of(family), with_gaps()
+    with throughout(torch.float64):
+        plain = engine.generate(prompts, PLAIN)
+        texts = [ids_of(each) + answer.new_token_ids for each, answer in zip(prompts, plain.generations, strict=True)]
+        with knowing(texts, vocab_size=engine.model.vocab_size):
+            drafted = engine.generate(prompts, DRAFTED)
+    assert [each.new_token_ids for each in drafted.generations] == [each.new_token_ids for each in plain.generations]
+    report = drafted.ranks[0].speculation
+    assert report is not None and 3 < report.accepted < report.drafted
 
 
 def test_a_server_decodes_prompts_with_segments_beside_others() -> None:
