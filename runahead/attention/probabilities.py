@@ -92,10 +92,20 @@ class QuerySignals:
         assert self._terms.key_bias is not None
         return biased(self._terms.key_bias, self._biased_BKn, self._q_BNCH.shape[1]).float()
 
-    def of_reader(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms) -> QuerySignals:
+    def of_reader(
+        self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, *, lse_BNC: Tensor | None = None
+    ) -> QuerySignals:
         """Signals of the queries of another layer, of the last of these tokens, about the same keys."""
-        queries_BC = self._queries_BC[:, -q_BNCH.shape[2] :]
-        return QuerySignals(q_BNCH, self._k_BKnH, terms, queries_BC=queries_BC, keys_BKn=self._keys_BKn, layer=layer)
+        return QuerySignals(
+            q_BNCH,
+            self._k_BKnH,
+            terms,
+            queries_BC=self._queries_BC[:, -q_BNCH.shape[2] :],
+            keys_BKn=self._keys_BKn,
+            biased_BKn=self._biased_BKn,
+            lse_BNC=lse_BNC,
+            layer=layer,
+        )
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Implements `policies.base.Signals.votes`."""

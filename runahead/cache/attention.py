@@ -15,7 +15,7 @@ from policies.base import Phase
 from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
 from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.base import KVStore, LayerStore, ReaderQueries, SeenKV
+from runahead.cache.base import KVStore, LayerStore, Reader, SeenKV
 from runahead.cache.new_tokens import NewTokens
 
 End: TypeAlias = tuple[int, Literal["saved", "attended"]]
@@ -133,7 +133,8 @@ class CausalAttention(LayerAttention):
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
         await_prefix = partial(_call_all, self._loads, call) if self._loads else nothing
-        out_BNCV = call.seen.output(call.terms, await_prefix, gather=self.cache.gather)
+        keeps_lse = self._waits_for_readers(layer)
+        out_BNCV = call.seen.output(call.terms, await_prefix, gather=self.cache.gather, keeps_lse=keeps_lse)
         self.attended(call)
         return out_BNCV
 
@@ -163,7 +164,7 @@ class CausalAttention(LayerAttention):
         skipped: int = 0,
     ) -> Tensor:
         call = self.read(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, skipped=skipped)
-        out_BNCV = call.seen.output(terms, gather=self.cache.gather)
+        out_BNCV = call.seen.output(terms, gather=self.cache.gather, keeps_lse=source in self._unread)
         self.attended(call)
         return out_BNCV
 
@@ -189,11 +190,10 @@ class CausalAttention(LayerAttention):
         """Called after the attention of a call: close layers that nobody reads any more, and end the forward."""
         layer, source = call.layer, call.source
         if layer != source and source in self._unread:
-            queries = ReaderQueries(layer=layer, q_BNCH=call.seen.q_BNCH, terms=call.terms)
-            self._unread[source].seen.readers.append(queries)
+            self._unread[source].seen.readers.append(Reader(layer=layer, seen=call.seen, terms=call.terms))
             if layer == self.cache.readers(source)[-1]:
                 _call_all(self._closed, self._unread.pop(source))
-        elif layer == source and self.cache.readers(layer):
+        elif layer == source and self._waits_for_readers(layer):
             self._unread[layer] = call
         elif layer == source:
             _call_all(self._closed, call)
@@ -201,6 +201,10 @@ class CausalAttention(LayerAttention):
         if layer == source:
             self._on_layer()
         self._end_at(layer, "attended")
+
+    def _waits_for_readers(self, layer: int) -> bool:
+        """Whether hooks are told that a layer is closed only after the attention of others."""
+        return bool(self._closed and self.cache.readers(layer))
 
     def _end_at(self, layer: int, moment: str) -> None:
         if self._ends == (layer, moment):

@@ -40,11 +40,15 @@ class Gather(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReaderQueries:
-    """Queries of a layer that has read the keys and values of another one, of the last of the new tokens."""
+class Reader:
+    """A layer that has read the keys and values of another one, by queries of the last of the new tokens.
+
+    Attributes:
+        seen: what these queries saw.
+    """
 
     layer: int
-    q_BNCH: Tensor
+    seen: SeenKV
     terms: AttentionTerms
 
 
@@ -64,7 +68,7 @@ class SeenKV:
             log-sum-exp (B, N, C) over the tokens that are.
         of_all: the same queries with all slots of the layer, where they see some of them that were chosen.
         attend_to: in place of `op.attend`.
-        readers: queries of the layers that have read this one since.
+        readers: the layers that have read this one since.
     """
 
     q_BNCH: Tensor
@@ -76,7 +80,7 @@ class SeenKV:
     rest: Callable[[AttentionTerms, Tensor], Part] | None = None
     of_all: Callable[[], SeenKV] | None = None
     attend_to: Callable[..., Part] = attend
-    readers: list[ReaderQueries] = field(default_factory=list, init=False, repr=False)
+    readers: list[Reader] = field(default_factory=list, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
     _lse_PBNC: Tensor | None = field(default=None, init=False, repr=False)
 
@@ -103,12 +107,18 @@ class SeenKV:
         return self.whole()
 
     def output(
-        self, terms: AttentionTerms, await_prefix: Callable[[], None] = nothing, *, gather: Gather | None = None
+        self,
+        terms: AttentionTerms,
+        await_prefix: Callable[[], None] = nothing,
+        *,
+        gather: Gather | None = None,
+        keeps_lse: bool = False,
     ) -> Tensor:
         """Output (B, N, C, V) of `attend`, with the family's attention sinks, in the queries' dtype.
 
         Args:
             gather: if other ranks store tokens that the queries see, too; what all ranks found is merged.
+            keeps_lse: whether `lse` may be asked for after the next gather, which writes over what this one returned.
         """
         out, lse = self.attend(terms, await_prefix)
         if gather is None:
@@ -117,19 +127,19 @@ class SeenKV:
             found = gather(torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], dim=-1))
             self._lse_PBNC = found[..., -1]
             out = merge_parts(found[..., :-1], self._lse_PBNC)
-            if terms.sinks_N is not None:
-                lse = self.lse()
+            if keeps_lse or terms.sinks_N is not None:
+                lse = self._lse_BNC = self.lse()
         return finish((out, lse), terms, self.q_BNCH.dtype)
 
     def lse(self) -> Tensor:
         """Log-sum-exp (B, N, C) of the scores of all tokens that the queries see, once `output` was called.
 
-        Where ranks gather, it is asked for before they do so the next time.
+        Where ranks gather, it is asked for before they do so the next time, unless `output` keeps it.
         """
-        if self._lse_PBNC is not None:
-            return torch.logsumexp(self._lse_PBNC, dim=0)
-        assert self._lse_BNC is not None, "output() comes first"
-        return self._lse_BNC
+        if self._lse_BNC is not None:
+            return self._lse_BNC
+        assert self._lse_PBNC is not None, "output() comes first"
+        return torch.logsumexp(self._lse_PBNC, dim=0)
 
 
 class LayerStore(ABC):

@@ -147,7 +147,7 @@ class PolicySteps:
         if seen.of_all is not None:
             seen = seen.of_all()
         q_BNCH, (k_BKnH, v_BKnV) = seen.q_BNCH, self._keys_and_values(kept, seen)
-        lse_BNC = None if self.part is None else seen.lse()
+        lse_BNC = self._lse_of(seen)
         ahead = self._count_queries(layer, kept, q_BNCH, positions_BC)
         biased_BKn = None
         if kept.rotary is not None and terms.key_bias is not None:  # by their places among the tokens that are left
@@ -218,11 +218,17 @@ class PolicySteps:
         is_past_BKn = positions_BKn + terms.marked_window <= positions_BC[:, None, -1:] + 1
         return marked_keys(k_BKnH, positions_BKn) & is_past_BKn
 
-    @staticmethod
-    def _with_readers(seen: SeenKV, own: QuerySignals) -> Signals:
+    def _with_readers(self, seen: SeenKV, own: QuerySignals) -> Signals:
         """Signals of a layer's queries, together with those of the layers that read it."""
-        readers = [own.of_reader(each.layer, each.q_BNCH, each.terms) for each in seen.readers]
+        readers = [
+            own.of_reader(each.layer, each.seen.q_BNCH, each.terms, lse_BNC=self._lse_of(each.seen))
+            for each in seen.readers
+        ]
         return JoinedSignals([own, *readers]) if readers else own
+
+    def _lse_of(self, seen: SeenKV) -> Tensor | None:
+        """Log-sum-exp (B, N, C) of the queries' scores, if they saw tokens of other ranks."""
+        return None if self.part is None else seen.lse()
 
     def _keys_and_values(self, kept: KeptLayer, seen: SeenKV) -> tuple[Tensor, Tensor]:
         """Keys (B, K, n, H) and values (B, K, n, V) of a layer's slots; their shapes alone if no policy needs more."""

@@ -42,12 +42,14 @@ class Seen:
         batch: what `Engine.generate` returned.
         logits: of each new token, where they are chosen (steps, B, V).
         stored: positions of the slots before each decoding step, by layer.
+        carried: what policies have stored of these slots, by layer.
         fetched: positions that a retrieving policy chose, by layer and step.
     """
 
     batch: GenerationBatch
     logits: list[list[list[float]]] = field(default_factory=list)
     stored: list[list[Positions]] = field(default_factory=list)
+    carried: list[list[list[Tensor]]] = field(default_factory=list)
     fetched: dict[int, list[Positions]] = field(default_factory=dict)
 
 
@@ -72,7 +74,7 @@ def generate(
         policies=policies,
         decode=DecodeOptions(name=decode),
     )
-    logits, stored = list[list[list[float]]](), list[list[Positions]]()
+    logits, stored, carried = list[list[list[float]]](), list[list[Positions]](), list[list[list[Tensor]]]()
     fetched: dict[int, list[Positions]] = {}
     choose, start = together.next_tokens, Fetches.start
 
@@ -86,6 +88,8 @@ def generate(
         def step(ids_B1: Tensor, start: int) -> Tensor:
             layers = [layer for layer in cache.layers if isinstance(layer, KeptLayer)]
             stored.append([layer.positions_BKn().tolist() for layer in layers])
+            values = [[layer.carried_BKn(policy) for policy in layer.carried] for layer in layers]
+            carried.append([[each_BKn.clone() for each_BKn in of_layer if each_BKn is not None] for of_layer in values])
             return forward(ids_B1, start)
 
         return step
@@ -104,4 +108,4 @@ def generate(
         mock.patch.object(Fetches, "start", noted),
     ):
         batch = engine.generate(prompts, options)
-    return Seen(batch=batch, logits=logits, stored=stored, fetched=fetched)
+    return Seen(batch=batch, logits=logits, stored=stored, carried=carried, fetched=fetched)

@@ -530,6 +530,39 @@ def test_a_rank_keeps_its_share_by_the_votes_of_its_own_last_queries(
             assert kept == kept_by_formula(name, probabilities_NSS, chunk, budget, recent)
 
 
+def test_queries_of_layers_that_read_count_by_their_attention_to_the_tokens_of_all_ranks(rank_pools: RankPools) -> None:
+    """What H2O adds up for a generated token is then what it adds up on one rank.
+
+    Seen to fail: the shares of a reader's attention among a rank's own tokens alone, and log-sum-exps in memory that
+    the gathers of layers between have written over.
+    """
+    policies, layer = RankPolicies.everywhere([H2O(budget=400)]), 1  # the one that sees everything
+    arguments = ("gemma4_text", [prompt(NUM_TOKENS)])
+    one = rank_pools.run(1, sharded_policy_tasks.generate, *arguments, (0, 60), policies, GREEDY, None, DecodeName.last)
+    two = rank_pools.run(2, sharded_policy_tasks.generate, *arguments, (0, 35, 60), policies, GREEDY)
+
+    def carried(seen: Sequence[Seen], step: int) -> dict[int, Tensor]:
+        """What each token's KV heads have received, by its position."""
+        return {
+            at: received_K
+            for each in seen
+            for at, received_K in zip(each.stored[step][layer][0][0], each.carried[step][layer][0][0].T, strict=True)
+        }
+
+    for step in range(NUM_NEW - 2):
+        (before, after), (own_before, own_after) = (
+            [carried(seen, step + more) for more in (0, 1)] for seen in (one, two)
+        )
+        assert after.keys() == own_after.keys() and len(after) == NUM_TOKENS + step + 1
+        for at in before:
+            torch.testing.assert_close(
+                own_after[at] - own_before[at],
+                after[at] - before[at],
+                atol=1e-5,
+                rtol=0,  # float32
+            )
+
+
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_sinks_are_the_first_tokens_of_the_text_and_every_rank_has_its_share_of_the_window(
     rank_pools: RankPools, bounds: tuple[int, ...]
