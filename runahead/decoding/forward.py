@@ -138,6 +138,7 @@ def forward_in_turn(
         cache: of a text of `start` tokens; nothing in it looks ahead to the next layer, as what retrieves does.
         policies, pads, prompt_tokens: as for `forward_over`; by default the prompt is all of that text.
     """
+    assert not model.kv_sources, "a layer that reads others would see later tokens, which these store first"
     prompt_tokens = start if prompt_tokens is None else prompt_tokens
     tokens = [
         token_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=prompt_tokens)
@@ -171,21 +172,6 @@ class InTurn(LayerAttention):
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         each = self._each(q_BNCH, k_BKCH, v_BKCV)
         return torch.cat([token.attend(layer, *qkv, terms) for token, *qkv in each], dim=2)
-
-    def attend_shared(
-        self,
-        layer: int,
-        source: int,
-        q_BNCH: Tensor,
-        k_BKCH: Tensor,
-        v_BKCV: Tensor,
-        terms: AttentionTerms,
-        *,
-        skipped: int = 0,
-    ) -> Tensor:
-        assert not skipped, "the logits of all tokens are asked for"
-        each = self._each(q_BNCH, k_BKCH, v_BKCV)
-        return torch.cat([token.attend_shared(layer, source, *qkv, terms) for token, *qkv in each], dim=2)
 
     def _each(self, *of_all: Tensor) -> Iterator[tuple[Any, ...]]:
         """The attention of each token, with its query, key and value."""

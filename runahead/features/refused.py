@@ -229,9 +229,15 @@ REFUSED = (
     ),
     Refused(
         ("generation.speculate", "a policy that decides on each token", "shared KV layers"),
-        "{0} does not go with policy {1}, which decides on a drafted token once all layers that read its keys and "
-        "values have done so, before the next drafted token sees them: {2} do",
+        "{0} does not go with policy {1}: it decides on each token before the next one is stored, but {2} read the "
+        "keys and values of a whole draft",
         "use a policy that decides after the prompt alone, such as snapkv",
+    ),
+    Refused(
+        ("generation.speculate", "cache.bits", "shared KV layers"),
+        "{0} does not go with {1}: tokens are quantised before the next one is stored, but {2} read the keys and "
+        "values of a whole draft",
+        "use cache.bits=null or generation.speculate=none",
     ),
     Refused(
         ("generation.speculate=policy", "cache.bits"),
