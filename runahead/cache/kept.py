@@ -725,13 +725,15 @@ class KeptCache(KVStore):
         return KeptCache([layer.fork(copy=False) for layer in self.layers], self.form)
 
     def split(self, pads: Sequence[int]) -> list[KVStore]:
-        """A row moves to memory of its own as it outgrows its room."""
+        """A row moves to memory of its own as it outgrows its room. A single row is this cache, with its padding."""
         if len(pads) == 1:
             return [self]
-        rows = [KeptCache([layer.row(row) for layer in self.layers], self.form) for row in range(len(pads))]
-        for alone, gap in zip(rows, self.gaps, strict=bool(self.gaps)):
-            alone.gaps = [gap]
-        return rows
+        return [self._row(row) for row in range(len(pads))]
+
+    def _row(self, row: int) -> KeptCache:
+        alone = KeptCache([layer.row(row) for layer in self.layers], self.form)
+        alone.gaps = self.gaps[row : row + 1]
+        return alone
 
     def take_back(self, num_tokens: int) -> None:
         for layer in self.layers:
