@@ -161,7 +161,7 @@ class Engine:
         self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
         reuses, found = any(isinstance(each, ReusingPrompt) for each in prompts), list[RowPrefix]()
         blends = any(isinstance(each, ReusingPrompt) and each.blended for each in prompts)
-        asked = replace(_asked(self._setup, [each for each, _ in rows], reuses=reuses), blends=blends)
+        asked = _asked(replace(self._setup, blends=blends), [each for each, _ in rows], reuses=reuses)
         try:
             if self.prefixes is not None and not reuses and self.ranks.stage == self.ranks.num_stages - 1:
                 found += self._found([ids_of(prompt) for prompt in prompts])
@@ -170,7 +170,7 @@ class Engine:
         finally:
             for prefix in found:
                 prefix.release()
-        result.slower = list(slower(asked).values())
+        result.slower = list(slower(*asked).values())
         self._num_calls += 1
         return result
 
@@ -179,7 +179,7 @@ class Engine:
         prompts: Sequence[GivenPrompt],
         rows: Sequence[tuple[GenerationOptions, int]],
         found: Sequence[RowPrefix],
-        asked: Setup,
+        asked: Sequence[Setup],
         *,
         reuses: bool,
         record: bool,
@@ -188,7 +188,7 @@ class Engine:
 
         Args:
             found: prefix of each row on the last stage, if this engine reuses any.
-            asked: what is known of the run, and what the batch asks for.
+            asked: what is known of the run, and what the batch asks for; see `_asked`.
             reuses: prompts reuse segments.
         """
         stored, last = [0] * len(prompts), self.ranks.num_stages - 1
@@ -201,10 +201,11 @@ class Engine:
                 prefix.reuse_nothing()
             stored = [0] * len(prompts)
             partition = self._split(list(map(len, prompts)))
-        check(replace(asked, num_chunks=len(partition.chain)))
+        for each in asked:
+            check(replace(each, num_chunks=len(partition.chain)))
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         num_new, shards = max(each.max_new_tokens for each, _ in rows), None
-        if takes(asked, Way.sharded):
+        if all(takes(each, Way.sharded) for each in asked):
             with self.ranks.announcing_failure():
                 shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1)
         return PrefillPlan(
@@ -323,7 +324,7 @@ class Engine:
             serves: a server answers.
         """
         setup = self._serving if serves else self._setup
-        return list(slower(_asked(setup, options, reuses=reuses)).values())
+        return list(slower(*_asked(setup, options, reuses=reuses)).values())
 
     @property
     def _serving(self) -> Setup:
@@ -655,10 +656,10 @@ class _Ready:
     computed_anew_s: float
 
 
-def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> Setup:
-    """The setup of a run, with what a batch of prompts asks for."""
-    drafted = [each for each in options if _drafts(each)]
-    return replace(setup, generation=[*drafted, *options][0], segments=SEGMENTS if reuses else "")
+def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> list[Setup]:
+    """The setups of a run, with what a batch of prompts asks for: one for each kind of drafts, or for none."""
+    kinds = {each.speculate: each for each in options if _drafts(each)} or {Speculate.none: options[0]}
+    return [replace(setup, generation=each, segments=SEGMENTS if reuses else "") for each in kinds.values()]
 
 
 def _drafts(options: GenerationOptions) -> bool:

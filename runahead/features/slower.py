@@ -49,11 +49,12 @@ class Slower(Combination):
         return f"{self.way.value}: {self.why}"
 
 
-def slower(setup: Setup) -> dict[Way, str]:
-    """Tell which faster ways are not taken, with a sentence for each that has the first reason for it."""
+def slower(*setups: Setup) -> dict[Way, str]:
+    """Tell which faster ways some of these do not take, with a sentence for each that has the first reason for it."""
     found: dict[Way, str] = {}
-    for row, message in that_hold(SLOWER, setup):
-        found.setdefault(row.way, message)
+    for setup in setups:
+        for row, message in that_hold(SLOWER, setup):
+            found.setdefault(row.way, message)
     if Way.sharded in found:  # so there is nothing to be timed
         found.pop(Way.timed, None)
     return found

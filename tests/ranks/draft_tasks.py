@@ -12,6 +12,7 @@ import torch
 
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.config import DecodeName, PrefillName
+from runahead.decoding.placement import Placement
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.speculator import Draft
 from runahead.report import GenerationBatch
@@ -58,6 +59,8 @@ def drafted(
 ) -> tuple[GenerationBatch, list[list[int | None]], int]:
     """Result of `Engine.generate` on ranks whose clocks differ, the calls of `on_tokens`, and replays of a graph.
 
+    With decode=auto the last stage has no memory for all keys and values.
+
     Args:
         known: texts from which drafts are looked up, some tokens of which are wrong; by default that of each row.
         by: policies that draft; by default the model itself, where a model is asked for.
@@ -65,7 +68,8 @@ def drafted(
     """
     steps, gpu = list[list[int | None]](), Gpu()
     accelerator = patch("runahead.decoding.forward.accelerator_for", lambda device: gpu if on_gpu else None)
-    with arranged(ranks, num_shares), throughout(torch.float64), clocks_apart(ranks.rank), accelerator:
+    must_shard = patch.object(Placement, "_must_shard", lambda *_: True)
+    with arranged(ranks, num_shares), throughout(torch.float64), clocks_apart(ranks.rank), accelerator, must_shard:
         model = tiny_model(family) if num_shares == 1 else shared_model(ranks, family, torch.float64, num_shares)
         engine = Engine(
             model,

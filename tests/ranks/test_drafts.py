@@ -129,3 +129,14 @@ def test_ranks_that_share_a_drafting_model_draft_together(rank_pools: RankPools)
 @pytest.mark.parametrize("bounds", [(0, 25, 41), (0, 40, 41)])
 def test_a_smaller_model_on_the_last_rank_drafts_for_all(rank_pools: RankPools, bounds: tuple[int, ...]) -> None:
     compare(rank_pools, 2, bounds, PLAIN, kind=Speculate.model, **SHARDED)
+
+
+def test_decode_auto_is_what_goes_with_the_drafts_of_every_row(rank_pools: RankPools) -> None:
+    """A policy drafts on a stage that stores all, also for a row behind one whose drafts go with decode=sharded."""
+    by = RankPolicies.everywhere([SnapKV(budget=16, window=4)])
+    run, prompts, bounds = partial(draft_tasks.drafted, decode=DecodeName.auto, by=by), BATCH[:2], (0, 25, 41)
+    asked = [drafted(PLAIN[0]), drafted(PLAIN[1], Speculate.policy)]
+    plain, both = (rank_pools.run(2, run, "llama", prompts, each, bounds)[0][0] for each in (PLAIN[:2], asked))
+    assert [each.new_token_ids for each in both.generations] == [each.new_token_ids for each in plain.generations]
+    assert (plain.decode, both.decode) == ("sharded", "last")
+    assert any("generation.speculate=policy does not go with decode=sharded" in each for each in both.slower)
