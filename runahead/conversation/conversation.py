@@ -206,8 +206,14 @@ class Conversation:
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
         speculates = options.speculate is not Speculate.none
         if speculates:
-            self._speculator.check([options], [len(row.prompt) for row in rows], replace(self._setup, rows=len(rows)))
+            lengths, setup = [len(row.prompt) for row in rows], replace(self._setup, rows=len(rows))
+            self._speculator.check([options] * len(rows), lengths, setup)
         if options.speculate is Speculate.policy:  # drafts are made over the memory that verifies them
+            if any(self.pads):
+                raise ValueError(
+                    f"generation.speculate=policy drafts from a text without padding, and pads={self.pads} were fed; "
+                    "feed the row without padding, or use generation.speculate=lookup"
+                )
             self.cache.free(room=options.max_new_tokens)
         ids, forward = batch_ids(len(rows)), self._one_token_forward()
         lanes = Lanes.holding(
@@ -222,13 +228,13 @@ class Conversation:
         drafts = self._speculator.drafts(rows, lanes) if speculates else None
         with self._advancing():
             decoded = Rows(lanes, choose=self._choose(), drafts=drafts).decode(rows, self.logits_BV)
+            waited = [decoded.num_steps - len(row.new_ids) for row in rows]
+            self.num_tokens += decoded.num_steps - 1
+            if any(waited) and self._moves_rows:
+                self._forget_last(waited)
         if drafts is not None:
             self.speculation = drafts.report
-        self.num_tokens += decoded.num_steps - 1
         self.rows = [row.ids for row in rows]
-        waited = [decoded.num_steps - len(row.new_ids) for row in rows]
-        if any(waited) and self._moves_rows:
-            self._forget_last(waited)
         self.logits_BV = None
         self._unfed_B1 = row_values([row.new_ids[-1] for row in rows], self.model.device)[:, None]
         return decoded

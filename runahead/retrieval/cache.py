@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from policies.retriever import Rest
 from runahead.attention.base import LayerInput
 from runahead.attention.op import Part
 from runahead.attention.partial import AttentionTerms, attend
-from runahead.cache.base import LayerStore, SeenKV
+from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kept import KeptCache
 from runahead.cache.kv_cache import seen_in, seen_in_part
 from runahead.cache.new_tokens import NewTokens
@@ -106,6 +106,10 @@ class RetrievedCache(KeptCache):
 
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)
+
+    def split(self, pads: Sequence[int]) -> list[KVStore]:
+        """Rows stay together, since what is retrieved for them is in one memory."""
+        return KVStore.split(self, pads)
 
     def take_back(self, num_tokens: int) -> None:
         if not self.of_drafts:

@@ -237,6 +237,21 @@ def test_rows_that_ended_apart_go_on_together(family: str) -> None:
         equal(logits_V, oracle_logits(family, tuple(row)))
 
 
+def test_rows_that_could_not_be_moved_behind_padding_are_not_fed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers may have moved them, and others not."""
+    failed = list[Conversation]()
+
+    def fail(talking: Conversation, nums: Sequence[int]) -> None:
+        failed.append(talking)
+        raise MemoryError
+
+    monkeypatch.setattr(Conversation, "_forget_last", fail)
+    with pytest.raises(MemoryError):
+        ended_apart()
+    with pytest.raises(ValueError, match="failed half-way"):
+        feed(failed[0], [5])
+
+
 def test_under_a_policy_rows_that_ended_apart_go_on_as_each_does_alone() -> None:
     policy = SnapKV(budget=12, window=4, kernel=3)
     ours, rows = ended_apart(policy)

@@ -671,6 +671,16 @@ def test_rows_of_a_batch_ask_for_different_drafts() -> None:
     assert report.drafts == "lookup and model" and 4 < report.accepted < report.drafted
 
 
+def test_a_drafting_model_needs_positions_for_its_own_rows_alone() -> None:
+    """Not for a longer prompt whose drafts are looked up, nor for as many new tokens as that asks for."""
+    model, short = tiny_model("llama"), Model(build("llama", max_position_embeddings=32))
+    engine, by_model = engine_of(model, draft=short), replace(PLAIN, speculate=Speculate.model)
+    prompts, looked_up = [prompt(40), prompt(10)], replace(DRAFTED, max_new_tokens=60)
+    engine.check(prompts, [looked_up, by_model])
+    with pytest.raises(ValueError, match="exceeds the 32 positions"):
+        engine.check(prompts, [by_model, looked_up])
+
+
 def test_what_is_kept_in_unequal_heads_drafts() -> None:
     """With all tokens kept, every draft is right."""
     for budget in (1.0, 0.3):
@@ -734,6 +744,23 @@ def test_a_conversation_drafts_by_a_policy(budget: float, fetch: float) -> None:
                 assert (talking.speculation.accepted == talking.speculation.drafted) == (budget == 1.0)
         known = known or talking.rows[0]
         assert talking.rows[0] == known
+
+
+@pytest.mark.parametrize("kind", [Speculate.lookup, Speculate.model, Speculate.policy])
+def test_a_padded_row_drafts_with_all_but_a_policy(kind: Speculate) -> None:
+    """Which reads a row's memory as if its first slot had its first token."""
+    model = tiny_model("llama")
+    draft = RankPolicies.everywhere([SnapKV(budget=16, window=4)]) if kind is Speculate.policy else model
+    expected, talking = Conversation(model), Conversation(model, draft=draft)
+    expected.feed(torch.tensor([PROMPTS[0]]))
+    talking.feed(torch.tensor([[0, 0, 0, *PROMPTS[0]]]), pads=[3])
+    known = expected.generate(PLAIN).rows[0].ids
+    if kind is Speculate.policy:
+        with pytest.raises(ValueError, match=r"text without padding, and pads=\[3\] were fed; feed the row without"):
+            talking.generate(replace(DRAFTED, speculate=kind))
+    with knowing([known]):
+        talking.generate(replace(DRAFTED, speculate=Speculate.lookup if kind is Speculate.policy else kind))
+    assert talking.rows[0] == known
 
 
 def test_a_fork_is_not_changed_by_what_is_taken_back() -> None:

@@ -27,6 +27,7 @@ Observe = Callable[[int, SeenKV, AttentionTerms], object]
 def slabs_of(row: KVStore) -> Slabs:
     """The memory of a row, which holds all that its queries see."""
     if isinstance(row, KeptCache):  # of a conversation without policies: each slot has its own number's token
+        assert not any(pad for layer in row.layers for pad in layer.pads), "a token's slot is its index without padding"
         return Slabs.each_its_own([layer.memory for layer in row.layers])
     assert row.slabs is not None and row.slab_index is ALL_TOKENS, (type(row), row.slab_index)
     return row.slabs

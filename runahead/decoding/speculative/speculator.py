@@ -56,20 +56,21 @@ class Speculator:
 
         Args:
             options: of every row.
-            lengths: tokens of every prompt.
+            lengths: tokens of every prompt; none if they are not known.
             setup: what else is known of the run.
 
         Raises:
             ValueError: they cannot; in one line.
         """
-        num_new = max((each.max_new_tokens for each in options), default=0)
-        for each in {each.speculate: each for each in options if each.speculate is not Speculate.none}.values():
-            self._check_kind(each, lengths, setup, num_new)
+        for kind in dict.fromkeys(each.speculate for each in options if each.speculate is not Speculate.none):
+            of_kind = [each for each in options if each.speculate is kind]
+            rows = zip(options, lengths, strict=bool(lengths))
+            self._check_kind(of_kind, [length for each, length in rows if each.speculate is kind], setup)
 
-    def _check_kind(self, options: GenerationOptions, lengths: Sequence[int], setup: Setup, num_new: int) -> None:
-        """`check` of one kind of drafts. `num_new` is the most new tokens of any row."""
-        kind, draft = options.speculate, self._draft
-        check(replace(setup, generation=options, drafting=draft if kind is Speculate.policy else None))
+    def _check_kind(self, options: Sequence[GenerationOptions], lengths: Sequence[int], setup: Setup) -> None:
+        """`check` of the rows with one kind of drafts."""
+        kind, draft, num_new = options[0].speculate, self._draft, max(each.max_new_tokens for each in options)
+        check(replace(setup, generation=options[0], drafting=draft if kind is Speculate.policy else None))
         if kind is Speculate.model:
             if not isinstance(draft, Model):
                 raise ValueError("generation.speculate=model needs a smaller model that drafts: Engine(draft=...)")
