@@ -116,9 +116,10 @@ class Lanes:
     """The keys and values of rows that are decoded together, though they may begin, advance and end differently.
 
     One forward computes all rows, so the weights are read once; attention and cache policies go row by row. Of a model
-    that counts positions from the start of the batch, rows of the same length share a forward. The rows of one batch
-    (`holding`) have that of their whole cache until one gets ahead of the others, and beyond that where it is of fixed
-    shape, so that a GPU replays a graph.
+    that counts positions from the start of the batch, rows of the same length share a forward. Drafts are verified by a
+    forward for each row where every token of them changes what the next ones see: where policies decide on it, or older
+    ones are quantised. The rows of one batch (`holding`) have the forward of their whole cache until one gets ahead of
+    the others, and beyond that where it is of fixed shape, so that a GPU replays a graph.
 
     Args:
         policies: of rows that join.
@@ -134,7 +135,7 @@ class Lanes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all caches, of what rows share once."""
+        """Bytes of all caches, of what rows share once; without what is left of a batch's when its rows have moved."""
         of_batch = 0 if self._batch is None else self._batch.cache.num_bytes
         if self._batch is not None and not self._batch.is_split:
             return of_batch

@@ -143,6 +143,16 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(name: str, family: str) 
         torch.testing.assert_close(logits[row], theirs[0], atol=1e-9, rtol=0)  # float64
 
 
+def test_rows_that_are_retrieved_for_are_never_parted() -> None:
+    """A row alone would attend to all of its tokens: what retrieves for it is of the batch."""
+    both = Turns(tiny_model("llama"), [policy("quest", SOME["quest"])], (NUM_TOKENS, 7))
+    both.prefill()
+    cache = both.conversation.cache
+    assert cache is not None
+    with pytest.raises(AssertionError, match="RetrievedCache holds 2 rows, which stay together"):
+        cache.split(both.conversation.pads)
+
+
 @every_case
 @pytest.mark.sampled(4)
 def test_a_short_row_is_whole_beside_a_long_one(name: str, family: str) -> None:
