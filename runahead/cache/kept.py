@@ -319,19 +319,16 @@ class KeptLayer(LayerStore):
         """What stands for the tokens that are in none of these slots, and for those that were dropped before."""
         return DroppedTokens.of(self.kv_BKnX(), self.positions_BKn() >= 0, slots_BKm, self.dropped)
 
-    def keep(
-        self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None, compensates: bool = False
-    ) -> KeptLayer:
+    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> KeptLayer:
         """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more.
 
         Args:
             tokens_B: number of tokens that each row keeps, if the host knows it; else it may have to wait for slots.
-            compensates: what stands for dropped tokens is kept: of sequences in few bits.
 
         Returns:
             the layer as it is stored then.
         """
-        assert self.first == 0 and not compensates, (self.first, compensates)
+        assert self.first == 0, self.first
         num_kept = slots_BKm.shape[2]
         slots_mBK = slots_BKm.permute(2, 0, 1)
         if tokens_B is not None:
@@ -352,13 +349,21 @@ class KeptLayer(LayerStore):
         self.placed_TBK = taken(positions_TBK, slots_mBK, room)
         self.placed_TBK[:num_kept].masked_fill_(is_new_mBK, -1)
         self.carried = {policy: taken(each_TBK, slots_mBK, room) for policy, each_TBK in self.carried.items()}
-        if self.queries:  # those since a row was cut back
-            tokens = zip(self.pads, kept_pads, strict=True)
-            goes = [num_kept - kept < self.num_slots - pad for pad, kept in tokens]
-            goes_B = None if all(goes) else row_values(goes, slots_mBK.device)
-            self.queries = {} if goes_B is None else {at: each.without(goes_B) for at, each in self.queries.items()}
+        self.queries = self.queries_left([[num_kept - pad] * self.shape.num_kv_heads for pad in kept_pads])
         self.num_slots, self.pads = num_kept, kept_pads
         return self
+
+    def queries_left(self, tokens_BK: Sequence[Sequence[int]]) -> Mapping[int, QueryMoments]:
+        """`queries` without those of rows that drop tokens, since they count from then on.
+
+        Args:
+            tokens_BK: number of tokens that each row and KV head keeps.
+        """
+        goes = [sum(kept_K) < sum(stored_K) for kept_K, stored_K in zip(tokens_BK, self.tokens_BK, strict=True)]
+        if not self.queries or all(goes):
+            return {}
+        goes_B = row_values(goes, self.slab_TBKX.device)
+        return {first: each.without(goes_B) for first, each in self.queries.items()}
 
     def _keep_kv(self, slots_mBK: Tensor, kept_pads: list[int], room: int) -> None:
         """Move keys and values of these slots to memory of their own. `kept_pads` is the padding among them by row."""

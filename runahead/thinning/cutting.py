@@ -25,7 +25,8 @@ def cut_back(
     """The layer with these slots alone: dense if all heads of a row keep equally many, else ragged.
 
     A layer in few bits becomes ragged, however many each head keeps, and remains so: which tokens are quantised then
-    does not depend on other rows. The host waits once for the numbers of tokens, or not at all with `tokens_B`.
+    does not depend on other rows. The host waits once for the numbers of tokens, or not at all with `tokens_B` if all
+    tokens are exact.
 
     Args:
         slots_BKm: as `Policy.keep` returns them; with `compensates` for each KV head, and never padding.
@@ -35,11 +36,21 @@ def cut_back(
             row; None if heads may keep different numbers.
         compensates: whether the mean of what a head dropped stands for it. The layer then is ragged.
     """
+    cut = _cut(layer, slots_BKm, room=room, tokens_B=tokens_B, compensates=compensates)
+    if cut is not layer:
+        cut.queries = layer.queries_left(cut.tokens_BK)
+    return cut
+
+
+def _cut(
+    layer: KeptLayer, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None, compensates: bool
+) -> KeptLayer:
+    """`cut_back` to a layer that has no queries, if it is another one."""
     if layer.codes is not None:
         before, layer = layer.num_slots, RaggedLayer.of_codes(layer)
         slots_BKm = (slots_BKm - (before - layer.num_slots)).clamp_min(-1)  # a ragged layer has no slots of padding
-    if layer.few is not None:
-        return layer.keep(slots_BKm, room=room, compensates=compensates)
+    if isinstance(layer, RaggedLayer) and layer.coded is not None:
+        return layer.cut_to(layer.coded, slots_BKm, room=room, compensates=compensates)
     if tokens_B is None or compensates or layer.head_pads is not None:
         kept_S, tokens_S = _counts(layer, slots_BKm)
         slots_BKm = slots_BKm[..., slots_BKm.shape[2] - max(1, *kept_S) :]

@@ -124,7 +124,9 @@ class RaggedLayer(KeptLayer):
         parts = layer.codes.parts
         by_row = {row: part for part in parts for row in range(batch)[part.rows]}
         slots_n = torch.arange(window.num_slots, device=layer.slab_TBKX.device)
-        ends_B11 = row_values([by_row[row].end - layer.start for row in range(batch)], slots_n.device)[:, None, None]
+        ends = [by_row[row].end - layer.start for row in range(batch)]
+        ends_B11 = row_values(ends, slots_n.device)[:, None, None]
+        exact = [window.num_slots - end for end in ends for _ in range(heads)]
         slots_BKn = slots_n.where(slots_n >= ends_B11, -1).expand(-1, heads, -1)
 
         def flat(values_TBK: Tensor) -> Tensor:
@@ -140,7 +142,7 @@ class RaggedLayer(KeptLayer):
             [by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
             ChannelScales.joined(scales) if scales else None,
         )
-        return cls.of(window, slots_BKn, room=0).after(layer.few, coded)
+        return cls.of(window, slots_BKn, room=0, lengths=exact).after(layer.few, coded)
 
     def after(self, few: FewBits | None, coded: QuantisedSequences | None) -> RaggedLayer:
         """The same tokens, with those in few bits before them."""
@@ -181,11 +183,12 @@ class RaggedLayer(KeptLayer):
             before=before,
         )
 
-    def _cut_to(self, before: QuantisedSequences, slots_BKm: Tensor, *, room: int, compensates: bool) -> RaggedLayer:
+    def cut_to(self, before: QuantisedSequences, slots_BKm: Tensor, *, room: int, compensates: bool) -> RaggedLayer:
         """A layer with the tokens of these slots alone. None is quantised a second time, and none is dequantised.
 
         Args:
             before: the tokens in few bits.
+            slots_BKm, room, compensates: as of `cut_back`.
         """
         device, heads = slots_BKm.device, self.shape.num_kv_heads
         slots_BKm = slots_BKm.expand(-1, heads, -1)
@@ -425,7 +428,7 @@ class RaggedLayer(KeptLayer):
         def apart() -> list[Run]:
             # Counted in slots, which are in causal order whichever tokens they hold.
             return [
-                Run(slab, _span_of(slab, number, pad, num_new), self._biased(number, pad, q_BNCH.shape[1]))
+                Run(slab, _span_of(slab, number, pad, num_new), self._biased(number, pad))
                 for number, (slab, pad) in enumerate(zip(windows.sequences(pads), pads, strict=True))
             ]
 
@@ -446,7 +449,7 @@ class RaggedLayer(KeptLayer):
         )
         return [Step([Run(windows.memory, lengths)]), *coded]
 
-    def _biased(self, number: int, pad: int, num_heads: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
+    def _biased(self, number: int, pad: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
         """The bias of the tokens of a sequence at their positions, as of `Run`, for the query heads of its KV head."""
         heads = self.shape.num_kv_heads
         own, first = slice(number % heads, number % heads + 1), self.starts[number] - pad
@@ -462,16 +465,9 @@ class RaggedLayer(KeptLayer):
         kv_BKnX, key_dim = self.kv_BKnX(), self.shape.key_dim
         return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
 
-    def keep(
-        self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None, compensates: bool = False
-    ) -> KeptLayer:
-        """Copy as many slots of every head to a layer whose heads store equally many; some may be padding.
-
-        In few bits heads may keep different numbers of tokens, and padding is left out.
-        """
-        if self.coded is not None:
-            return self._cut_to(self.coded, slots_BKm, room=room, compensates=compensates)
-        assert tokens_B is not None and not compensates, "cut_back counts the tokens"
+    def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> KeptLayer:
+        """Copy as many slots of every head to a layer whose heads store equally many; some may be padding."""
+        assert tokens_B is not None and self.coded is None, "cut_back counts the tokens, and cuts codes"
 
         def taken(values_BKn: Tensor) -> Tensor:
             index = slots_BKm.reshape(*slots_BKm.shape, *[1] * (values_BKn.ndim - 3))

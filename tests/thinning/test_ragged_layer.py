@@ -10,8 +10,10 @@ from torch import Tensor
 
 from policies.base import Phase
 from runahead.attention.partial import AttentionTerms
+from runahead.attention.query_moments import QueryMoments
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
+from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.slabs import KVShape
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.ragged import RaggedLayer
@@ -170,3 +172,21 @@ def test_positions_and_slots_are_padded_on_the_left() -> None:
     k_BKnH, _ = both.layer.seen(both.random(2, 2, 1, KEY_DIM), NewTokens(0, both.pads)).read()
     last_BKH = both.dense.k_BKnH[:, :, -1]
     assert torch.equal(k_BKnH[:, :, -1], last_BKH)
+
+
+@pytest.mark.parametrize("few", [None, FewBits(bits=4, residual=3, residual_bits=None, keys_by_token=True)])
+def test_a_row_that_drops_nothing_keeps_what_it_has_counted_of_its_queries(few: FewBits | None) -> None:
+    """As it does alone, where it is not cut back."""
+    both = Both(2, 2, 1, seed=0)
+    mean_BNH, scatter_BNHH = both.random(2, 2, KEY_DIM), both.random(2, 2, KEY_DIM, KEY_DIM)
+    moments = QueryMoments(count_B=torch.tensor([7, 9]), mean_BNH=mean_BNH, scatter_BNHH=scatter_BNHH)
+    layer = both.layer if few is None else both.layer.in_bits(few, room=1)
+    layer.queries = {0: moments}
+    slots_BKm = torch.arange(PROMPT).masked_fill(layer.positions_BKn() < 0, -1).repeat(1, 2, 1)
+    slots_BKm[0, 0, :4] = -1
+    [left] = cut_back(layer, slots_BKm, room=1).queries.values()
+    assert left.count_B.tolist() == [0, 9]
+    assert torch.equal(left.mean_BNH[1], mean_BNH[1]) and torch.equal(left.scatter_BNHH[1], scatter_BNHH[1])
+    assert not left.mean_BNH[0].any() and not left.scatter_BNHH[0].any()
+    slots_BKm[1, 1, 6] = -1
+    assert not cut_back(layer, slots_BKm.sort(dim=-1).values, room=1).queries
