@@ -42,6 +42,7 @@ from runahead.serving.arrangement import chunks
 from runahead.serving.executor import Executor
 from runahead.serving.items import Generate, Inbox, PrefillItem, Report, Tokens
 from runahead.serving.limits import QueueLimits
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, keeping, prompt, throughout
 from tests.golden.combinations import POLICIES, Combination
 
@@ -298,7 +299,7 @@ class _Case:
             decode=run.decode,
             store=SegmentStore(self.model),
             tree=PrefixTree(self._tree_bytes) if self._tree_bytes else None,
-            draft=rank_policies(checked(DRAFT)) if chosen["speculate"] == "policy" else self.smaller,
+            draft=self._draft,
         )
 
     def _conversation(self) -> Conversation:
@@ -309,12 +310,17 @@ class _Case:
         if chosen["ranks"] == "1":
             if chosen["decode"] == "sharded" or chosen["prefill"] in ("zigzag", "tsp"):
                 raise NotOffered("a conversation of one process has no parts")
-            return Conversation(self.model, policies, draft=self.smaller)
-        if policies or chosen["prefill"] == "chunked" or chosen["decode"] == "last":
+            return Conversation(self.model, policies, draft=self._draft)
+        alone = {("prefill", "chunked"), ("decode", "last"), ("speculate", "policy")}
+        if policies or alone & set(chosen.items()):
             raise NotOffered("a conversation over several ranks takes no policies, bits or pieces, and is sharded")
         return ShardedConversation(
             self.model, self.ranks, partition=self._partition, prefill=PREFILLS[chosen["prefill"]]
         )
+
+    @property
+    def _draft(self) -> RankPolicies | Model | None:
+        return rank_policies(checked(DRAFT)) if self.combination["speculate"] == "policy" else self.smaller
 
     @property
     def _tree_bytes(self) -> int:
