@@ -37,7 +37,9 @@ class ForwardEndsHere(Exception):
 
 
 class LayerAttention(ABC):
-    """Base class of the attention of one forward pass. Each of the model's attention layers calls `attend` once.
+    """Base class of the attention of one forward pass. Each of the model's attention layers calls it once.
+
+    It calls `attend`, or `attend_shared` if it reads the keys and values of an earlier layer.
 
     Args:
         start: index of the first new token in the left-padded batch.

@@ -34,7 +34,7 @@ class LayerCall:
         input_BCD: hidden states that the layer's attention is given, if the model shows them.
         stores: whether the keys and values are to be stored. `before_save` may say no, if they are there already.
         store: the layer's store, from `save` on.
-        seen: what is stored, as the queries see it, from `attended` on.
+        seen: what is stored, as the queries see it, from the attention to it on.
     """
 
     layer: int
@@ -140,16 +140,14 @@ class CausalAttention(LayerAttention):
 
     def stored(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> LayerCall:
         """Store the new tokens of a layer. Attention to what the call has `seen` follows, and `attended`."""
-        call = LayerCall(layer, layer, q_BNCH, k_BKCH, v_BKCV, terms, self.tokens, self._input_BCD)
+        call = LayerCall(layer, layer, q_BNCH, k_BKCH, v_BKCV, terms, self.tokens, self._taken_input())
         _call_all(self._before_save, call)
         call.store = self.cache.open(layer, call.q_BNCH, call.terms, call.tokens)
         if call.stores:
             call.store.append(call.k_BKCH, call.v_BKCV, call.tokens)
         _call_all(self._save, call)
         self._end_at(layer, "saved")
-        call.seen = call.store.seen(call.q_BNCH, call.tokens)
-        if self._attend is not None:
-            call.seen.attend_to = self._attend
+        self._see(call)
         return call
 
     def attend_shared(
@@ -181,10 +179,20 @@ class CausalAttention(LayerAttention):
     ) -> LayerCall:
         """Read the keys and values of another layer, as `stored` stores a layer's own; see `attend_shared`."""
         tokens = self.tokens.after(skipped) if skipped else self.tokens
-        call = LayerCall(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, tokens, self._input_BCD)
+        call = LayerCall(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, tokens, self._taken_input())
         call.store = self.cache.layers[source]
-        call.seen = call.store.seen(q_BNCH, tokens)
+        self._see(call)
         return call
+
+    def _see(self, call: LayerCall) -> None:
+        call.seen = call.store.seen(call.q_BNCH, call.tokens)
+        if self._attend is not None:
+            call.seen.attend_to = self._attend
+
+    def _taken_input(self) -> Tensor | None:
+        """The hidden states that were shown since the last call, if any were: no other layer has the same."""
+        input_BCD, self._input_BCD = self._input_BCD, None
+        return input_BCD
 
     def attended(self, call: LayerCall) -> None:
         """Called after the attention of a call: close layers that nobody reads any more, and end the forward."""

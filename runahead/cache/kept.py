@@ -290,6 +290,7 @@ class KeptLayer(LayerStore):
         """Let the slot with this number be the next one. Slots before it hold tokens, whose positions are stored."""
         self._place()
         self.num_slots = end - self.first
+        assert self.num_slots >= self._first_exact, (self.num_slots, self._first_exact)
         if self.host is not None and self.num_slots < self.host.num_slots:
             self.host = None
 

@@ -98,7 +98,7 @@ class RowsAttention(LayerAttention):
         parts = list[tuple[Tensor, Tensor]]()
         for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True):
             call = row.stored(layer, *qkv, terms)
-            parts.append(call.seen.attend(terms))
+            parts.append(call.seen.attend(call.terms))
             row.attended(call)
         return self._output(layer, layer, q_BNCH, parts, terms)
 
@@ -116,7 +116,7 @@ class RowsAttention(LayerAttention):
         parts = list[tuple[Tensor, Tensor]]()
         for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True):
             call = row.read(layer, source, *qkv, terms, skipped=skipped)
-            parts.append(call.seen.attend(terms))
+            parts.append(call.seen.attend(call.terms))
             row.attended(call)
         return self._output(layer, source, q_BNCH, parts, terms)
 

@@ -337,6 +337,7 @@ class RaggedLayer(KeptLayer):
         self._place()
         num_taken = self.first + self.num_slots - end
         self.lengths, self.room = [length - num_taken for length in self.lengths], self.room + num_taken
+        assert min(self.lengths) >= 0, "a token in few bits, or dropped, is not taken back"
         with torch.inference_mode():  # as the forward, which is over
             self._used_S -= num_taken
             self._next_S -= num_taken

@@ -136,7 +136,7 @@ def score_prompt(
                 start=length,
                 pads=[0],
                 hooks=[repetition],
-                ends=model.last_attention,
+                ends=(model.num_layers - 1, "attended"),  # layers that read others do not score
                 on_layer=on_layer,
             )
             with suppress(ForwardEndsHere):
@@ -200,7 +200,7 @@ class _Repetition(LayerHook):
         if policy.needs_attention_input:
             _ = model.attention_input_dims  # from then on forwards show them
 
-    def closed(self, call: LayerCall) -> None:
+    def attended(self, call: LayerCall) -> None:
         scores_Kn, chunk = self._scores[call.layer], self._chunk
         if scores_Kn is not None:
             scores_Kn[:, chunk.start : chunk.stop] = self._policy.replay_score(self._view(call))[0]

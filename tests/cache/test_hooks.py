@@ -6,8 +6,10 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch import Tensor
 
 from runahead.attention.base import ForwardEndsHere
+from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from tests.ranks.tasks import tiny_model
 
@@ -85,3 +87,20 @@ def test_what_is_not_to_be_stored_is_not() -> None:
     attention = CausalAttention(cache, start=0, pads=[0], hooks=[Refusing()])
     model.forward(IDS, attention, start=0, pads=[0])
     assert all(bool((cache.layer(layer).slab_TBKX == 0.5).all()) for layer in range(model.num_layers))
+
+
+def test_hidden_states_are_those_of_one_layer_alone() -> None:
+    """Seen to fail: those of the last layer that was shown its own."""
+    model, shown = tiny_model("llama"), list[Tensor | None]()
+
+    class Seeing(LayerHook):
+        def attended(self, call: LayerCall) -> None:
+            shown.append(call.input_BCD)
+
+    attention = CausalAttention(model.empty_cache(3), start=0, pads=[0], hooks=[Seeing()])
+    x_BCD = torch.ones(1, 3, 4)
+    attention.see_attention_input(0, x_BCD)
+    for layer, shape in enumerate(model.kv_shapes[:2]):
+        k_BKCH = torch.ones(1, shape.num_kv_heads, 3, shape.key_dim, dtype=shape.dtype)
+        attention.attend(layer, k_BKCH, k_BKCH, torch.ones_like(k_BKCH), AttentionTerms(scaling=1.0))
+    assert shown[0] is x_BCD and shown[1] is None

@@ -30,6 +30,7 @@ from runahead.model.layers.shared_kv import find_sources
 from runahead.model.shares import check_shares
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
+from runahead.thinning.replay import score_prompt
 from tests.conftest import RankPools
 from tests.families import SHARING, build, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
 from tests.policies.running import Run
@@ -152,6 +153,19 @@ def test_policies_drop_tokens_once_all_layers_have_read_them(policy: Policy, fam
         alone.prefill()
         for ours, token in zip(decoded, GENERATED, strict=True):
             torch.testing.assert_close(ours[row], alone.decode(token)[0], atol=TOLERANCE, rtol=0)
+
+
+@one_family
+def test_a_prompt_is_repeated_only_through_the_layers_that_store(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to fail: the layers that read others compute for nothing."""
+    policy = KVzip(budget=BUDGET, sinks=2)
+    run = Run(tiny_model(family), [], prompts()[:1])
+    run.prefill()
+    monkeypatch.setattr(CausalAttention, "attend_shared", lambda *_, **__: pytest.fail("a reading layer has run"))
+    with throughout(run.model.dtype):
+        scores = score_prompt(run.model, policy, run.kept, run.ids_BS, run.pads)
+    assert [scores_BKn is None for scores_BKn in scores] == [True, False, True]
+    assert scores[1] is not None and scores[1].isfinite().all()
 
 
 @one_family

@@ -233,3 +233,13 @@ def test_bytes_are_known_to_the_byte(
     text.layer.free(room=0)
     known = ragged_bytes(text.shape, lengths, **text.made, compensates=compensates)
     assert text.layer.num_bytes == known < text.exact.num_bytes
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_token_in_few_bits_is_not_taken_back(is_ragged: bool) -> None:
+    """Its memory in the window is gone."""
+    text = Text(1, 2, 1, keeps_all=True)
+    layer = text.layer if is_ragged else text.dense.in_bits(text.few, room=1)
+    layer.set_end(layer.end - 1)
+    with pytest.raises(AssertionError):
+        layer.set_end(0)

@@ -2,7 +2,8 @@
 
 Tokens leave the window of the newest ones in whole groups of 32. Groups begin at a row's first token, so a row of a
 padded batch has the same groups as alone. Generated and given tokens attend to blocks of the quantised tokens and to
-the window; at no time is more than a block dequantised, but for a policy that looks at all keys of a layer.
+the window, so that no more than a block is dequantised at a time. A whole layer is where a policy looks at all keys,
+where positions are re-encoded, and where a layer has a window and its tokens have gaps or other ranks have some.
 """
 
 # Legend: n stored slots, m kept ones, B batch, N query heads, K kv heads, G query heads per KV head, C new tokens,
