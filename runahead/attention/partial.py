@@ -52,8 +52,8 @@ class AttentionTerms:
 
     @property
     def by_order(self) -> bool:
-        """Whether every query sees all keys before it, so that of positions the order alone counts, but for a bias."""
-        return self.rule is None or self.rule.sees_everything
+        """Whether of positions the order alone counts: every query sees all keys before it, without a bias."""
+        return (self.rule is None or self.rule.sees_everything) and self.key_bias is None
 
 
 def biased(key_bias: KeyBias, positions_BKS: Tensor, num_heads: int) -> Tensor:

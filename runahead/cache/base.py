@@ -59,7 +59,8 @@ class SeenKV:
     Attributes:
         q_BNCH: the queries; if positions are re-encoded, rotated to the slots of their tokens.
         steps: where the tokens lie that they see.
-        apart: returns steps that take their place where a layer has a window, if they give the order of tokens alone.
+        apart: returns steps that take their place where positions count (windows, biases), if they give the order of
+            tokens alone.
         whole: all slots in one memory, those of the newest tokens last, where there is one.
         positions: positions (B, K, n) or (B, 1, n) of the tokens in these slots; called where some keys are marked.
         num_sequences: KV heads that have runs of their own, as rows of one head; None: a run is of all heads.
