@@ -41,7 +41,7 @@ class DroppedTokens:
         return cls(sum_BKX=sum_BKX, count_BK=count_BK)
 
     def row(self, row: int) -> DroppedTokens:
-        """Those of one row."""
+        """The dropped tokens of one row."""
         return DroppedTokens(sum_BKX=self.sum_BKX[row : row + 1], count_BK=self.count_BK[row : row + 1])
 
     @property

@@ -269,13 +269,13 @@ def _attend(
         sees_own: each query has found its own token.
     """
     rule, own = terms.rule, list[_Cell]()
-    by_order = rule is None or rule.sees_everything
+    sees_all = rule is None or rule.sees_everything
     earlier: tuple[list[list[_Cell]], list[list[_Cell]]] = ([], [])  # stored here, arriving
     for runs, arrives in steps:
         cells = list[_Cell]()
         for run in runs:
             assert not isinstance(run.spans, Lengths), "sequences of which the device knows the lengths come first"
-            takes_order = by_order and (terms.key_bias is None or run.bias is not None)
+            takes_order = sees_all and (terms.key_bias is None or run.bias is not None)
             for span in run.spans:
                 for each in (span,) if takes_order or span.apart is None else span.apart():
                     new, before = _cells(run, each, rule)

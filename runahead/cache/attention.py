@@ -51,7 +51,7 @@ class LayerCall:
 
 
 class LayerHook:
-    """What is done beside the attention of each layer. A method that is not overridden costs nothing."""
+    """Something to do beside the attention of each layer. A method that is not overridden costs nothing."""
 
     def before_save(self, call: LayerCall) -> None:
         """Called before a layer's new keys and values are stored: may wait for memory, or replace them."""

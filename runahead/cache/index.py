@@ -167,7 +167,7 @@ class ShardIndex(Index):
         return None if len(numbers) == num_new else numbers
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        """Of several new tokens those before all of them are apart from their own, which not all of them see."""
+        """As of `Index`; earlier tokens have spans apart from several new ones, of which each query sees some."""
         spans = tokens.once((self, num_new), lambda: self._spans_apart(tokens, num_new))
         return [Step([Run(slab, each)]) for each in spans]
 

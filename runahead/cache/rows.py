@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
-from runahead.attention.op import Step, attend, finish, joined
+from runahead.attention.op import Part, Step, attend, finish, joined
 from runahead.attention.partial import AttentionTerms, merge, merge_parts
-from runahead.cache.attention import CausalAttention, End
+from runahead.cache.attention import CausalAttention, End, LayerCall
 from runahead.cache.base import Gather
 from runahead.cache.new_tokens import NewTokens
 
@@ -95,12 +95,11 @@ class RowsAttention(LayerAttention):
             row.see_attention_input(layer, x_1CD)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        parts = list[tuple[Tensor, Tensor]]()
-        for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True):
-            call = row.stored(layer, *qkv, terms)
-            parts.append(call.seen.attend(call.terms))
-            row.attended(call)
-        return self._output(layer, layer, q_BNCH, parts, terms)
+        found = [
+            _found(row, row.stored(layer, *qkv, terms))
+            for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True)
+        ]
+        return self._output(layer, layer, q_BNCH, found, terms)
 
     def attend_shared(
         self,
@@ -113,22 +112,21 @@ class RowsAttention(LayerAttention):
         *,
         skipped: int = 0,
     ) -> Tensor:
-        parts = list[tuple[Tensor, Tensor]]()
-        for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True):
-            call = row.read(layer, source, *qkv, terms, skipped=skipped)
-            parts.append(call.seen.attend(call.terms))
-            row.attended(call)
-        return self._output(layer, source, q_BNCH, parts, terms)
+        found = [
+            _found(row, row.read(layer, source, *qkv, terms, skipped=skipped))
+            for row, *qkv in zip(self.rows, *map(self._own, (q_BNCH, k_BKCH, v_BKCV)), strict=True)
+        ]
+        return self._output(layer, source, q_BNCH, found, terms)
 
     def _output(
         self,
         layer: int,
         source: int,
         q_BNCH: Tensor,
-        parts: Sequence[tuple[Tensor, Tensor]],
+        parts: Sequence[Part],
         terms: AttentionTerms,
     ) -> Tensor:
-        """Output (B, N, C, V) of a layer: of what each row has found by itself, and of what rows share in `source`."""
+        """Output (B, N, C, V) of a layer: the rows' parts, merged with attention to what rows share in `source`."""
         places = [(slice(row, row + 1), range(out.shape[2])) for row, (out, _) in enumerate(parts)]
         found = joined(q_BNCH, parts[0][0].shape[3], places, parts)
         if self._shared is not None:
@@ -156,8 +154,15 @@ class RowsAttention(LayerAttention):
         return [row.narrow(dim, 0, count) for row, count in zip(rows, self._counts, strict=True)]
 
 
+def _found(row: CausalAttention, call: LayerCall) -> Part:
+    """Attention of one row by itself. Its hooks are called before the rows are put together."""
+    part = call.seen.attend(call.terms)
+    row.attended(call)
+    return part
+
+
 def _of_row(value: Any, row: int, num_rows: int) -> Any:
-    """What a layer is given of one row: that row of every tensor (B, ...) in `value`; anything else stays as it is."""
+    """Arguments of a layer for one row: its row of every tensor (B, ...) in `value`; anything else stays as it is."""
     if isinstance(value, tuple):
         return tuple(_of_row(part, row, num_rows) for part in value)
     if isinstance(value, dict):

@@ -300,7 +300,7 @@ def span_at(at: Sequence[int], positions: Sequence[int], device: torch.device, *
 
 
 def on_device(positions: Sequence[int], device: torch.device) -> Callable[[], Tensor] | None:
-    """What sends positions to `device`, once; None if they are contiguous."""
+    """Function that sends positions to `device`, once; None if they are contiguous."""
     return None if isinstance(positions, range) else cache(lambda: sent(torch.tensor(list(positions)), device))
 
 

@@ -103,7 +103,7 @@ class ReusedKV:
 
     @classmethod
     def nothing(cls, num_tokens: int, pads: Sequence[int]) -> ReusedKV:
-        """Of prompts that reuse nothing, left-padded to so many tokens."""
+        """Prompts that reuse nothing, left-padded to so many tokens."""
         positions_BS = (torch.arange(num_tokens) - torch.tensor(pads)[:, None]).clamp_min(0)
         return cls(parts=[], positions_BS=positions_BS, ends=[num_tokens - pad for pad in pads])
 

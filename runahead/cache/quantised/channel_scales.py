@@ -41,7 +41,7 @@ class ChannelScales:
 
     @classmethod
     def joined(cls, parts: Sequence[ChannelScales]) -> ChannelScales:
-        """Those of the rows of all parts."""
+        """Scales of the rows of all parts."""
         middle, scale = (torch.cat([getattr(each, name) for each in parts]) for name in ("middle_BK1D", "scale_BK1D"))
         return cls(middle_BK1D=middle, scale_BK1D=scale)
 

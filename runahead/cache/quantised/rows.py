@@ -80,7 +80,7 @@ class QuantisedRows(Codec):
         return replace(self, keys=by_token, values=values, scales=scales)
 
     def row(self, row: int) -> QuantisedRows:
-        """Those of one row of the batch, without its padding."""
+        """The tokens of one row of the batch, without its padding."""
         place = row - (self.rows.start or 0)
         scales = None if self.scales is None else self.scales.row(place)
         keys, values = self.keys.row(place), self.values.row(place)
@@ -220,7 +220,7 @@ class Codes:
         return replace(self, parts=list(self.parts))
 
     def row(self, row: int) -> Codes:
-        """Those of one row of the batch."""
+        """The codes of one row of the batch."""
         [part] = [part for part in self.parts if part.rows.start in (None, row)]
         return replace(self, parts=[part.row(row)])
 
