@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
-from runahead.attention.op import nothing
-from runahead.config import (
-    DecodeName,
-    DecodeOptions,
-    GenerationOptions,
-    PrefillOptions,
-    Speculate,
-)
+from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
-from runahead.decoding.forward import fastest_form, forward_over
+from runahead.decoding.batch import decode_batch
 from runahead.decoding.gathered_result import gathered_result
-from runahead.decoding.lanes import Lanes
 from runahead.decoding.placement import Placement
-from runahead.decoding.row import Row, batch_ids
-from runahead.decoding.rows import Decoded, Rows, choose_alone
+from runahead.decoding.row import row_options
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
-from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import OnTokens, TokenStream
 from runahead.features.facts import SEGMENTS, Setup
 from runahead.features.refused import check
@@ -39,17 +26,15 @@ from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
 from runahead.model.shares import check_arrangement
 from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PrefillPlan, PromptBatch
-from runahead.prefill.base import ToItsEnd
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
+from runahead.prefill.reusing import ReusingPrefill
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
-from runahead.report import GenerationBatch, ReuseReport
+from runahead.report import GenerationBatch
 from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv, store_prompts
+from runahead.reuse.prefixes import Prefixes, RowPrefix
 from runahead.reuse.reuse import Reuse
-from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.store import SegmentStore
-from runahead.reuse.stored_prefix import StoredPrefix
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -113,13 +98,25 @@ class Engine:
             model, ranks, self.decode, by_share=bool(self.policies), is_timed=takes(self._setup, Way.timed)
         )
         self._taken: dict[Way, bool] = {}
-        self._check_pools(1)
+        self._keeps_parts = ranks.num_stages > 1 and self.decode.name is DecodeName.sharded
+        self.policies.check_pools(model, batch=1, keep_parts=self._keeps_parts)
         self.policies.read_files(model)
-        self.store = store
+        self.prompt_limits = PromptLimits.of_model(model, self.policies, self.prefill_options, ranks.num_stages)
+        self._json_schemas = model.json_schemas
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
         self.prefixes: Prefixes | None = None
         if tree is not None:
             self.prefixes = Prefixes(model, tree, least_new=max(1, self.policies.num_observed))
+        self.prefills = ReusingPrefill(
+            model,
+            ranks,
+            self._strategy,
+            self.prefill_options,
+            self.policies,
+            self.prompt_limits,
+            prefixes=self.prefixes,
+            store=store,
+        )
         self._num_calls = 0
         self._weights: str | None = None
 
@@ -155,44 +152,105 @@ class Engine:
             PeerFailure: another rank is gone or silent.
         """
         assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
-        rows = _row_options(options or GenerationOptions(), len(prompts), first_index)
-        check_options([each for each, _ in rows], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
-        self.check(prompts, [each for each, _ in rows])
-        self._agree(prompts, options or GenerationOptions())  # before anything else that all ranks do together
-        reuses, found = any(isinstance(each, ReusingPrompt) for each in prompts), list[RowPrefix]()
-        blends = any(isinstance(each, ReusingPrompt) and each.blended for each in prompts)
-        asked = _asked(replace(self._setup, blends=blends), [each for each, _ in rows], reuses=reuses)
-        try:
-            if self.prefixes is not None and not reuses and self.ranks.stage == self.ranks.num_stages - 1:
-                found += self._found([ids_of(prompt) for prompt in prompts])
-            plan = self._plan(prompts, rows, found, asked, reuses=reuses, record=record_timeline)
-            result = self._generate(plan, rows, found, on_tokens=on_tokens, cancellable=cancellable)
-        finally:
-            for prefix in found:
-                prefix.release()
+        mesh, given = self.ranks.mesh, options or GenerationOptions()
+        rows, ids = row_options(given, len(prompts), first_index), [ids_of(prompt) for prompt in prompts]
+        each = [of_row for of_row, _ in rows]
+        self.check(prompts, each)
+        self._agree(prompts, given)  # before anything else that all ranks do together
+        asked = _asked(replace(self._setup, blends=_blend(prompts)), each, reuses=_reuse_segments(prompts))
+        with self._held_prefixes(prompts) as found:
+            plan = self._plan(prompts, each, found, asked, record=record_timeline)
+            with self.ranks.announcing_failure(), ExitStack() as profiled:
+                stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
+                stages = [stage] if plan.shards is None else list(plan.shards)
+                gather = None if plan.shards is None else self._gathering(stages, each)
+                stream = TokenStream(
+                    self.ranks,
+                    source=0 if 0 in stages else mesh.rank(stage, 0),  # rank 0 needs no messages of its own tokens
+                    num_logprobs=[of_row.logprobs for of_row in each],
+                    on_tokens=on_tokens,
+                    decoders=[rank for decoding in stages for rank in mesh.members(decoding)],
+                    cancellable=cancellable,
+                )
+                ready = self.prefills.ready(plan, found=found)
+                if ready.reuse is not None:
+                    with self.ranks.busy():
+                        ready.reuse.encode_missing()
+                recording, offset_s = None, self.ranks.clock_offset_s() if plan.record else 0.0
+                if plan.record:
+                    with self.ranks.busy():
+                        recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
+                self.ranks.barrier("all ranks to hold the prompt")
+                began_s = time.perf_counter()
+                prefilled = self.prefills.run(ready)
+                self.prefills.store_prompts(ready, prefilled)
+                # Under policies the cache has what is reused, too, as one text with what was computed.
+                batch = PromptBatch.of(ids, self.ranks.device) if self.policies else ready.job.batch
+                decoded = decode_batch(
+                    self.model,
+                    ids,
+                    rows,
+                    prefilled,
+                    batch,
+                    policies=ready.job.own_policies,
+                    speculator=self._speculator,
+                    stream=stream,
+                    gather=gather,
+                )
+                stream.relay()
+                if decoded is not None and prefilled.prefixes:
+                    texts = decoded.seen_texts if self.takes(Way.stored_answers) else []
+                    self.prefills.store_answers(ready, prefilled, texts)
+                prefilled.cache = None
+                with self.ranks.busy():
+                    profiled.close()
+                self._note_memory(ready.job, prefilled)
+                result = gathered_result(
+                    self.ranks,
+                    prefilled,
+                    decoded,
+                    boundaries=plan.partition.boundaries,
+                    began_s=began_s,
+                    offset_s=offset_s,
+                    source=mesh.rank(stage, 0),
+                    is_warm=self._num_calls > 0,
+                    recording=recording,
+                )
+                self._conclude(plan, ready.reuse, prefilled, result)
         result.slower = list(slower(*asked).values())
         self._num_calls += 1
         return result
 
+    @contextmanager
+    def _held_prefixes(self, prompts: Sequence[GivenPrompt]) -> Iterator[list[RowPrefix]]:
+        """Context manager in which the last stage holds what each row reuses of earlier prompts; else there is none."""
+        found, is_last = list[RowPrefix](), self.ranks.stage == self.ranks.num_stages - 1
+        try:
+            if self.prefixes is not None and is_last and not _reuse_segments(prompts):
+                found += self.prefills.found([ids_of(prompt) for prompt in prompts])
+            yield found
+        finally:
+            for prefix in found:
+                prefix.release()
+
     def _plan(
         self,
         prompts: Sequence[GivenPrompt],
-        rows: Sequence[tuple[GenerationOptions, int]],
+        options: Sequence[GenerationOptions],
         found: Sequence[RowPrefix],
         asked: Sequence[Setup],
         *,
-        reuses: bool,
         record: bool,
     ) -> PrefillPlan:
         """Agree with all ranks on a prefill: its chunks, what it reuses of prefixes, and where its tokens are stored.
 
         Args:
+            options: of each row.
             found: prefix of each row on the last stage, if this engine reuses any.
-            asked: what is known of the run, and what the batch asks for; see `_asked`.
-            reuses: prompts reuse segments.
+            asked: as `_asked` returns it.
         """
         stored, last = [0] * len(prompts), self.ranks.num_stages - 1
-        if self.prefixes is not None and not reuses:
+        if self.prefixes is not None and not _reuse_segments(prompts):
             nums = [prefix.num_tokens for prefix in found]
             stored = self.ranks.broadcast(nums, self.ranks.mesh.rank(last, 0), "the stored prefixes")
         partition = self._split([len(each) - num for each, num in zip(prompts, stored, strict=True)])
@@ -201,11 +259,11 @@ class Engine:
                 prefix.reuse_nothing()
             stored = [0] * len(prompts)
             partition = self._split(list(map(len, prompts)))
-        for each in asked:
-            check(replace(each, num_chunks=len(partition.chain)))
+        if len(partition.chain) > 1:
+            self._check_chain(partition)
         self._require_same({"the context partition": fact(list(partition.boundaries))})
-        num_new, shards = max(each.max_new_tokens for each, _ in rows), None
-        if all(takes(each, Way.sharded) for each in asked):
+        num_new, shards = max(each.max_new_tokens for each in options), None
+        if len(partition.chain) > 1 and all(takes(each, Way.sharded) for each in asked):
             with self.ranks.announcing_failure():
                 shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1)
         return PrefillPlan(
@@ -218,136 +276,29 @@ class Engine:
             record=record,
         )
 
-    def _generate(
-        self,
-        plan: PrefillPlan,
-        rows: list[tuple[GenerationOptions, int]],
-        found: list[RowPrefix],
-        *,
-        on_tokens: OnTokens | None,
-        cancellable: bool,
-    ) -> GenerationBatch:
-        """Prefill and decode; all ranks begin at once. `found` is as of `_plan`."""
-        mesh, partition, ids = self.ranks.mesh, plan.partition, [ids_of(prompt) for prompt in plan.prompts]
-        gather, recording = None, None
-        with self.ranks.announcing_failure(), ExitStack() as profiled:
-            stage = self._strategy.first_token_stage(partition, mesh.num_stages)
-            source = mesh.rank(stage, 0)
-            if plan.shards is not None:
-                num_queries = 1 + max(each.speculate_tokens if _drafts(each) else 0 for each, _ in rows)
-                gather = self._placement.gathering(list(plan.shards), len(ids) * num_queries)
-            stages = [stage] if plan.shards is None else list(plan.shards)
-            stream = TokenStream(
-                self.ranks,
-                source=0 if 0 in stages else source,  # rank 0 needs no messages of tokens that it decodes itself
-                num_logprobs=[each.logprobs for each, _ in rows],
-                on_tokens=on_tokens,
-                decoders=[rank for each in stages for rank in mesh.members(each)],
-                cancellable=cancellable,
-            )
-            ready = self._ready(plan, found=found)
-            job, reuse = ready.job, ready.reuse
-            if reuse is not None:
-                with self.ranks.busy():
-                    reuse.encode_missing()
-            offset_s = self.ranks.clock_offset_s() if plan.record else 0.0
-            if plan.record:
-                with self.ranks.busy():
-                    recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
-            self.ranks.barrier("all ranks to hold the prompt")
-            began_s = time.perf_counter()
-            prefilled = self._run(ready)
-            prefixes = prefilled.prefixes
-            if prefilled.given is not None:
-                assert prefilled.logits_BV is not None
-                store_prompts(prefixes, ids, prefilled.given, prefilled.logits_BV)
-                prefilled.given = None
-            # Under policies the cache has what is reused, too, as one text with what was computed.
-            whole = PromptBatch.of(ids, self.ranks.device) if self.policies else job.batch
-            decoded = self._decode(ids, rows, prefilled, whole, stream, gather, job.own_policies)
-            stream.relay()
-            if decoded is not None and prefixes:
-                self._store(prefixes, decoded, prefilled, job.batch)
-            prefilled.cache = None
-            with self.ranks.busy():
-                profiled.close()
-            chunk_tokens = prefilled.report.chunk_tokens
-            prefilled.report.memory = self.model.memory_after(
-                kv_bytes=max(prefilled.report.kv_peak_bytes, self._placement.timed_bytes),
-                num_tokens=len(ids) * min(chunk_tokens, job.chunk_tokens or chunk_tokens),
-            )
-            result = gathered_result(
-                self.ranks,
-                prefilled,
-                decoded,
-                boundaries=partition.boundaries,
-                began_s=began_s,
-                offset_s=offset_s,
-                source=source,
-                is_warm=self._num_calls > 0,
-                recording=recording,
-            )
-            result.decode = "last" if plan.shards is None else "sharded"
-            if reuse is not None:
-                reuse.report.recomputed_tokens = prefilled.recomputed_tokens
-                reuse.add_to(result)
-            num = len(result.generations)
-            if not any(plan.stored):  # the times of a rest say nothing of whole prompts
-                self.learn(partition, {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks})
-        return result
+    def _gathering(self, stages: Sequence[int], options: Sequence[GenerationOptions]) -> Gathering | None:
+        """The gathering of the stages that decode rows with these options together."""
+        num_queries = 1 + max(each.speculate_tokens if _drafts(each) else 0 for each in options)
+        return self._placement.gathering(stages, len(options) * num_queries)
 
-    def _check_pools(self, batch: int) -> None:
-        keep_parts = self.ranks.num_stages > 1 and self.decode.name is DecodeName.sharded
-        self.policies.check_pools(self.model, batch=batch, keep_parts=keep_parts)
+    def _note_memory(self, job: PrefillJob, prefilled: Prefilled) -> None:
+        """Report the memory of this rank, once it has decoded."""
+        report = prefilled.report
+        report.memory = self.model.memory_after(
+            kv_bytes=max(report.kv_peak_bytes, self._placement.timed_bytes),
+            num_tokens=len(job.batch.pads) * min(report.chunk_tokens, job.chunk_tokens or report.chunk_tokens),
+        )
 
-    def _split(self, lengths: Sequence[int]) -> ContextPartition:
-        return self._strategy.split(max(lengths), self.ranks.num_stages, self.partition)
-
-    def takes(self, way: Way) -> bool:
-        """Whether a faster way is taken in a server, by the table of `runahead/features/slower.py`."""
-        if way not in self._taken:
-            self._taken[way] = takes(self._serving, way)
-        return self._taken[way]
-
-    def slower(
-        self,
-        options: Sequence[GenerationOptions],
-        *,
-        reuses: bool,
-        serves: bool = False,
-    ) -> list[str]:
-        """Tell in a sentence each which faster ways are not taken, and why.
-
-        Args:
-            options: of a batch.
-            reuses: prompts reuse segments.
-            serves: a server answers.
-        """
-        setup = self._serving if serves else self._setup
-        return list(slower(*_asked(setup, options, reuses=reuses)).values())
-
-    @property
-    def _serving(self) -> Setup:
-        return replace(self._setup, options={"a server": True})
-
-    @property
-    def may_shard(self) -> bool:
-        """Whether stages may decode together."""
-        return not self.takes(Way.side_by_side)
-
-    @property
-    def takes_stage_alone(self) -> bool:
-        """Whether the last stage can compute a prompt alone."""
-        return self.ranks.num_stages == 1 or self._strategy.can_run_alone
-
-    @property
-    def prompt_limits(self) -> PromptLimits:
-        """Which prompts can be generated from."""
-        return PromptLimits.of_model(self.model, self.policies, self.prefill_options, self.ranks.num_stages)
-
-    def split(self, num_tokens: int) -> ContextPartition:
-        """The chunks of a prompt, one per stage. Asked for on rank 0 alone."""
-        return self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition))
+    def _conclude(self, plan: PrefillPlan, reuse: Reuse | None, prefilled: Prefilled, result: GenerationBatch) -> None:
+        """Add to a result what the ranks report of it, and learn from its times."""
+        result.decode = "last" if plan.shards is None else "sharded"
+        if reuse is not None:
+            reuse.report.recomputed_tokens = prefilled.recomputed_tokens
+            reuse.add_to(result)
+        num = len(result.generations)
+        if not any(plan.stored):  # the times of a rest say nothing of whole prompts
+            seconds = {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks}
+            self.learn(plan.partition, seconds)
 
     def prefill(self, plan: PrefillPlan, meanwhile: Meanwhile | None = None) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.
@@ -360,130 +311,34 @@ class Engine:
         Args:
             meanwhile: what this rank does besides.
         """
-        check(replace(self._setup, num_chunks=len(plan.partition.chain)))
-        ready = self._ready(plan, meanwhile=meanwhile)
+        if len(plan.partition.chain) > 1:
+            self._check_chain(plan.partition)
+        ready = self.prefills.ready(plan, meanwhile=meanwhile)
         reuse = ready.reuse
         if reuse is not None and ready.job.partition.chunk(self.ranks.stage):
             reuse.encode_missing(in_stage=True)
-        prefilled = self._run(ready)
+        prefilled = self.prefills.run(ready)
         if reuse is not None:
             prefilled.encoded = reuse.encoded
             prefilled.report.prefill_s += reuse.report.encode_s + reuse.report.cluster_s
         return prefilled
 
-    def _ready(
-        self, plan: PrefillPlan, *, meanwhile: Meanwhile | None = None, found: list[RowPrefix] | None = None
-    ) -> _Ready:
-        """Make ready what a prefill needs before its clock starts. All ranks call it.
-
-        Args:
-            found: prefix of each row, where they were looked up on the last stage.
-        """
-        reuse = self._reuse(plan.prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
-        ids, stored = [ids_of(each) for each in plan.prompts], list(plan.stored) or [0] * len(plan.prompts)
-        partition, is_alone = plan.partition, plan.partition.chain == [self.ranks.stage]
-        prefixes, computed_anew_s = list[RowPrefix](), 0.0
-        if plan.reuses and reuse is None and self.prefixes is not None and self.ranks.stage == partition.chain[-1]:
-            prefixes = self._found(ids, None if is_alone else stored) if found is None else found
-            if prefixes and is_alone:
-                stored = [prefix.num_tokens for prefix in prefixes]
-            elif prefixes:
-                computed_anew_s = self._complete(ids, prefixes, stored, meanwhile)
-        computed = [each[num:] for each, num in zip(ids, stored, strict=True)]
-        if reuse is not None:
-            computed = [list(prompt.new_ids) for prompt in reuse.prompts]
-        if is_alone:
-            longest = max(map(len, computed))
-            partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
-        job = self._job(
-            PromptBatch.of(computed, self.ranks.device),
-            partition,
-            plan.num_new,
-            meanwhile=meanwhile,
-            shards=plan.shards,
-            stored=StoredPrefix.of(ids, stored) if any(stored) and len(partition.chain) > 1 else None,
-            gives_new=bool(prefixes),
-            texts=PromptBatch.of(ids, self.ranks.device) if prefixes and self.policies.deciding else None,
-            record=plan.record,
-        )
-        with self.ranks.busy():
-            self._strategy.connect(self.ranks, partition, self.prefill_options, has_stored=job.stored is not None)
-        return _Ready(ids=ids, job=job, reuse=reuse, prefixes=prefixes, computed_anew_s=computed_anew_s)
-
-    def _run(self, ready: _Ready) -> Prefilled:
-        """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
-        job, reuse = ready.job, ready.reuse
-        job.reused = reused_kv(ready.ids, ready.prefixes, partial(self._computed_anew, meanwhile=job.meanwhile))
-        if reuse is not None and job.partition.chunk(self.ranks.stage):
-            is_last = job.partition.chain[-1] == self.ranks.stage
-            job.reused = reuse.fetch(self.policies.retriever if is_last else None)  # whose indices are made there
-        prefilled = self._strategy.run(job)
-        job.reused = None  # frees reused segments, of which decoding may have its own copies
-        prefilled.report.prefill_s += ready.computed_anew_s
-        prefilled.prefixes = ready.prefixes
-        return prefilled
-
-    def _found(self, ids: Sequence[Sequence[int]], most: Sequence[int] | None = None) -> list[RowPrefix]:
-        """The prefix of each row on this stage, held: as long on all of its ranks, which share the heads.
-
-        Args:
-            most: as of `Prefixes.of`.
-        """
-        assert self.prefixes is not None
-        found = self.prefixes.of(ids, most)
-        if self.ranks.num_shares == 1:
-            return found
-        # They could not compute together what only one of them finds lost later.
-        by_share = self.ranks.gather_in_stage([prefix.num_whole() for prefix in found], "the stored prefixes")
-        agreed = self.prefixes.of(ids, [min(nums) for nums in zip(*by_share, strict=True)])
-        for prefix in found:
-            prefix.release()
-        return agreed
-
-    def _complete(
-        self,
-        ids: Sequence[Sequence[int]],
-        prefixes: Sequence[RowPrefix],
-        num_reused: Sequence[int],
-        meanwhile: Meanwhile | None,
-    ) -> float:
-        """Let each prefix have so many tokens: compute on this stage what was dropped. Returns the seconds of it."""
-        began_s, compute = time.perf_counter(), partial(self._computed_anew, meanwhile=meanwhile)
-        for text, prefix, num in zip(ids, prefixes, num_reused, strict=True):
-            if prefix.num_tokens < num:
-                reused = reused_kv([text[:num]], [prefix], compute)
-                prefix.extend(text[:num], compute(text[prefix.num_tokens : num], reused))
-        return time.perf_counter() - began_s
-
-    def _computed_anew(
-        self, ids: Sequence[int], reused: ReusedKV | None, *, meanwhile: Meanwhile | None = None
-    ) -> list[torch.Tensor]:
-        """Keys and values of tokens that a stage with a tree computes alone, to the end, after what they reuse.
-
-        It may be called inside a layer of a prefill: other stages then wait.
-        """
-        batch = PromptBatch.of([list(ids)], self.ranks.device)
-        alone = ContextPartition(boundaries=(0,) * self.ranks.num_stages + (len(ids),))
-        others = None if meanwhile is None else ToItsEnd(meanwhile)
-        job = self._job(batch, alone, num_new=1, meanwhile=others, reused=reused, policies=RankPolicies())
-        done = self._strategy.run(job)
-        layers = None if done.cache is None else done.cache.row_kv(0, 0, len(ids))
-        assert layers is not None, "all keys and values of a prompt are on the stage that computes it alone"
-        return layers
-
     def check(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> None:
-        """Check that prompts can be generated from at once, as `generate` does. Raises: PromptTooLong, ValueError."""
+        """Check that prompts can be generated from at once, as `generate` does. Raises: PromptTooLong, ValueError.
+
+        All else was checked when this engine was made.
+        """
+        check_options(options, self.model.tokenizer, self.model.vocab_size, self._json_schemas)
         check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each in options])
-        self._check_pools(len(prompts))
-        reusing = [each for each in prompts if isinstance(each, ReusingPrompt)]
-        if reusing:
-            self.check_reuse(blends=any(each.blended for each in reusing))
-        self.check_speculation(options, prompts)
+        self.policies.check_pools(self.model, batch=len(prompts), keep_parts=self._keeps_parts)
+        if _reuse_segments(prompts):
+            self.check_reuse(blends=_blend(prompts))
+        if any(map(_drafts, options)):
+            self.check_speculation(options, prompts)
 
     def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
         """Check that drafts can be made and verified as the options of these prompts ask. Raises: ValueError."""
-        reuses = any(isinstance(each, ReusingPrompt) for each in prompts)
-        setup = replace(self._setup, segments=SEGMENTS if reuses else "")
+        setup = replace(self._setup, segments=SEGMENTS if _reuse_segments(prompts) else "", blends=_blend(prompts))
         self._speculator.check(options, [len(ids_of(each)) for each in prompts], setup)
 
     def check_reuse(self, *, blends: bool = False) -> None:
@@ -494,18 +349,16 @@ class Engine:
         """
         check(replace(self._setup, segments=SEGMENTS, blends=blends))
 
-    def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
-        given: dict[str, Any] = {
-            "model": self.model,
-            "ranks": self.ranks,
-            "batch": batch,
-            "partition": partition,
-            "capacity": batch.num_tokens + num_new - 1,
-            "options": self.prefill_options,
-            "policies": self.policies,
-            "chunk_tokens": self.prompt_limits.chunk_tokens(batch.num_tokens),
-        }
-        return PrefillJob(**(given | more))
+    def _check_chain(self, partition: ContextPartition) -> None:
+        """Check that the prompts' chunks go with the options. Raises: ValueError."""
+        check(replace(self._setup, num_chunks=len(partition.chain)))
+
+    def split(self, num_tokens: int) -> ContextPartition:
+        """The chunks of a prompt, one per stage. Asked for on rank 0 alone."""
+        return self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition))
+
+    def _split(self, lengths: Sequence[int]) -> ContextPartition:
+        return self._strategy.split(max(lengths), self.ranks.num_stages, self.partition)
 
     def learn(self, partition: ContextPartition, seconds: Mapping[int, tuple[float, float]]) -> None:
         """Tell a partitioner that learns how long each stage computed and waited.
@@ -553,107 +406,51 @@ class Engine:
         if self.ranks.size > 1:
             self.ranks.require_same(facts, "every rank must make the same call with the same model")
 
-    def _reuse(self, prompts: Sequence[GivenPrompt], after_layer: Callable[[], None] = nothing) -> Reuse | None:
-        """The segments that the prompts reuse; None if no prompt reuses any.
+    def takes(self, way: Way) -> bool:
+        """Whether a faster way is taken in a server, by the table of `runahead/features/slower.py`."""
+        if way not in self._taken:
+            self._taken[way] = takes(self._serving, way)
+        return self._taken[way]
 
-        Args:
-            after_layer: called after each layer of a segment that is encoded or clustered.
-        """
-        if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
-            return None
-        self.store = self.store or SegmentStore(self.model)
-        return Reuse(prompts, self.store, self.model, self.ranks, after_layer)
-
-    def _store(self, prefixes: Sequence[RowPrefix], decoded: Decoded, prefilled: Prefilled, batch: PromptBatch) -> None:
-        """Store prompts and answers, but for the last token of each, which no forward has seen; or prompts alone."""
-        assert prefilled.cache is not None and self.prefixes is not None
-        rows = zip(prefixes, decoded.rows, batch.pads, strict=True) if self.takes(Way.stored_answers) else ()
-        for row, (prefix, each, pad) in enumerate(rows):
-            text = each.prompt + each.new_ids[:-1]
-            prefix.store(text, prefilled.cache.row_kv(row, pad, len(text) - prefix.num_tokens))
-        report = prefilled.report
-        report.reuse = ReuseReport(
-            cached_tokens=sum(prefix.num_cached for prefix in prefixes),
-            computed_tokens=batch.num_tokens,
-            stored_bytes=self.prefixes.tree.bytes_by_tier,
-        )
-
-    def _decode(
+    def slower(
         self,
-        prompts: list[list[int]],
-        options: list[tuple[GenerationOptions, int]],
-        prefilled: Prefilled,
-        batch: PromptBatch,
-        stream: TokenStream,
-        gather: Gathering | None,
-        policies: RankPolicies,
-    ) -> Decoded | None:
-        """Generate all tokens, on the ranks that have a KV cache; None on the others.
+        options: Sequence[GenerationOptions],
+        *,
+        reuses: bool,
+        serves: bool = False,
+    ) -> list[str]:
+        """Tell in a sentence each which faster ways are not taken, and why.
 
         Args:
-            gather: between the ranks that decode together, if there are several.
-            policies: of this rank.
+            options: of a batch.
+            reuses: prompts reuse segments.
+            serves: a server answers.
         """
-        if prefilled.cache is None:
-            return None
-        rows = [Row(self.model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
-        pads, num_tokens, report, may_draft = batch.pads, batch.num_tokens, prefilled.report, _speculates(options)
-        if policies.while_decoding:
-            cache = prefilled.cache.for_decoding()
-        else:
-            cache = fastest_form(prefilled.cache, self.model, pads=pads, num_tokens=num_tokens, apart=may_draft)
-        if gather is not None:
-            cache = cache.over_ranks(gather)
-        prefilled.cache, is_told = cache, gather is not None and not gather.is_last
-        forward = forward_over(
-            self.model,
-            cache,
-            policies.while_decoding,
-            pads=pads,
-            prompt_tokens=num_tokens,
-            is_told=is_told,
-            part=policies.part,
-        )
-        drafts, ids = None, batch_ids(len(rows))
-        lanes = Lanes.holding(
-            self.model,
-            ids,
-            cache,
-            forward,
-            pads=pads,
-            num_tokens=num_tokens,
-            deciding=policies.while_decoding,
-            is_told=is_told,
-        )
-        if may_draft:
-            token_s = report.prefill_s / max(1, report.chunk_tokens * len(rows))
-            drafts = self._speculator.drafts(rows, lanes, token_s=token_s, gather=gather)
-        choose = choose_alone if gather is None else choose_together(gather)
-        decoded = Rows(lanes, choose=choose, drafts=drafts).decode(rows, prefilled.logits_BV, stream.send)
-        cache.describe_decoding(report)
-        if drafts is not None:
-            report.speculation = drafts.report
-            report.kv_peak_bytes = max(report.kv_peak_bytes, lanes.num_bytes)  # rows may have grown apart
-            report.kv_peak_bytes += drafts.drafter.num_bytes
-        return decoded
+        setup = self._serving if serves else self._setup
+        return list(slower(*_asked(setup, options, reuses=reuses)).values())
+
+    @property
+    def _serving(self) -> Setup:
+        return replace(self._setup, options={"a server": True})
+
+    @property
+    def may_shard(self) -> bool:
+        """Whether stages may decode together."""
+        return not self.takes(Way.side_by_side)
+
+    @property
+    def takes_stage_alone(self) -> bool:
+        """Whether the last stage can compute a prompt alone."""
+        return self.ranks.num_stages == 1 or self._strategy.can_run_alone
 
 
-@dataclass(kw_only=True)
-class _Ready:
-    """A prefill on this rank whose part can begin.
+def _reuse_segments(prompts: Sequence[GivenPrompt]) -> bool:
+    return any(isinstance(each, ReusingPrompt) for each in prompts)
 
-    Attributes:
-        ids: of the prompts.
-        job: without keys and values that are reused.
-        prefixes: of each row, where they are reused on this rank.
-        computed_anew_s: seconds in which lost parts of these were computed.
-    """
 
-    ids: list[list[int]]
-    job: PrefillJob
-    reuse: Reuse | None
-    prefixes: list[RowPrefix]
-    computed_anew_s: float
+def _blend(prompts: Sequence[GivenPrompt]) -> bool:
+    """Whether tokens of segments that the prompts reuse are computed again."""
+    return any(isinstance(each, ReusingPrompt) and each.blended for each in prompts)
 
 
 def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> list[Setup]:
@@ -664,19 +461,3 @@ def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) 
 
 def _drafts(options: GenerationOptions) -> bool:
     return options.speculate is not Speculate.none
-
-
-def _speculates(rows: Sequence[tuple[GenerationOptions, int]]) -> bool:
-    """Whether tokens of any row are drafted."""
-    return any(_drafts(options) for options, _ in rows)
-
-
-def _row_options(
-    options: GenerationOptions | Sequence[GenerationOptions], num_rows: int, first_index: int
-) -> list[tuple[GenerationOptions, int]]:
-    """Options and seed of every row. Raises: ValueError: there are not as many options as rows."""
-    if isinstance(options, GenerationOptions):
-        return [(options, options.seed + first_index + index) for index in range(num_rows)]
-    if len(options) != num_rows:
-        raise ValueError(f"{num_rows} prompts were given with {len(options)} generation options; give one for each")
-    return [(each, each.seed) for each in options]

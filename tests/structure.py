@@ -184,11 +184,14 @@ def refusals(source: Source) -> list[str]:
     return found
 
 
-def path_to_first_token() -> list[str]:
+def path_to_first_token() -> list[tuple[str, list[str]]]:
     """Files of runahead/ that a prompt passes on one rank, from `Engine.generate` to the first token, in order.
 
     A function counts once, when it is first called, so a loop over layers does. A file that is left and entered again
     comes again; functions that call nothing of another file are no part of the way.
+
+    Returns:
+        each file that is entered, with the functions that count.
     """
     from runahead import Engine, GenerationOptions, Ranks, RanksOptions
     from runahead.config import Device
@@ -222,10 +225,12 @@ def path_to_first_token() -> list[str]:
         engine.generate([[5, 6, 7, 8, 9]], GenerationOptions(max_new_tokens=2), on_tokens=stop)
     finally:
         sys.setprofile(None)
-    way, seen = list[str](), set[tuple[str, str]]()
+    way, seen = list[tuple[str, list[str]]](), set[tuple[str, str]]()
     for path, function in calls:
-        if function not in seen and function in callers and (not way or way[-1] != path):
-            way.append(path)
+        if function not in seen and function in callers:
+            if not way or way[-1][0] != path:
+                way.append((path, []))
+            way[-1][1].append(function[1])
         seen.add(function)
     return way
 
@@ -254,7 +259,10 @@ def main(arguments: list[str]) -> None:
     }
     if "--path" in arguments:
         way = path_to_first_token()
-        counted[f"files to the first token, {len(set(way))} of them distinct"] = way
+        distinct = len({path for path, _ in way})
+        counted[f"files to the first token, {distinct} of them distinct"] = [
+            f"{path}: {', '.join(functions)}" for path, functions in way
+        ]
     for name, found in counted.items():
         print(f"{len(found):4} {name}")
         if "--list" in arguments:

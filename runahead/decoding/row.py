@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runahead.config import GenerationOptions, Speculate
@@ -81,3 +82,14 @@ class Row:
     def text(self) -> str:
         self._text.finish()
         return self._text.text
+
+
+def row_options(
+    options: GenerationOptions | Sequence[GenerationOptions], num_rows: int, first_index: int
+) -> list[tuple[GenerationOptions, int]]:
+    """Options and seed of every row. Raises: ValueError: there are not as many options as rows."""
+    if isinstance(options, GenerationOptions):
+        return [(options, options.seed + first_index + index) for index in range(num_rows)]
+    if len(options) != num_rows:
+        raise ValueError(f"{num_rows} prompts were given with {len(options)} generation options; give one for each")
+    return [(each, each.seed) for each in options]

@@ -51,6 +51,11 @@ class Decoded:
     last_token_s: float
     num_steps: int
 
+    @property
+    def seen_texts(self) -> list[list[int]]:
+        """Prompts and answers, but for the last token of each, which no forward has seen."""
+        return [row.prompt + row.new_ids[:-1] for row in self.rows]
+
 
 class Rows:
     """The rows that this rank decodes. All ranks that decode them make the same calls.

@@ -1,0 +1,224 @@
+"""Prefill of a plan: what its prompts reuse of prefixes and segments is found, and a strategy computes the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from policies.base import GivenPrompt, ReusingPrompt, ids_of
+from runahead.attention.op import nothing
+from runahead.config import PrefillOptions
+from runahead.context import ContextPartition
+from runahead.model.model import Model
+from runahead.prefill.base import Meanwhile, Prefill, Prefilled, PrefillJob, PrefillPlan, PromptBatch, ToItsEnd
+from runahead.prefill.prompt_check import PromptLimits
+from runahead.ranks.ranks import Ranks
+from runahead.report import ReuseReport
+from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv, store_prompts
+from runahead.reuse.reuse import Reuse
+from runahead.reuse.reused_kv import ReusedKV
+from runahead.reuse.store import SegmentStore
+from runahead.reuse.stored_prefix import StoredPrefix
+from runahead.thinning.rank_policies import RankPolicies
+
+
+@dataclass(kw_only=True)
+class ReadyPrefill:
+    """A prefill on this rank whose part can begin.
+
+    Attributes:
+        ids: of the prompts.
+        job: without keys and values that are reused.
+        reuse: of segments, if the prompts reuse any.
+        prefixes: of each row, where they are reused on this rank.
+        computed_anew_s: seconds in which lost parts of these were computed.
+    """
+
+    ids: list[list[int]]
+    job: PrefillJob
+    reuse: Reuse | None
+    prefixes: list[RowPrefix]
+    computed_anew_s: float
+
+
+class ReusingPrefill:
+    """Prefills on this rank of what all ranks were told, as `PrefillPlan`s: `ready`, then `run`.
+
+    Args:
+        strategy, options: how the stages compute what is not reused.
+        policies: cache policies of each rank.
+        limits: of prompts, for the tokens that one rank computes at a time.
+        prefixes: of earlier prompts; None reuses none.
+        store: of segments; by default one is made for the first prompt that reuses any.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ranks: Ranks,
+        strategy: Prefill,
+        options: PrefillOptions,
+        policies: RankPolicies,
+        limits: PromptLimits,
+        *,
+        prefixes: Prefixes | None = None,
+        store: SegmentStore | None = None,
+    ) -> None:
+        self._model, self._ranks, self._strategy, self._options = model, ranks, strategy, options
+        self._policies, self._limits, self._prefixes = policies, limits, prefixes
+        self.store = store
+
+    def ready(
+        self, plan: PrefillPlan, *, meanwhile: Meanwhile | None = None, found: list[RowPrefix] | None = None
+    ) -> ReadyPrefill:
+        """Make ready what a prefill needs before its clock starts. All ranks call it.
+
+        Args:
+            meanwhile: what this rank does besides.
+            found: prefix of each row, where they were looked up on the last stage.
+        """
+        ranks = self._ranks
+        reuse = self._reuse(plan.prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
+        ids, stored = [ids_of(each) for each in plan.prompts], list(plan.stored) or [0] * len(plan.prompts)
+        partition, is_alone = plan.partition, plan.partition.chain == [ranks.stage]
+        prefixes, computed_anew_s = list[RowPrefix](), 0.0
+        if plan.reuses and reuse is None and self._prefixes is not None and ranks.stage == partition.chain[-1]:
+            prefixes = self.found(ids, None if is_alone else stored) if found is None else found
+            if prefixes and is_alone:
+                stored = [prefix.num_tokens for prefix in prefixes]
+            elif prefixes:
+                computed_anew_s = self._complete(ids, prefixes, stored, meanwhile)
+        computed = [each[num:] for each, num in zip(ids, stored, strict=True)]
+        if reuse is not None:
+            computed = [list(prompt.new_ids) for prompt in reuse.prompts]
+        if is_alone:
+            longest = max(map(len, computed))
+            partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
+        job = self._job(
+            PromptBatch.of(computed, ranks.device),
+            partition,
+            plan.num_new,
+            meanwhile=meanwhile,
+            shards=plan.shards,
+            stored=StoredPrefix.of(ids, stored) if any(stored) and len(partition.chain) > 1 else None,
+            gives_new=bool(prefixes),
+            texts=PromptBatch.of(ids, ranks.device) if prefixes and self._policies.deciding else None,
+            record=plan.record,
+        )
+        with ranks.busy():
+            self._strategy.connect(ranks, partition, self._options, has_stored=job.stored is not None)
+        return ReadyPrefill(ids=ids, job=job, reuse=reuse, prefixes=prefixes, computed_anew_s=computed_anew_s)
+
+    def run(self, ready: ReadyPrefill) -> Prefilled:
+        """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
+        job, reuse = ready.job, ready.reuse
+        job.reused = reused_kv(ready.ids, ready.prefixes, partial(self._computed_anew, meanwhile=job.meanwhile))
+        if reuse is not None and job.partition.chunk(self._ranks.stage):
+            is_last = job.partition.chain[-1] == self._ranks.stage
+            job.reused = reuse.fetch(self._policies.retriever if is_last else None)  # whose indices are made there
+        prefilled = self._strategy.run(job)
+        job.reused = None  # frees reused segments, of which decoding may have its own copies
+        prefilled.report.prefill_s += ready.computed_anew_s
+        prefilled.prefixes = ready.prefixes
+        return prefilled
+
+    def found(self, ids: Sequence[Sequence[int]], most: Sequence[int] | None = None) -> list[RowPrefix]:
+        """The prefix of each row on this stage, held: as long on all of its ranks, which share the heads.
+
+        Args:
+            most: as of `Prefixes.of`.
+        """
+        assert self._prefixes is not None
+        found = self._prefixes.of(ids, most)
+        if self._ranks.num_shares == 1:
+            return found
+        # They could not compute together what only one of them finds lost later.
+        by_share = self._ranks.gather_in_stage([prefix.num_whole() for prefix in found], "the stored prefixes")
+        agreed = self._prefixes.of(ids, [min(nums) for nums in zip(*by_share, strict=True)])
+        for prefix in found:
+            prefix.release()
+        return agreed
+
+    def store_prompts(self, ready: ReadyPrefill, prefilled: Prefilled) -> None:
+        """Store prompts whose new keys and values are in memory of their own, which is freed."""
+        if prefilled.given is not None:
+            assert prefilled.logits_BV is not None
+            store_prompts(prefilled.prefixes, ready.ids, prefilled.given, prefilled.logits_BV)
+            prefilled.given = None
+
+    def store_answers(self, ready: ReadyPrefill, prefilled: Prefilled, texts: Sequence[Sequence[int]]) -> None:
+        """Store prompts with their answers.
+
+        Args:
+            texts: of the rows, as far as forwards have seen them; none if answers are not stored.
+        """
+        assert prefilled.cache is not None and self._prefixes is not None
+        prefixes, batch = prefilled.prefixes, ready.job.batch
+        for row, text in enumerate(texts):
+            num_new = len(text) - prefixes[row].num_tokens
+            prefixes[row].store(text, prefilled.cache.row_kv(row, batch.pads[row], num_new))
+        prefilled.report.reuse = ReuseReport(
+            cached_tokens=sum(prefix.num_cached for prefix in prefixes),
+            computed_tokens=batch.num_tokens,
+            stored_bytes=self._prefixes.tree.bytes_by_tier,
+        )
+
+    def _complete(
+        self,
+        ids: Sequence[Sequence[int]],
+        prefixes: Sequence[RowPrefix],
+        num_reused: Sequence[int],
+        meanwhile: Meanwhile | None,
+    ) -> float:
+        """Let each prefix have so many tokens: compute on this stage what was dropped. Returns the seconds of it."""
+        began_s, compute = time.perf_counter(), partial(self._computed_anew, meanwhile=meanwhile)
+        for text, prefix, num in zip(ids, prefixes, num_reused, strict=True):
+            if prefix.num_tokens < num:
+                reused = reused_kv([text[:num]], [prefix], compute)
+                prefix.extend(text[:num], compute(text[prefix.num_tokens : num], reused))
+        return time.perf_counter() - began_s
+
+    def _computed_anew(
+        self, ids: Sequence[int], reused: ReusedKV | None, *, meanwhile: Meanwhile | None = None
+    ) -> list[torch.Tensor]:
+        """Keys and values of tokens that a stage with a tree computes alone, to the end, after what they reuse.
+
+        It may be called inside a layer of a prefill: other stages then wait.
+        """
+        batch = PromptBatch.of([list(ids)], self._ranks.device)
+        alone = ContextPartition(boundaries=(0,) * self._ranks.num_stages + (len(ids),))
+        others = None if meanwhile is None else ToItsEnd(meanwhile)
+        job = self._job(batch, alone, num_new=1, meanwhile=others, reused=reused, policies=RankPolicies())
+        done = self._strategy.run(job)
+        layers = None if done.cache is None else done.cache.row_kv(0, 0, len(ids))
+        assert layers is not None, "all keys and values of a prompt are on the stage that computes it alone"
+        return layers
+
+    def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
+        given: dict[str, Any] = {
+            "model": self._model,
+            "ranks": self._ranks,
+            "batch": batch,
+            "partition": partition,
+            "capacity": batch.num_tokens + num_new - 1,
+            "options": self._options,
+            "policies": self._policies,
+            "chunk_tokens": self._limits.chunk_tokens(batch.num_tokens),
+        }
+        return PrefillJob(**(given | more))
+
+    def _reuse(self, prompts: Sequence[GivenPrompt], after_layer: Callable[[], None]) -> Reuse | None:
+        """The segments that the prompts reuse; None if no prompt reuses any.
+
+        Args:
+            after_layer: called after each layer of a segment that is encoded or clustered.
+        """
+        if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
+            return None
+        self.store = self.store or SegmentStore(self._model)
+        return Reuse(prompts, self.store, self._model, self._ranks, after_layer)
