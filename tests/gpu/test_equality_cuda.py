@@ -101,8 +101,8 @@ def require_equal(says: Callable[[torch.device], Said], *, rounds: bool = False)
     """Check that a GPU says what a CPU says, and return it.
 
     Args:
-        rounds: a difference in the last place may choose another code or cluster, so that on a real GPU half of the
-            rows may differ.
+        rounds: a difference in the last place may choose another code or cluster, so that log-probabilities differ by
+            more, and on a real GPU half of the rows in their tokens, too.
     """
     cpu, gpu = says(CPU), says(CUDA)
     if rounds and HAS_GPU:
@@ -112,7 +112,7 @@ def require_equal(says: Callable[[torch.device], Said], *, rounds: bool = False)
         assert sum(equal) >= len(equal) / 2, (gpu, cpu)
         return gpu
     assert (gpu.tokens, gpu.kept) == (cpu.tokens, cpu.kept)
-    torch.testing.assert_close(gpu.logprobs, cpu.logprobs, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(gpu.logprobs, cpu.logprobs, atol=(5 if rounds else 1) * TOLERANCE, rtol=0)
     return gpu
 
 

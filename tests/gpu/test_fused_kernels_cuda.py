@@ -219,8 +219,11 @@ def test_wide_families_in_bfloat16_are_as_near_to_float32_as_the_fallback(family
     without. So the two errors are compared: that of the kernels was 0.7 to 1.2 times the fallback's.
     """
     require_flash_attention()
+    # Rounding grows to 0.17 of the spread of gemma4_text's logits, and to all of it with other widths, by transformers'
+    # own attention, too; a model is refused above 0.2.
+    width = 0.5 if family == "gemma4_text" else 1
     ours, plain, exact = (
-        by_family(family, dtype, 1, fused=fused)
+        by_family(family, dtype, width, fused=fused)
         for dtype, fused in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
     )
     errors = [(found - exact).square().mean().sqrt().item() for found in (ours, plain)]
