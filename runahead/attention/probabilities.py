@@ -7,7 +7,7 @@ These are recomputed from queries and keys, a few queries at a time, since fused
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property, partial
 
 import torch
@@ -42,6 +42,7 @@ class QuerySignals:
         first_head: number of the first of these query heads in the whole model.
         ahead: number of positions -> mean and covariance of the queries there, as expected, if a policy asks for them.
         answers: what was computed for these queries and keys before, which is not computed again.
+        of_keys: the keys that are asked about, if not all of them.
     """
 
     def __init__(
@@ -59,13 +60,15 @@ class QuerySignals:
         layer: int = 0,
         first_head: int = 0,
         answers: Answers | None = None,
+        of_keys: slice | None = None,
     ) -> None:
         self._q_BNCH, self._k_BKnH, self._terms = q_BNCH, k_BKnH, terms
         self._queries_BC, self._keys_BKn, self._lse_BNC = queries_BC, keys_BKn, lse_BNC
         self._biased_BKn = keys_BKn if biased_BKn is None else biased_BKn
-        self._project = project
+        self._project, self._of_keys = project, of_keys
         self._ahead, self._layer, self._first_head = ahead, layer, first_head
         self._answers = Answers() if answers is None else answers
+        self._readers = list[QuerySignals]()
 
     @property
     def num_kv_heads(self) -> int:
@@ -92,11 +95,9 @@ class QuerySignals:
         assert self._terms.key_bias is not None
         return biased(self._terms.key_bias, self._biased_BKn, self._q_BNCH.shape[1]).float()
 
-    def of_reader(
-        self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, *, lse_BNC: Tensor | None = None
-    ) -> QuerySignals:
-        """Signals of the queries of another layer, of the last of these tokens, about the same keys."""
-        return QuerySignals(
+    def add_reader(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, *, lse_BNC: Tensor | None = None) -> None:
+        """Count the queries of another layer, of the last of these tokens, too: a KV head's group gets their heads."""
+        signals = QuerySignals(
             q_BNCH,
             self._k_BKnH,
             terms,
@@ -106,10 +107,22 @@ class QuerySignals:
             lse_BNC=lse_BNC,
             layer=layer,
         )
+        self._readers.append(signals)
+
+    def _of_group(self, of: Callable[[QuerySignals], Tensor]) -> Tensor:
+        """What `of` these queries is, and of those of other layers, as of more heads of each KV head's group."""
+        if not self._readers:
+            return of(self)
+        groups = [of(each).unflatten(1, (self.num_kv_heads, -1)) for each in (self, *self._readers)]
+        return torch.cat(groups, dim=2).flatten(1, 2)
+
+    def _answered(self, asked: Hashable, of: Callable[[QuerySignals], Tensor]) -> Tensor:
+        """`_of_group`, computed once."""
+        return self._answers.get(asked, partial(self._of_group, of))
 
     def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
         """Implements `policies.base.Signals.votes`."""
-        return self._answers.get(("votes", num_queries, newest), partial(self._votes, num_queries, newest))
+        return self._answered(("votes", num_queries, newest), lambda each: each._votes(num_queries, newest))
 
     def _votes(self, num_queries: int, newest: float) -> Tensor:
         num_queries = min(num_queries, self._q_BNCH.shape[2])
@@ -121,7 +134,7 @@ class QuerySignals:
 
     def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
         """Implements `policies.base.Signals.received`."""
-        return self._answers.get(("received", temperature, seed), partial(self._received, temperature, seed))
+        return self._answered(("received", temperature, seed), lambda each: each._received(temperature, seed))
 
     def _received(self, temperature: float, seed: int | None) -> Tensor:
         ones_C = torch.ones(self._q_BNCH.shape[2], device=self._q_BNCH.device)
@@ -145,26 +158,35 @@ class QuerySignals:
 
     def neglects(self, num_queries: int) -> Tensor:
         """Implements `policies.base.Signals.neglects`."""
+        return self._answered(("neglects", num_queries), lambda each: each._neglects(num_queries))
+
+    def _neglects(self, num_queries: int) -> Tensor:
         ones_w = torch.ones(min(num_queries, self._q_BNCH.shape[2]), device=self._q_BNCH.device)
-        return self._answers.get(("neglects", len(ones_w)), partial(self._sum_over, ones_w, self._neglected))
+        return self._sum_over(ones_w, self._neglected)
 
     def projected_lengths(self, order: int = 1) -> Tensor:
         """Implements `policies.base.Signals.projected_lengths`."""
+        return self._of_group(lambda each: each._projected_lengths(order))
+
+    def _projected_lengths(self, order: int) -> Tensor:
         assert self._project is not None, "a policy that asks for these declares needs_output_projection"
         return self._project(order)
 
     def highest(self, weights_BC: Tensor | None = None) -> Tensor:
         """Implements `policies.base.Signals.highest`."""
+        return self._of_group(lambda each: each._highest(weights_BC))
+
+    def _highest(self, weights_BC: Tensor | None) -> Tensor:
         highest_BNn = self._zeros()
         for first, last in self._blocks(0):
             attention_BNqn = self._probabilities(first, last).mul_(self._voters[..., first:last, None])
             if weights_BC is not None:
                 attention_BNqn.mul_(weights_BC[:, None, first:last, None])
             highest_BNn = torch.maximum(highest_BNn, attention_BNqn.amax(dim=2))
-        return highest_BNn
+        return self._asked(highest_BNn)
 
     def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Implements `policies.base.Signals.next_queries`."""
+        """Implements `policies.base.Signals.next_queries`, of the layer that stores the keys alone."""
         assert self._ahead is not None, "a policy that asks for these declares queries_from"
         mean_BNH, covariance_BNHH = self._ahead(num_positions)
         return mean_BNH * self._terms.scaling, covariance_BNHH * self._terms.scaling**2
@@ -194,7 +216,10 @@ class QuerySignals:
             weights_BNq = weights_w[first - before : last - before] * self._voters[..., first:last]
             values_BNqn = what(self._probabilities(first, last), first, last)
             total_BNn += (weights_BNq[:, :, None].to(values_BNqn.dtype) @ values_BNqn).squeeze(2)
-        return total_BNn
+        return self._asked(total_BNn)
+
+    def _asked(self, of_all_BNn: Tensor) -> Tensor:
+        return of_all_BNn if self._of_keys is None else of_all_BNn[..., self._of_keys]
 
     def _zeros(self) -> Tensor:
         return torch.zeros(*self._q_BNCH.shape[:2], self._k_BKnH.shape[2], device=self._q_BNCH.device)
@@ -235,43 +260,3 @@ class QuerySignals:
             return scores_BNqn.softmax(dim=-1)
         sinks_BNq1 = terms.sinks_N.float()[None, :, None, None].expand(*scores_BNqn.shape[:3], 1)
         return torch.cat([scores_BNqn, sinks_BNq1], dim=-1).softmax(dim=-1)[..., :-1]
-
-
-class JoinedSignals:
-    """`policies.base.Signals` of layers that read the same keys: a KV head's group has the query heads of all of them.
-
-    Args:
-        parts: of the layer that stores the keys, and of those that read them.
-    """
-
-    def __init__(self, parts: Sequence[QuerySignals]) -> None:
-        self._parts = parts
-
-    def _joined(self, of: Callable[[QuerySignals], Tensor]) -> Tensor:
-        num_kv_heads = self._parts[0].num_kv_heads
-        groups = [of(part).unflatten(1, (num_kv_heads, -1)) for part in self._parts]
-        return torch.cat(groups, dim=2).flatten(1, 2)
-
-    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
-        """Implements `policies.base.Signals.votes`."""
-        return self._joined(lambda part: part.votes(num_queries, newest))
-
-    def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
-        """Implements `policies.base.Signals.received`."""
-        return self._joined(lambda part: part.received(temperature=temperature, seed=seed))
-
-    def neglects(self, num_queries: int) -> Tensor:
-        """Implements `policies.base.Signals.neglects`."""
-        return self._joined(lambda part: part.neglects(num_queries))
-
-    def projected_lengths(self, order: int = 1) -> Tensor:
-        """Implements `policies.base.Signals.projected_lengths`."""
-        return self._joined(lambda part: part.projected_lengths(order))
-
-    def highest(self, weights_BC: Tensor | None = None) -> Tensor:
-        """Implements `policies.base.Signals.highest`."""
-        return self._joined(lambda part: part.highest(weights_BC))
-
-    def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Implements `policies.base.Signals.next_queries`, of the layer that stores the keys alone."""
-        return self._parts[0].next_queries(num_positions)

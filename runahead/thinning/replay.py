@@ -215,14 +215,7 @@ class _Repetition(LayerHook):
         slabs = stored, stored, self._own[layer]
         read = [slab.read(part.start, part.stop) for slab, part in zip(slabs, parts, strict=True)]
         positions_1n = sent(torch.cat([torch.arange(part.start, part.stop) for part in parts]), q_1NCH.device)[None]
-        signals = QuerySignals(
-            q_1NCH,
-            torch.cat([k_1KSH for k_1KSH, _ in read], dim=2),
-            call.terms,
-            queries_BC=positions_1n[:, -len(own) :],
-            keys_BKn=positions_1n[:, None],
-        )
-        first = len(parts[0])
+        chunk_keys = slice(len(parts[0]), len(parts[0]) + len(chunk))
         k_1KnH, v_1KnV = read[1]
         project = None
         if self._policy.needs_output_projection:
@@ -237,48 +230,18 @@ class _Repetition(LayerHook):
             new_positions_BC=positions_1n[:, -len(own) :],
             prompt_tokens=start,
             pads=[0],
-            positions_BKn=positions_1n[:, None, first : first + len(chunk)],
+            positions_BKn=positions_1n[:, None, chunk_keys],
             k_BKnH=k_1KnH,
             v_BKnV=v_1KnV,
             carried_BKn=None,
-            signals=OfSomeKeys(signals, slice(first, first + len(chunk)), project=project),
+            signals=QuerySignals(
+                q_1NCH,
+                torch.cat([k_1KSH for k_1KSH, _ in read], dim=2),
+                call.terms,
+                queries_BC=positions_1n[:, -len(own) :],
+                keys_BKn=positions_1n[:, None],
+                project=project,
+                of_keys=chunk_keys,
+            ),
             input_BCD=call.input_BCD,
         )
-
-
-class OfSomeKeys:
-    """`policies.base.Signals` of some of the keys.
-
-    Args:
-        signals: of all of them.
-        keys: these ones.
-        project: order -> `projected_lengths` of these, if a policy asks for them.
-    """
-
-    def __init__(self, signals: QuerySignals, keys: slice, *, project: Callable[[int], Tensor] | None = None) -> None:
-        self._signals, self._keys, self._project = signals, keys, project
-
-    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
-        """Implements `policies.base.Signals.votes`."""
-        return self._signals.votes(num_queries, newest)[..., self._keys]
-
-    def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
-        """Implements `policies.base.Signals.received`."""
-        return self._signals.received(temperature=temperature, seed=seed)[..., self._keys]
-
-    def neglects(self, num_queries: int) -> Tensor:
-        """Implements `policies.base.Signals.neglects`."""
-        return self._signals.neglects(num_queries)[..., self._keys]
-
-    def projected_lengths(self, order: int = 1) -> Tensor:
-        """Implements `policies.base.Signals.projected_lengths`."""
-        assert self._project is not None, "a policy that asks for these declares needs_output_projection"
-        return self._project(order)
-
-    def highest(self, weights_BC: Tensor | None = None) -> Tensor:
-        """Implements `policies.base.Signals.highest`."""
-        return self._signals.highest(weights_BC)[..., self._keys]
-
-    def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Implements `policies.base.Signals.next_queries`."""
-        return self._signals.next_queries(num_positions)

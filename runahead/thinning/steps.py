@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from policies.base import LayerView, Phase, Policy, PromptPart, Signals, marked_slots
+from policies.base import LayerView, Phase, Policy, PromptPart, marked_slots
 from policies.retriever import Retriever
 from policies.row_values import row_values
 from runahead.attention.answers import Answers
 from runahead.attention.marked import marked_keys
 from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
-from runahead.attention.probabilities import JoinedSignals, QuerySignals
+from runahead.attention.probabilities import QuerySignals
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptCache, KeptLayer
@@ -156,6 +156,24 @@ class PolicySteps:
         for policy in self.policies:
             if not kept.num_slots:  # a step before has dropped all that is here
                 break
+            positions_BKn = kept.positions_BKn()
+            signals = QuerySignals(
+                q_BNCH,
+                k_BKnH,
+                terms,
+                queries_BC=positions_BC,
+                keys_BKn=positions_BKn,
+                biased_BKn=biased_BKn,
+                lse_BNC=lse_BNC,
+                ahead=None if policy.queries_from is None else ahead[policy.queries_from],
+                project=self._projecting(layer, v_BKnV, q_BNCH.shape[1]),
+                layer=layer,
+                first_head=self._model.shard_number * q_BNCH.shape[1],
+                # A later policy sees what the first one kept.
+                answers=self.answers if policy is self.policies[0] else None,
+            )
+            for each in seen.readers:
+                signals.add_reader(each.layer, each.seen.q_BNCH, each.terms, lse_BNC=self._lse_of(each.seen))
             view = LayerView(
                 layer=layer,
                 num_layers=self._model.num_layers,
@@ -167,28 +185,11 @@ class PolicySteps:
                 pads=kept.pads,
                 head_pads=kept.head_pads,
                 alike=kept.alike,
-                positions_BKn=kept.positions_BKn(),
+                positions_BKn=positions_BKn,
                 k_BKnH=k_BKnH,
                 v_BKnV=v_BKnV,
                 carried_BKn=kept.carried_BKn(policy.state_key),
-                signals=self._with_readers(
-                    seen,
-                    QuerySignals(
-                        q_BNCH,
-                        k_BKnH,
-                        terms,
-                        queries_BC=positions_BC,
-                        keys_BKn=kept.positions_BKn(),
-                        biased_BKn=biased_BKn,
-                        lse_BNC=lse_BNC,
-                        ahead=None if policy.queries_from is None else ahead[policy.queries_from],
-                        project=self._projecting(layer, v_BKnV, q_BNCH.shape[1]),
-                        layer=layer,
-                        first_head=self._model.shard_number * q_BNCH.shape[1],
-                        # A later policy sees what the first one kept.
-                        answers=self.answers if policy is self.policies[0] else None,
-                    ),
-                ),
+                signals=signals,
                 mean_over_shares=self._model.mean_over_shards,
                 joined_over_shares=self._model.joined_over_shards,
                 share=self._model.shard_number,
@@ -197,7 +198,7 @@ class PolicySteps:
                 num_generated=self._num_generated,
                 new_kinds_BC=new_kinds_BC,
                 input_BCD=self.input_BCD,
-                unseen_BKn=self._unseen(k_BKnH, kept.positions_BKn(), positions_BC, terms),
+                unseen_BKn=self._unseen(k_BKnH, positions_BKn, positions_BC, terms),
             )
             with self._model.ranges("policy", type(policy).__name__):
                 slots_BKm, kept = self._step(policy, view, kept)
@@ -217,14 +218,6 @@ class PolicySteps:
             return None
         is_past_BKn = positions_BKn + terms.marked_window <= positions_BC[:, None, -1:] + 1
         return marked_keys(k_BKnH, positions_BKn) & is_past_BKn
-
-    def _with_readers(self, seen: SeenKV, own: QuerySignals) -> Signals:
-        """Signals of a layer's queries, together with those of the layers that read it."""
-        readers = [
-            own.of_reader(each.layer, each.seen.q_BNCH, each.terms, lse_BNC=self._lse_of(each.seen))
-            for each in seen.readers
-        ]
-        return JoinedSignals([own, *readers]) if readers else own
 
     def _lse_of(self, seen: SeenKV) -> Tensor | None:
         """Log-sum-exp (B, N, C) of the queries' scores, if they saw tokens of other ranks."""
