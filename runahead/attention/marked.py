@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from runahead.attention.partial import KEY_BLOCK, QUERY_BLOCK, AttentionTerms, merge
+from runahead.attention.partial import AttentionTerms, attend_at
 
 
 def marked_keys(k_BKnH: Tensor, positions_BKn: Tensor) -> Tensor:
@@ -39,29 +37,18 @@ def attend_marked(
         output (B, N, C, V) in the queries' dtype and log-sum-exp (B, N, C); 0 and -inf on padding.
     """
     assert terms.marked_window is not None and not terms.needs_scores and terms.sinks_N is None
-    wide, num_kv_heads = torch.promote_types(q_BNCH.dtype, torch.float32), k_BKnH.shape[1]
+    num_new, slots_n = q_BNCH.shape[2], torch.arange(k_BKnH.shape[2], device=q_BNCH.device)
     last_BKn = torch.where(
         marked_keys(k_BKnH, positions_BKn), positions_BKn + terms.marked_window - 1, torch.iinfo(torch.int32).max
     )
-    queries_BC = positions_BKn[:, 0, positions_BKn.shape[2] - q_BNCH.shape[2] :]
-    outs, lses = [], []
-    for row in range(0, q_BNCH.shape[2], QUERY_BLOCK):
-        q_BKGqH = q_BNCH[:, :, row : row + QUERY_BLOCK].unflatten(1, (num_kv_heads, -1)) * terms.scaling
-        at_B1q1 = queries_BC[:, None, row : row + QUERY_BLOCK, None]
-        end = k_BKnH.shape[2] - q_BNCH.shape[2] + row + q_BKGqH.shape[3]  # no query sees a later slot
-        out_BNqV = q_BNCH.new_zeros(*q_BNCH.shape[:2], q_BKGqH.shape[3], v_BKnV.shape[-1], dtype=wide)
-        lse_BNq = out_BNqV.new_full(out_BNqV.shape[:3], -math.inf)
-        for col in range(0, end, KEY_BLOCK):
-            span = slice(col, min(col + KEY_BLOCK, end))
-            keys_BK1s, last_BK1s = positions_BKn[:, :, None, span], last_BKn[:, :, None, span]
-            seen_BKqs = (keys_BK1s >= 0) & (keys_BK1s <= at_B1q1) & (at_B1q1 <= last_BK1s)
-            scores_BKGqs = (
-                (q_BKGqH @ k_BKnH[:, :, None, span].mT).to(wide).masked_fill(~seen_BKqs[:, :, None], -math.inf)
-            )
-            part_lse = torch.logsumexp(scores_BKGqs, dim=-1)
-            weights = torch.exp(scores_BKGqs - part_lse.unsqueeze(-1)).nan_to_num_(0.0)  # nan: no key is seen
-            part = (weights.to(v_BKnV.dtype) @ v_BKnV[:, :, None, span]).to(wide)
-            out_BNqV, lse_BNq = merge(out_BNqV, lse_BNq, part.flatten(1, 2), part_lse.flatten(1, 2))
-        outs.append(out_BNqV.to(q_BNCH.dtype))
-        lses.append(lse_BNq)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    queries_BC = positions_BKn[:, 0, len(slots_n) - num_new :]
+
+    def sees(queries: slice, keys: slice) -> Tensor:
+        at_B11q1 = queries_BC[:, None, None, queries, None]
+        keys_BK11s, last_BK11s = (x[:, :, None, None, keys] for x in (positions_BKn, last_BKn))
+        return (keys_BK11s >= 0) & (keys_BK11s <= at_B11q1) & (at_B11q1 <= last_BK11s)
+
+    def before(_: int, end: int) -> range:  # no query sees a later slot
+        return range(len(slots_n) - num_new + end)
+
+    return attend_at(q_BNCH, k_BKnH, v_BKnV, terms, slots_n[len(slots_n) - num_new :], slots_n, before, sees)

@@ -150,12 +150,14 @@ def attend_at(
     queries_C: Tensor,
     keys_S: Tensor,
     seen: Callable[[int, int], range] | None = None,
+    sees: Callable[[slice, slice], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries to keys at arbitrary positions, in any order, in O(block) memory.
 
     Args:
         queries_C, keys_S: positions; a query sees keys up to its own position.
         seen: the keys, as a range of indices, that at least one of the queries [first, end) sees; None is all keys.
+        sees: (queries, keys) -> whether each of these sees each, (B, K, 1, q, s), if not by the rule.
 
     Returns:
         as `attend`.
@@ -169,14 +171,22 @@ def attend_at(
         for col in keys[::KEY_BLOCK]:
             span = slice(col, min(col + KEY_BLOCK, keys.stop))
             k_block, v_block = k_BKSH[:, :, span], v_BKSV[:, :, span]
-            out, lse = merge(out, lse, *_scored_block(q_block, k_block, v_block, terms, queries, keys_S[span]))
+            allowed = _allowed(terms, queries, keys_S[span]) if sees is None else sees(slice(row, end), span)
+            out, lse = merge(out, lse, *_scored_block(q_block, k_block, v_block, terms, keys_S[span], allowed))
         outs.append(out.to(q_BNCH.dtype))
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
+def _allowed(terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor) -> Tensor:
+    """Whether queries see keys (C, S) at these positions."""
+    if terms.rule is None:
+        return keys_S[None, :] <= queries_C[:, None]
+    return terms.rule.allowed(queries_C, keys_S)
+
+
 def _scored_block(
-    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, queries_C: Tensor, keys_S: Tensor
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, terms: AttentionTerms, keys_S: Tensor, allowed_CS: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one block, from its scores; both in at least float32."""
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)
@@ -187,10 +197,6 @@ def _scored_block(
         scores = terms.softcap * torch.tanh(scores / terms.softcap)
     if terms.key_bias is not None:
         scores = scores + terms.key_bias(keys_S).to(wide).unflatten(-2, (num_kv_heads, -1)).unsqueeze(-2)
-    if terms.rule is None:
-        allowed_CS = keys_S[None, :] <= queries_C[:, None]
-    else:
-        allowed_CS = terms.rule.allowed(queries_C, keys_S)
     scores = scores.masked_fill(~allowed_CS, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(0.0)  # nan: a row with no key, -inf - -inf
