@@ -20,7 +20,7 @@ from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVSlab
+from runahead.cache.slabs import KVSlab, Wanted
 from runahead.ranks.accelerator import Event
 
 
@@ -69,15 +69,8 @@ class HostLayer(KeptLayer):
         slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
         return KeptLayer(slab_TBKX=slab_TBKX, host=self, **self.fields_of(KeptLayer, "slab_TBKX", "host"))
 
-    def gather(
-        self,
-        rows_X: Tensor | None,
-        *,
-        room: int = 1,
-        heads: tuple[int, int] | None = None,
-        skips_keys: bool = False,
-    ) -> Callable[[], Tensor]:
-        slab_TBKX, mark = self.fetch(rows_X, room=room, heads=heads, skips_keys=skips_keys)
+    def gather(self, wanted: Wanted) -> Callable[[], Tensor]:
+        slab_TBKX, mark = self.fetch(wanted)
 
         def fetched() -> Tensor:
             self.copies.hold_compute(mark)
@@ -85,32 +78,15 @@ class HostLayer(KeptLayer):
 
         return fetched
 
-    def fetch(
-        self,
-        rows_X: Tensor | None,
-        *,
-        room: int = 1,
-        heads: tuple[int, int] | None = None,
-        skips_keys: bool = False,
-    ) -> tuple[Tensor, Event]:
+    def fetch(self, wanted: Wanted) -> tuple[Tensor, Event]:
         """Start the copy of `gather`. Returns what that returns, and the mark to wait for before reading."""
-        width = self.slab_TBKX.shape[3]
-        batch, num_heads = heads or self.slab_TBKX.shape[1:3]
-        num_fetched = self.num_slots if rows_X is None else len(rows_X) // (batch * num_heads)
-        with self.copies.copying(*([] if rows_X is None else [rows_X])):
-            slab_TBKX = torch.empty(
-                num_fetched + room, batch, num_heads, width, dtype=self.slab_TBKX.dtype, device=self.device
-            )
-            if rows_X is None:
-                slab_TBKX[:num_fetched].copy_(self.slab_TBKX[:num_fetched], non_blocking=True)
+        with self.copies.copying(*([] if wanted.rows_X is None else [wanted.rows_X])):
+            if wanted.rows_X is None:
+                shape = self.num_slots + wanted.room, *self.slab_TBKX.shape[1:]
+                slab_TBKX = torch.empty(shape, dtype=self.slab_TBKX.dtype, device=self.device)
+                slab_TBKX[: self.num_slots].copy_(self.slab_TBKX[: self.num_slots], non_blocking=True)
             else:
-                out = slab_TBKX[:num_fetched].view(-1, width)
-                source = self.mapped_TBKX().view(-1, width)
-                if skips_keys:
-                    first = self.shape.key_dim
-                    out[:, first:] = source[:, first:].index_select(0, rows_X)
-                else:
-                    torch.index_select(source, 0, rows_X, out=out)
+                slab_TBKX = self._gathered(wanted, wanted.rows_X)
         return slab_TBKX, self.copies.mark()
 
     def slab(self) -> KVSlab:
@@ -119,10 +95,9 @@ class HostLayer(KeptLayer):
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         return self.brought().seen(q_BNCH, tokens)
 
-    def read(self) -> tuple[Tensor, Tensor]:
+    def kv_BKnX(self) -> Tensor:  # noqa: N802
         self.copies.hold_compute()
-        slab = KVSlab(slab_TBKX=self.mapped_TBKX()[: self.num_slots], key_dim=self.shape.key_dim, first=0)
-        return slab.read(0, self.num_slots)
+        return self.mapped_TBKX()[: self.num_slots].permute(1, 2, 0, 3)
 
     def free(self, *, room: int) -> None:
         """Keep all memory, since it is the host's and page-locked memory is slow to allocate."""
@@ -148,13 +123,9 @@ class HostLayer(KeptLayer):
             self._mapped_TBKX = on_device(self.slab_TBKX, self.device)
         return self._mapped_TBKX
 
-    def _put_rows(self, slots: slice, rows: slice, new_SBKX: Tensor) -> None:
-        with self.copies.copying(new_SBKX):
-            self.mapped_TBKX()[slots, rows] = new_SBKX
-
-    def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
-        with self.copies.copying(slots_BK, rows_B1, heads_K, new_BKX):
-            self.mapped_TBKX()[slots_BK, rows_B1, heads_K] = new_BKX
+    def _put(self, place: tuple[slice | Tensor, ...], new: Tensor) -> None:
+        with self.copies.copying(new, *(each for each in place if isinstance(each, Tensor))):
+            self.mapped_TBKX()[place] = new
 
 
 def _empty(layer: KeptLayer, num_slots: int, copies: CopyStream) -> Tensor:

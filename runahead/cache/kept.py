@@ -33,7 +33,7 @@ from runahead.cache.part import GappedRows
 from runahead.cache.quantised.few_bits import FewBits, Window
 from runahead.cache.quantised.groups import GROUP, narrowed
 from runahead.cache.quantised.rows import Codes
-from runahead.cache.slabs import KVShape, KVSlab, taken
+from runahead.cache.slabs import KVShape, KVSlab, Wanted, taken
 from runahead.report import RankReport
 from runahead.rotary import Rotary
 
@@ -179,7 +179,7 @@ class KeptLayer(LayerStore):
         return KVSlab(slab_TBKX=self.slab_TBKX[: self.num_slots], key_dim=self.shape.key_dim, first=self.first)
 
     def kv_BKnX(self) -> Tensor:  # noqa: N802
-        """Keys and values of all slots."""
+        """Keys and values of all slots, in the memory that holds them, or dequantised."""
         return self.slab().slab_TBKX.permute(1, 2, 0, 3)
 
     @property
@@ -397,56 +397,31 @@ class KeptLayer(LayerStore):
         return replace(self, codes=codes)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Keys (B, K, n, H) and values (B, K, n, V) of all slots, as views of the memory that holds them."""
-        slab = self.slab()
-        return slab.read(slab.first, slab.end)
+        """Keys (B, K, n, H) and values (B, K, n, V) of all slots, as views of `kv_BKnX`."""
+        kv_BKnX, key_dim = self.kv_BKnX(), self.shape.key_dim
+        return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
 
     def expect(self, num_new: int) -> None:
         """Called before slots are gathered for so many new tokens, which are stored after that."""
         if num_new == 1 and self.codes is not None and self.codes.is_pool:
             self.flush(coming=1)  # its storing would else quantise others between their fetching and its attention
 
-    def gather(
-        self,
-        rows_X: Tensor | None,
-        *,
-        room: int = 1,
-        heads: tuple[int, int] | None = None,
-        skips_keys: bool = False,
-    ) -> Callable[[], Tensor] | None:
-        """Copy some slots to the device, with room for `room` more after them.
-
-        Args:
-            rows_X: rows of the memory as a (T * B * K, X) matrix, those of one slot side by side; None is all slots.
-            heads: (1, number of heads) if these are rows of some heads only; None is (B, K).
-            skips_keys: copy values alone; the slots' keys are not initialised.
+    def gather(self, wanted: Wanted) -> Callable[[], Tensor] | None:
+        """Copy some slots to the device.
 
         Returns:
             function that returns the slots (m + room, *heads, X); None if attention can read all slots in place. On a
             CPU the function makes the copy, since a layer's weights would else evict it from the processor's cache.
         """
         if self.codes is not None:
-            return self.codes.gather(
-                rows_X, window=self.memory, num_slots=self.num_slots, room=room, heads=heads, skips_keys=skips_keys
-            )
-        if rows_X is None:
+            return self.codes.gather(wanted, window=self.memory, num_slots=self.num_slots)
+        if wanted.rows_X is None:
             return None
-        width = self.slab_TBKX.shape[3]
-        batch, num_heads = heads or self.slab_TBKX.shape[1:3]
-        first = self.shape.key_dim if skips_keys else 0
+        return partial(self._gathered, wanted, wanted.rows_X)
 
-        def gathered() -> Tensor:
-            source_TBKX, num_chosen = self.slab_TBKX, len(rows_X) // (batch * num_heads)
-            slab_TBKX = source_TBKX.new_empty(num_chosen + room, batch, num_heads, width)
-            out = slab_TBKX[:num_chosen].view(-1, width)
-            flat, index_X = _as_rows(source_TBKX, rows_X)
-            if first:
-                out[:, first:] = flat[:, first:].index_select(0, index_X)
-            else:
-                torch.index_select(flat, 0, index_X, out=out)
-            return slab_TBKX
-
-        return gathered
+    def _gathered(self, wanted: Wanted, rows_X: Tensor) -> Tensor:
+        source_TBKX = self.mapped_TBKX()
+        return wanted.copied(*_as_rows(source_TBKX, rows_X), source_TBKX.shape[1:3], self.shape.key_dim)
 
     def fetched_bytes(self, num_slots: int, *, room: int) -> int:
         """Bytes on the device of what `gather` copies."""
@@ -465,11 +440,8 @@ class KeptLayer(LayerStore):
         end = first + len(new_SBKX)
         if end > self.slab_TBKX.shape[0]:
             self.copy_out(room=end - self.num_slots + self.num_slots // 8)
-        self._put_rows(slice(first, end), rows, new_SBKX)
+        self._put((slice(first, end), rows), new_SBKX)
         self.num_slots = max(self.num_slots, end)
-
-    def _put_rows(self, slots: slice, rows: slice, new_SBKX: Tensor) -> None:
-        self.slab_TBKX[slots, rows], self.host = new_SBKX, None
 
     def fork(self, *, copy: bool) -> KeptLayer:
         """The same slots for a forked cache.
@@ -546,15 +518,15 @@ class KeptLayer(LayerStore):
             self.placed_TBK = self.placed_TBK.expand(-1, -1, heads).contiguous()
         rows_B1 = torch.arange(batch, device=slots_BK.device)[:, None]
         heads_K = torch.arange(heads, device=slots_BK.device)
-        self._put(slots_BK, rows_B1, heads_K, torch.cat([k_BK1H, v_BK1V], dim=-1)[:, :, 0])
+        self._put((slots_BK, rows_B1, heads_K), torch.cat([k_BK1H, v_BK1V], dim=-1)[:, :, 0])
         self.placed_TBK[slots_BK, rows_B1, heads_K] = positions_B1.int()
         self.alike = False
         for each_TBK in self.carried.values():
             each_TBK[slots_BK, rows_B1, heads_K] = 0
         self.pads = [max(0, pad - 1) for pad in self.pads]
 
-    def _put(self, slots_BK: Tensor, rows_B1: Tensor, heads_K: Tensor, new_BKX: Tensor) -> None:
-        self.slab_TBKX[slots_BK, rows_B1, heads_K], self.host = new_BKX, None
+    def _put(self, place: tuple[slice | Tensor, ...], new: Tensor) -> None:
+        self.slab_TBKX[place], self.host = new, None
 
 
 def require_pads(slots_mBK: Tensor, pads: Sequence[int], kept_pads: list[int]) -> None:

@@ -99,6 +99,35 @@ class KVSlab:
         return slab_BKTX[..., : self.key_dim], slab_BKTX[..., self.key_dim :]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Slots of a layer that are to be copied to the device that computes.
+
+    Attributes:
+        rows_X: rows of the memory as a (T * B * K, X) matrix, those of one slot side by side; None is all slots.
+        room: slots after them.
+        heads: (1, number of heads) if these are rows of some heads only; None is (B, K).
+        skips_keys: copy values alone; the slots' keys are not initialised.
+    """
+
+    rows_X: Tensor | None
+    room: int = 1
+    heads: tuple[int, int] | None = None
+    skips_keys: bool = False
+
+    def copied(self, memory: Tensor, rows_X: Tensor, all_heads: Sequence[int], key_dim: int) -> Tensor:
+        """The slots (m + room, *heads, X), of these rows of a (rows, X) matrix, where it is."""
+        batch, heads = self.heads or all_heads
+        num_slots, width = len(rows_X) // (batch * heads), memory.shape[1]
+        slab_TBKX = memory.new_empty(num_slots + self.room, batch, heads, width)
+        out = slab_TBKX[:num_slots].view(-1, width)
+        if self.skips_keys:
+            out[:, key_dim:] = memory[:, key_dim:].index_select(0, rows_X)
+        else:
+            torch.index_select(memory, 0, rows_X, out=out)
+        return slab_TBKX
+
+
 def taken(source: Tensor, slots_SBK: Tensor, room: int) -> Tensor:
     """A copy of these slots of (T, B, K, ...), with `room` uninitialised slots after them."""
     num_taken = slots_SBK.shape[0]

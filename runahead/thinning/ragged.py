@@ -10,7 +10,7 @@ each sequence is quantised by itself, as a row of a dense layer: its first token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -134,13 +134,13 @@ class RaggedLayer(KeptLayer):
             return torch.cat([each.permute(1, 2, 0).flatten() for each in values])
 
         scales = [part.scales.by_head() for part in parts if part.scales is not None]
-        coded = QuantisedSequences.holding(
-            Groups.joined([part.keys.in_line() for part in parts]),
-            TokenGroups.joined([part.values.in_line() for part in parts]),
-            flat(layer.positions_TBK),
-            {policy: flat(each_TBK) for policy, each_TBK in layer.carried.items()},
-            [by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
-            ChannelScales.joined(scales) if scales else None,
+        coded = QuantisedSequences(
+            keys=Groups.joined([part.keys.in_line() for part in parts]),
+            values=TokenGroups.joined([part.values.in_line() for part in parts]),
+            positions_T=flat(layer.positions_TBK),
+            carried={policy: flat(each_TBK) for policy, each_TBK in layer.carried.items()},
+            lengths=[by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
+            scales=ChannelScales.joined(scales) if scales else None,
         )
         return cls.of(window, slots_BKn, room=0, lengths=exact).after(layer.few, coded)
 
@@ -251,13 +251,6 @@ class RaggedLayer(KeptLayer):
 
     def slab(self) -> KVSlab:
         raise NotImplementedError("a layer whose heads store different numbers of tokens is no slab")
-
-    def sequences(self, pads: Sequence[int]) -> list[KVSlab]:
-        """The tokens of each sequence, as one KV head of one row, in place, numbered from `pads` on."""
-        return [
-            KVSlab(slab_TBKX=self.slab_TBKX[start : start + length], key_dim=self.shape.key_dim, first=pad)
-            for start, length, pad in zip(self.starts, self.lengths, pads, strict=False)
-        ]
 
     def rows_of(self, slots_BKm: Tensor) -> Tensor:
         ends_S = self._starts[:-1] + self._used_S
@@ -389,15 +382,22 @@ class RaggedLayer(KeptLayer):
         if self.coded is None:
             return self
         positions_BKn, slots_n = self.positions_BKn(), torch.arange(self.num_slots, device=self.slab_TBKX.device)
-        padded = KeptLayer(
+        slots_BKn = slots_n.expand(positions_BKn.shape).masked_fill(positions_BKn < 0, -1)
+        return RaggedLayer.of(self._padded_to_longest(), slots_BKn, room=0, lengths=self.stored)
+
+    def _padded_to_longest(self) -> KeptLayer:
+        """The tokens as they are read, in new memory, as slots of equal heads: others are padded on the left."""
+        padded = {policy: self.carried_BKn(policy) for policy in self.carried}
+        return KeptLayer(
             shape=self.shape,
             slab_TBKX=self.kv_BKnX().permute(2, 0, 1, 3).contiguous(),
-            placed_TBK=positions_BKn.permute(2, 0, 1).contiguous(),
+            placed_TBK=self.positions_BKn().permute(2, 0, 1).contiguous(),
+            carried={policy: each_BKn.permute(2, 0, 1) for policy, each_BKn in padded.items() if each_BKn is not None},
             pads=self.pads,
+            alike=False,
+            rotary=self.rotary,
             num_slots=self.num_slots,
         )
-        slots_BKn = slots_n.expand(positions_BKn.shape).masked_fill(positions_BKn < 0, -1)
-        return RaggedLayer.of(padded, slots_BKn, room=0, lengths=self.stored)
 
     def _at_slots(self, rotary: Rotary, q_BNCH: Tensor) -> tuple[RaggedLayer, Tensor]:
         """This layer with keys rotated to their places in their sequences, and the newest queries, to theirs."""
@@ -427,11 +427,7 @@ class RaggedLayer(KeptLayer):
         pads = [pad for pad in new_pads for _ in range(shape.num_kv_heads)]
 
         def apart() -> list[Run]:
-            # Counted in slots, which are in causal order whichever tokens they hold.
-            return [
-                Run(slab, _span_of(slab, number, pad, num_new), self._biased(number, pad))
-                for number, (slab, pad) in enumerate(zip(windows.sequences(pads), pads, strict=True))
-            ]
+            return [Run(windows.memory, self._spans(pads, num_new), self._biased)]
 
         takes = takes_sequences(q_BNCH.device, q_BNCH.dtype, shape.key_dim, shape.value_dim)
         coded = list[Step]()
@@ -450,46 +446,27 @@ class RaggedLayer(KeptLayer):
         )
         return [Step([Run(windows.memory, lengths)]), *coded]
 
-    def _biased(self, number: int, pad: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
-        """The bias of the tokens of a sequence at their positions, as of `Run`, for the query heads of its KV head."""
+    def _spans(self, pads: Sequence[int], num_new: int) -> list[Span]:
+        """Each sequence as a row of its own. Counted in slots, which are in causal order whichever tokens they hold."""
+        spans = list[Span]()
+        for number, (start, length, pad) in enumerate(zip(self.starts, self.lengths, pads, strict=False)):
+            slots, at = range(start, start + length), range(pad, pad + length)
+            of_row = spans_of(slots, start=at.stop - num_new, num_new=num_new, pads=[pad], at=at)
+            spans += [replace(span, rows=slice(number, number + 1), stored=EVERY_ROW) for span in of_row]
+        return spans
+
+    def _biased(self, key_bias: KeyBias, sequence: slice | Tensor, slots: slice) -> Tensor:
+        """The bias of tokens of a sequence at their positions, as of `Run`, for the query heads of its KV head."""
+        assert isinstance(sequence, slice), "sequences are told apart"
         heads = self.shape.num_kv_heads
-        own, first = slice(number % heads, number % heads + 1), self.starts[number] - pad
-
-        def bias(key_bias: KeyBias, _: slice | Tensor, slots: slice) -> Tensor:
-            positions_S = self.positions_TBK[first + slots.start : first + slots.stop, 0, 0]
-            return key_bias(positions_S).unflatten(0, (heads, -1))[own].flatten(0, 1)[None]
-
-        return bias
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """A copy of all keys (B, K, n, H) and values (B, K, n, V), padded on the left to the longest head."""
-        kv_BKnX, key_dim = self.kv_BKnX(), self.shape.key_dim
-        return kv_BKnX[..., :key_dim], kv_BKnX[..., key_dim:]
+        return key_bias(self.positions_TBK[slots, 0, 0]).unflatten(0, (heads, -1))[sequence.start % heads][None]
 
     def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> KeptLayer:
         """Copy as many slots of every head to a layer whose heads store equally many; some may be padding."""
         assert tokens_B is not None and self.coded is None, "cut_back counts the tokens, and cuts codes"
-
-        def taken(values_BKn: Tensor) -> Tensor:
-            index = slots_BKm.reshape(*slots_BKm.shape, *[1] * (values_BKn.ndim - 3))
-            kept_mBK = values_BKn.take_along_dim(index, dim=2).movedim(2, 0)
-            new = kept_mBK.new_empty(len(kept_mBK) + room, *kept_mBK.shape[1:])
-            new[: len(kept_mBK)] = kept_mBK
-            return new
-
-        num_kept = slots_BKm.shape[2]
-        return KeptLayer(
-            shape=self.shape,
-            slab_TBKX=taken(self.kv_BKnX()),
-            placed_TBK=taken(self.positions_BKn()),
-            carried={
-                policy: taken(self._padded(each_TBK[:, 0, 0], None, 0)) for policy, each_TBK in self.carried.items()
-            },
-            pads=[num_kept - tokens for tokens in tokens_B],
-            alike=False,
-            rotary=self.rotary,
-            num_slots=num_kept,
-        )
+        is_padding_BKm = self.positions_BKn().take_along_dim(slots_BKm.clamp_min(0), dim=2) < 0
+        slots_BKm = slots_BKm.masked_fill(is_padding_BKm, -1)
+        return self._padded_to_longest().keep(slots_BKm, room=room, tokens_B=tokens_B)
 
     def free(self, *, room: int) -> None:
         if self.starts[-1] != sum(self.lengths) + room * len(self.lengths):
@@ -516,12 +493,6 @@ class RaggedLayer(KeptLayer):
         if copy:
             other.copy_out(room=0)
         return other
-
-
-def _span_of(slab: KVSlab, number: int, pad: int, num_new: int) -> list[Span]:
-    """The tokens of a sequence, as a row of their own."""
-    spans = spans_of(range(slab.first, slab.end), start=slab.end - num_new, num_new=num_new, pads=[pad])
-    return [replace(span, rows=slice(number, number + 1), stored=EVERY_ROW) for span in spans]
 
 
 def _starts_of(lengths: Sequence[int], room: int) -> list[int]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import ChannelGroups, TokenGroups
+from tests.cache.predicted_bytes import channel_scale_bytes
 
 # Legend: B batch, K kv heads, T tokens, D key dim.
 
@@ -58,7 +59,7 @@ def test_rows_and_heads_have_scales_of_their_own() -> None:
             assert torch.equal(read(by_head.row(3 * row + head), alone_11TD)[0, 0], ours[row, head])
     joined = ChannelScales.joined([scales.row(0), scales.row(1)])
     assert torch.equal(joined.scale_BK1D, scales.scale_BK1D) and torch.equal(joined.middle_BK1D, scales.middle_BK1D)
-    assert scales.num_bytes == joined.num_bytes == 6 * ChannelScales.bytes_of(64)
+    assert scales.num_bytes == joined.num_bytes == 6 * channel_scale_bytes(64)
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -78,6 +79,6 @@ def test_a_channel_without_a_range_is_as_it_is() -> None:
     none = ChannelScales.of(still[:, :, :0])
     plain = TokenGroups.of(keys(), 4).read(0, 512, torch.float32)
     empty = ChannelScales.of(keys()[:, :, :0])
-    assert torch.equal(read(empty, keys()), plain) and none.num_bytes == ChannelScales.bytes_of(32)
+    assert torch.equal(read(empty, keys()), plain) and none.num_bytes == channel_scale_bytes(32)
     large = keys(sizes=SIZES * 1e6)
     assert read(ChannelScales.of(large), large).isfinite().all()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runahead.cache.quantised import groups
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups, dtype_of_16_bits, narrowed
+from tests.cache.predicted_bytes import group_bytes
 
 DIMS = [7, 8, 33, 64, 80]
 every_kind = pytest.mark.parametrize("kind", [ChannelGroups, TokenGroups])
@@ -125,9 +126,9 @@ def test_keys_with_outlier_channels_are_closer_by_channel_than_by_token(dim: int
 @pytest.mark.parametrize("dim", DIMS)
 def test_bytes_are_known_ahead(kind: type, bits: int, dim: int) -> None:
     stored = kind.of(numbers(dim), bits)
-    assert stored.num_bytes == 2 * 3 * kind.bytes_of(3 * GROUP, dim, bits)
+    assert stored.num_bytes == 2 * 3 * group_bytes(kind, 3 * GROUP, dim, bits)
     if dim == 64:  # 64 codes, and 2 groups per token, or 64 per 32 tokens, of 4 bytes each
-        assert kind.bytes_of(GROUP, 64, bits) == GROUP * (64 * bits // 8 + 8)
+        assert group_bytes(kind, GROUP, 64, bits) == GROUP * (64 * bits // 8 + 8)
 
 
 @every_kind
@@ -144,7 +145,7 @@ def test_tokens_are_taken_by_head() -> None:
     slots = torch.randint(0, 96, (2, 3, 11), generator=torch.Generator().manual_seed(0))
     taken = stored.take(slots)
     assert torch.equal(taken.read(0, 11, x.dtype), stored.read(0, 96, x.dtype).take_along_dim(slots[..., None], dim=2))
-    assert taken.num_bytes == 2 * 3 * TokenGroups.bytes_of(11, 40, 4)
+    assert taken.num_bytes == 2 * 3 * group_bytes(TokenGroups, 11, 40, 4)
 
 
 def test_numbers_beyond_the_range_of_16_bits_become_its_largest() -> None:

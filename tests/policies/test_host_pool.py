@@ -14,6 +14,7 @@ from runahead.cache import copy_stream, host_memory
 from runahead.cache.copy_stream import MOVED_AT_ONCE, CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
+from runahead.cache.slabs import Wanted
 from runahead.ranks.accelerator import Accelerator
 from tests.families import prompt, throughout
 from tests.policies.test_indices import RETRIEVED_TURN, cut_before_retrieval
@@ -78,11 +79,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
 
     fetch = HostLayer.fetch
 
-    def late(self: HostLayer, rows_X: Tensor | None, *, room: int, **more: Any) -> Any:
-        slab_TBKX, _ = fetch(self, rows_X, room=room, **more)
+    def late(self: HostLayer, wanted: Wanted) -> Any:
+        slab_TBKX, _ = fetch(self, wanted)
         assert isinstance(self.copies, LateCopies)
         self.copies.fetched.pop()
-        self.copies.hide(slab_TBKX[: len(slab_TBKX) - room])
+        self.copies.hide(slab_TBKX[: len(slab_TBKX) - wanted.room])
         return slab_TBKX, self.copies.mark()
 
     monkeypatch.setattr("runahead.retrieval.retrieval.copies_for", copies_for)

@@ -21,7 +21,7 @@ from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
 from runahead.cache.quantised import groups
-from runahead.cache.quantised.few_bits import FewBits, quantised_bytes
+from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
 from runahead.cache.quantised.rows import QuantisedRows
 from runahead.cache.slabs import KVShape
@@ -29,6 +29,7 @@ from runahead.config import CacheOptions, Device, PrefillName, RanksOptions
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
+from tests.cache.predicted_bytes import quantised_bytes
 from tests.families import prompt
 from tests.policies.test_matrix import policy
 from tests.ranks.tasks import tiny_model

@@ -19,14 +19,15 @@ from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.groups import GROUP
-from runahead.cache.quantised.pool import PooledCodes, pooled, pooled_bytes, to_host, word_shape
+from runahead.cache.quantised.pool import PooledCodes, pooled, to_host, word_shape
 from runahead.cache.quantised.rows import QuantisedRows
-from runahead.cache.slabs import KVShape
+from runahead.cache.slabs import KVShape, Wanted
 from runahead.config import CacheOptions, Device, RanksOptions
 from runahead.ranks.ranks import Ranks
 from runahead.retrieval.cache import RetrievedCache
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
+from tests.cache.predicted_bytes import pooled_bytes
 from tests.families import prompt, throughout
 from tests.policies.test_host_pool import LateCopies, copies  # noqa: F401
 from tests.policies.test_retrieval import ALL, NAMES, SOME, policy
@@ -90,17 +91,10 @@ def codes_of(layer: KeptLayer) -> PooledCodes:
     return layer.codes
 
 
-def dequantised(
-    self: KeptLayer,
-    rows_X: Tensor | None,
-    *,
-    room: int = 1,
-    heads: tuple[int, int] | None = None,
-    skips_keys: bool = False,
-) -> Callable[[], Tensor] | None:
+def dequantised(self: KeptLayer, wanted: Wanted) -> Callable[[], Tensor] | None:
     """What is fetched if all slots were in the model's dtype."""
     if self.codes is None:
-        return GATHER(self, rows_X, room=room, heads=heads, skips_keys=skips_keys)
+        return GATHER(self, wanted)
     whole = KeptLayer(
         shape=self.shape,
         slab_TBKX=self.slab().slab_TBKX.contiguous(),
@@ -108,7 +102,7 @@ def dequantised(
         pads=self.pads,
         num_slots=self.num_slots,
     )
-    return whole.gather(rows_X, room=room, heads=heads, skips_keys=skips_keys)
+    return whole.gather(wanted)
 
 
 def as_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +169,11 @@ def test_no_token_is_quantised_between_its_fetching_and_attention(name: str, mon
     """Also where chosen slots are on the device (`shadowkv`)."""
     talk, gather, before = Talk(policies_of(policy(name, SOME[name]))), KeptLayer.gather, list[int]()
 
-    def gathers(layer: KeptLayer, rows_X: Tensor | None, **more: Any) -> Any:
+    def gathers(layer: KeptLayer, wanted: Wanted) -> Any:
         if layer.codes is not None:
             codes = codes_of(layer)
             before.append(max(layer.num_slots + 1 - part.end - codes.few.residual for part in codes.parts))
-        return gather(layer, rows_X, **more)
+        return gather(layer, wanted)
 
     monkeypatch.setattr(KeptLayer, "gather", gathers)
     talk.follow([*SOON, *SOON])

@@ -9,10 +9,10 @@ from policies.base import Policy
 from policies.fastgen import FastGen
 from runahead import Conversation
 from runahead.cache.kept import KeptLayer
-from runahead.cache.quantised.few_bits import ragged_bytes
 from runahead.cache.quantised.groups import TokenGroups
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
+from tests.cache.predicted_bytes import ragged_bytes
 from tests.families import prompt
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.test_matrix import policy

@@ -23,6 +23,7 @@ from runahead.cache.slabs import KVShape
 from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.tiers.entry import Tier
+from tests.cache.predicted_bytes import group_bytes
 from tests.examples import examples
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
@@ -97,7 +98,7 @@ def test_records_are_groups_of_32_tokens_of_keys_and_32_channels_of_values(bits:
     if dim % GROUP == 0:
         kinds = (ChannelGroups, dim), (TokenGroups, 64)
         [record] = KVRecords([shape], bits).shapes
-        assert GROUP * record.bytes_per_token() == 3 * sum(kind.bytes_of(GROUP, each, bits) for kind, each in kinds)
+        assert GROUP * record.bytes_per_token() == 3 * sum(group_bytes(kind, GROUP, each, bits) for kind, each in kinds)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 70), (0, 1), (5, 40), (31, 33), (65, 66), (69, 70), (40, 70)])

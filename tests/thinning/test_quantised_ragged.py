@@ -12,11 +12,12 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised import groups
 from runahead.cache.quantised.channel_scales import ChannelScales
-from runahead.cache.quantised.few_bits import FewBits, ragged_bytes
+from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
 from runahead.cache.slabs import KVShape
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.ragged import RaggedLayer
+from tests.cache.predicted_bytes import ragged_bytes
 from tests.thinning.test_ragged_layer import Dense
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, n stored tokens, m kept ones, S sequences, X = H + V.

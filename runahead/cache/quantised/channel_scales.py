@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runahead.cache.quantised.groups import SCALE_BYTES, TokenGroups, blocks, dtype_of_16_bits, narrowed
+from runahead.cache.quantised.groups import TokenGroups, blocks, dtype_of_16_bits, narrowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,6 @@ class ChannelScales:
         middle, scale = (torch.cat([getattr(each, name) for each in parts]) for name in ("middle_BK1D", "scale_BK1D"))
         return cls(middle_BK1D=middle, scale_BK1D=scale)
 
-    @staticmethod
-    def bytes_of(dim: int) -> int:
-        """Bytes of one head of one row."""
-        return 2 * SCALE_BYTES * dim
-
     @property
     def num_bytes(self) -> int:
         return self.middle_BK1D.nbytes + self.scale_BK1D.nbytes
@@ -60,8 +55,11 @@ class ChannelScales:
         return ChannelScales(middle_BK1D=middle, scale_BK1D=scale)
 
     def row(self, row: int) -> ChannelScales:
-        rows = slice(row, row + 1)
-        return ChannelScales(middle_BK1D=self.middle_BK1D[rows], scale_BK1D=self.scale_BK1D[rows])
+        return self.rows(row, row + 1)
+
+    def rows(self, first: int, end: int) -> ChannelScales:
+        """Scales of the rows [first, end); views."""
+        return ChannelScales(middle_BK1D=self.middle_BK1D[first:end], scale_BK1D=self.scale_BK1D[first:end])
 
     def groups(self, k_BKTD: Tensor, bits: int) -> TokenGroups:
         """Quantise keys, a block of tokens at a time."""

@@ -59,11 +59,6 @@ class Groups(ABC):
     def _quantised(cls, x_BKSD: Tensor, bits: int) -> Self: ...
 
     @classmethod
-    @abstractmethod
-    def bytes_of(cls, num_tokens: int, dim: int, bits: int) -> int:
-        """Bytes of this many tokens of one head of one row."""
-
-    @classmethod
     def joined(cls, parts: list[Self]) -> Self:
         """The tokens of all parts."""
         if len(parts) == 1:
@@ -132,10 +127,6 @@ class ChannelGroups(Groups):
         codes, scale, zero = _encoded(x_BKgtD, bits, dim=3)
         return cls(bits=bits, dim=dim, codes_BKTW=_packed(codes.flatten(2, 3), bits), scale=scale, zero=zero)
 
-    @classmethod
-    def bytes_of(cls, num_tokens: int, dim: int, bits: int) -> int:
-        return num_tokens * packed_bytes(dim, bits) + num_tokens // GROUP * dim * 2 * SCALE_BYTES
-
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))
         return torch.addcmul(zero.unsqueeze(3), codes, scale.unsqueeze(3)).flatten(2, 3).to(dtype)
@@ -174,10 +165,6 @@ class TokenGroups(Groups):
         x_BKSD = torch.cat([x_BKSD, x_BKSD[..., -1:].expand(*x_BKSD.shape[:3], missing)], dim=3)  # in the same range
         codes, scale, zero = _encoded(x_BKSD.unflatten(3, (-1, GROUP)), bits, dim=4)
         return cls(bits=bits, dim=dim, codes_BKTW=_packed(codes.flatten(3)[..., :dim], bits), scale=scale, zero=zero)
-
-    @classmethod
-    def bytes_of(cls, num_tokens: int, dim: int, bits: int) -> int:
-        return num_tokens * (packed_bytes(dim, bits) + channel_groups(dim) * 2 * SCALE_BYTES)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))

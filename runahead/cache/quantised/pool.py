@@ -23,7 +23,6 @@ from policies.row_values import row_values
 from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.kept import KeptLayer
-from runahead.cache.quantised.few_bits import quantised_bytes
 from runahead.cache.quantised.groups import (
     GROUP,
     ChannelGroups,
@@ -34,7 +33,7 @@ from runahead.cache.quantised.groups import (
     unpacked,
 )
 from runahead.cache.quantised.rows import Codes, QuantisedRows
-from runahead.cache.slabs import KVShape, KVSlab
+from runahead.cache.slabs import KVShape, KVSlab, Wanted
 
 WORD = torch.int32
 
@@ -84,23 +83,11 @@ class PooledCodes(Codes):
         copy = copy or len(self.parts) > 1
         return self._over(self.words.fork(copy=copy), self.scales.fork(copy=copy))
 
-    def gather(
-        self,
-        rows_X: Tensor | None,
-        *,
-        window: KVSlab,
-        num_slots: int,
-        room: int = 1,
-        heads: tuple[int, int] | None = None,
-        skips_keys: bool = False,
-    ) -> Callable[[], Tensor] | None:
-        """As of `KeptLayer`: words are copied, and what the function returns is in the layer's dtype.
-
-        Args:
-            window: the newest ones of `num_slots` slots.
-        """
+    def gather(self, wanted: Wanted, *, window: KVSlab, num_slots: int) -> Callable[[], Tensor] | None:
+        """As of `Codes`: words are copied, and what the function returns is in the layer's dtype."""
         batch, num_heads, start = len(self.pads), self.shape.num_kv_heads, window.first
         by_slot, exact_TBKX = batch * num_heads, window.tokens(start, num_slots)
+        rows_X, skips_keys = wanted.rows_X, wanted.skips_keys
         if rows_X is None:
             if not self.on_host:
                 return None
@@ -110,18 +97,18 @@ class PooledCodes(Codes):
         is_exact_x1 = (slots_x >= ends_x).unsqueeze(1)
         first = self.shape.key_dim if skips_keys else 0
         exact_x = (slots_x - start).clamp_min(0) * by_slot + places_x
-        slot_heads = heads or (batch, num_heads)
+        slot_heads = wanted.heads or (batch, num_heads)
         bring: Callable[[], Tensor] | None = None
         if self.words.num_slots:
             groups_x = ((slots_x - pads_x).clamp(0, self.scales.num_slots * GROUP - 1) // GROUP) * by_slot + places_x
             scales_x = self.scales.slab_TBKX.flatten(0, 2).index_select(0, groups_x)
             stored_x = rows_X.clamp_max(self.words.num_slots * by_slot - 1)
-            bring = self.words.gather(stored_x, room=0, heads=slot_heads, skips_keys=skips_keys)
+            bring = self.words.gather(replace(wanted, rows_X=stored_x, room=0, heads=slot_heads))
 
         def gathered() -> Tensor:
             num_fetched = len(slots_x) // (slot_heads[0] * slot_heads[1])
             width, last = exact_TBKX.shape[3], len(exact_TBKX) * by_slot - 1
-            slab_mBKX = exact_TBKX.new_empty(num_fetched + room, *slot_heads, width, dtype=self.shape.dtype)
+            slab_mBKX = exact_TBKX.new_empty(num_fetched + wanted.room, *slot_heads, width, dtype=self.shape.dtype)
             out_xX = slab_mBKX[:num_fetched].view(-1, width)[:, first:]
             out_xX.copy_(exact_TBKX.flatten(0, 2)[:, first:].index_select(0, exact_x.clamp_max(last)))
             if bring is not None:
@@ -233,24 +220,6 @@ def word_shape(shape: KVShape, bits: int) -> KVShape:
 def scale_shape(shape: KVShape) -> KVShape:
     """Scale and zero point of each channel of a group of keys."""
     return replace(shape, value_dim=shape.key_dim, dtype=dtype_of_16_bits(shape.dtype), readers=())
-
-
-def pooled_bytes(
-    shapes: Sequence[KVShape], num_tokens: int, *, bits: int, residual: int, residual_bits: int | None, batch: int = 1
-) -> tuple[int, int]:
-    """Bytes of a cache of prompts of `num_tokens` tokens that has no room: those that are fetched from, and all others.
-
-    The others are on the device: the window of the newest tokens, the scales of keys, and positions.
-    """
-    num_quantised = max(0, (num_tokens - residual) // GROUP * GROUP)
-    in_window = num_tokens - num_quantised
-    window = quantised_bytes(shapes, in_window, bits=bits, residual=in_window, residual_bits=residual_bits, batch=batch)
-    positions = len(shapes) * num_quantised * batch * torch.int32.itemsize
-    scales = sum(num_quantised // GROUP * scale_shape(shape).bytes_per_token(batch) for shape in shapes)
-    return (
-        sum(num_quantised * word_shape(shape, bits).bytes_per_token(batch) for shape in shapes),
-        window + positions + scales,
-    )
 
 
 def _memory(layer: KeptLayer, shape: KVShape, room: int) -> KeptLayer:

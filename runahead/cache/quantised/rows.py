@@ -19,13 +19,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from runahead.attention.op import EVERY_ROW, Codec, Part, Run, Span, rows_by_pad
+from runahead.attention.op import EVERY_ROW, Codec, Part, Run, Span, rows_by_pad, spans_of
 from runahead.attention.partial import AttentionTerms, KeyBias, attend, merge
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.few_bits import FewBits
-from runahead.cache.quantised.groups import ChannelGroups, TokenGroups, blocks
-from runahead.cache.slabs import KVShape, KVSlab, taken
+from runahead.cache.quantised.groups import ChannelGroups, Groups, TokenGroups, blocks
+from runahead.cache.slabs import KVShape, KVSlab, Wanted, taken
 
 Bias: TypeAlias = Callable[[KeyBias, slice | Tensor, slice], Tensor]
 
@@ -42,7 +42,7 @@ class QuantisedRows(Codec):
 
     rows: slice
     pad: int
-    keys: ChannelGroups | TokenGroups
+    keys: Groups
     values: TokenGroups
     scales: ChannelScales | None = None
 
@@ -71,13 +71,12 @@ class QuantisedRows(Codec):
 
     def grown(self, k_BKSH: Tensor, v_BKSV: Tensor) -> QuantisedRows:
         """With more tokens, which come after the others."""
-        values = TokenGroups.joined([self.values, TokenGroups.of(v_BKSV, self.values.bits)])
-        if isinstance(self.keys, ChannelGroups):
-            keys = ChannelGroups.joined([self.keys, ChannelGroups.of(k_BKSH, self.keys.bits)])
-            return replace(self, keys=keys, values=values)
-        scales = self.scales if self.scales is not None and self.num_tokens else ChannelScales.of(k_BKSH)
-        by_token = TokenGroups.joined([self.keys, scales.groups(k_BKSH, self.keys.bits)])
-        return replace(self, keys=by_token, values=values, scales=scales)
+        bits, scales = self.values.bits, self.scales
+        if scales is not None and not self.num_tokens:
+            scales = ChannelScales.of(k_BKSH)
+        new = ChannelGroups.of(k_BKSH, bits) if scales is None else scales.groups(k_BKSH, bits)
+        values = TokenGroups.joined([self.values, TokenGroups.of(v_BKSV, bits)])
+        return replace(self, keys=Groups.joined([self.keys, new]), values=values, scales=scales)
 
     def row(self, row: int) -> QuantisedRows:
         """The tokens of one row of the batch, without its padding."""
@@ -111,7 +110,7 @@ class QuantisedRows(Codec):
             return self.attend_one(q_BNCH, terms.scaling)
         found: Part | None = None
         for begin, stop in blocks(self.num_tokens):  # each is dequantised for it
-            if stop > first:
+            if stop > first or not stop:  # of no tokens 0 and -inf
                 k, v = self.read_keys(begin, stop, q_BNCH.dtype), self.values.read(begin, stop, q_BNCH.dtype)
                 unseen = max(0, first - begin)
                 k, v = k[:, :, unseen:], v[:, :, unseen:]
@@ -189,18 +188,13 @@ class Codes:
         """Bytes on the device of codes that `gather` copies of so many slots."""
         return 0
 
-    def gather(
-        self,
-        rows_X: Tensor | None,
-        *,
-        window: KVSlab,
-        num_slots: int,
-        room: int = 1,
-        heads: tuple[int, int] | None = None,
-        skips_keys: bool = False,
-    ) -> Callable[[], Tensor] | None:
-        """Copy some slots to the device, dequantised; see `KeptLayer.gather`."""
-        assert rows_X is None, "single tokens are fetched of a pool"
+    def gather(self, wanted: Wanted, *, window: KVSlab, num_slots: int) -> Callable[[], Tensor] | None:
+        """Copy some slots to the device, dequantised; see `KeptLayer.gather`.
+
+        Args:
+            window: the newest ones of `num_slots` slots.
+        """
+        assert wanted.rows_X is None, "single tokens are fetched of a pool"
         return None
 
     @property
@@ -250,18 +244,9 @@ class Codes:
         start = end - num_new if has_new else end
         for part in self.parts:
             window, before = range(part.end, end), range(part.pad, part.end)
-            span = Span(
-                rows=part.rows,
-                stored=part.rows,
-                pad=part.pad,
-                slots=window,
-                at=window,
-                queries=range(num_new),
-                positions=range(start - part.pad, start - part.pad + num_new),
-                has_new=has_new,
-            )
-            exact.append(span)
-            coded.append(replace(span, stored=EVERY_ROW, slots=before, at=before, has_new=False))
+            [span] = spans_of(window, start=start, num_new=num_new, pads=[part.pad], has_new=has_new)
+            exact.append(replace(span, rows=part.rows, stored=part.rows))
+            coded.append(replace(exact[-1], stored=EVERY_ROW, slots=before, at=before, has_new=False))
         return exact, coded
 
     def read(self, window: KVSlab, num_slots: int) -> KVSlab:

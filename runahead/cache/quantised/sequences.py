@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from policies.row_values import row_values
-from runahead.attention.op import EVERY_ROW, Codec, Part, Span
-from runahead.attention.partial import AttentionTerms, KeyBias, attend, merge
+from runahead.attention.op import EVERY_ROW, Codec, Part, Span, spans_of
+from runahead.attention.partial import AttentionTerms, KeyBias
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.groups import GROUP, ChannelGroups, Groups, TokenGroups, blocks
+from runahead.cache.quantised.rows import QuantisedRows
 from runahead.cache.slabs import KVShape
 
 
@@ -38,8 +39,6 @@ class QuantisedSequences(Codec):
         positions_T: position of each token in its row.
         carried: a value (T) that a policy accumulates for each token, by `Policy.state_key`.
         lengths: number of tokens of each sequence; multiples of 32 if keys are grouped by channel.
-        starts: first page of each sequence, and the end of the last (S + 1), on the device; of no use if keys are
-            grouped by token.
         scales: of the keys' channels, with a sequence as a row, if keys are grouped by token.
     """
 
@@ -48,7 +47,6 @@ class QuantisedSequences(Codec):
     positions_T: Tensor
     carried: Mapping[Hashable, Tensor]
     lengths: Sequence[int]
-    starts: Tensor
     scales: ChannelScales | None = None
 
     @classmethod
@@ -67,49 +65,42 @@ class QuantisedSequences(Codec):
         """Quantise tokens, which lie sequence by sequence, and come after the tokens of `before`."""
         k_YH, v_YV = kv_YX.to(shape.dtype).split([shape.key_dim, shape.value_dim], dim=1)
         values = TokenGroups.of(v_YV[None, None], bits, sequences=len(lengths))
-        if not keys_by_token:
-            keys = ChannelGroups.of(k_YH[None, None], bits, sequences=len(lengths))
-            return cls.holding(keys, values, positions_Y, carried, lengths)
-        parts = k_YH[None, None].split(list(lengths), dim=2)
-        scales = [ChannelScales.of(k_11SH) for k_11SH in parts]
-        if before is not None and before.scales is not None:
-            scales = [before.scales.row(row) if num else scales[row] for row, num in enumerate(before.lengths)]
-        by_token = TokenGroups.joined([each.groups(k_11SH, bits) for each, k_11SH in zip(scales, parts, strict=True)])
-        return cls.holding(by_token, values, positions_Y, carried, lengths, ChannelScales.joined(scales))
-
-    @classmethod
-    def holding(
-        cls,
-        keys: Groups,
-        values: TokenGroups,
-        positions_T: Tensor,
-        carried: Mapping[Hashable, Tensor],
-        lengths: Sequence[int],
-        scales: ChannelScales | None = None,
-    ) -> QuantisedSequences:
-        """Tokens that are quantised already."""
-        num_pages = [length // GROUP for length in lengths]
-        starts = row_values(list(accumulate(num_pages, initial=0)), positions_T.device).int()
+        keys: Groups
+        if keys_by_token:
+            parts = k_YH[None, None].split(list(lengths), dim=2)
+            scales = [ChannelScales.of(k_11SH) for k_11SH in parts]
+            if before is not None and before.scales is not None:
+                scales = [before.scales.row(row) if num else scales[row] for row, num in enumerate(before.lengths)]
+            keys = TokenGroups.joined([each.groups(k_11SH, bits) for each, k_11SH in zip(scales, parts, strict=True)])
+        else:
+            scales, keys = [], ChannelGroups.of(k_YH[None, None], bits, sequences=len(lengths))
         return cls(
             keys=keys,
             values=values,
-            positions_T=positions_T,
+            positions_T=positions_Y,
             carried=carried,
             lengths=lengths,
-            starts=starts,
-            scales=scales,
+            scales=ChannelScales.joined(scales) if scales else None,
         )
 
     @property
     def num_tokens(self) -> int:
         return len(self.positions_T)
 
+    @cached_property
+    def page_starts(self) -> Tensor:
+        """First page of each sequence, and the end of the last (S + 1), on the device, of keys grouped by channel."""
+        assert isinstance(self.keys, ChannelGroups), "only these have pages"
+        num_pages = [length // GROUP for length in self.lengths]
+        return row_values(list(accumulate(num_pages, initial=0)), self.positions_T.device).int()
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and scales, positions, what policies accumulate, and of where the sequences are."""
+        """Bytes of codes and scales, positions, what policies accumulate, and of where the pages are."""
         carried = sum(each_T.nbytes for each_T in self.carried.values())
         codes = self.keys.num_bytes + self.values.num_bytes + (0 if self.scales is None else self.scales.num_bytes)
-        return codes + self.positions_T.nbytes + carried + self.starts.nbytes
+        starts = self.page_starts.nbytes if isinstance(self.keys, ChannelGroups) else 0
+        return codes + self.positions_T.nbytes + carried + starts
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -121,60 +112,61 @@ class QuantisedSequences(Codec):
         pairs = zip(self.places, new.places, strict=True)
         parts = [(each, *span) for pair in pairs for each, span in zip((self, new), pair, strict=True)]
         parts = [(each, first, end) for each, first, end in parts if first < end]
-        carried = {
-            policy: torch.cat([each.carried[policy][first:end] for each, first, end in parts]) for policy in new.carried
-        }
-        return self.holding(
-            Groups.joined([each.keys.part(first, end) for each, first, end in parts]),
-            TokenGroups.joined([each.values.part(first, end) for each, first, end in parts]),
-            torch.cat([each.positions_T[first:end] for each, first, end in parts]),
-            carried,
-            [sum(each) for each in zip(self.lengths, new.lengths, strict=True)],
-            new.scales,
+        return QuantisedSequences(
+            keys=Groups.joined([each.keys.part(first, end) for each, first, end in parts]),
+            values=TokenGroups.joined([each.values.part(first, end) for each, first, end in parts]),
+            positions_T=torch.cat([each.positions_T[first:end] for each, first, end in parts]),
+            carried={
+                policy: torch.cat([each.carried[policy][first:end] for each, first, end in parts])
+                for policy in new.carried
+            },
+            lengths=[sum(each) for each in zip(self.lengths, new.lengths, strict=True)],
+            scales=new.scales,
         )
 
     def kept(self, index_Y: Tensor, lengths: Sequence[int]) -> QuantisedSequences:
         """Some tokens, by their places in memory, in order; the codes stay as they are."""
         assert isinstance(self.keys, TokenGroups), "a group of several tokens cannot lose one of them"
-        carried = {policy: each_T[index_Y] for policy, each_T in self.carried.items()}
-        keys, values = (x.take(index_Y[None, None]) for x in (self.keys, self.values))
-        return self.holding(keys, values, self.positions_T[index_Y], carried, lengths, self.scales)
+        return replace(
+            self,
+            keys=self.keys.take(index_Y[None, None]),
+            values=self.values.take(index_Y[None, None]),
+            positions_T=self.positions_T[index_Y],
+            carried={policy: each_T[index_Y] for policy, each_T in self.carried.items()},
+            lengths=lengths,
+        )
 
     def some(self, first: int, stop: int) -> QuantisedSequences:
         """The sequences [first, stop)."""
         begin, end = sum(self.lengths[:first]), sum(self.lengths[:stop])
-        scales = None
-        if self.scales is not None:
-            scales = ChannelScales.joined([self.scales.row(number) for number in range(first, stop)])
-        return self.holding(
-            self.keys.part(begin, end),
-            self.values.part(begin, end),
-            self.positions_T[begin:end],
-            {policy: each_T[begin:end] for policy, each_T in self.carried.items()},
-            self.lengths[first:stop],
-            scales,
+        return QuantisedSequences(
+            keys=self.keys.part(begin, end),
+            values=self.values.part(begin, end),
+            positions_T=self.positions_T[begin:end],
+            carried={policy: each_T[begin:end] for policy, each_T in self.carried.items()},
+            lengths=self.lengths[first:stop],
+            scales=None if self.scales is None else self.scales.rows(first, stop),
         )
 
     def carrying(self, carried_T: Tensor, policy: Hashable) -> QuantisedSequences:
         """With a policy's value of each token."""
         return replace(self, carried={**self.carried, policy: carried_T})
 
+    def sequence(self, number: int) -> QuantisedRows:
+        """One sequence, as one KV head of one row; views."""
+        first, end = self.places[number]
+        keys, values = self.keys.part(first, end), self.values.part(first, end)
+        scales = None if self.scales is None else self.scales.row(number)
+        return QuantisedRows(rows=EVERY_ROW, pad=0, keys=keys, values=values, scales=scales)
+
     def read(self, dtype: torch.dtype) -> Tensor:
         """Keys and values (T, X) of all tokens, dequantised."""
         if self.scales is None:
             keys_11TH = self.keys.read(0, self.num_tokens, dtype)
         else:
-            parts = [self._read_keys(number, 0, num, dtype) for number, num in enumerate(self.lengths)]
+            parts = [self.sequence(number).read_keys(0, num, dtype) for number, num in enumerate(self.lengths)]
             keys_11TH = torch.cat(parts, dim=2)
         return torch.cat([x[0, 0] for x in (keys_11TH, self.values.read(0, self.num_tokens, dtype))], dim=1)
-
-    def _read_keys(self, number: int, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """The keys (1, 1, Y, H) of the tokens [start, end) of a sequence."""
-        keys = self.keys.part(*self.places[number])
-        if self.scales is None:
-            return keys.read(start, end, dtype)
-        assert isinstance(keys, TokenGroups)
-        return self.scales.row(number).read(keys, start, end, dtype)
 
     @property
     def value_dim(self) -> int:
@@ -183,17 +175,7 @@ class QuantisedSequences(Codec):
     def spans_for(self, num_new: int) -> list[Span]:
         """All tokens of all sequences as seen by new tokens, which come after them."""
         longest = max(self.lengths)
-        span = Span(
-            rows=EVERY_ROW,
-            stored=EVERY_ROW,
-            pad=0,
-            slots=range(longest),
-            at=range(longest),
-            queries=range(num_new),
-            positions=range(longest, longest + num_new),
-            has_new=False,
-        )
-        return [span]
+        return spans_of(range(longest), start=longest, num_new=num_new, pads=[0], has_new=False)
 
     def biased_by(self, num_kv_heads: int) -> Callable[[KeyBias, slice | Tensor, slice], Tensor]:
         """The bias of all tokens at their positions, as of `Run`, with each sequence as a row of its query heads."""
@@ -213,37 +195,25 @@ class QuantisedSequences(Codec):
         """Attention of new tokens to all tokens of their sequence, which are all before them.
 
         Returns:
-            output (S, G, C, V) and log-sum-exp (S, G, C), in at least float32; 0 and -inf of an empty sequence.
+            output (S, G, C, V) and log-sum-exp (S, G, C); 0 and -inf of an empty sequence.
         """
         assert start == 0 and end == max(self.lengths), (start, end)
         if q_SGCH.shape[2] == 1 and terms.key_bias is None and isinstance(self.keys, ChannelGroups):
             out_SGV, lse_SG = self._attend_one(self.keys, q_SGCH[:, :, 0], terms)
             return out_SGV.unsqueeze(2), lse_SG.unsqueeze(2)
         parts, bias = list[Part](), terms.key_bias
-        for number, q_1GCH in enumerate(q_SGCH.split(1)):
+        for number, (q_1GCH, num) in enumerate(zip(q_SGCH.split(1), self.lengths, strict=True)):
             if bias is not None:
                 terms = replace(terms, key_bias=partial(_of_row, bias, number))
-            parts.append(self._attend_blocks(number, q_1GCH, terms))
+            parts.append(self.sequence(number).attend(q_1GCH, 0, num, terms, q_start=num, k_start=0))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-
-    def _attend_blocks(self, number: int, q_1GCH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
-        """Attention to one sequence, of which a block is dequantised at a time."""
-        values, total = self.values.part(*self.places[number]), self.lengths[number]
-        found: tuple[Tensor, Tensor] | None = None
-        for start, stop in blocks(total):
-            k, v = self._read_keys(number, start, stop, q_1GCH.dtype), values.read(start, stop, q_1GCH.dtype)
-            out, lse = attend(q_1GCH, k, v, terms, q_start=total, k_start=start)
-            out = out.to(lse.dtype)
-            found = (out, lse) if found is None else merge(*found, out, lse)
-        assert found is not None
-        return found
 
     def _attend_one(self, keys: ChannelGroups, q_SGH: Tensor, terms: AttentionTerms) -> tuple[Tensor, Tensor]:
         """Output (S, G, V) and log-sum-exp (S, G) of one query per head. Codes are multiplied as they are."""
         wide = torch.promote_types(q_SGH.dtype, torch.float32)
         q_SGH, num_pages = q_SGH.to(wide) * terms.scaling, self.num_tokens // GROUP
         sequences_S = torch.arange(len(self.lengths), device=q_SGH.device)
-        owners_g = sequences_S.repeat_interleave(self.starts.diff(), output_size=num_pages)
+        owners_g = sequences_S.repeat_interleave(self.page_starts.diff(), output_size=num_pages)
         ranges = [(first // GROUP, end // GROUP) for first, end in blocks(self.num_tokens, len(self.lengths))]
         scores = [
             keys.pages(first, end).dot(q_SGH[owners_g[first:end]].unsqueeze(1), 0, GROUP) for first, end in ranges
@@ -261,12 +231,12 @@ class QuantisedSequences(Codec):
 
     def _logsumexp(self, x_gG: Tensor, owners_g: Tensor) -> Tensor:
         """Log-sum-exp (S, G) over the pages of each sequence; minus infinity of none."""
-        most_SG = torch.segment_reduce(x_gG, "max", offsets=self.starts, axis=0, unsafe=True)
+        most_SG = torch.segment_reduce(x_gG, "max", offsets=self.page_starts, axis=0, unsafe=True)
         return self._summed(torch.exp(x_gG - most_SG[owners_g])).log_() + most_SG
 
     def _summed(self, x: Tensor, first: int = 0) -> Tensor:
         """Sums over the pages of each sequence, of pages from `first` on; in a fixed order, so that runs repeat."""
-        offsets = (self.starts - first).clamp(0, len(x))
+        offsets = (self.page_starts - first).clamp(0, len(x))
         return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)
 
 
