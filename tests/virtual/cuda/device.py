@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from tests.virtual.cuda.captures import CAPTURING
@@ -114,6 +115,9 @@ COPIES = _names("copy_ copy _to_copy is_same_size set_")
 INDEXED = _names("index _unsafe_index index_put index_put_ _index_put_impl_")
 """Operations that copy indices to the device if they are on the host, and count those of a mask."""
 
+MAY_COPY = _names("copy_ _to_copy repeat_interleave")
+"""Operations that copy between host and device, or look at numbers there, by their arguments."""
+
 WAITS = _names(
     """_linalg_check_errors _local_scalar_dense _unique _unique2 bincount equal masked_select multinomial nonzero
     unique_consecutive unique_dim"""
@@ -135,18 +139,22 @@ class Operation:
     """Facts about an operation by its name and schema, which torch tells slowly.
 
     Attributes:
-        is_composite: torch takes it apart for every device.
+        taken_apart: torch's own function that takes it apart for every device, if it has one.
+        run: what computes it on the CPU.
         is_on_gpus: CUDA has a kernel for it.
         launches: it queues work.
+        may_wait: for some arguments the host waits, see `note_waits_of`.
         is_mutable: it writes to one of its arguments.
         sees_scalars: it takes a tensor of no dimension from the host.
         has_generator: it draws random numbers.
     """
 
     name: str
-    is_composite: bool
+    taken_apart: Callable[..., Any] | None
+    run: Callable[..., Any]
     is_on_gpus: bool
     launches: bool
+    may_wait: bool
     is_mutable: bool
     sees_scalars: bool
     has_generator: bool
@@ -155,15 +163,30 @@ class Operation:
 @functools.cache
 def known(func: OpOverload) -> Operation:
     name = func._schema.name
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return Operation(
         name=name,
-        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        taken_apart=_taken_apart(func) if is_composite else None,
+        run=KERNELS.get(name) or REPLACED.get(name) or func,
         is_on_gpus=not any(part in name for part in NOT_ON_GPUS),
         launches=name not in LAUNCHES_NOTHING and not func.is_view,
+        may_wait=name in INDEXED | WAITS | MAY_COPY or name.startswith("aten::masked_fill"),
         is_mutable=func._schema.is_mutable,
         sees_scalars=torch.Tag.pointwise in func.tags or name in MAY_SEE_HOST_SCALARS,
         has_generator=any(each.name == "generator" for each in func._schema.arguments),
     )
+
+
+def _taken_apart(func: OpOverload) -> Callable[..., Any]:
+    own = functools.partial(func._op_dk, DispatchKey.CompositeImplicitAutograd)
+    if func._schema.name != "aten::matmul":
+        return own
+
+    def matmul(a: Tensor, b: Tensor) -> Any:
+        """torch squeezes the product of a vector in place, which is not emulated."""
+        return own(a[None], b).squeeze(-2) if a.dim() == 1 < b.dim() else own(a, b)
+
+    return matmul
 
 
 def dispatch(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -174,33 +197,34 @@ def dispatch(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         NotImplementedError: CUDA has no kernel for it, or it cannot be emulated.
     """
     operation = known(func)
-    if operation.is_composite:
-        return func.decompose(*args, **kwargs)
+    if operation.taken_apart is not None:
+        return operation.taken_apart(*args, **kwargs)
     name, tensors = operation.name, tensors_in(args, kwargs)
     if not operation.is_on_gpus:
         raise NotImplementedError(f"Could not run '{name}' with arguments from the 'CUDA' backend.")
     of_host = [each for each in tensors if not isinstance(each, GpuTensor)]
     if of_host:
         require_one_device(func, args, of_host)
-    note_waits_of(name, args, kwargs)
+    if operation.may_wait:
+        note_waits_of(name, args, kwargs)
     if operation.launches:
         note_kernel(name)
-    args_on_cpu = [mapped(held_by, each) for each in args]
-    kwargs_on_cpu = {key: mapped(held_by, each) for key, each in kwargs.items() if key != "pin_memory"}
+    args_on_cpu = [held_by(each) for each in args]
+    kwargs_on_cpu = {key: held_by(each) for key, each in kwargs.items() if key != "pin_memory"}
     if operation.has_generator and kwargs_on_cpu.get("generator") is None:
         kwargs_on_cpu["generator"] = GENERATOR
-    with torch.inference_mode(False), torch.no_grad():
-        run, capture = KERNELS.get(name) or REPLACED.get(name) or func, CAPTURING.capture
+    with torch._C._InferenceMode(False):  # at its end the mode of gradients is as before, too
+        torch._C._set_grad_enabled(False)
+        capture = CAPTURING.capture
         if capture is None:
-            result = run(*args_on_cpu, **kwargs_on_cpu)
+            result = operation.run(*args_on_cpu, **kwargs_on_cpu)
         else:
-            result = capture.record(func, run, args_on_cpu, kwargs_on_cpu, of_host)
-        given = {id(held_by(each)): each for each in tensors}
+            result = capture.record(func, operation.run, args_on_cpu, kwargs_on_cpu, of_host)
         if operation.is_mutable and any(held_by(each).shape != each.shape for each in tensors):
             raise NotImplementedError(f"{name} changes the shape of a tensor in place, which is not emulated")
         if kwargs.get("device") == CPU:
             return HOST.own(result) if kwargs.get("pin_memory") or kwargs.get("non_blocking") else result
-        return mapped(lambda each: given[id(each)] if id(each) in given else on_gpu(each), result)
+        return on_gpu(result, {id(held_by(each)): each for each in tensors})
 
 
 def require_one_device(func: OpOverload, args: Sequence[Any], of_host: Sequence[Tensor]) -> None:
@@ -262,20 +286,24 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value, or each of a list or tuple, changed."""
-    return type(value)(map(change, value)) if isinstance(value, (list, tuple)) else change(value)
-
-
 def held_by(value: Any) -> Any:
-    """An argument as the CPU has it."""
+    """An argument, or a list of them, as the CPU has it."""
     if isinstance(value, GpuTensor):
         return value.held
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(held_by, value))
     return CPU if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
-def on_gpu(value: Any) -> Any:
-    return GpuTensor(value) if isinstance(value, Tensor) and not isinstance(value, GpuTensor) else value
+def on_gpu(value: Any, given: Mapping[int, Tensor]) -> Any:
+    """A result, or a list of them, as the GPU has it.
+
+    Args:
+        given: arguments by the `id` of what the CPU has of them.
+    """
+    if isinstance(value, Tensor):
+        return given[id(value)] if id(value) in given else GpuTensor(value)
+    return type(value)(on_gpu(each, given) for each in value) if isinstance(value, (list, tuple)) else value
 
 
 def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:

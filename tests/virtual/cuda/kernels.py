@@ -202,7 +202,9 @@ def _attention(
     """
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)
     group, num_queries, num_keys = q_BNCH.shape[1] // k_BKSH.shape[1], q_BNCH.shape[2], k_BKSH.shape[2]
-    k_BNSH, v_BNSH = (x.repeat_interleave(group, dim=1).to(wide) for x in (k_BKSH, v_BKSH))
+    k_BNSH, v_BNSH = k_BKSH.to(wide), v_BKSH.to(wide)
+    if group > 1:
+        k_BNSH, v_BNSH = (x.repeat_interleave(group, dim=1) for x in (k_BNSH, v_BNSH))
     scores = q_BNCH.to(wide) @ k_BNSH.transpose(-1, -2) * (q_BNCH.shape[-1] ** -0.5 if scale is None else scale)
     keys_S = torch.arange(num_keys)
     places_C1 = torch.arange(num_queries)[:, None] + (num_keys - num_queries if shift is None else shift)
