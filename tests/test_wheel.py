@@ -94,7 +94,7 @@ def test_the_wheel_has_every_file_that_programs_read(installed: Installed) -> No
 
 
 def test_programs_run_without_the_checkout(installed: Installed) -> None:
-    script = "import launch.infer, sys; print(launch.infer.__file__)"
+    script = "from importlib.util import find_spec; print(find_spec('launch.infer').origin)"
     where = subprocess.run(
         [installed.python, "-c", script],
         cwd=installed.folder,

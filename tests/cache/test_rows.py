@@ -78,10 +78,10 @@ class Fed:
 
 
 def alone(model: Model, policies: RankPolicies, ids: list[int]) -> Tensor:
-    """Logits (C, V) after the tokens of the answer, one by one."""
+    """Logits (C, V) after the tokens of the answer."""
     conversation = Conversation(model, policies)
     conversation.feed(torch.tensor([ids]))
-    return conversation.follow(torch.tensor([ANSWER]), at_once=False)[0]
+    return conversation.follow(torch.tensor([ANSWER]), at_once=True)[0]
 
 
 def together(model: Model, rows: list[Fed]) -> Tensor:

@@ -58,15 +58,16 @@ def test_an_error_is_a_refusal_only_if_a_row_of_the_table_says_so() -> None:
     assert not is_refusal("not enough values to unpack (expected 2, got 1)")
 
 
-def test_errors_in_bfloat16_are_no_larger_than_recorded(rank_pools: RankPools) -> None:
+@pytest.mark.parametrize("one_in", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_errors_in_bfloat16_are_no_larger_than_recorded(rank_pools: RankPools, one_in: int) -> None:
     logs = []
-    for record in RECORDS:
-        if record.bfloat16_error is not None and has_family(record):
-            found = answers_of(rank_pools.run, record.combination, record.seed, torch.bfloat16)
-            assert not isinstance(found, str), found
-            ratio = root_mean_square(differences(found, record.answers)) / record.bfloat16_error
-            assert ratio <= MOST_MORE, record.name
-            logs.append(math.log(ratio))
+    rounded = [record for record in RECORDS if record.bfloat16_error is not None and has_family(record)]
+    for record in rounded[::one_in]:
+        found = answers_of(rank_pools.run, record.combination, record.seed, torch.bfloat16)
+        assert not isinstance(found, str), found
+        ratio = root_mean_square(differences(found, record.answers)) / (record.bfloat16_error or 0.0)
+        assert ratio <= MOST_MORE, record.name
+        logs.append(math.log(ratio))
     assert math.exp(sum(logs) / len(logs)) <= MOST_MORE_IN_ALL
 
 

@@ -19,7 +19,7 @@ from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
-from tests.families import build, throughout
+from tests.families import build, prompt, throughout
 
 
 def model_with(kv_heads: int) -> Model:
@@ -27,6 +27,11 @@ def model_with(kv_heads: int) -> Model:
     module = build("llama", num_key_value_heads=kv_heads)
     with throughout(torch.float64):
         return Model(module)
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    """A prompt of each length."""
+    return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
 class Run:

@@ -17,13 +17,12 @@ from policies.keydiff import KeyDiff
 from policies.pyramidkv import PyramidKV
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
-from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
+from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.cache.kept import KeptLayer
-from runahead.config import Device
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.policies.running import Run, model_with
+from tests.policies.running import Run, model_with, prompts
 from tests.policies.test_matrix import policy
 from tests.policies.test_scorers import view_of
 from tests.policies.test_selection import signals_of, tensors
@@ -44,15 +43,6 @@ GENERATED = [5, 7, 11, 13]
 every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=lambda scorer: type(scorer).__name__)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-
-
-def prompts() -> list[list[int]]:
-    return [prompt(length, row) for row, length in enumerate(LENGTHS)]
-
-
 def kept_by(run: Run, layer: int, row: int) -> list[list[int]]:
     """Positions of the tokens that each KV head keeps."""
     stored = run.kept.layers[layer]
@@ -70,7 +60,7 @@ def test_with_the_whole_budget_shared_alike_or_one_head_it_is_the_scorer(
 ) -> None:
     """Bit by bit, since heads that keep equally many tokens stay in dense memory."""
     model = model_with(kv_heads)
-    ada, plain = (Run(model, [policy], prompts()) for policy in (AdaKV(scorer=scorer, alpha=alpha), scorer))
+    ada, plain = (Run(model, [policy], prompts(LENGTHS)) for policy in (AdaKV(scorer=scorer, alpha=alpha), scorer))
     assert torch.equal(ada.prefill(), plain.prefill())
     for ours, theirs in zip(ada.kept.layers, plain.kept.layers, strict=True):
         assert type(ours) is KeptLayer and ours.pads == theirs.pads
@@ -83,7 +73,7 @@ def test_with_the_whole_budget_shared_alike_or_one_head_it_is_the_scorer(
 @every_scorer
 def test_heads_together_keep_what_the_budget_allows(scorer: Scorer, alpha: float) -> None:
     """Each at least its share, sinks and window among it; short rows keep all."""
-    run, lengths = Run(model_with(4), [AdaKV(scorer=scorer, alpha=alpha)], prompts()), set[int]()
+    run, lengths = Run(model_with(4), [AdaKV(scorer=scorer, alpha=alpha)], prompts(LENGTHS)), set[int]()
     run.prefill()
     for layer in range(3):
         budget = scorer.slots_of(BUDGET, layer, 3)
@@ -115,7 +105,7 @@ def test_scorers_over_which_it_shares_nothing_out_are_known_by_class(monkeypatch
             return scored[-1]
 
         monkeypatch.setattr(type(scorer), "score", noted)
-        Run(model, [scorer], prompts()).prefill()
+        Run(model, [scorer], prompts(LENGTHS)).prefill()
         monkeypatch.undo()
         assert len(scored) == model.num_layers, name
         if all(torch.equal(score_BKn, score_BKn[:, :1].expand_as(score_BKn)) for score_BKn in scored):
@@ -164,7 +154,7 @@ def test_shares_are_equal_as_far_as_there_is_room(room: list[int], total: int, s
 def test_memory_is_that_of_the_tokens_that_heads_keep() -> None:
     """Also while decoding, where every head takes in the new token. No other memory is held on to."""
     model = model_with(4)
-    run = Run(model, [AdaKV(scorer=SNAPKV)], prompts())
+    run = Run(model, [AdaKV(scorer=SNAPKV)], prompts(LENGTHS))
     run.prefill()
     per_token = 2 * 8 * 8 + 4  # a key, a value and a position
     places = 4 * (2 * 3 * 4 + 1) + 8 * 3 * 4
@@ -186,7 +176,7 @@ def held_bytes(run: Run) -> int:
 @every_scorer
 def test_another_turn_shares_out_the_budget_anew(scorer: Scorer) -> None:
     """Heads share what is left and the turn, which sees all of that."""
-    run, more = Run(model_with(4), [AdaKV(scorer=scorer)], prompts()[:2]), prompt(9, seed=5)
+    run, more = Run(model_with(4), [AdaKV(scorer=scorer)], prompts(LENGTHS)[:2]), prompt(9, seed=5)
     run.prefill()
     before = [[set(map(int, head)) for head in kept_by(run, layer, 0)] for layer in range(3)]
     run.next_prompt(more)
@@ -200,7 +190,9 @@ def test_another_turn_shares_out_the_budget_anew(scorer: Scorer) -> None:
 
 def test_a_budget_that_grew_drops_nothing_that_fits() -> None:
     """20 tokens on average, then 24 of 26: some heads have more than that, and all together have less."""
-    run = Run(model_with(4), [AdaKV(scorer=SnapKV(budget=0.5, window=WINDOW, kernel=3), alpha=0.0)], prompts()[:1])
+    run = Run(
+        model_with(4), [AdaKV(scorer=SnapKV(budget=0.5, window=WINDOW, kernel=3), alpha=0.0)], prompts(LENGTHS)[:1]
+    )
     run.prefill()
     before = [kept_by(run, layer, 0) for layer in range(3)]
     assert any(max(map(len, of_layer)) > 22 for of_layer in before)
@@ -211,8 +203,8 @@ def test_a_budget_that_grew_drops_nothing_that_fits() -> None:
 
 
 def test_votes_stay_with_their_tokens_and_go_on() -> None:
-    run = Run(model_with(4), [AdaKV(scorer=H2O(budget=BUDGET))], prompts())
-    whole = Run(model_with(4), [H2O(budget=1000)], prompts())
+    run = Run(model_with(4), [AdaKV(scorer=H2O(budget=BUDGET))], prompts(LENGTHS))
+    whole = Run(model_with(4), [H2O(budget=1000)], prompts(LENGTHS))
     run.prefill()
     whole.prefill()
     for layer, of_all in zip(run.kept.layers, whole.kept.layers, strict=True):
@@ -233,7 +225,7 @@ def test_votes_stay_with_their_tokens_and_go_on() -> None:
 
 
 def test_heads_that_come_to_keep_equally_many_are_dense_again() -> None:
-    run, plain = Run(model_with(4), [AdaKV(scorer=SNAPKV)], prompts()), prompt(9, seed=5)
+    run, plain = Run(model_with(4), [AdaKV(scorer=SNAPKV)], prompts(LENGTHS)), prompt(9, seed=5)
     run.prefill()
     assert isinstance(run.kept.layers[0], RaggedLayer)
     run.steps = [AdaKV(scorer=SNAPKV, alpha=1.0)]
@@ -243,7 +235,7 @@ def test_heads_that_come_to_keep_equally_many_are_dense_again() -> None:
     assert [{len(head) for head in row} for row in positions] == [{BUDGET}] * 3
     answers = [run.decode(token) for token in GENERATED]
     for row in range(3):
-        alone = Run(model_with(4), [AdaKV(scorer=SNAPKV)], prompts()[row : row + 1])
+        alone = Run(model_with(4), [AdaKV(scorer=SNAPKV)], prompts(LENGTHS)[row : row + 1])
         alone.prefill()
         alone.steps = [AdaKV(scorer=SNAPKV, alpha=1.0)]
         alone.next_prompt(plain)
@@ -254,11 +246,11 @@ def test_heads_that_come_to_keep_equally_many_are_dense_again() -> None:
 
 def test_the_engine_decodes_what_the_policy_left(ranks: Ranks) -> None:
     model, policies = model_with(4), RankPolicies.everywhere([AdaKV(scorer=SNAPKV)])
-    run = Run(model, list(policies.last), prompts())
+    run = Run(model, list(policies.last), prompts(LENGTHS))
     logits_BV = [run.prefill()]
     with throughout(torch.float64):
         engine = Engine(model, ranks, policies=policies)
-        batch = engine.generate(prompts(), GenerationOptions(max_new_tokens=6, ignore_eos=True))
+        batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=6, ignore_eos=True))
     for step in range(6):
         expected = [generation.new_token_ids[step] for generation in batch.generations]
         assert logits_BV[-1].argmax(dim=-1).tolist() == expected
@@ -277,7 +269,7 @@ def test_a_number_of_tokens_is_applied_after_every_chunk_of_a_prompt(ranks: Rank
             engine = Engine(
                 model_with(4), ranks, prefill=PrefillOptions(chunk_tokens=7), policies=RankPolicies.everywhere([policy])
             )
-            batch = engine.generate(prompts(), GenerationOptions(max_new_tokens=6, ignore_eos=True))
+            batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=6, ignore_eos=True))
         ids = [token for generation in batch.generations for token in generation.new_token_ids]
         return ids, batch.ranks[0].kv_peak_bytes
 
@@ -292,10 +284,10 @@ def test_a_number_of_tokens_is_applied_after_every_chunk_of_a_prompt(ranks: Rank
 def test_a_row_that_begins_in_a_later_chunk_is_what_it_is_alone(chunk: int) -> None:
     """Its padding comes after heads of other rows have come to store different numbers of tokens."""
     model, policy = model_with(4), AdaKV(scorer=SNAPKV)
-    together = Run(model, [policy], prompts())
+    together = Run(model, [policy], prompts(LENGTHS))
     logits_BV = [together.chunk(chunk) for _ in range(0, 40, chunk)][-1]
     for row, pad in enumerate(together.pads):
-        alone = Run(model, [policy], prompts()[row : row + 1])
+        alone = Run(model, [policy], prompts(LENGTHS)[row : row + 1])
         for start in range(0, 40, chunk):
             if start + chunk > pad:
                 logits_1V = alone.chunk(min(chunk, start + chunk - pad))

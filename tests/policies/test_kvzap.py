@@ -28,7 +28,7 @@ from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap, made_up_scores
-from tests.policies.running import Run
+from tests.policies.running import Run, prompts
 from tests.policies.test_adakv import kept_by
 from tests.policies.test_kvzip import attention_inputs
 from tests.ranks.tasks import tiny_model
@@ -37,10 +37,6 @@ SINKS, RECENT, EVERY, THRESHOLD = 2, 5, 4, 0.5
 LENGTHS = (40, 31, 6)
 GENERATED = [5, 7, 11, 13]
 ZAP = MadeUpKVzap(threshold=THRESHOLD, sinks=SINKS, recent=RECENT, evict_every=EVERY)
-
-
-def prompts() -> list[list[int]]:
-    return [prompt(length, row) for row, length in enumerate(LENGTHS)]
 
 
 def scores_by_hand(model: Model, ids: list[int]) -> list[Tensor]:
@@ -93,10 +89,10 @@ def test_forwards_show_what_attention_is_given(family: str, name: str) -> None:
 def test_each_head_keeps_the_tokens_above_the_threshold(family: str, chunks: list[int] | None) -> None:
     """And sinks and recent ones, in each row of a padded batch, and no memory for others."""
     model = tiny_model(family)
-    run, counts = Run(model, [ZAP], prompts()), set[int]()
-    whole = Run(model, [], prompts())
+    run, counts = Run(model, [ZAP], prompts(LENGTHS)), set[int]()
+    whole = Run(model, [], prompts(LENGTHS))
     torch.testing.assert_close(run.prefill(chunks), whole.prefill(), atol=1e-9, rtol=0)
-    for row, ids in enumerate(prompts()):
+    for row, ids in enumerate(prompts(LENGTHS)):
         for layer, scores_Kn in enumerate(scores_by_hand(model, ids)):
             for head, kept in enumerate(kept_by(run, layer, row)):
                 above = (scores_Kn[head] >= THRESHOLD).nonzero()[:, 0].tolist()
@@ -134,7 +130,7 @@ def test_generated_tokens_have_scores_in_a_later_turn_under_adakv() -> None:
 def test_scores_stay_with_their_tokens_while_decoding_and_the_buffer_is_emptied() -> None:
     """Every few tokens those below the threshold that have left the recent ones are dropped, in each head."""
     model = tiny_model("llama")
-    run, ids, dropped = Run(model, [ZAP], prompts()[:1]), prompts()[0], list[int]()
+    run, ids, dropped = Run(model, [ZAP], prompts(LENGTHS)[:1]), prompts(LENGTHS)[0], list[int]()
     run.prefill()
     for step in range(1, 14):
         before = [scores_of(run, layer, head) for layer in range(3) for head in range(2)]
@@ -172,7 +168,7 @@ def test_thresholds_below_and_above_all_scores_are_the_full_cache_and_a_window(f
     model, window = tiny_model(family), StreamingLLM(budget=SINKS + RECENT, sinks=SINKS, evict_every=EVERY)
     for threshold, other in ((-1e9, None), (1e9, window)):
         policy = MadeUpKVzap(threshold=threshold, sinks=SINKS, recent=RECENT, evict_every=EVERY)
-        ours, theirs = (Run(model, [each] if each is not None else [], prompts()) for each in (policy, other))
+        ours, theirs = (Run(model, [each] if each is not None else [], prompts(LENGTHS)) for each in (policy, other))
         assert torch.equal(ours.prefill(), theirs.prefill())
         for a, b in zip(ours.kept.layers, theirs.kept.layers, strict=True):
             assert torch.equal(a.positions_BKn().expand(-1, 2, -1), b.positions_BKn().expand(-1, 2, -1))
@@ -184,7 +180,7 @@ def test_under_a_budget_adakv_shares_it_out() -> None:
     """All of it alike is the policy itself."""
     budget, model = MadeUpKVzap(budget=16, sinks=SINKS, recent=RECENT), tiny_model("llama")
     plain, alike, shared = (
-        Run(model, [each], prompts()) for each in (budget, AdaKV(scorer=budget, alpha=1.0), AdaKV(scorer=budget))
+        Run(model, [each], prompts(LENGTHS)) for each in (budget, AdaKV(scorer=budget, alpha=1.0), AdaKV(scorer=budget))
     )
     assert torch.equal(plain.prefill(), alike.prefill()) and shared.prefill().isfinite().all()
     for layer in range(3):
@@ -215,14 +211,14 @@ def test_the_engine_and_conversations_take_the_file_of_their_model_alone(tmp_pat
     with throughout(torch.float64):
         policies = RankPolicies.everywhere([KVzap(predictor=path, threshold=0.0, sinks=2, recent=4, evict_every=4)])
         engine = Engine(model, ranks, prefill=PrefillOptions(chunk_tokens=16), policies=policies)
-        batch = engine.generate(prompts(), GenerationOptions(max_new_tokens=9, ignore_eos=True))
+        batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=9, ignore_eos=True))
         talk = Conversation(model, policies)
-        talk.feed(torch.tensor([prompts()[0]]))
+        talk.feed(torch.tensor([prompts(LENGTHS)[0]]))
         assert talk.cache is not None and talk.logits_BV is not None
         assert int(talk.logits_BV.argmax()) == batch.generations[0].new_token_ids[0]
     attention = CausalAttention(model.empty_cache(40), start=0, pads=[0])
     with throughout(torch.float64):
-        x_1SD = attention_inputs(model, attention, torch.tensor([prompts()[0]]))[0][None]
+        x_1SD = attention_inputs(model, attention, torch.tensor([prompts(LENGTHS)[0]]))[0][None]
     expected_KS = (x_1SD[0] @ maps.weights[0].double().T + maps.biases[0].double()).T
     for head in range(2):
         found = stored_scores(talk.cache.layers[0], head, (KVzap, 0))

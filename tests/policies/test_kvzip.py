@@ -12,16 +12,15 @@ from policies.base import budget_tokens
 from policies.kvzip import KVzip
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
-from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
+from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
-from runahead.config import Device
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import score_prompt
 from tests.families import build, prompt, throughout
-from tests.policies.running import Run
+from tests.policies.running import Run, prompts
 from tests.policies.test_adakv import kept_by
 from tests.ranks.tasks import tiny_model
 
@@ -30,15 +29,6 @@ LENGTHS = (40, 31, 9)
 KVZIP = KVzip(budget=BUDGET, sinks=SINKS, chunk_tokens=CHUNK)
 GENERATED = [5, 7, 11, 13]
 TOLERANCE = 1e-5  # scores are float32
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-
-
-def prompts() -> list[list[int]]:
-    return [prompt(length, row) for row, length in enumerate(LENGTHS)]
 
 
 class Noting(CausalAttention):
@@ -100,7 +90,7 @@ def test_scores_are_the_largest_shares_of_attention_and_leave_no_trace(family: s
     """KVzip+ weighs each share by the lengths of the projected value and of the hidden state that attends."""
     model = tiny_model(family)
     policy = KVzip(budget=BUDGET, sinks=SINKS, chunk_tokens=CHUNK, plus=plus)
-    lengths = prompts()[:1] if model.uneven_limit is not None else prompts()
+    lengths = prompts(LENGTHS)[:1] if model.uneven_limit is not None else prompts(LENGTHS)
     run, full = (Run(model, [], lengths) for _ in range(2))
     run.prefill()
     full.prefill()
@@ -122,7 +112,7 @@ def test_scores_are_the_largest_shares_of_attention_and_leave_no_trace(family: s
 def test_one_threshold_decides_on_all_layers_and_heads(budget: int | float, family: str) -> None:
     """Sinks stay, and together heads keep what the budget allows; a row that has fewer tokens keeps them."""
     model, policy = tiny_model(family), KVzip(budget=budget, sinks=SINKS, recent=2, chunk_tokens=CHUNK)
-    whole, run = Run(model, [], prompts()), Run(model, [policy], prompts())
+    whole, run = Run(model, [], prompts(LENGTHS)), Run(model, [policy], prompts(LENGTHS))
     assert torch.equal(whole.prefill(), run.prefill())
     with throughout(torch.float64):
         scores = score_prompt(model, policy, whole.kept, whole.ids_BS, whole.pads)
@@ -151,12 +141,12 @@ def test_one_threshold_decides_on_all_layers_and_heads(budget: int | float, fami
 
 def test_a_prompt_within_the_budget_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runahead.thinning.replay.score_prompt", lambda *_, **__: pytest.fail("it was repeated"))
-    Run(tiny_model("llama"), [KVzip(budget=40)], prompts()).prefill()
+    Run(tiny_model("llama"), [KVzip(budget=40)], prompts(LENGTHS)).prefill()
 
 
 def test_chunks_are_shorter_where_the_positions_of_the_model_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(build("llama"))
-    run = Run(model, [], prompts()[:1])
+    run = Run(model, [], prompts(LENGTHS)[:1])
     run.prefill()
     monkeypatch.setattr(Model, "max_positions", 40 + CHUNK)
     expected = score_prompt(model, KVZIP, run.kept, run.ids_BS, run.pads)
@@ -177,7 +167,7 @@ def test_the_request_comes_before_each_chunk(monkeypatch: pytest.MonkeyPatch) ->
             said.append(text)
             return type("Encoding", (), {"input_ids": [] if add_special_tokens else [9, 8]})
 
-    run = Run(model, [], prompts()[:1])
+    run = Run(model, [], prompts(LENGTHS)[:1])
     run.prefill()
     model.tokenizer, forward, fed = Tokenizer(), model.forward, []
     monkeypatch.setattr(
@@ -185,7 +175,7 @@ def test_the_request_comes_before_each_chunk(monkeypatch: pytest.MonkeyPatch) ->
     )
     score_prompt(model, KVZIP, run.kept, run.ids_BS, run.pads)
     assert said == ["\n\nRepeat the previous context:"]
-    ids = prompts()[0]
+    ids = prompts(LENGTHS)[0]
     assert [each.tolist() for each, _ in fed] == [[[9, 8, *ids[at : at + CHUNK]]] for at in range(0, 40, CHUNK)]
     assert {given["start"] for _, given in fed} == {40}
 
@@ -193,11 +183,11 @@ def test_the_request_comes_before_each_chunk(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("prefill", [PrefillOptions(), PrefillOptions(chunk_tokens=7)], ids=["whole", "in chunks"])
 def test_the_engine_decodes_what_the_policy_left(ranks: Ranks, prefill: PrefillOptions) -> None:
     model = tiny_model("llama")
-    run = Run(model, [KVZIP], prompts())
+    run = Run(model, [KVZIP], prompts(LENGTHS))
     logits_BV = [run.prefill()]
     with throughout(torch.float64):
         engine = Engine(model, ranks, prefill=prefill, policies=RankPolicies.everywhere([KVZIP]))
-        batch = engine.generate(prompts(), GenerationOptions(max_new_tokens=6, ignore_eos=True))
+        batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=6, ignore_eos=True))
     for step in range(6):
         expected = [generation.new_token_ids[step] for generation in batch.generations]
         assert logits_BV[-1].argmax(dim=-1).tolist() == expected

@@ -24,7 +24,7 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.policy_odd_tokens import OddTokens
-from tests.policies.running import STREAMING, Run
+from tests.policies.running import STREAMING, Run, prompts
 from tests.policies.short import short_options
 from tests.ranks.tasks import tiny_model
 
@@ -125,10 +125,6 @@ class PyramidOfBatch(PyramidInfer):
 
     def recent(self, num_tokens: int) -> int:
         return min(num_tokens, super().recent(NUM_TOKENS))
-
-
-def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    return [prompt(length, seed) for seed, length in enumerate(lengths)]
 
 
 def following(given: list[list[int]], num_tokens: int = 20) -> list[int]:

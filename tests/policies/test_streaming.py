@@ -29,8 +29,8 @@ from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
 from policies.window import Window
-from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
-from runahead.config import Device, Positions, PrefillName
+from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead.config import Positions, PrefillName
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.prefill.prompt_check import PromptLimits
@@ -65,11 +65,6 @@ BOUNDED: list[Policy] = [
     PyramidInfer(budget=20, min_tokens=4, sinks=2),
 ]
 every_bounded = pytest.mark.parametrize("policy", BOUNDED, ids=lambda policy: type(policy).__name__)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks.start(RanksOptions(device=Device.cpu, threads=1))
 
 
 def short_model(num_layers: int) -> Model:

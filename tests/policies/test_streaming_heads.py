@@ -19,15 +19,14 @@ from policies.head_scores import HeadScores
 from policies.razor_attention import RazorAttention
 from policies.streaming_heads import StreamingHeads, best_heads
 from policies.streaming_llm import StreamingLLM
-from runahead import Conversation, Engine, GenerationOptions, Model, Ranks, RanksOptions
+from runahead import Conversation, Engine, GenerationOptions, Model, Ranks
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
-from runahead.config import Device
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.policies.running import Run, model_with
+from tests.policies.running import Run, model_with, prompts
 from tests.policies.test_adakv import kept_by
 from tests.ranks.tasks import tiny_model
 from tests.thinning.test_ragged_layer import KEY_DIM, PROMPT, SCALING, TOLERANCE, Both
@@ -38,15 +37,6 @@ SINKS, RECENT, EVERY = 3, 9, 5
 LENGTHS = (40, 31, 9)
 GENERATED = [5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43]
 GATES = [[0.1, 0.9, 0.3, 0.0], [0.2, 0.05, 0.0, 1.0], [0.4, 0.6, 0.7, 0.25]]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Ranks:
-    return Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-
-
-def prompts() -> list[list[int]]:
-    return [prompt(length, row) for row, length in enumerate(LENGTHS)]
 
 
 def facts(model: Model) -> ModelFacts:
@@ -72,7 +62,7 @@ def answers(run: Run) -> list[Tensor]:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_if_all_heads_retrieve_it_is_the_full_cache_bit_by_bit(tmp_path: Path, kv_heads: int) -> None:
     model = model_with(kv_heads)
-    ours, full = (Run(model, [policy], prompts()) for policy in (duo(tmp_path, model, 1.0), Full()))
+    ours, full = (Run(model, [policy], prompts(LENGTHS)) for policy in (duo(tmp_path, model, 1.0), Full()))
     for mine, expected in zip(answers(ours), answers(full), strict=True):
         assert torch.equal(mine, expected)
 
@@ -82,7 +72,7 @@ def test_if_none_does_it_is_streaming_llm_bit_by_bit(tmp_path: Path, kv_heads: i
     """Through two cuts while decoding, in rows of different lengths, of which one is short at first."""
     model = model_with(kv_heads)
     streaming = StreamingLLM(budget=SINKS + RECENT, sinks=SINKS, evict_every=EVERY)
-    ours, theirs = (Run(model, [policy], prompts()) for policy in (duo(tmp_path, model, 0.0), streaming))
+    ours, theirs = (Run(model, [policy], prompts(LENGTHS)) for policy in (duo(tmp_path, model, 0.0), streaming))
     for mine, expected in zip(answers(ours), answers(theirs), strict=True):
         assert torch.equal(mine, expected)
     for layer, other in zip(ours.kept.layers, theirs.kept.layers, strict=True):
@@ -94,8 +84,8 @@ def test_if_none_does_it_is_streaming_llm_bit_by_bit(tmp_path: Path, kv_heads: i
 def test_every_head_keeps_what_it_is_for(tmp_path: Path, kv_heads: int) -> None:
     """After the prompt and after each generated token: all, or what StreamingLLM alone would have by then."""
     model = model_with(kv_heads)
-    run = Run(model, [duo(tmp_path, model, 0.5)], prompts())
-    alone = Run(model, [StreamingLLM(budget=SINKS + RECENT, sinks=SINKS, evict_every=EVERY)], prompts())
+    run = Run(model, [duo(tmp_path, model, 0.5)], prompts(LENGTHS))
+    alone = Run(model, [StreamingLLM(budget=SINKS + RECENT, sinks=SINKS, evict_every=EVERY)], prompts(LENGTHS))
     by_gate = sorted((gate for gates_K in GATES for gate in gates_K[:kv_heads]), reverse=True)
     least = by_gate[3 * kv_heads // 2 - 1]
     for step in range(len(GENERATED) + 1):
@@ -113,7 +103,7 @@ def test_every_head_keeps_what_it_is_for(tmp_path: Path, kv_heads: int) -> None:
 def test_keys_are_read_only_when_something_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To read those of a ragged layer is to copy them."""
     model, reads = model_with(4), list[int]()
-    run = Run(model, [duo(tmp_path, model, 0.5)], prompts())
+    run = Run(model, [duo(tmp_path, model, 0.5)], prompts(LENGTHS))
     run.prefill()
     layers = [type(layer) for layer in run.kept.layers]
     assert layers == [RaggedLayer] * 3
@@ -230,7 +220,7 @@ class TestCompensation:
         model = tiny_model("llama")
         with_slot, without = (razor(model, 0.0, compensate=compensate) for compensate in (True, False))
         streaming = StreamingLLM(budget=SINKS + RECENT, sinks=SINKS, evict_every=EVERY)
-        runs = [Run(model, [policy], prompts()) for policy in (with_slot, without, streaming)]
+        runs = [Run(model, [policy], prompts(LENGTHS)) for policy in (with_slot, without, streaming)]
         ours, plain, theirs = map(answers, runs)
         for mine, expected in zip(plain, theirs, strict=True):
             assert torch.equal(mine, expected)
@@ -393,11 +383,11 @@ def test_the_engine_decodes_what_the_policy_left(tmp_path: Path, ranks: Ranks) -
     """Its bytes are those of the tokens that heads keep, with room for new ones."""
     model = model_with(4)
     policy = duo(tmp_path, model, 0.5)
-    run = Run(model, [policy], prompts())
+    run = Run(model, [policy], prompts(LENGTHS))
     logits_BV = [run.prefill()]
     with throughout(torch.float64):
         engine = Engine(model, ranks, policies=RankPolicies.everywhere([policy]))
-        batch = engine.generate(prompts(), GenerationOptions(max_new_tokens=8, ignore_eos=True))
+        batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=8, ignore_eos=True))
     for step in range(8):
         expected = [generation.new_token_ids[step] for generation in batch.generations]
         assert logits_BV[-1].argmax(dim=-1).tolist() == expected

@@ -16,7 +16,7 @@ from runahead.config import DecodeName, Device
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.policies.running import Run
+from tests.policies.running import Run, prompts
 from tests.policies.test_adakv import kept_by, model_with
 from tests.ranks.tasks import tiny_model
 
@@ -26,13 +26,9 @@ ZIGZAG = ZigZagKV(budget=BUDGET, window=WINDOW, kernel=3, sinks=1)
 GENERATED = [5, 7, 11, 13]
 
 
-def prompts() -> list[list[int]]:
-    return [prompt(length, row) for row, length in enumerate(LENGTHS)]
-
-
 def test_budgets_of_all_layers_and_heads_add_up() -> None:
     """In each row, whatever they are; sinks and window stay in each head, and what is dropped is freed."""
-    run, of_layers, total = Run(model_with(HEADS), [ZIGZAG], prompts()), list[int](), 0
+    run, of_layers, total = Run(model_with(HEADS), [ZIGZAG], prompts(LENGTHS)), list[int](), 0
     run.prefill()
     for row, length in enumerate(LENGTHS):
         counts = []
@@ -71,7 +67,7 @@ def test_where_all_heads_need_equally_many_it_is_snapkv(options: dict[str, float
     """Bit by bit. One token holds any head's first billionth of the votes."""
     zigzag = ZigZagKV(budget=BUDGET, window=WINDOW, kernel=3, sinks=1, **options)
     snapkv = SnapKV(budget=BUDGET, window=WINDOW, kernel=3, sinks=1)
-    ours, theirs = (Run(model_with(HEADS), [policy], prompts()) for policy in (zigzag, snapkv))
+    ours, theirs = (Run(model_with(HEADS), [policy], prompts(LENGTHS)) for policy in (zigzag, snapkv))
     assert torch.equal(ours.prefill(), theirs.prefill())
     for layer, other in zip(ours.kept.layers, theirs.kept.layers, strict=True):
         assert type(layer) is KeptLayer and torch.equal(layer.positions_BKn(), other.positions_BKn())
@@ -99,12 +95,12 @@ def test_the_engine_and_a_conversation_decide_once() -> None:
     """The engine also where the prompt is computed in chunks; a conversation keeps all of its later turns."""
     model, policies = tiny_model("llama"), RankPolicies.everywhere([ZIGZAG])
     ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-    run = Run(model, [ZIGZAG], prompts())
+    run = Run(model, [ZIGZAG], prompts(LENGTHS))
     logits_BV = [run.prefill()]
     with throughout(torch.float64):
         for prefill in (PrefillOptions(), PrefillOptions(chunk_tokens=WINDOW + 1)):
             engine = Engine(model, ranks, prefill=prefill, policies=policies)
-            batch = engine.generate(prompts(), GenerationOptions(max_new_tokens=3, ignore_eos=True))
+            batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=3, ignore_eos=True))
             for step in range(3):
                 expected = [generation.new_token_ids[step] for generation in batch.generations]
                 assert logits_BV[step].argmax(dim=-1).tolist() == expected

@@ -28,16 +28,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), byte_level())
 
 
-@pytest.fixture
-def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "prompts.jsonl"
+def write_prompts(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(text) + "\n" for text in TEXTS), encoding="utf-8")
     return path
 
 
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_prompts(tmp_path)
+
+
 def run(model: str, *more: str) -> int:
     return exit_status(main, options(model, "prompt.file=prompts.jsonl", "answers=a.jsonl", *SAMPLED, *more))
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a run that answers all prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("whole"))
+        write_prompts(Path())
+        assert run(model) == 0
+        return Path("a.jsonl").read_bytes()
 
 
 def test_lines_are_those_of_standard_output_with_what_made_them(
@@ -62,10 +76,12 @@ def test_lines_are_those_of_standard_output_with_what_made_them(
 
 
 def test_from_wherever_a_run_was_cut_off_another_goes_on(
-    model: str, prompts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    prompts: Path,
+    whole: bytes,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run(model) == 0
-    whole = Path("a.jsonl").read_bytes()
     ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
     for cut in (0, 5, ends[0], ends[2] - 1, ends[3], ends[4] + 9):  # batches end after 2, 4 and 6 lines
         Path("a.jsonl").write_bytes(whole[:cut])
@@ -160,12 +176,11 @@ def test_without_such_policies_the_split_may_differ(model: str, prompts: Path) -
 @pytest.mark.parametrize("lines", [0, len(TEXTS)])
 @pytest.mark.parametrize("content", ["notes of my own", '{"name": "settings"}', '["a", "list"]', " ", "\0\1"])
 def test_a_file_without_a_line_break_keeps_what_it_holds(
-    model: str, prompts: Path, lines: int, content: str, capfd: pytest.CaptureFixture[str]
+    model: str, prompts: Path, whole: bytes, lines: int, content: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Whether it holds nothing else, or lines of an earlier run before that."""
     path = Path("a.jsonl")
-    assert run(model) == 0
-    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:lines]) + content.encode()
+    kept = b"".join(whole.splitlines(keepends=True)[:lines]) + content.encode()
     path.write_bytes(kept)
     capfd.readouterr()
     assert run(model) == 2
@@ -204,10 +219,10 @@ def test_a_file_without_a_line_break_keeps_what_it_holds(
     ],
 )
 def test_a_file_that_this_run_did_not_begin_is_refused(
-    model: str, prompts: Path, change: str, more: list[str], says: str, capfd: pytest.CaptureFixture[str]
+    model: str, prompts: Path, whole: bytes, change: str, more: list[str], says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(model) == 0
     path = Path("a.jsonl")
+    path.write_bytes(whole)
     Path("one.txt").write_text("one", encoding="utf-8")
     Path("mine.py").write_text(
         "from dataclasses import dataclass\nfrom policies.window import Window\n\n\n"
