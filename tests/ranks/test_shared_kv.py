@@ -42,8 +42,6 @@ PROMPT_TOKENS, BUDGET, WINDOW = 70, 16, 4
 TOLERANCE = 1e-9  # float64, as in test_exactness
 FLOAT32_TOLERANCE = 1e-4
 CHAINS = [(0, 70), (0, 41, 70), (0, 30, 31, 70), (0, 0, 69, 70)]
-SOURCES = {3: 2, 4: 1, 5: 2}
-"""Layers 0, 2 and 4 have windows; so has layer 2, and layer 1 sees everything."""
 GENERATED = [5, 7, 11, 13]
 
 every_family = pytest.mark.parametrize("family", SHARING)
