@@ -43,8 +43,8 @@ from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
-from tests.policies.running import Duo, Razor, Run, model_with
-from tests.policies.test_adakv import LENGTHS, kept_by, prompts
+from tests.policies.running import Duo, Razor, Run, model_with, prompts
+from tests.policies.test_adakv import LENGTHS, kept_by
 from tests.policies.test_quantised import Talk, policies_of
 from tests.ranks.tasks import tiny_model
 
@@ -167,7 +167,7 @@ class TestAView:
 )
 def test_heads_vote_together_while_they_have_the_same_tokens(second: Policy, alike: bool) -> None:
     """Else those of each KV head alone. Seen to fail: votes of all heads, when each had cut back by its own."""
-    run = Run(model_with(4), [PyramidInfer(mean_keep=1.0), second], prompts()[:1])
+    run = Run(model_with(4), [PyramidInfer(mean_keep=1.0), second], prompts(LENGTHS)[:1])
     run.prefill()
     for token in range(5, 30):
         run.decode(token)
@@ -185,7 +185,7 @@ def test_a_first_step_that_does_nothing_leaves_heads_as_they_are_without_it(
     idle = PyramidInfer(mean_keep=1.0, min_tokens=8)
     found = []
     for steps in ([ragged], [idle, ragged]):
-        run = Run(model_with(4), steps, prompts()[: len(lengths)])
+        run = Run(model_with(4), steps, prompts(LENGTHS)[: len(lengths)])
         logits = [run.prefill([25, 15])]
         assert any(isinstance(layer, RaggedLayer) for layer in run.kept.layers)
         logits += [run.decode(token) for token in range(5, 12)]
@@ -199,7 +199,7 @@ def test_a_first_step_that_does_nothing_leaves_heads_as_they_are_without_it(
 @every_ragged
 def test_a_step_keeps_the_newest_of_what_is_left_in_each_head(ragged: Policy) -> None:
     """And goes on to do so while decoding, and after another turn."""
-    first, both = (Run(model_with(4), steps, prompts()) for steps in ([ragged], [ragged, Window(budget=10)]))
+    first, both = (Run(model_with(4), steps, prompts(LENGTHS)) for steps in ([ragged], [ragged, Window(budget=10)]))
     first.prefill()
     both.prefill()
     lengths = set()
@@ -220,7 +220,7 @@ def test_a_step_keeps_the_newest_of_what_is_left_in_each_head(ragged: Policy) ->
 def test_sinks_are_those_of_each_head() -> None:
     """A head that has lost the first tokens keeps the first ones that it has."""
     steps = [ADAKV, StreamingLLM(budget=8, sinks=3)]
-    first, both = Run(model_with(4), steps[:1], prompts()), Run(model_with(4), steps, prompts())
+    first, both = Run(model_with(4), steps[:1], prompts(LENGTHS)), Run(model_with(4), steps, prompts(LENGTHS))
     first.prefill()
     both.prefill()
     for layer in range(3):
@@ -252,11 +252,11 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(steps: list[Policy]) -> 
     if isinstance(steps[0], PyramidInfer):
         pytest.skip("its chunk is that of the longest row")
     model = model_with(4)
-    together = Run(model, steps, prompts())
+    together = Run(model, steps, prompts(LENGTHS))
     answers = [together.prefill(), *(together.decode(token) for token in range(5, 8))]
     answers += [together.next_prompt(prompt(9, seed=5)), together.decode(7)]
     for row in range(len(LENGTHS)):
-        alone = Run(model, steps, prompts()[row : row + 1])
+        alone = Run(model, steps, prompts(LENGTHS)[row : row + 1])
         expected = [alone.prefill(), *(alone.decode(token) for token in range(5, 8))]
         expected += [alone.next_prompt(prompt(9, seed=5)), alone.decode(7)]
         for layer in range(3):
@@ -316,7 +316,7 @@ def test_a_policy_twice_is_two_policies(first: Policy, other: type[Policy], opti
     of the first tokens, which one of them leaves out."""
     found = []
     for second in (type(first), other):
-        run = Run(model_with(4), [first, second(**options)], prompts())
+        run = Run(model_with(4), [first, second(**options)], prompts(LENGTHS))
         logits = [run.prefill([25, 15]), *(run.decode(token) for token in range(5, 14))]
         logits += [run.next_prompt(prompt(9, seed=5)), run.decode(7)]
         found.append((logits, [kept_by(run, layer, row) for layer in range(3) for row in range(len(LENGTHS))]))
@@ -382,10 +382,10 @@ def test_kinds_are_those_of_the_tokens_that_are_left() -> None:
 def test_queries_whose_tokens_were_all_dropped_give_nothing_to_others() -> None:
     """So what a row's tokens have received is what it is alone, however long the other rows' heads are."""
     steps = [ADAKV, H2O(budget=14)]
-    together = Run(model_with(4), steps, prompts())
+    together = Run(model_with(4), steps, prompts(LENGTHS))
     together.prefill()
     for row in range(len(LENGTHS)):
-        alone = Run(model_with(4), steps, prompts()[row : row + 1])
+        alone = Run(model_with(4), steps, prompts(LENGTHS)[row : row + 1])
         alone.prefill()
         for ours, theirs in zip(together.kept.layers, alone.kept.layers, strict=True):
             ours_BKn, theirs_BKn = ours.carried_BKn((H2O, 0)), theirs.carried_BKn((H2O, 0))
@@ -484,7 +484,7 @@ def test_with_a_budget_shared_alike_a_sequence_is_that_of_the_scorer(num_kv_head
     scorer = SnapKV(budget=16, window=4, kernel=3)
     found: list[list[Tensor]] = []
     for first in (AdaKV(scorer=scorer, alpha=1.0), scorer):
-        run = Run(model_with(num_kv_heads), [first, LagKV(budget=12, sinks=2, lag=3)], prompts())
+        run = Run(model_with(num_kv_heads), [first, LagKV(budget=12, sinks=2, lag=3)], prompts(LENGTHS))
         found.append([run.prefill(), run.next_prompt(prompt(9, seed=5)), run.decode(7)])
         assert all(type(layer) is KeptLayer for layer in run.kept.layers)
     assert all(map(torch.equal, *found))
