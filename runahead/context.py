@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, runtime_checkable
@@ -62,6 +62,15 @@ class ContextPartition:
     def chain(self) -> list[int]:
         """Ranks with a chunk that is not empty, in order. The last one gets the whole prompt's KV cache and decodes."""
         return [rank for rank, length in enumerate(self.chunk_lengths) if length]
+
+    def scaled(self, num_tokens: int, chain: Collection[int]) -> ContextPartition:
+        """Split other tokens in about the same shares, of which each of these ranks has one token at least."""
+        ends = [0]
+        for rank, end in enumerate(self.boundaries[1:]):
+            later = sum(other > rank for other in chain)
+            most = min(num_tokens * end // self.num_tokens, num_tokens - later)
+            ends.append(max(ends[-1] + (rank in chain), most))
+        return ContextPartition(boundaries=tuple(ends)).check(num_tokens, self.num_ranks)
 
     def check(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         """Check that the partition is for this prompt and this many ranks (or stages of several ranks), and return it.

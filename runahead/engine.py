@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate
@@ -54,8 +54,9 @@ class Engine:
         draft: for speculation by a smaller model, this rank's copy of it; for that by a policy, the policies that
             choose what the model drafts from; a `Draft` where another one drafts for these.
         tree: earlier prompts and answers, of which later prompts reuse what they begin with; None reuses none. It is
-            used by one thread, and may be that of several engines. All ranks have one, and that of the last stage is
-            used; what it has not stored, since another stage decoded, is computed.
+            used by one thread, and may be that of several engines. All ranks have one. That of the last stage is used,
+            or where stages may decode together that of each, with its part of the texts; what none of them has is
+            computed.
 
     Raises:
         ValueError: the prefill strategy or a policy does not support this model on these ranks.
@@ -106,7 +107,8 @@ class Engine:
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
         self.prefixes: Prefixes | None = None
         if tree is not None:
-            self.prefixes = Prefixes(model, tree, least_new=max(1, self.policies.num_observed))
+            least_new = max(1, self.policies.num_observed, ranks.num_stages if self._keeps_parts else 1)
+            self.prefixes = Prefixes(model, tree, least_new=least_new)
         self.prefills = ReusingPrefill(
             model,
             ranks,
@@ -218,16 +220,17 @@ class Engine:
                 )
                 self._conclude(plan, ready.reuse, prefilled, result)
         result.slower = list(slower(*asked).values())
+        result.cached_tokens = list(plan.stored)
         self._num_calls += 1
         return result
 
     @contextmanager
     def _held_prefixes(self, prompts: Sequence[GivenPrompt]) -> Iterator[list[RowPrefix]]:
-        """Context manager in which the last stage holds what each row reuses of earlier prompts; else there is none."""
+        """Context manager in which this stage holds what each row reuses of its tree, if that of this stage is used."""
         found, is_last = list[RowPrefix](), self.ranks.stage == self.ranks.num_stages - 1
         try:
-            if self.prefixes is not None and is_last and not _reuse_segments(prompts):
-                found += self.prefills.found([ids_of(prompt) for prompt in prompts])
+            if self.prefixes is not None and (is_last or self._keeps_parts) and not _reuse_segments(prompts):
+                found += self.prefills.found([ids_of(prompt) for prompt in prompts], in_parts=self._keeps_parts)
             yield found
         finally:
             for prefix in found:
@@ -246,32 +249,30 @@ class Engine:
 
         Args:
             options: of each row.
-            found: prefix of each row on the last stage, if this engine reuses any.
+            found: prefix of each row on this stage, if the engine reuses what it has.
             asked: as `_asked` returns it.
         """
-        stored, last = [0] * len(prompts), self.ranks.num_stages - 1
+        owners = [list[int]() for _ in prompts]
         if self.prefixes is not None and not _reuse_segments(prompts):
-            nums = [prefix.num_tokens for prefix in found]
-            stored = self.ranks.broadcast(nums, self.ranks.mesh.rank(last, 0), "the stored prefixes")
+            owners = self.prefills.owners([ids_of(prompt) for prompt in prompts], found)
+        stored, stored_on = list(map(len, owners)), sorted(set().union(*owners))
         partition = self._split([len(each) - num for each, num in zip(prompts, stored, strict=True)])
-        if any(stored) and partition.chain[-1] != last:  # it has no new token, so another stage decodes
-            for prefix in found:
-                prefix.reuse_nothing()
-            stored = [0] * len(prompts)
-            partition = self._split(list(map(len, prompts)))
+        if not set(stored_on).issubset(partition.chain):  # a stage sends what it has beside a chunk of its own
+            partition = partition.scaled(partition.num_tokens, {*partition.chain, *stored_on})
         if len(partition.chain) > 1:
             self._check_chain(partition)
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         num_new, shards = max(each.max_new_tokens for each in options), None
         if len(partition.chain) > 1 and all(takes(each, Way.sharded) for each in asked):
             with self.ranks.announcing_failure():
-                shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1)
+                shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1, stored_on=stored_on)
         return PrefillPlan(
             prompts=prompts,
             partition=partition,
             num_new=num_new,
             reuses=True,
             stored=stored,
+            owners=owners,
             shards=shards,
             record=record,
         )
@@ -356,6 +357,12 @@ class Engine:
     def split(self, num_tokens: int) -> ContextPartition:
         """The chunks of a prompt, one per stage. Asked for on rank 0 alone."""
         return self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition))
+
+    @cached_property
+    def _keeps_parts(self) -> bool:
+        """Whether each stage may store a part of a text."""
+        is_shared = self.decode.name is not DecodeName.last and self.ranks.num_stages > 1
+        return is_shared and self.prefill_options.takes_partition and takes(self._setup, Way.sharded)
 
     def _split(self, lengths: Sequence[int]) -> ContextPartition:
         return self._strategy.split(max(lengths), self.ranks.num_stages, self.partition)

@@ -231,6 +231,7 @@ class GenerationBatch:
     Attributes:
         boundaries: of the context partition.
         decode: where keys and values were while decoding: last or sharded.
+        cached_tokens: of each prompt, tokens of a stored prefix, which was not computed.
         slower: a sentence for each faster way that was not taken, with the reason.
         ttft_s: time to first token.
         tpot_s: time per output token after the first; None if only one token was generated.
@@ -246,6 +247,7 @@ class GenerationBatch:
     warm: bool
     ranks: list[RankReport]
     decode: str = "last"
+    cached_tokens: list[int] = field(default_factory=list)
     slower: list[str] = field(default_factory=list)
     spans: list[list[TraceSpan]] = field(default_factory=list)
     recordings: list[ProfilerRecording] = field(default_factory=list)

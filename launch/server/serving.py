@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from launch.inputs.engine import arrange, load, make_engine
@@ -25,7 +26,7 @@ from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeRun
 from policies.prompt_cache.schemas import Schemas
-from runahead.config import GenerationOptions
+from runahead.config import DecodeName, GenerationOptions
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.features.refused import check
@@ -106,7 +107,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     kept_bytes = run.serve.prefix_cache_bytes
     if ranks.device.type == "cpu":  # where all memory is the host's
         kept_bytes += run.serve.prefix_host_bytes
-    max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store, kept_bytes)
+    max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store, kept_bytes, keeps_parts=engine.may_shard)
 
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
@@ -212,27 +213,36 @@ def made_store(run: ServeRun, model: Model, ranks: Ranks) -> SegmentStore | None
 
 
 def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
-    """The texts that the last stage keeps; other ranks only know that it does."""
-    options = run.serve
+    """The texts that the last stage keeps, or with sharded decoding each stage its part of them.
+
+    Where the last stage keeps all, other ranks only know that it does.
+    """
+    options, is_last = run.serve, ranks.stage == ranks.num_stages - 1
     if not options.prefix_cache_bytes:
         return None
-    if ranks.stage < ranks.num_stages - 1:
+    if run.decode.name is DecodeName.last and not is_last:
         return PrefixTree(options.prefix_cache_bytes)
+    folder = options.prefix_folder
+    if folder is not None and not is_last:
+        folder = str(Path(folder) / f"stage-{ranks.stage}-of-{ranks.num_stages}")
     return PrefixTree(
         options.prefix_cache_bytes,
         host_bytes=options.prefix_host_bytes,
-        folder=options.prefix_folder,
+        folder=folder,
         disk_bytes=options.prefix_disk_bytes,
         option="serve.prefix_folder",
         bits=run.cache.tier_bits,
     )
 
 
-def _tokens_that_fit(model: Model, ranks: Ranks, store: SegmentStore | None, kept_bytes: int) -> int:
+def _tokens_that_fit(
+    model: Model, ranks: Ranks, store: SegmentStore | None, kept_bytes: int, *, keeps_parts: bool
+) -> int:
     """Tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
     Args:
         kept_bytes: of the last stage, for prefixes.
+        keeps_parts: of every stage.
 
     Raises:
         ValueError: there is no room beside the store or the prefixes.
@@ -240,7 +250,7 @@ def _tokens_that_fit(model: Model, ranks: Ranks, store: SegmentStore | None, kep
     free, kept = free_bytes(ranks.device, ranks.local_size), 0
     if store is not None:
         kept = store.limits.device_bytes if ranks.device.type == "cuda" else store.limits.host_bytes
-    if ranks.stage == ranks.num_stages - 1:
+    if keeps_parts or ranks.stage == ranks.num_stages - 1:
         kept += kept_bytes
     kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
     per_token = kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)

@@ -264,6 +264,8 @@ class KVStore(ABC):
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
         """Keys and values of a row's first tokens in each layer, (T, K, H + V), as views; None if not all are here.
 
+        Of a shard these are those that are stored here, in the order of its `Shard.indices`.
+
         Args:
             pad: left padding of the row.
             num_tokens: T. Later tokens of the row are stored after them, so what is returned never changes.

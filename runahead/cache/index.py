@@ -107,6 +107,12 @@ class Index:
         """One row's tokens in a layer, numbered from the first after its padding, as a view."""
         return slab.row(row, pad)
 
+    def held(self, pad: int, num_tokens: int) -> range | None:
+        """Slots of those of a row's first tokens that are stored here, in its `row_slab`; None if it cannot be told."""
+        if self.shard is not None:
+            return self.shard.row(pad).slots(num_tokens)
+        return None if self.is_part else range(num_tokens)
+
     def for_decoding(self) -> Index:
         """Index of the same tokens in the form that single new tokens attend to fastest."""
         return self
@@ -142,7 +148,7 @@ class AfterPrefix(Index):
 
     def blocks(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Block]:
         prefix = self.prefix.by_layer[layer]
-        own, before = range(slab.first, tokens.start + num_new), range(prefix.first, prefix.end)
+        own, before = range(slab.first, tokens.start + num_new), range(max(0, prefix.first), prefix.end)
         return [
             Block(keys=slab, slots=own, indices=own, arrives=False),
             Block(keys=prefix, slots=before, indices=before, has_new=False),

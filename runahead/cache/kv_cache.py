@@ -192,12 +192,13 @@ class KVCache(KVStore):
         """Nothing is to be done, since a token is stored at its index, over what was there."""
 
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
-        if self.rotates or self.slabs.is_ring or self.slab_index.is_part:
+        slots = self.slab_index.held(pad, num_tokens)
+        if self.rotates or self.slabs.is_ring or slots is None:
             return None
         slabs = self._row(row, pad).slabs.by_layer
-        if any(slab.first > 0 for slab in slabs):  # earlier tokens are on other ranks
+        if any(slab.first > slots.start for slab in slabs):  # earlier tokens are on other ranks
             return None
-        return [slab.tokens(0, num_tokens)[:, 0] for slab in slabs]
+        return [slab.tokens(slots.start, slots.stop)[:, 0] for slab in slabs]
 
     def readers(self, layer: int) -> Sequence[int]:
         return self.slabs.shapes[layer].readers

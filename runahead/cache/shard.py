@@ -5,6 +5,7 @@ Which stage stores which new token is known before the prefill, and so are the b
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,6 +59,10 @@ class Shard:
     def indices(self) -> list[int]:
         """Indices in the padded batch of all tokens that are stored here in the end, in the order of their slots."""
         return [*self.chunk, *self.own_new]
+
+    def slots(self, num_tokens: int) -> range:
+        """Slots of those of the text's first tokens that are stored here."""
+        return range(self.chunk.start, self.chunk.start + bisect_left(self.indices(), num_tokens))
 
     def owns(self, index: int) -> bool:
         """Whether a new token is stored here, by its index in the padded batch."""

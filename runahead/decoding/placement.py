@@ -8,7 +8,7 @@ sharding grows with the length, so a length at which it is faster answers for al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -87,17 +87,20 @@ class Placement:
         self.timings: list[Timing] = []
         self.timed_bytes = self._held_bytes = 0
 
-    def shards(self, partition: ContextPartition, *, batch: int, num_new: int) -> dict[int, Shard] | None:
+    def shards(
+        self, partition: ContextPartition, *, batch: int, num_new: int, stored_on: Collection[int] = ()
+    ) -> dict[int, Shard] | None:
         """The part of a batch of padded prompts that each stage stores; None if the last one stores everything.
 
         Args:
             batch: number of rows.
             num_new: number of new tokens per row that are stored.
+            stored_on: stages that have stored a part of the prompts' beginning, which is read where it is.
         """
         if self._name is DecodeName.last or min(self._ranks.num_stages, len(partition.chain)) == 1:
             return None
         chosen = shards(partition, num_new, by_share=self._by_share)
-        if self._name is DecodeName.sharded:
+        if self._name is DecodeName.sharded or any(stage != partition.chain[-1] for stage in stored_on):
             return chosen
         token_bytes = sum(shape.bytes_per_token(batch) for shape in self._model.kv_shapes)
         by_rank = self._memory_by_rank((partition.num_tokens + num_new) * token_bytes)
@@ -181,7 +184,8 @@ class Placement:
         self._held_bytes = 0
         with ranks.busy():
             alone = self._alone(num_tokens, batch) if ranks.stage == last else None
-            sharded = None if gather is None else self._sharded(_scaled(partition, num_tokens), batch, gather)
+            scaled = partition.scaled(num_tokens, partition.chain)
+            sharded = None if gather is None else self._sharded(scaled, batch, gather)
         self.timed_bytes = max(self.timed_bytes, self._held_bytes)
         alone_s, sharded_s = list[float](), list[float]()
         for _ in range(ROUNDS):
@@ -246,13 +250,3 @@ class Placement:
             cache, is_told = cache.over_ranks(gather), not gather.is_last
         forward = forward_over(self._model, cache, [], pads=pads, prompt_tokens=num_tokens, is_told=is_told)
         return lambda ids_B1: forward(ids_B1, next(index))
-
-
-def _scaled(partition: ContextPartition, num_tokens: int) -> ContextPartition:
-    """A partition of fewer tokens, with the same chain and about the same shares."""
-    ends, chain = [0], partition.chain
-    for stage, end in enumerate(partition.boundaries[1:]):
-        later = sum(other > stage for other in chain)
-        least = ends[-1] + (stage in chain)
-        ends.append(max(least, min(num_tokens * end // partition.num_tokens, num_tokens - later)))
-    return ContextPartition(boundaries=tuple(ends)).check(num_tokens, partition.num_ranks)

@@ -176,6 +176,12 @@ REFUSED = (
         "use decode=last",
     ),
     Refused(
+        ("decode=sharded", "several stages", "reuse of prefixes", "cache policies or cache.bits"),
+        "decode=sharded with {3} lets each rank choose among the tokens that it computes, and those of a stored prefix "
+        "are computed by none",
+        "use decode=last",
+    ),
+    Refused(
         ("decode=sharded", "policy.recompute"),
         "decode=sharded keeps what a rank computes, and with policy.recompute layers compute fewer tokens one by one",
         "use decode=last or policy.link_tokens",
@@ -252,6 +258,11 @@ REFUSED = (
     Refused(
         ("generation.speculate", "policy=prompt_cache", "decode=sharded"),
         "{0} does not go with {1} and decode=sharded, where a rank has reused segments beside its part of a draft",
+        "use decode=last",
+    ),
+    Refused(
+        ("generation.speculate", "reuse of prefixes", "decode=sharded", "several stages"),
+        "{0} does not go with {1} and decode=sharded, where a rank has stored tokens beside its part of a draft",
         "use decode=last",
     ),
     Refused(
@@ -357,11 +368,6 @@ REFUSED = (
         ("reuse of prefixes", "prefill=tsp or zigzag"),
         "{0} does not go with {1}, which has no stage that stores a prompt while others compute it",
         CHAIN,
-    ),
-    Refused(
-        ("reuse of prefixes", "decode other than last on several stages"),
-        "{0} does not go with {1}",
-        "use decode=last",
     ),
     Refused(
         ("reuse of prefixes", "angles by length"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Allocator, Slabs
-from runahead.kv_transfer.schedule import STORED, Message, Schedule
+from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
 from runahead.timeline.clock import Clock
@@ -59,7 +59,7 @@ class KVTransfer(ABC):
     ) -> None:
         self.schedule, self.cache, self.ranks, self.clock, self.depth = schedule, cache, ranks, clock, depth
         self.record = record
-        self.lead = depth * (len(schedule.chain) - 1) if schedule.feeds(0) else 0
+        self.lead = depth * schedule.position if schedule.fed else 0
         self._stored = self._stored_ring(cache.slabs.device) if self.lead else None
         self.log = TransferLog()
         self._prefill = ranks.records.begin()
@@ -85,7 +85,7 @@ class KVTransfer(ABC):
         return Slabs.empty(
             self.cache.slabs.shapes,
             batch=self.cache.slabs.batch,
-            spans=[(-self.schedule.num_stored, 0)] * self.cache.num_layers,
+            spans=[(self.schedule.fed.start, self.schedule.fed.stop)] * self.cache.num_layers,
             num_slabs=self.lead + 1,
             device=device,
             pin_memory=pin_memory,
@@ -173,7 +173,8 @@ class KVTransfer(ABC):
 
     def part(self, message: Message) -> Tensor:
         """The message's tokens in the cache: a contiguous view (tokens, batch, KV heads, key dim + value dim)."""
-        if self._stored is not None and message.chunk == STORED:
+        if message.is_fed:
+            assert self._stored is not None
             return self._stored.by_layer[message.layer].tokens(message.start, message.end)
         return self.cache.tokens(message.layer, message.start, message.end)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Slabs
 from runahead.kv_transfer.base import KVTransfer
-from runahead.kv_transfer.schedule import STORED, Message, Schedule
+from runahead.kv_transfer.schedule import Message, Schedule
 from runahead.ranks.accelerator import Accelerator, Event
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.transfer_records import TransferRecord
@@ -227,7 +227,7 @@ class GlooTransfer(KVTransfer):
             raise _Lost(f"the KV of layer {message.layer} {way} {self.ranks.name(message.peer)}") from error
 
     def _host_part(self, message: Message) -> Tensor:
-        if self._staging is None or (self.lead and message.chunk == STORED):
+        if self._staging is None or message.is_fed:
             return self.part(message)
         return self._staging.host.by_layer[message.layer].tokens(message.start, message.end)
 

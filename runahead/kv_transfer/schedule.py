@@ -3,8 +3,9 @@
 KV-Runahead sends along one directed chain, never back. With `relay`, as in the paper, rank i passes the whole prefix
 on to rank i + 1, here chunk by chunk, its own chunk first. With `direct` each chunk goes straight to every later rank.
 
-Keys and values that the last stage has stored of the prompts come before token 0 and are no rank's chunk. The last
-stage sends them to the first one, which passes them on like a chunk, or to all others. Nothing of them is sent to it.
+Keys and values that stages have stored of the prompts come before token 0 and are no rank's chunk. A stage sends those
+that it has to the first one, which passes them on, like a chunk, to all others. Nothing of what the last stage has is
+sent to it; with `direct` it sends that to all others itself.
 
 Chunks belong to stages. Where a stage has several ranks (`Mesh`), those with the same share form a chain of their own:
 only the peers of messages and the links are ranks.
@@ -13,15 +14,29 @@ only the peers of messages and the links are ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.ranks.mesh import Mesh
 
 STORED = -1
-"""Number of the chunk of stored keys and values, which comes before all others."""
+"""Number of the chunk of what the last stage of a chain has stored; -2 is that of the stage before it, and so on."""
+
+
+def stored_slots(num_stored: Mapping[int, int]) -> dict[int, range]:
+    """Where stored keys and values lie before token 0: those of the last stage first, so others are one run for it.
+
+    Args:
+        num_stored: tokens of the slabs for what each stage has stored.
+    """
+    start, found = -sum(num_stored.values()), dict[int, range]()
+    for stage in sorted(num_stored, reverse=True):
+        found[stage] = range(start, start + num_stored[stage])
+        start += num_stored[stage]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +44,9 @@ class Message:
     """Keys and values of the tokens [start, end) in one layer, sent to or received from a peer.
 
     Attributes:
-        chunk: number of the chunk that the tokens belong to, the same on every rank; `STORED` for stored ones.
+        chunk: number of the chunk that the tokens belong to, the same on every rank; at most `STORED` for stored ones.
         tag: unique within one prefill.
+        is_fed: it is sent from memory of its own, ahead of the sender's own layer.
     """
 
     peer: int
@@ -39,6 +55,7 @@ class Message:
     start: int
     end: int
     tag: int
+    is_fed: bool = False
 
     def __str__(self) -> str:
         """The tokens and the receiver of a message that is sent. Only a profile or a timeline asks for it."""
@@ -52,10 +69,10 @@ class Schedule(ABC):
         mesh: stages and shares of the ranks.
         chain: the stages with work, in the order of their last tokens.
         position: place of this rank's stage in the chain.
-        num_stored: tokens of the slabs, before token 0, for stored keys and values.
+        fed: places before token 0 of the stored keys and values that this rank sends.
     """
 
-    num_stored = 0
+    fed = range(0)
 
     def __init__(self, rank: int, chain: list[int], mesh: Mesh) -> None:
         self.mesh, self.chain, self._share = mesh, chain, mesh.share(rank)
@@ -111,14 +128,14 @@ class TransferSchedule(Schedule):
     Args:
         partition: chunks of the stages; one with an empty chunk takes no part.
         rank: the rank.
-        first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer, -`num_stored`
-            if it needs the stored ones. It never decreases with the start, so a relay always holds what the next rank
-            needs.
+        first_needed: (layer, start of a chunk) -> first token that this chunk attends to in that layer, or place of the
+            first stored one that is sent to it. It never decreases with the start, so a relay always holds what the
+            next rank needs.
         by_layer: chunks per layer, if deeper layers compute fewer tokens; by default those of `partition`.
         joined: pass the prefix on as one message once all of it is there, rather than chunk by chunk as it arrives.
             A relaying rank then has four messages per layer, wherever it is in the chain.
         mesh: stages and shares of the ranks; by default every rank is a stage.
-        num_stored: tokens of the slabs, before token 0, for keys and values that the last stage has stored.
+        num_stored: tokens of the slabs, before token 0, for the keys and values that each stage has stored.
     """
 
     def __init__(
@@ -131,12 +148,14 @@ class TransferSchedule(Schedule):
         *,
         joined: bool = False,
         mesh: Mesh | None = None,
-        num_stored: int = 0,
+        num_stored: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         super().__init__(rank, partition.chain, mesh or Mesh(partition.num_ranks))
         self.transfer, self._joined = transfer, joined and transfer is Transfer.relay
         self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
-        self.num_stored = num_stored
+        self._slots = stored_slots(num_stored)
+        if self.position > 0:
+            self.fed = self._chunk(0, self._own_stored)
 
     def receives(self, layer: int) -> list[Message]:
         """Messages with the prefix, the nearest chunk first."""
@@ -144,23 +163,27 @@ class TransferSchedule(Schedule):
         if self._joined and nearest >= 0:
             own = self._messages(layer, [(nearest, nearest, self.position)])
             return own + self._prefix(layer, nearest, self.position, peer=nearest)
-        nearest_first = range(nearest, STORED - 1, -1)
-        return self._messages(layer, [(self._source(index), index, self.position) for index in nearest_first])
+        stored = range(-len(self.chain) + (self.position == 0), 0) if self._slots else ()
+        numbers = [*range(nearest, -1, -1), *stored]
+        return self._messages(layer, [(self._source(number), number, self.position) for number in numbers])
 
     def sends(self, layer: int) -> list[Message]:
         """Messages with the own chunk."""
-        return self._messages(layer, [(target, self.position, target) for target in self._targets()])
+        numbers = [self.position]
+        if self.position == 0 and not self._joined:
+            numbers.append(self._own_stored)
+        return self._messages(layer, [(target, number, target) for number in numbers for target in self._targets()])
 
     def feeds(self, layer: int) -> list[Message]:
-        if not self.is_last:
-            return []
-        others = range(self.position if self.transfer is Transfer.direct else min(1, self.position))
-        return self._messages(layer, [(target, STORED, target) for target in others])
+        to_all = self.transfer is Transfer.direct and self.is_last
+        others = range(self.position if to_all else min(1, self.position))
+        routes = [(target, self._own_stored, target) for target in others]
+        return [replace(each, is_fed=True) for each in self._messages(layer, routes)]
 
     def forwards(self, layer: int, chunk: int) -> list[Message]:
-        if self.transfer is Transfer.direct or self.is_last:
-            return []
-        return self._messages(layer, [(self.position + 1, chunk, self.position + 1)])
+        is_relayed = self.transfer is Transfer.relay or (self.position == 0 and chunk < STORED)
+        targets = self._targets() if is_relayed else ()
+        return self._messages(layer, [(target, chunk, target) for target in targets])
 
     def onward(self, layer: int) -> list[tuple[list[Message], list[Message]]]:
         if not self._joined or self.is_last:
@@ -169,16 +192,21 @@ class TransferSchedule(Schedule):
         return [(self.receives(layer), sent)] if sent else []
 
     def _stage_links(self) -> list[tuple[int, int]]:
-        return chain_links(self._partition, self.transfer, has_stored=self.num_stored > 0)
+        return chain_links(self._partition, self.transfer, stored_on=list(self._slots))
 
     def layer_skew(self) -> int:
         """Most layers by which a sender runs ahead of this rank, at least 1."""
         return max(1, self.position) if self.transfer is Transfer.direct else 1
 
     def _source(self, chunk: int) -> int:
-        if chunk == STORED and (self.transfer is Transfer.direct or self.position == 0):
-            return len(self.chain) - 1
-        return chunk if self.transfer is Transfer.direct else self.position - 1
+        if self.position == 0 or (self.transfer is Transfer.direct and chunk == STORED):
+            return len(self.chain) + chunk
+        return max(0, chunk) if self.transfer is Transfer.direct else self.position - 1
+
+    @property
+    def _own_stored(self) -> int:
+        """Number of the chunk of what this rank's stage has stored."""
+        return self.position - len(self.chain)
 
     def _targets(self) -> range:
         first, size = self.position + 1, len(self.chain)
@@ -191,30 +219,39 @@ class TransferSchedule(Schedule):
 
     def _prefix(self, layer: int, sender: int, receiver: int, *, peer: int) -> list[Message]:
         """The message with what `receiver` needs of the tokens before the chunk of `sender`, if there are any."""
-        before = range(-self.num_stored, self._chunk(layer, sender).start)
+        first = min((slots.start for slots in self._slots.values()), default=0)
+        before = range(first, self._chunk(layer, sender).start)
         return self._message(layer, peer, sender - 1, before, receiver)
 
     def _message(self, layer: int, peer: int, index: int, tokens: range, receiver: int) -> list[Message]:
         start = max(tokens.start, self._first_needed(layer, self._chunk(layer, receiver).start))
         if start >= tokens.stop:
             return []
-        tag, rank = layer * (len(self.chain) + 1) + index - STORED, self._rank(self.chain[peer])
+        tag, rank = (2 * layer + 1) * len(self.chain) + index, self._rank(self.chain[peer])
         return [Message(peer=rank, layer=layer, chunk=index, start=start, end=tokens.stop, tag=tag)]
 
     def _chunk(self, layer: int, index: int) -> range:
-        if index == STORED:
-            return range(-self.num_stored, 0)
+        if index < 0:
+            return self._slots.get(self.chain[index], range(0))
         partition = self._partition if self._by_layer is None else self._by_layer[layer]
         return partition.chunk(self.chain[index])
 
 
-def chain_links(partition: ContextPartition, transfer: Transfer, *, has_stored: bool = False) -> list[tuple[int, int]]:
+def chain_links(
+    partition: ContextPartition, transfer: Transfer, *, stored_on: Sequence[int] = ()
+) -> list[tuple[int, int]]:
     """Directed links (from stage, to stage) that a prefill uses, in the same order on every rank.
 
     Args:
-        has_stored: the last stage sends stored keys and values to others.
+        stored_on: stages that send stored keys and values to others.
     """
     chain = partition.chain
     reach = 1 if transfer is Transfer.relay else len(chain)
     links = [(sender, receiver) for at, sender in enumerate(chain) for receiver in chain[at + 1 : at + 1 + reach]]
-    return links + [(chain[-1], receiver) for receiver in chain[:-1][:reach] if has_stored]
+    reach_of = {**dict.fromkeys(chain, 1), chain[-1]: reach}
+    return links + [
+        (sender, receiver)
+        for at, sender in enumerate(chain)
+        if sender in stored_on
+        for receiver in chain[: min(at, reach_of[sender])]
+    ]

@@ -62,8 +62,9 @@ class PrefillPlan:
         partition: chunks of the longest prompt, in tokens that are computed.
         num_new: most tokens that are generated after a prompt.
         reuses: prefixes are reused, if the engine does.
-        stored: first tokens of each prompt that all stages of a chain reuse. The last one computes what it lacks of
-            them. One stage that computes the prompts alone reuses all that it has, whatever this says.
+        stored: number of first tokens of each prompt that all stages of a chain reuse. The last one computes what it
+            lacks of them. One stage that computes the prompts alone reuses all that it has, whatever this says.
+        owners: of each of these tokens, the stage that has it; () if the last one has all.
         shards: what each stage stores for decoding; None if the last one stores everything.
         record: fill the spans of the result.
     """
@@ -73,6 +74,7 @@ class PrefillPlan:
     num_new: int
     reuses: bool = False
     stored: Sequence[int] = ()
+    owners: Sequence[Sequence[int]] = ()
     shards: Mapping[int, Shard] | None = None
     record: bool = False
 
@@ -132,8 +134,8 @@ class PrefillJob:
         policies: cache policies of each rank.
         shards: what each rank stores for decoding; None if the last one stores everything.
         reused: keys and values of prompt segments or stored prefixes; the batch then holds the new tokens alone.
-        stored: what the last stage of a chain has stored of the prompts, and sends to the others; on all of them. Only
-            there it is `reused`, too.
+        stored: what stages of a chain have stored of the prompts, and send to the others; on all of them. What this
+            rank's stage has of it is `reused`, too.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
         gives_new: fill `given` of the result on the rank that decodes.
         texts: whole prompts, if some of their tokens are reused and policies decide on all.
@@ -228,12 +230,12 @@ class Prefill(ABC):
         """The stage that computes the first token and decodes."""
 
     def connect(  # noqa: B027
-        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, has_stored: bool = False
+        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, stored_on: Sequence[int] = ()
     ) -> None:
         """Create the process groups that the run needs, before the clock starts. Every rank calls it.
 
         Args:
-            has_stored: the last stage sends what it has stored of the prompts.
+            stored_on: stages that send what they have stored of the prompts.
         """
 
     @abstractmethod

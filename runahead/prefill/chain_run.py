@@ -21,7 +21,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
-from runahead.kv_transfer.schedule import Message, Schedule
+from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.rotary import Rotary
@@ -96,7 +96,17 @@ class ChainRun(LayerHook):
         """Wait until a layer's slab may be written. A rank with stored keys and values sends those of a later layer."""
         self.transfer.open(layer)
         self._settle_for_reuse()
+        self._place(layer)
         self._feed(range(layer + self.transfer.lead, layer + self.transfer.lead + 1))
+
+    def _place(self, layer: int) -> None:
+        """Put stored keys and values of the first stage to where they are sent from, as others will arrive there."""
+        stored, reused, stage = self.job.stored, self.job.reused, self.job.ranks.stage
+        if stored is None or reused is None or stage != self.job.partition.chain[0]:
+            return
+        slots = stored_slots(stored.num_slots(len(self.job.batch.pads))).get(stage)
+        if slots is not None and self.cache.layer(layer).first <= slots.start:
+            stored.gather(reused, layer, self.cache.tokens(layer, slots.start, slots.stop), stage)
 
     def _feed(self, layers: range) -> None:
         """Send stored keys and values of these layers, on the rank that has them."""
@@ -106,7 +116,7 @@ class ChainRun(LayerHook):
                 assert stored is not None and reused is not None
                 for part in reused.parts:  # so that what is lost is computed before the layer's memory is filled
                     part.layers_TKX[layer]
-                self.transfer.feed(layer, partial(stored.gather, reused, layer))
+                self.transfer.feed(layer, partial(stored.gather, reused, layer, stage=self.job.ranks.stage))
 
     def save(self, call: LayerCall) -> None:
         self.transfer.send(call.layer)

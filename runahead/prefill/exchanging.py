@@ -103,7 +103,7 @@ class ExchangingPrefill(Prefill):
         return options.exchange
 
     def connect(
-        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, has_stored: bool = False
+        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, stored_on: Sequence[int] = ()
     ) -> None:
         if ranks.backend == "nccl" and ranks.num_stages > 1:
             ranks.nccl_between_stages()

@@ -6,13 +6,13 @@ the prefix. Only the last stage holds the KV cache of the whole prompt; the othe
 sharded decoding every stage keeps its own chunk instead, or what its policies leave of it, and all have a ring for the
 prefix. A chain of one stage is ordinary prefill.
 
-What the last stage has stored of the prompts' beginning is not computed: it sends those keys and values to the first
-stage, a few layers ahead, and they are passed on like one more chunk before all others.
+What stages have stored of the prompts' beginning is not computed: they send those keys and values to the first stage, a
+few layers ahead, and they are passed on like more chunks before all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from runahead.cache.attention import CausalAttention, LayerHook
@@ -47,11 +47,11 @@ class KVRunahead(Prefill):
         return partition.chain[-1]
 
     def connect(
-        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, has_stored: bool = False
+        self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, stored_on: Sequence[int] = ()
     ) -> None:
         carrier = chain_carrier(options.carrier, ranks)
         if ranks.backend == "nccl":
-            links = ranks.mesh.links(chain_links(partition, options.transfer, has_stored=has_stored))
+            links = ranks.mesh.links(chain_links(partition, options.transfer, stored_on=stored_on))
             ranks.nccl_links(carrier.backend_links(ranks, links))
 
     def run(self, job: PrefillJob) -> Prefilled:
@@ -79,12 +79,14 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         return run_chunked(job, job.chunk_tokens)
 
     stored = job.stored if len(job.partition.chain) > 1 else None
-    num_stored = 0 if stored is None else stored.num_slots(len(pads))
-    last_start = job.partition.chunk(job.partition.chain[-1]).start
+    num_stored = {} if stored is None else stored.num_slots(len(pads))
+    last = job.partition.chain[-1]
+    last_start, total = job.partition.chunk(last).start, sum(num_stored.values())
 
     def first_needed(layer: int, start: int) -> int:
-        if stored is not None:  # which the last stage has, and nobody else needs in the last layer
-            return -num_stored if start < last_start and layer < model.num_layers - 1 else 0
+        if stored is not None:  # in the last layer it is for the last stage alone, which has a part of it
+            needs_all = start < last_start and layer < model.num_layers - 1
+            return (0 if needs_all else num_stored.get(last, 0)) - total
         # With reused segments, adjacent new tokens may be far apart in the prompt. And groups of quantised tokens begin
         # at a row's first token, on whatever number of ranks.
         needs_all = job.reused is not None or policies.storage.bits is not None
@@ -128,7 +130,9 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         rotaries=policies.rotaries(model),
         attends_last=kept is not None,
     )
-    reused = job.reused if stored is None or schedule.is_last else stored.arriving(run.cache)
+    reused = job.reused
+    if stored is not None:
+        reused = stored.seen(run.cache, job.reused, ranks.stage, is_last=schedule.is_last)
     cache = run.cache if reused is None else reusing(run.cache.slabs, reused.without_blended())
     tokens, hooks, blend = NewTokens(chunk.start, pads), list[LayerHook]([run]), None
     if reused is not None and reused.blended:
@@ -188,9 +192,13 @@ def _run_sharded(
         own=own,
     )
     device, inner, index, reused = own.device, run.cache.slab_index, ShardIndex(shard, own.device), job.reused
-    cache, store = run.cache, KVCache(own, index)
-    if reused is not None:  # of which decoding reads the parts on the last rank, and no rank stores any
-        held = reused if schedule.is_last else replace(reused, parts=[])
+    cache, store, held = run.cache, KVCache(own, index), job.reused
+    if job.stored is not None:
+        reused = job.stored.seen(run.cache, job.reused, job.ranks.stage, is_last=schedule.is_last)
+    elif reused is not None and not schedule.is_last:  # segments are on all ranks, and decoding reads them on the last
+        held = replace(reused, parts=[])
+    if reused is not None:
+        held = held or replace(reused, parts=[])
         cache, store = (KVCache(own, ReusedIndex(*each)) for each in ((reused, device, inner), (held, device, index)))
     attention = CausalAttention(cache, start=chunk.start, pads=pads, hooks=[run], ends=run.ends)
     return run.compute(attention, [chunk], store=store)

@@ -19,7 +19,7 @@ from runahead.prefill.base import Meanwhile, Prefill, Prefilled, PrefillJob, Pre
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
 from runahead.report import ReuseReport
-from runahead.reuse.prefixes import Prefixes, RowPrefix, reused_kv, store_prompts
+from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.store import SegmentStore
@@ -80,14 +80,15 @@ class ReusingPrefill:
 
         Args:
             meanwhile: what this rank does besides.
-            found: prefix of each row, where they were looked up on the last stage.
+            found: prefix of each row on this stage, where they were looked up.
         """
         ranks = self._ranks
         reuse = self._reuse(plan.prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
         ids, stored = [ids_of(each) for each in plan.prompts], list(plan.stored) or [0] * len(plan.prompts)
         partition, is_alone = plan.partition, plan.partition.chain == [ranks.stage]
         prefixes, computed_anew_s = list[RowPrefix](), 0.0
-        if plan.reuses and reuse is None and self._prefixes is not None and ranks.stage == partition.chain[-1]:
+        has_prefixes = bool(found) or ranks.stage == partition.chain[-1]
+        if plan.reuses and reuse is None and self._prefixes is not None and has_prefixes:
             prefixes = self.found(ids, None if is_alone else stored) if found is None else found
             if prefixes and is_alone:
                 stored = [prefix.num_tokens for prefix in prefixes]
@@ -99,19 +100,21 @@ class ReusingPrefill:
         if is_alone:
             longest = max(map(len, computed))
             partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
+        owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
         job = self._job(
             PromptBatch.of(computed, ranks.device),
             partition,
             plan.num_new,
             meanwhile=meanwhile,
             shards=plan.shards,
-            stored=StoredPrefix.of(ids, stored) if any(stored) and len(partition.chain) > 1 else None,
+            stored=StoredPrefix.of(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
             gives_new=bool(prefixes),
             texts=PromptBatch.of(ids, ranks.device) if prefixes and self._policies.deciding else None,
             record=plan.record,
         )
         with ranks.busy():
-            self._strategy.connect(ranks, partition, self._options, has_stored=job.stored is not None)
+            stored_on = [] if job.stored is None else sorted(set().union(*owners))
+            self._strategy.connect(ranks, partition, self._options, stored_on=stored_on)
         return ReadyPrefill(ids=ids, job=job, reuse=reuse, prefixes=prefixes, computed_anew_s=computed_anew_s)
 
     def run(self, ready: ReadyPrefill) -> Prefilled:
@@ -127,22 +130,38 @@ class ReusingPrefill:
         prefilled.prefixes = ready.prefixes
         return prefilled
 
-    def found(self, ids: Sequence[Sequence[int]], most: Sequence[int] | None = None) -> list[RowPrefix]:
+    def found(
+        self, ids: Sequence[Sequence[int]], most: Sequence[int] | None = None, *, in_parts: bool = False
+    ) -> list[RowPrefix]:
         """The prefix of each row on this stage, held: as long on all of its ranks, which share the heads.
 
         Args:
-            most: as of `Prefixes.of`.
+            most, in_parts: as of `Prefixes.of`.
         """
         assert self._prefixes is not None
-        found = self._prefixes.of(ids, most)
-        if self._ranks.num_shares == 1:
+        found = self._prefixes.of(ids, most, in_parts=in_parts)
+        if self._ranks.num_shares == 1 and not in_parts:
             return found
-        # They could not compute together what only one of them finds lost later.
+        # Ranks could not compute together what only one of them finds lost later.
         by_share = self._ranks.gather_in_stage([prefix.num_whole() for prefix in found], "the stored prefixes")
-        agreed = self._prefixes.of(ids, [min(nums) for nums in zip(*by_share, strict=True)])
+        agreed = self._prefixes.of(ids, [min(nums) for nums in zip(*by_share, strict=True)], in_parts=in_parts)
         for prefix in found:
             prefix.release()
         return agreed
+
+    def owners(self, ids: Sequence[Sequence[int]], found: Sequence[RowPrefix]) -> list[list[int]]:
+        """Agree with all ranks on the stage that gives each token of the prompts' stored beginnings.
+
+        Args:
+            found: prefix of each row on this stage, if what it has is reused.
+        """
+        ranks = self._ranks
+        by_rank = ranks.gather([prefix.here for prefix in found], "the stored prefixes")
+        by_stage = [by_rank[ranks.mesh.rank(stage, 0)] for stage in range(ranks.num_stages)]
+        owners = [owners_of([here[row] if here else [] for here in by_stage]) for row in range(len(ids))]
+        for text, prefix, of_row in zip(ids, found, owners, strict=False):
+            prefix.agree(text, of_row, ranks.stage)
+        return owners
 
     def store_prompts(self, ready: ReadyPrefill, prefilled: Prefilled) -> None:
         """Store prompts whose new keys and values are in memory of their own, which is freed."""
@@ -158,10 +177,12 @@ class ReusingPrefill:
             texts: of the rows, as far as forwards have seen them; none if answers are not stored.
         """
         assert prefilled.cache is not None and self._prefixes is not None
-        prefixes, batch = prefilled.prefixes, ready.job.batch
+        prefixes, batch, shard = prefilled.prefixes, ready.job.batch, ready.job.shard
         for row, text in enumerate(texts):
-            num_new = len(text) - prefixes[row].num_tokens
-            prefixes[row].store(text, prefilled.cache.row_kv(row, batch.pads[row], num_new))
+            start, pad, own = prefixes[row].num_tokens, batch.pads[row], None
+            if shard is not None:
+                own = [start + index for index in shard.row(pad).indices() if start + index < len(text)]
+            prefixes[row].store(text, prefilled.cache.row_kv(row, pad, len(text) - start), own=own)
         prefilled.report.reuse = ReuseReport(
             cached_tokens=sum(prefix.num_cached for prefix in prefixes),
             computed_tokens=batch.num_tokens,

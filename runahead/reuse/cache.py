@@ -82,7 +82,13 @@ class ReusedIndex(Index):
         return sent(torch.tensor([list(positions) for positions in rows]), device)
 
     def row(self, row: int, pad: int) -> ReusedIndex:
-        return ReusedIndex(self.reused.row(row, pad), self._device)
+        return ReusedIndex(self.reused.row(row, pad), self._device, self._inner.row(row, pad))
+
+    def row_slab(self, slab: KVSlab, row: int, pad: int) -> KVSlab:
+        return self._inner.row_slab(slab, row, pad)
+
+    def held(self, pad: int, num_tokens: int) -> range | None:
+        return self._inner.held(pad, num_tokens)
 
     def for_decoding(self) -> ReusedIndex:
         """Reused parts are concatenated if that saves time; see `ReusedKV.joined`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from runahead.reuse.tiers.entry import Entry
+from runahead.reuse.tiers.entry import Entry, Tier
+from runahead.reuse.tiers.layer_rows import NO_ROWS
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -15,6 +17,7 @@ class PrefixNode(Entry):
     Attributes:
         key: of the texts that it belongs to.
         ids: token ids; none in the root of a key.
+        numbers: of those tokens whose keys and values are here, ascending; other stages have the others.
         parent: the node before; None for a root.
         children: the nodes after it, by their first token.
         turn: number of the first text that will soon need it; None if none is known.
@@ -22,13 +25,14 @@ class PrefixNode(Entry):
 
     key: str
     ids: tuple[int, ...] = ()
+    numbers: Sequence[int] = ()
     parent: PrefixNode | None = None
     children: dict[int, PrefixNode] = field(default_factory=dict)
     turn: int | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids)
+        return len(self.numbers)
 
     @property
     def path(self) -> list[PrefixNode]:
@@ -46,8 +50,14 @@ class PrefixNode(Entry):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether no node after it is in its tier."""
-        return all(child.tier is not self.tier for child in self.children.values())
+        """Whether no node after it has tokens in its tier."""
+        return not any(child.reaches(self.tier) for child in self.children.values())
+
+    def reaches(self, tier: Tier) -> bool:
+        """Whether it has tokens whose fastest tier this is; if it has none at all, whether a node after it does."""
+        if self.numbers:
+            return self.tier is tier
+        return any(child.reaches(tier) for child in self.children.values())
 
     @property
     def is_attached(self) -> bool:
@@ -77,16 +87,31 @@ class PrefixNode(Entry):
     def split(self, num_tokens: int) -> PrefixNode:
         """Begin after the first tokens. Returns the new node before it, which has these."""
         assert self.parent is not None
+        num_before = bisect_left(self.numbers, num_tokens)
         before = replace(
             self,  # all hits end after it
             ids=self.ids[:num_tokens],
-            places={tier: rows.part(0, num_tokens) if rows else rows for tier, rows in self.places.items()},
+            numbers=self.numbers[:num_before],
+            places={tier: rows.part(0, num_before) if rows else rows for tier, rows in self.places.items()},
             children={self.ids[num_tokens]: self},
         )
         if self.file is not None:
-            self.file = replace(self.file, first=self.file.first + num_tokens)
+            self.file = replace(self.file, first=self.file.first + num_before)
         self.parent.children[before.ids[0]] = before
         self.parent, self.ids = before, self.ids[num_tokens:]
+        self.numbers = moved(self.numbers[num_before:], -num_tokens)
         for tier, rows in self.places.items():
-            self.places[tier] = rows.part(num_tokens, rows.num_tokens) if rows else rows
+            self.places[tier] = rows.part(num_before, rows.num_tokens) if rows else rows
         return before
+
+    def forget(self) -> None:
+        """Have no keys and values, as after a split that leaves those of other stages alone."""
+        assert not self.numbers, self.numbers
+        self.places, self.copies, self.file = {Tier.device: NO_ROWS}, None, None
+
+
+def moved(numbers: Sequence[int], by: int) -> Sequence[int]:
+    """Numbers of tokens, counted from another one."""
+    if isinstance(numbers, range):
+        return range(numbers.start + by, numbers.stop + by, numbers.step)
+    return [number + by for number in numbers]

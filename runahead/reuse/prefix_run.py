@@ -11,6 +11,8 @@ import base64
 import hashlib
 import json
 from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +30,7 @@ class PrefixRun:
         key: of the text.
         ids: the text up to the run's last token.
         start: index of the run's first token.
+        numbers: of those of its tokens whose keys and values the file has, ascending; () if it has all.
         around: rows of its file before and after it, which its first and last rows are read with. They may be of any
             text that goes on after it: nobody but the groups of its own rows needs them.
     """
@@ -35,19 +38,27 @@ class PrefixRun:
     key: str
     ids: tuple[int, ...]
     start: int
+    numbers: Sequence[int] = ()
     around: tuple[int, int] = (0, 0)
 
     @cached_property
     def name(self) -> str:
         """Name of its file, 64 hexadecimal digits."""
         place = (FORMAT, self.key, self.start, *(self.around if any(self.around) else ()))
+        if self.numbers:
+            place = (*place, tuple(self.numbers))
         return hashlib.sha256(repr(place).encode() + array("q", self.ids).tobytes()).hexdigest()
 
     @property
-    def rows(self) -> FileRows:
-        """Its rows in its file."""
+    def here(self) -> Sequence[int]:
+        """Numbers of those of its tokens whose keys and values are in its file."""
+        return self.numbers or range(len(self.ids) - self.start)
+
+    def rows(self, first: int) -> FileRows:
+        """The rows of its tokens from this number on, in its file."""
         before, after = self.around
-        return FileRows(name=self.name, num_tokens=before + len(self.ids) - self.start + after, first=before)
+        num_tokens, num_before = before + len(self.here) + after, bisect_left(self.here, first)
+        return FileRows(name=self.name, num_tokens=num_tokens, first=before + num_before)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -55,6 +66,8 @@ class PrefixRun:
         about = {"format": FORMAT, "key": self.key, "start": self.start, "ids": ids}
         if any(self.around):
             about["around"] = self.around
+        if self.numbers:
+            about["numbers"] = list(self.numbers)
         return {"prefix": json.dumps(about)}
 
     @classmethod
@@ -65,7 +78,8 @@ class PrefixRun:
             ids = array("q", base64.b64decode(about["ids"], validate=True))
             before, after = about.get("around", (0, 0))
             around = int(before), int(after)
-            run = cls(key=str(about["key"]), ids=tuple(ids), start=int(about["start"]), around=around)
+            numbers = tuple(map(int, about.get("numbers", ())))
+            run = cls(key=str(about["key"]), ids=tuple(ids), start=int(about["start"]), numbers=numbers, around=around)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         return run if run.name == name and 0 <= run.start < len(run.ids) and min(around) >= 0 else None

@@ -7,6 +7,9 @@ nodes get memory of their own where less than half of an allocation is in the tr
 
 What has no room on the device is kept in host memory and then on disk, and comes back when a text begins with it (as in
 CachedAttention, Gao et al., ATC 2024). A node is never in a faster tier than the one before it.
+
+Where several stages decode together, each has a tree with the tokens that it stores of a text. Other stages have the
+others, and it depends on all of them how long a prefix is (`runahead/reuse/prefixes.py`).
 """
 
 # Legend: T tokens of a node, K kv heads, X = H + V key and value dims.
@@ -15,22 +18,23 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
 
 from runahead.cache.slabs import KVShape
-from runahead.reuse.prefix_node import PrefixNode
+from runahead.reuse.prefix_node import PrefixNode, moved
 from runahead.reuse.prefix_run import SUFFIX, PrefixRun
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import Tier
 from runahead.reuse.tiers.files import FileAbout
 from runahead.reuse.tiers.folder import TierFolder
-from runahead.reuse.tiers.layer_rows import NO_ROWS, LayerRows
+from runahead.reuse.tiers.layer_rows import NO_ROWS, LayerRows, LostRows
 from runahead.reuse.tiers.store import TieredStore
 
 DISK_BYTES = 64 * 2**30
@@ -182,9 +186,11 @@ class PrefixTree:
         for run, _ in sorted(runs, key=lambda each: each[0].start):
             node, at = self._walk(run.ids, key)
             if run.start <= at < len(run.ids):
-                new = PrefixNode(key=key, ids=run.ids[at:], copies=copies, parent=node)
+                first = at - run.start
+                numbers = moved(run.here[bisect_left(run.here, first) :], -first)
+                new = PrefixNode(key=key, ids=run.ids[at:], numbers=numbers, copies=copies, parent=node)
                 node.children[new.ids[0]] = new
-                self._store.file_found(new, replace(run.rows, first=run.rows.first + at - run.start))
+                self._store.file_found(new, run.rows(first))
         for run, used_ns in runs:
             for node in self._store.entries_of_file(run.name):
                 node.used = used_ns
@@ -200,7 +206,7 @@ class PrefixTree:
         copies, names = self._opened[key], dict[str, None]()
         room = self.limit_bytes / copies.token_bytes + self._host_bytes / copies.stored_token_bytes
         for node in sorted(self._of_key(key), key=lambda node: -node.used):
-            room -= len(node.ids)
+            room -= node.num_tokens
             if room < 0:
                 break
             if node.tier is Tier.disk and node.file is not None:
@@ -222,7 +228,7 @@ class PrefixTree:
         """
         self._store.collect()
         node, at = self._walk(ids, key)
-        found = [(each.tier, len(each.ids)) for each in node.path]
+        found = [(each.tier, each.num_tokens) for each in node.path]
         self._store.touch(node)
         hit = self._raised(PrefixHit(self, node, at))
         for tier, num_tokens in found[: len(hit.nodes)]:
@@ -241,6 +247,7 @@ class PrefixTree:
         key: str,
         *,
         start: int = 0,
+        own: Sequence[int] | None = None,
         is_needed: bool = False,
     ) -> PrefixHit:
         """Store what is not stored of a text, and hold all that is.
@@ -251,22 +258,37 @@ class PrefixTree:
             ids: the whole text.
             layers_TKX: keys and values of its tokens from `start` on in each layer, (T, K, H + V). Nobody may change
                 them.
+            own: indices of those of these tokens that are given, ascending, where other stages store the others, and
+                those before `start`; None: all are.
             is_needed: store it also if it is larger than the tree may be, for as long as it is held.
         """
         self._store.collect()
+        needs_all, own = own is None, range(start, len(ids)) if own is None else own
+        assert all(len(layer) == len(own) for layer in layers_TKX), (len(ids), start, own)
+        ids, given = ids[: own[-1] + 1 if own else start], LayerRows.of(layers_TKX)
+        if not needs_all:
+            self._walk(ids[:start], key)  # so that a node begins there
         node, at = self._walk(ids, key)
-        assert all(len(layer) == len(ids) - start for layer in layers_TKX), (len(ids), start)
-        given, end = LayerRows.of(layers_TKX), 0
+        end = 0
         for each in node.path:
-            end += len(each.ids)
-            if each.tier is not Tier.device and end - len(each.ids) >= start:  # it was computed anew
-                self._store.put(each, given.part(end - len(each.ids) - start, end - start))
+            begin, end = end, end + len(each.ids)
+            first, last = bisect_left(own, begin), bisect_left(own, end)
+            if begin >= start and first < last and layers_TKX:
+                self._fill(each, given.part(first, last), moved(own[first:last], -begin))
+        if not node.is_attached:
+            node, at = self._walk(ids, key)
         hit = self._raised(PrefixHit(self, node, at))
-        if start <= hit.num_tokens == at < len(ids):
-            rows = given.part(at - start, len(ids) - start) if layers_TKX else NO_ROWS
+        first = bisect_left(own, at)
+        if hit.num_tokens == at < len(ids) and (at >= start or not needs_all):
+            rows = given.part(first, len(own)) if layers_TKX else NO_ROWS
             if is_needed or rows.num_bytes <= self.limit_bytes:
                 new = PrefixNode(
-                    key=key, ids=tuple(ids[at:]), copies=self._opened.get(key), parent=node, used=node.used
+                    key=key,
+                    ids=tuple(ids[at:]),
+                    numbers=moved(own[first:], -at),
+                    copies=self._opened.get(key),
+                    parent=node,
+                    used=node.used,
                 )
                 node.children[new.ids[0]] = new
                 self._store.put(new, rows)
@@ -276,6 +298,30 @@ class PrefixTree:
         self._store.touch(node)
         self.make_room()
         return hit
+
+    def _fill(self, node: PrefixNode, given: LayerRows, numbers: Sequence[int]) -> None:
+        """Let a node have tokens that are given: anew, or in place of those that another stage had stored."""
+        new = set(numbers)
+        others = [row for row, number in enumerate(node.numbers) if number not in new]
+        if len(numbers) + len(others) > node.num_tokens:
+            merged = [*numbers, *(node.numbers[row] for row in others)]
+            order = sorted(range(len(merged)), key=merged.__getitem__)
+            if others:
+                try:
+                    layers = [
+                        torch.cat([new_TKX, old_TKX[others]])[order]
+                        for new_TKX, old_TKX in zip(given, node.layers_TKX, strict=True)
+                    ]
+                except LostRows:
+                    self.lose(node)
+                    return
+                given = LayerRows.of(layers)
+            self._store.remove(node)
+            node.numbers, node.copies = [merged[row] for row in order], self._opened.get(node.key)
+            node.places, node.file = {}, None
+            self._store.put(node, given)
+        elif node.tier is not Tier.device and not others:
+            self._store.put(node, given)
 
     def apply(self, change: Change) -> None:
         """Do what another tree has done, in this one, which has its texts without keys and values."""
@@ -303,7 +349,7 @@ class PrefixTree:
         room = self._host_bytes - sum(node.num_bytes for node in self._needed if node.tier is Tier.host)
         for node in self._needed:
             if node.tier is Tier.disk and node.is_attached:
-                room -= self._opened[key].stored_token_bytes * len(node.ids)
+                room -= self._opened[key].stored_token_bytes * node.num_tokens
                 if room < 0:
                     break
                 if not self._store.to_host(node):
@@ -364,6 +410,10 @@ class PrefixTree:
         """Let a node begin after its first tokens. Returns the new node before it, which has these."""
         before = node.split(num_tokens)
         self._store.share(node, before)
+        for each in (before, node):
+            if not each.numbers:
+                self._store.remove(each)
+                each.forget()
         if node.turn is not None:
             self._needed.append(before)
         return before
@@ -375,7 +425,7 @@ class PrefixTree:
             return hit
         copies = self._opened[nodes[0].key]
         for end, node in enumerate(nodes):
-            total += copies.token_bytes * len(node.ids)
+            total += copies.token_bytes * node.num_tokens
             if node.tier is not Tier.device and total > limit:  # of an earlier process, whose limit was higher
                 return self._shortened(hit, nodes[:end])
         for end, node in enumerate(nodes):
@@ -414,11 +464,19 @@ class PrefixTree:
         return entry.turn is not None, -(entry.turn or 0), entry.used
 
     def before(self, entry: PrefixNode) -> list[PrefixNode]:
-        return entry.path
+        return [node for node in entry.path if node.numbers]
 
     def file_of(self, entry: PrefixNode, around: tuple[int, int]) -> FileAbout:
+        """Its run begins where that before it ends: tokens between, which other stages have, are among its own."""
         text = entry.text
-        run = PrefixRun(key=self._stored_key(entry.key), ids=text, start=len(text) - len(entry.ids), around=around)
+        start = first = len(text) - len(entry.ids)
+        for node in reversed(entry.path[:-1]):
+            if node.numbers:
+                break
+            start -= len(node.ids)
+        has_all = entry.num_tokens == len(text) - start
+        numbers = () if has_all else tuple(moved(entry.numbers, first - start))
+        run = PrefixRun(key=self._stored_key(entry.key), ids=text, start=start, numbers=numbers, around=around)
         return FileAbout(name=run.name, title="prefix", metadata=run.metadata)
 
     def is_right(self, metadata: dict[str, str], name: str) -> bool:
@@ -434,4 +492,8 @@ class PrefixTree:
         if entry.is_attached:
             text = entry.text
             self._remove(entry)
+            node = entry.parent
+            while node is not None and node.parent is not None and not (node.numbers or node.children or node.holds):
+                self._remove(node)  # of which other stages have all
+                node = node.parent
             self.on_change(Dropped(key=entry.key, ids=text, num_left=len(text) - len(entry.ids)))

@@ -1,7 +1,8 @@
 """Prefixes of one model's texts: what prompts reuse of earlier prompts and answers, and what is kept of them.
 
 A prompt's last token is always computed, since its logits are needed. Keys and values stay where they were computed,
-as views.
+as views. Where stages decode together, each keeps what it has of a text, and all of them agree on how much of a prompt
+they have together (`owners_of`), and which one of them gives which token.
 """
 
 # Legend: B batch, T tokens, K kv heads, X = H + V key and value dims, V vocabulary.
@@ -12,18 +13,18 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
 
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
-from runahead.reuse.prefix_node import PrefixNode
+from runahead.reuse.prefix_node import PrefixNode, moved
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.store import model_key
-from runahead.reuse.tiers.layer_rows import MendedRows
+from runahead.reuse.tiers.layer_rows import Layers, MendedRows
 
 
 class RowPrefix:
@@ -38,11 +39,51 @@ class RowPrefix:
         self._tree, self._key = tree, key
         self._hit = tree.match(ids, key)
         self.num_tokens = self.num_cached = self._hit.num_tokens
+        self._given: set[int] | None = None
 
     @property
     def nodes(self) -> list[PrefixNode]:
         """The nodes that it holds, in the order of the text."""
         return self._hit.nodes
+
+    @property
+    def here(self) -> list[range]:
+        """The tokens that this stage has, as runs."""
+        start, runs = 0, list[range]()
+        for node in self.nodes:
+            runs += _runs(moved(node.numbers, start))
+            start += len(node.ids)
+        return runs
+
+    @property
+    def num_alone(self) -> int:
+        """Number of first tokens all of which this stage has."""
+        end = 0
+        for run in self.here:
+            if run.start > end:
+                break
+            end = run.stop
+        return end
+
+    def agree(self, ids: Sequence[int], owners: Sequence[int], stage: int) -> None:
+        """Reuse as many tokens as all stages together have.
+
+        Args:
+            ids: the prompt.
+            owners: of each of these tokens, the stage that gives it.
+            stage: this one.
+        """
+        if self._hit.num_tokens > len(owners):
+            before, self._hit = self._hit, self._tree.match(ids[: len(owners)], self._key)
+            before.release()
+        self.num_tokens = self.num_cached = len(owners)
+        self._given = {at for at, owner in enumerate(owners) if owner == stage}
+
+    def given(self, node: PrefixNode, start: int) -> Sequence[int]:
+        """Which of the tokens of a node that are here this stage gives. `start` is the index of its first token."""
+        if self._given is None:
+            return range(node.num_tokens)
+        return [row for row, number in enumerate(node.numbers) if start + number in self._given]
 
     def num_whole(self) -> int:
         """Wait for what is reused. Returns the number of first tokens of which no layer is lost."""
@@ -73,13 +114,14 @@ class RowPrefix:
         before.release()
         self.num_cached -= num_lost
 
-    def reuse_nothing(self) -> None:
-        """Let the row be computed whole. It can still be stored."""
-        self._hit.release()
-        self._hit = self._tree.match((), self._key)
-        self.num_tokens = self.num_cached = 0
-
-    def store(self, ids: Sequence[int], layers_TKX: Sequence[Tensor] | None, *, num_shared: int = 0) -> None:
+    def store(
+        self,
+        ids: Sequence[int],
+        layers_TKX: Sequence[Tensor] | None,
+        *,
+        num_shared: int = 0,
+        own: Sequence[int] | None = None,
+    ) -> None:
         """Store the row's text so far.
 
         Args:
@@ -87,10 +129,13 @@ class RowPrefix:
             layers_TKX: keys and values of the tokens after those that the row reused and shares, as views; None: not
                 all are there.
             num_shared: tokens after the reused ones that belong to other rows, too, and were stored by one of them.
+            own: indices of those of these tokens that this stage has; None: all.
         """
         if layers_TKX is not None:
             start = self.num_tokens + num_shared
-            before, self._hit = self._hit, self._tree.insert(ids, layers_TKX, self._key, start=start)
+            if own is None and self._given is not None:
+                own = range(start, len(ids))  # those before them may be on other stages
+            before, self._hit = self._hit, self._tree.insert(ids, layers_TKX, self._key, start=start, own=own)
             before.release()
 
     def fork(self, ids: Sequence[int]) -> RowPrefix:
@@ -105,7 +150,7 @@ class RowPrefix:
 
 
 class Prefixes:
-    """A tree with the texts of one model, on a rank that decodes.
+    """A tree with the texts of one model, or with this stage's part of them, on a rank that decodes.
 
     Args:
         tree: may have texts of other models, too.
@@ -126,14 +171,44 @@ class Prefixes:
         """Keep at hand what these texts, which will be asked for next, begin with."""
         self.tree.soon(texts, self.key)
 
-    def of(self, prompts: Sequence[Sequence[int]], most: Sequence[int] | None = None) -> list[RowPrefix]:
+    def of(
+        self, prompts: Sequence[Sequence[int]], most: Sequence[int] | None = None, *, in_parts: bool = False
+    ) -> list[RowPrefix]:
         """Find the prefix of each prompt, held for its row.
 
         Args:
             most: tokens that each reuses at most; by default all but its last ones. With 0 it can still be stored.
+            in_parts: other stages may have what this one lacks of them.
         """
         ends = [max(0, len(ids) - self._least_new) for ids in prompts] if most is None else most
-        return [RowPrefix(self.tree, self.key, ids[:end]) for ids, end in zip(prompts, ends, strict=True)]
+        found = [RowPrefix(self.tree, self.key, ids[:end]) for ids, end in zip(prompts, ends, strict=True)]
+        if not in_parts and any(prefix.num_alone < prefix.num_tokens for prefix in found):
+            ends = [prefix.num_alone for prefix in found]
+            for prefix in found:
+                prefix.release()
+            return self.of(prompts, ends)
+        return found
+
+
+def owners_of(here: Sequence[Sequence[range]]) -> list[int]:
+    """The stage that gives each token of a prompt, up to the first one that no stage has.
+
+    Args:
+        here: the tokens that each stage has. Of several that have one the last gives it.
+    """
+    owners = [-1] * max((run.stop for runs in here for run in runs), default=0)
+    for stage, runs in enumerate(here):
+        for run in runs:
+            owners[run.start : run.stop] = [stage] * len(run)
+    return owners[: owners.index(-1)] if -1 in owners else owners
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as runs of consecutive ones."""
+    if isinstance(numbers, range) and numbers.step == 1:
+        return [numbers] if numbers else []
+    edges = [0, *(at for at, (low, high) in enumerate(pairwise(numbers), 1) if high > low + 1), len(numbers)]
+    return [range(numbers[first], numbers[end - 1] + 1) for first, end in pairwise(edges) if first < end]
 
 
 def store_prompts(
@@ -174,14 +249,37 @@ def reused_kv(prompts: Sequence[Sequence[int]], prefixes: Sequence[RowPrefix], c
             start += len(node.ids)
     parts: dict[PrefixNode, ReusedPart] = {}
     for node, users in rows.items():
+        given = prefixes[users[0]].given(node, starts[node])
+        if not given:
+            continue
         layers: Sequence[Tensor] = node.layers_TKX
         if not node.layers_TKX.memory.is_there:
             before = [parts[each] for each in node.path[:-1]]
             anew = partial(_computed_anew, node.text, before, [prefixes[row] for row in users], compute)
             layers = MendedRows(node.layers_TKX, anew)
-        positions_T = torch.arange(starts[node], starts[node] + len(node.ids))
+        positions_T = starts[node] + torch.tensor(node.numbers)
+        if len(given) < node.num_tokens:
+            layers, positions_T = _SomeRows(layers, given), positions_T[list(given)]
         parts[node] = ReusedPart(layers_TKX=layers, positions_T=positions_T, rows=tuple(users))
     return reused_prefixes(prompts, [prefix.num_tokens for prefix in prefixes], list(parts.values()))
+
+
+class _SomeRows(Layers):
+    """Some rows of each layer (T, K, H + V), copied when it is first read."""
+
+    def __init__(self, rows: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        self._rows, self._numbers = rows, list(numbers)
+        self._layers_TKX: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def layer(self, number: int) -> Tensor:
+        if number not in self._layers_TKX:
+            rows_TKX = self._rows[number]
+            index_T = torch.tensor(self._numbers, device=rows_TKX.device)
+            self._layers_TKX[number] = rows_TKX.index_select(0, index_T)
+        return self._layers_TKX[number]
 
 
 def _computed_anew(

@@ -1,8 +1,9 @@
-"""Stored prefixes of a batch on their way along a chain, from the stage that has them to all others.
+"""Stored prefixes of a batch on their way along a chain, from the stages that have them to all others.
 
-The last stage has the keys and values of stored texts, and every other stage needs them, layer by layer. They travel in
-the slabs of the new tokens, before token 0. A slab has a place per token and row of the batch, so its places [-S, 0)
-have room for S B tokens of one row each: what rows share is there, and is sent, once.
+The last stage has the keys and values of stored texts, or with sharded decoding each stage has a part of them; and
+every stage needs all, layer by layer. They travel in the slabs of the new tokens, before token 0, those of a stage side
+by side. A slab has a place per token and row of the batch, so S of its places have room for S B tokens of one row each:
+what rows share is there, and is sent, once.
 """
 
 # Legend: B batch, T tokens, S tokens of a slab, K kv heads, X = H + V key and value dims.
@@ -10,13 +11,15 @@ have room for S B tokens of one row each: what rows share is there, and is sent,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from runahead.cache.kv_cache import KVCache
+from runahead.kv_transfer.schedule import stored_slots
 from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.prefixes import reused_prefixes
@@ -25,15 +28,17 @@ from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:
-    """Consecutive tokens that some rows of a batch begin with.
+    """Tokens of what some rows of a batch begin with.
 
     Attributes:
-        positions: of the tokens.
+        positions: of the tokens, ascending.
         rows: that share them.
+        stage: that has them.
     """
 
-    positions: range
+    positions: Sequence[int]
     rows: tuple[int, ...]
+    stage: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,7 @@ class StoredPrefix:
     Attributes:
         prompts: token ids.
         num_reused: tokens that each prompt reuses.
-        runs: these tokens, each once for all rows that share it, in the order in which they lie side by side.
+        runs: these tokens, each once for all rows that share it; those of a stage lie side by side in this order.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -51,8 +56,13 @@ class StoredPrefix:
     runs: tuple[SharedRun, ...]
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], num_reused: Sequence[int]) -> StoredPrefix:
-        """Find what the prompts share of their first tokens."""
+    def of(cls, prompts: Sequence[Sequence[int]], owners: Sequence[Sequence[int]]) -> StoredPrefix:
+        """Find what the prompts share of the tokens that they reuse.
+
+        Args:
+            owners: the stage that has each of these tokens.
+        """
+        num_reused = list(map(len, owners))
         begins, texts = [ids[:num] for ids, num in zip(prompts, num_reused, strict=True)], PrefixTree(math.inf)
         for ids in begins:
             texts.insert(ids, [], "").release()
@@ -63,45 +73,68 @@ class StoredPrefix:
         runs = []
         for node, users in rows.items():
             end = sum(len(each.ids) for each in node.path)
-            runs.append(SharedRun(positions=range(end - len(node.ids), end), rows=tuple(users)))
+            begin = end - len(node.ids)
+            of_node = owners[users[0]][begin:end]
+            for stage in sorted(set(of_node)):
+                positions: Sequence[int] = range(begin, end)
+                if of_node.count(stage) < len(of_node):
+                    positions = [at for at, owner in enumerate(of_node, begin) if owner == stage]
+                runs.append(SharedRun(positions=positions, rows=tuple(users), stage=stage))
         return cls(prompts=prompts, num_reused=num_reused, runs=tuple(runs))
 
-    def num_slots(self, batch: int) -> int:
-        """Tokens of a slab of so many rows that have room for all runs: S."""
-        return -(-sum(len(run.positions) for run in self.runs) // batch)
+    def num_slots(self, batch: int) -> Mapping[int, int]:
+        """Tokens of a slab of so many rows that have room for what each stage has."""
+        num_tokens: dict[int, int] = {}
+        for run in self.runs:
+            num_tokens[run.stage] = num_tokens.get(run.stage, 0) + len(run.positions)
+        return {stage: -(-num // batch) for stage, num in num_tokens.items()}
 
-    def gather(self, reused: ReusedKV, layer: int, slots_SBKX: Tensor) -> None:
+    def gather(self, reused: ReusedKV, layer: int, slots_SBKX: Tensor, stage: int) -> None:
         """Copy keys and values of a layer to where they are sent from.
 
         Args:
-            reused: the same tokens as this rank has them.
+            reused: what this rank's stage has of these tokens.
+            stage: this one.
         """
-        tokens_TKX, at = slots_SBKX.flatten(0, 1), 0
-        for run in self.runs:
+        tokens_TKX = slots_SBKX.flatten(0, 1)
+        for run, at in self._places(stage):
             for part in reused.parts:
                 if run.rows[0] not in part.rows:
                     continue
-                first = int(part.positions_T[0])
-                begin, end = max(first, run.positions.start), min(first + len(part.positions_T), run.positions.stop)
+                begin, end = bisect_left(run.positions, part.at[0]), bisect_right(run.positions, part.at[-1])
                 if begin < end:
-                    into = at + begin - run.positions.start
-                    tokens_TKX[into : into + end - begin].copy_(part.layers_TKX[layer][begin - first : end - first])
-            at += len(run.positions)
+                    first = bisect_left(part.at, run.positions[begin])
+                    tokens_TKX[at + begin : at + end].copy_(part.layers_TKX[layer][first : first + end - begin])
 
-    def arriving(self, cache: KVCache) -> ReusedKV:
-        """The same tokens as another rank has them in its slabs, as soon as each layer has arrived there.
+    def seen(self, cache: KVCache, reused: ReusedKV | None, stage: int, *, is_last: bool) -> ReusedKV:
+        """All of these tokens as this rank reads them: in its slabs, as soon as each layer has arrived there.
 
-        The last layer never does: only the rank with the first token attends in it.
+        Args:
+            reused: what this rank's stage has of them, which the last stage reads where it is.
+            stage: this one.
         """
-        num_slots, parts, at = self.num_slots(cache.slabs.batch), list[ReusedPart](), 0
-        layers = [cache.layer(layer).tokens(-num_slots, 0).flatten(0, 1) for layer in range(cache.num_layers - 1)]
+        parts, batch = list(reused.parts) if is_last and reused is not None else [], cache.slabs.batch
+        slots_of = stored_slots(self.num_slots(batch))
+        if is_last:
+            slots_of.pop(stage, None)
+        for each, slots in slots_of.items():
+            # What only the last stage has, nobody needs in the last layer.
+            slabs = [cache.layer(layer) for layer in range(cache.num_layers)]
+            layers = [slab.tokens(slots.start, slots.stop).flatten(0, 1) for slab in slabs if slab.first <= slots.start]
+            parts += [
+                ReusedPart(
+                    layers_TKX=[tokens_TKX[at : at + len(run.positions)] for tokens_TKX in layers],
+                    positions_T=torch.tensor(run.positions),
+                    rows=run.rows,
+                )
+                for run, at in self._places(each)
+            ]
+        return reused_prefixes(self.prompts, self.num_reused, parts, arrives=bool(slots_of))
+
+    def _places(self, stage: int) -> Iterator[tuple[SharedRun, int]]:
+        """What a stage has, and at which token of its slots each run begins."""
+        at = 0
         for run in self.runs:
-            end = at + len(run.positions)
-            part = ReusedPart(
-                layers_TKX=[tokens_TKX[at:end] for tokens_TKX in layers],
-                positions_T=torch.tensor(run.positions),
-                rows=run.rows,
-            )
-            parts.append(part)
-            at = end
-        return reused_prefixes(self.prompts, self.num_reused, parts, arrives=True)
+            if run.stage == stage:
+                yield run, at
+                at += len(run.positions)

@@ -290,7 +290,8 @@ class Executor:
         result = self._engine.generate(item.prompts, item.options, on_tokens=on_tokens, cancellable=True)
         if self._ranks.rank == 0:
             ends = {(item.number, row): each.finish_reason for row, each in enumerate(result.generations)}
-            self._report(Tokens(tokens={}, ended=ends, step_s=result.tpot_s))
+            cached = {(item.number, row): num for row, num in enumerate(result.cached_tokens)}
+            self._report(Tokens(tokens={}, ended=ends, step_s=result.tpot_s, cached=cached))
             self._report(Part(number=item.number, rank=0, prefill_s=result.ttft_s, wait_s=0.0, is_alone=True))
 
     def _step(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runahead.config import Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import Message, TransferSchedule
-from runahead.kv_transfer.schedule import STORED
+from runahead.kv_transfer.schedule import STORED, stored_slots
 from tests.partitions import boundaries
 
 NUM_LAYERS = 3
@@ -38,14 +38,14 @@ class Job:
 
     Attributes:
         joined: pass the prefix on as one message, as over NCCL, rather than chunk by chunk, as over Gloo.
-        num_stored: tokens before the first that the last stage has stored; then every layer looks back to the first.
+        num_stored: tokens before the first that each stage has stored; then every layer looks back to the first.
     """
 
     partition: ContextPartition
     reach: list[Callable[[int], int]]
     transfer: Transfer
     joined: bool = False
-    num_stored: int = 0
+    num_stored: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def schedules(self) -> dict[int, TransferSchedule]:
@@ -64,24 +64,31 @@ class Job:
     def first_needed(self, layer: int, start: int) -> int:
         if not self.num_stored:
             return self.reach[layer](start)
-        last = self.partition.chunk(self.partition.chain[-1])
-        return -self.num_stored if start < last.start else 0
+        last, total = self.partition.chain[-1], sum(self.num_stored.values())
+        is_last = start >= self.partition.chunk(last).start
+        return (self.num_stored.get(last, 0) if is_last else 0) - total
 
     def needs(self, rank: int, layer: int) -> set[int]:
-        """Tokens before its chunk that a rank attends to, and has not stored."""
+        """Tokens before its chunk that a rank gets: the first one has its stored ones in place."""
         start = self.partition.chunk(rank).start
-        return set(range(self.first_needed(layer, start), start))
+        return set(range(self.first_needed(layer, start), start)) - set(self.placed(rank))
+
+    def placed(self, rank: int) -> range:
+        is_first = rank == self.partition.chain[0]
+        return stored_slots(self.num_stored).get(rank, range(0)) if is_first else range(0)
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     num_tokens, num_ranks = draw(st.integers(1, 60)), draw(st.integers(1, 6))
+    partition = ContextPartition(boundaries=draw(boundaries(num_tokens, num_ranks)))
+    stages = st.just([]) | st.just(partition.chain[-1:]) | st.lists(st.sampled_from(partition.chain), unique=True)
     return Job(
-        partition=ContextPartition(boundaries=draw(boundaries(num_tokens, num_ranks))),
+        partition=partition,
         reach=[draw(reaches) for _ in range(NUM_LAYERS)],
         transfer=draw(st.sampled_from(Transfer)),
         joined=draw(st.booleans()),
-        num_stored=draw(st.sampled_from([0, 0, 1, 13])),
+        num_stored={stage: draw(st.sampled_from([1, 13])) for stage in draw(stages)},
     )
 
 
@@ -126,10 +133,11 @@ def test_ranks_send_only_what_they_computed_or_received(job: Job) -> None:
         chunk = job.partition.chunk(rank)
         for layer in range(NUM_LAYERS):
             for message in schedule.sends(layer):
-                assert chunk.start <= message.start < message.end == chunk.stop
+                own = chunk if message.chunk > STORED else job.placed(rank)
+                assert own.start <= message.start < message.end == own.stop
             for received, onward in schedule.onward(layer):
                 there = {token for message in received for token in range(message.start, message.end)}
-                assert all(set(range(message.start, message.end)) <= there for message in onward)
+                assert all(set(range(message.start, message.end)) <= there | {*job.placed(rank)} for message in onward)
 
 
 @given(job=jobs())
@@ -137,22 +145,24 @@ def test_a_joined_prefix_is_one_message(job: Job) -> None:
     for rank, schedule in job.schedules.items():
         for layer in range(NUM_LAYERS if job.joined and job.transfer is Transfer.relay else 0):
             passed_on = [onward for _, onward in schedule.onward(layer)]
-            assert len(schedule.receives(layer)) <= 2 and [len(onward) for onward in passed_on] in ([], [1])
+            assert len(schedule.receives(layer)) <= 2 or rank == job.partition.chain[0]
+            assert [len(onward) for onward in passed_on] in ([], [1])
             assert all(onward.end == job.partition.chunk(rank).start for (onward,) in passed_on)
 
 
 @given(job=jobs())
-def test_messages_go_to_later_ranks_only_but_for_what_the_last_one_has_stored(job: Job) -> None:
+def test_messages_go_to_later_ranks_only_but_for_what_is_stored(job: Job) -> None:
     """Hence nobody waits in a circle: what is stored waits for nothing that is computed."""
     chain = job.partition.chain
     for rank, schedule in job.schedules.items():
         for layer in range(NUM_LAYERS):
             fed = schedule.feeds(layer)
             assert all(m.peer > rank for m in sent(schedule, layer) if m not in fed)
-            assert all(m.peer < rank or m.chunk == STORED for m in schedule.receives(layer))
-            assert all((m.start, m.end) == (-job.num_stored, 0) for m in fed)
-            others = chain[:-1] if job.transfer is Transfer.direct else chain[:-1][:1]
-            assert [m.peer for m in fed] == (others if job.num_stored and rank == chain[-1] else [])
+            assert all(m.peer < rank or m.chunk <= STORED for m in schedule.receives(layer))
+            slots = stored_slots(job.num_stored).get(rank, range(0))
+            assert all((m.start, m.end, m.is_fed) == (slots.start, slots.stop, True) for m in fed)
+            others = chain[:-1] if job.transfer is Transfer.direct and rank == chain[-1] else chain[:1]
+            assert [m.peer for m in fed] == (others if slots and rank != chain[0] else [])
 
 
 @given(job=jobs())
@@ -165,16 +175,17 @@ def test_links_are_the_same_on_all_ranks_and_hold_every_message(job: Job) -> Non
 
 
 @given(job=jobs())
-def test_relay_talks_to_neighbours_only_and_direct_never_passes_on(job: Job) -> None:
+def test_relay_talks_to_neighbours_only_and_direct_passes_on_nothing_but_what_is_stored(job: Job) -> None:
     chain = job.partition.chain
     for rank, schedule in job.schedules.items():
         position = chain.index(rank)
         for layer in range(NUM_LAYERS):
-            if job.transfer is Transfer.relay:  # along the chain, and from its end to its begin
-                assert {m.peer for m in sent(schedule, layer)} <= {(chain * 2)[position + 1]}
-                assert {m.peer for m in schedule.receives(layer)} <= {chain[position - 1]}
+            if job.transfer is Transfer.relay:  # along the chain, and to its begin
+                assert {m.peer for m in sent(schedule, layer)} <= {(chain * 2)[position + 1], chain[0]}
+                assert {m.peer for m in schedule.receives(layer) if position} <= {chain[position - 1]}
             else:
-                assert sent(schedule, layer) == schedule.feeds(layer) + schedule.sends(layer)
+                onward = sent(schedule, layer)[len(schedule.feeds(layer) + schedule.sends(layer)) :]
+                assert all(m.chunk < STORED and position == 0 for m in onward)
 
 
 @given(job=jobs())

@@ -131,3 +131,80 @@ def tree_on_rank_0_alone(ranks: Ranks, ids: list[int]) -> str:
     except (ValueError, SharedError) as error:
         return str(error)
     return "none"
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """Results of batches that one engine generated from, each stage of which stores a part of every text.
+
+    Attributes:
+        num_stored: tokens that this rank has stored afterwards.
+        num_held: hits that are held then.
+    """
+
+    results: list[GenerationBatch] = field(default_factory=list)
+    num_stored: int = 0
+    num_held: int = 0
+
+
+def generate_in_parts(
+    ranks: Ranks,
+    family: str,
+    batches: list[list[list[int]]],
+    options: GenerationOptions,
+    split: Split,
+    prefill: PrefillOptions,
+    limits: list[float],
+    decode: DecodeOptions,
+) -> Parts:
+    """Generate from batches in turn, with a tree on each rank that has so many bytes."""
+    model, tree, parts = tiny_model(family), PrefixTree(limits[ranks.rank]), Parts()
+    engine = Engine(model, ranks, prefill=prefill, partition=split, decode=decode, tree=tree)
+    with throughout(model.dtype):
+        parts.results += [engine.generate(prompts, options) for prompts in batches]
+    parts.num_stored = sum(node.num_tokens for node in tree.nodes())
+    parts.num_held = sum(node.holds for node in tree.nodes())
+    return parts
+
+
+def generate_alone(
+    ranks: Ranks, family: str, batches: list[list[list[int]]], options: GenerationOptions
+) -> list[GenerationBatch]:
+    """Generate from batches without a tree."""
+    model = tiny_model(family)
+    with throughout(model.dtype):
+        return [Engine(model, ranks).generate(prompts, options) for prompts in batches]
+
+
+def sharded_then(
+    ranks: Ranks,
+    family: str,
+    batches: list[list[list[int]]],
+    options: GenerationOptions,
+    decode: DecodeOptions,
+    later: GenerationOptions | None = None,
+) -> list[GenerationBatch]:
+    """Generate from the first batch sharded, and from the others by an engine with the same tree that decodes so."""
+    model, tree = tiny_model(family), PrefixTree(inf)
+    sharded = Engine(model, ranks, decode=DecodeOptions(name=DecodeName.sharded), tree=tree)
+    other = Engine(model, ranks, decode=decode, tree=tree)
+    with throughout(model.dtype):
+        return [
+            sharded.generate(batches[0], options),
+            *(other.generate(each, later or options) for each in batches[1:]),
+        ]
+
+
+def restarted_in_parts(
+    ranks: Ranks, folder: Path, family: str, batches: list[list[list[int]]], options: GenerationOptions
+) -> list[GenerationBatch]:
+    """Generate from each batch after a restart on the files of those before; each rank has a folder."""
+    model, results = tiny_model(family), list[GenerationBatch]()
+    assert model.fingerprint  # outside of `throughout`, which changes what it computes
+    with throughout(model.dtype):
+        for prompts in batches:
+            tree = PrefixTree(inf, folder=folder / str(ranks.rank))
+            engine = Engine(model, ranks, decode=DecodeOptions(name=DecodeName.sharded), tree=tree)
+            results.append(engine.generate(prompts, options))
+            tree.save()
+    return results

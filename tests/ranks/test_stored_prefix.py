@@ -173,15 +173,15 @@ def test_what_another_stage_decodes_is_computed_whole_and_not_stored(rank_pools:
         assert all(report.reuse is None for report in ours.ranks)
 
 
-def test_a_prompt_whose_last_stage_would_have_no_token_is_computed_whole(rank_pools: RankPools) -> None:
+def test_a_rest_of_which_the_last_stage_would_have_no_token_leaves_it_one(rank_pools: RankPools) -> None:
     text = DOCUMENT + prompt(29, seed=1)
     batches = [[DOCUMENT], [text], [text + prompt(44, seed=2)]]
     split = Split(short=len(DOCUMENT) - 1, ratios=(0.4, 0.6), short_ratios=(1.0, 0.0))
     turns = run(rank_pools, 2, "llama", split, WAYS[0], batches=batches)
     for ours, theirs in zip(turns.ours, turns.theirs, strict=True):
         require_same(ours, theirs)
-    assert [[report.chunk_tokens for report in ours.ranks] for ours in turns.ours] == [[17, 26], [29, 43], [18, 26]]
-    assert [counts(ours)[1] for ours in turns.ours] == [0, 0, len(text)]
+    assert [[report.chunk_tokens for report in ours.ranks] for ours in turns.ours] == [[17, 26], [28, 1], [18, 26]]
+    assert [counts(ours)[1] for ours in turns.ours] == [0, len(DOCUMENT), len(text)]
 
 
 def test_a_small_tree_changes_no_number(rank_pools: RankPools) -> None:

@@ -234,7 +234,15 @@ def test_what_does_not_go_with_it_is_refused() -> None:
     check(plain)
     for more, message in [
         ({"prefill": PrefillOptions(name=PrefillName.zigzag)}, "prefill=zigzag, which has.*use prefill=kv_runahead"),
-        ({"decode": DecodeOptions(name=DecodeName.sharded)}, "decode=sharded; use decode=last"),
+        (
+            {
+                "decode": DecodeOptions(name=DecodeName.sharded),
+                "num_stages": 2,
+                "cache": CacheOptions(bits=4),
+                "policies": RankPolicies(storage=CacheOptions(bits=4)),
+            },
+            "decode=sharded with cache.bits=4 lets each rank choose among the tokens that it computes.*use decode=last",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             check(replace(plain, **more))

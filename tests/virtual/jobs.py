@@ -21,6 +21,7 @@ from runahead.kv_transfer import ExchangeSchedule, KVTransfer, TransferSchedule
 from runahead.kv_transfer.gathering import NcclGathering
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange
+from runahead.kv_transfer.schedule import stored_slots
 from runahead.model.model import Model
 from runahead.prefill import Prefill, PrefillJob, PromptBatch
 from runahead.prefill.zigzag import Zigzag
@@ -222,12 +223,14 @@ def chain(
     prompts: int = 1,
     shares: int = 1,
     num_stored: int = 0,
+    in_parts: bool = False,
     grows: bool = False,
     after: Callable[[VirtualRanks, Any], None] = lambda ranks, transfer: None,
 ) -> Callable[[VirtualRanks], None]:
     """Part of a rank in a chain of `size` stages of `shares` ranks each, the last of which has stored some tokens.
 
     Args:
+        in_parts: each of them has stored as many.
         grows: each prompt is longer than the one before, so that it needs more memory.
     """
 
@@ -236,10 +239,12 @@ def chain(
         for number in range(prompts):
             chunk = CHUNK + number * grows * ALIGNMENT // SHAPE.bytes_per_token()
             partition = ContextPartition(boundaries=tuple(range(0, chunk * size + 1, chunk)))
-            last = chunk * (size - 1)
+            last, stages = chunk * (size - 1), range(size) if in_parts else [size - 1]
+            stored = dict.fromkeys(stages if num_stored else (), num_stored)
 
-            def first_needed(layer: int, start: int, last: int = last) -> int:
-                return -num_stored if start < last and layer < num_layers - 1 else 0
+            def first_needed(layer: int, start: int, last: int = last, stored: dict[int, int] = stored) -> int:
+                needs_all = start < last and layer < num_layers - 1
+                return (0 if needs_all else stored.get(size - 1, 0)) - sum(stored.values())
 
             schedule = TransferSchedule(
                 partition,
@@ -248,14 +253,15 @@ def chain(
                 first_needed,
                 joined=carrier.joins_prefix,
                 mesh=ranks.mesh,
-                num_stored=num_stored,
+                num_stored=stored,
             )
             ranks.nccl_links(carrier.backend_links(ranks, schedule.links()))
             depth, own = layers_in_flight + schedule.layer_skew() - 1, partition.chunk(ranks.stage)
             spans = [(first_needed(layer, own.start), own.stop) for layer in range(num_layers)]
             cache = slabs(ranks, spans, num_layers if schedule.is_last else depth, carrier, schedule)
             made = carrier(schedule, cache, ranks, Marks(ranks), depth, record=True)
-            walk(ranks, made, [own])
+            placed = stored_slots(stored).get(0, range(0)) if ranks.stage == 0 else range(0)
+            walk(ranks, made, [placed, own] if placed else [own])
             after(ranks, made)
             if grows:
                 del made, cache

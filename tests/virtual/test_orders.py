@@ -25,6 +25,8 @@ BODIES: dict[str, Callable[[int], Callable[[VirtualRanks], None]]] = {
     "direct": lambda size: chain(size, Transfer.direct),
     "relay of what is stored": lambda size: chain(size, Transfer.relay, num_stored=3),
     "what is stored, direct": lambda size: chain(size, Transfer.direct, num_stored=3),
+    "relay of what each has stored": lambda size: chain(size, Transfer.relay, num_stored=3, in_parts=True),
+    "what each has stored, direct": lambda size: chain(size, Transfer.direct, num_stored=3, in_parts=True),
     "ring": lambda size: exchange(size, Exchange.ring),
     "all_gather": lambda size: exchange(size, Exchange.all_gather),
     "sharded decoding": decoding,
