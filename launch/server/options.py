@@ -36,7 +36,7 @@ class ServeOptions(QueueLimits):
         chat_template: file with a chat template (Jinja) in place of the model's.
         model_name: the model's name in the API; None is the name under which it was loaded.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
-            later prompts; 0 keeps none.
+            later prompts, or each stage where they decode together; 0 keeps none.
         prefix_host_bytes: most bytes of those that it keeps in host memory when they have no room among these.
         prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
             too; None: nowhere.

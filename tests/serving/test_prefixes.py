@@ -23,7 +23,7 @@ from runahead.attention import op
 from runahead.attention.partial import attend
 from runahead.cache.attention import CausalAttention
 from runahead.cache.rows import RowsAttention
-from runahead.config import CacheOptions, Carrier, Device, RanksOptions, Speculate, Transfer
+from runahead.config import CacheOptions, Carrier, DecodeName, Device, RanksOptions, Speculate, Transfer
 from runahead.context import ContextPartition
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
 from runahead.reuse.rows import apart_from_shared
@@ -353,6 +353,24 @@ def test_requests_under_a_policy_that_retrieves_reuse_prefixes(
     least_new = max(1, load.policies.num_observed)  # type: ignore[union-attr]
     assert by_rank[0].cached == [0, *(min(len(DOCUMENT), len(ids) - least_new) for ids in FOLLOWING)]
     assert [each.left_bytes for each in by_rank] == [0] * size
+
+
+@pytest.mark.parametrize("size", [2, *slowly(3)])
+def test_stages_that_decode_together_reuse_the_parts_of_all(rank_pools: RankPools, size: int) -> None:
+    load = Load(
+        prompts=[DOCUMENT, *FOLLOWING],
+        options=OPTIONS,
+        limits=QueueLimits(),
+        after={1: 0, 2: 0, 3: 2},
+        decode=DecodeName.sharded,
+        tree_bytes=ROOMY,
+    )
+    served = rank_pools.run(size, rank_tasks.serve, load)[0]
+    assert served.tokens == [
+        rank_pools.run(1, generate, load.family, [ids], options)[0][0].generations[0].new_token_ids
+        for ids, options in zip(load.prompts, load.options, strict=True)
+    ]
+    assert served.cached == [0, *[len(DOCUMENT)] * 3]
 
 
 WAYS = [PrefillOptions(), PrefillOptions(carrier=Carrier.copy, transfer=Transfer.direct)]
