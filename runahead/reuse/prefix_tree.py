@@ -275,8 +275,9 @@ class PrefixTree:
             first, last = bisect_left(own, begin), bisect_left(own, end)
             if begin >= start and first < last and layers_TKX:
                 self._fill(each, given.part(first, last), moved(own[first:last], -begin))
-        if not node.is_attached:
-            node, at = self._walk(ids, key)
+            if not each.is_attached:  # it was found to be lost
+                node, at = self._walk(ids, key)
+                break
         hit = self._raised(PrefixHit(self, node, at))
         first = bisect_left(own, at)
         if hit.num_tokens == at < len(ids) and (at >= start or not needs_all):

@@ -77,7 +77,8 @@ class RowPrefix:
             before, self._hit = self._hit, self._tree.match(ids[: len(owners)], self._key)
             before.release()
         self.num_tokens = self.num_cached = len(owners)
-        self._given = {at for at, owner in enumerate(owners) if owner == stage}
+        if owners.count(stage) < len(owners):
+            self._given = {at for at, owner in enumerate(owners) if owner == stage}
 
     def given(self, node: PrefixNode, start: int) -> Sequence[int]:
         """Which of the tokens of a node that are here this stage gives. `start` is the index of its first token."""
