@@ -107,7 +107,7 @@ class Engine:
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
         self.prefixes: Prefixes | None = None
         if tree is not None:
-            least_new = max(1, self.policies.num_observed, ranks.num_stages if self._keeps_parts else 1)
+            least_new = max(1, self.policies.num_observed, ranks.num_stages if self._stores_parts else 1)
             self.prefixes = Prefixes(model, tree, least_new=least_new)
         self.prefills = ReusingPrefill(
             model,
@@ -229,8 +229,8 @@ class Engine:
         """Context manager in which this stage holds what each row reuses of its tree, if that of this stage is used."""
         found, is_last = list[RowPrefix](), self.ranks.stage == self.ranks.num_stages - 1
         try:
-            if self.prefixes is not None and (is_last or self._keeps_parts) and not _reuse_segments(prompts):
-                found += self.prefills.found([ids_of(prompt) for prompt in prompts], in_parts=self._keeps_parts)
+            if self.prefixes is not None and (is_last or self._stores_parts) and not _reuse_segments(prompts):
+                found += self.prefills.found([ids_of(prompt) for prompt in prompts], in_parts=self._stores_parts)
             yield found
         finally:
             for prefix in found:
@@ -359,7 +359,7 @@ class Engine:
         return self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition))
 
     @cached_property
-    def _keeps_parts(self) -> bool:
+    def _stores_parts(self) -> bool:
         """Whether each stage may store a part of a text."""
         is_shared = self.decode.name is not DecodeName.last and self.ranks.num_stages > 1
         return is_shared and self.prefill_options.takes_partition and takes(self._setup, Way.sharded)
