@@ -96,13 +96,15 @@ class ChainRun(LayerHook):
         """Wait until a layer's slab may be written. A rank with stored keys and values sends those of a later layer."""
         self.transfer.open(layer)
         self._settle_for_reuse()
-        self._place(layer)
+        if self.job.stored is not None:
+            self._place(layer)
         self._feed(range(layer + self.transfer.lead, layer + self.transfer.lead + 1))
 
     def _place(self, layer: int) -> None:
         """Put stored keys and values of the first stage to where they are sent from, as others will arrive there."""
         stored, reused, stage = self.job.stored, self.job.reused, self.job.ranks.stage
-        if stored is None or reused is None or stage != self.job.partition.chain[0]:
+        assert stored is not None
+        if reused is None or stage != self.job.partition.chain[0]:
             return
         slots = stored_slots(stored.num_slots(len(self.job.batch.pads))).get(stage)
         if slots is not None and self.cache.layer(layer).first <= slots.start:

@@ -363,7 +363,7 @@ def test_a_layer_that_is_found_damaged_in_the_middle_of_a_forward_is_computed_an
         if kind == "prefixes":
             return engine_of(model, PrefixTree(2**30, folder=tmp_path))
         made = engine_of(model)
-        made.store = SegmentStore(model, tmp_path)
+        made.prefills.store = SegmentStore(model, tmp_path)
         return made
 
     assert model.fingerprint  # others use the model, too, and `throughout` changes what it computes
