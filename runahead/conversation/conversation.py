@@ -26,7 +26,7 @@ from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.forward import Forward, forward_in_turn, forward_over
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, batch_ids
-from runahead.decoding.rows import Choose, Decoded, Rows, choose_alone
+from runahead.decoding.rows import Choose, Decoded, choose_alone, decode
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.features.facts import Setup
@@ -227,7 +227,7 @@ class Conversation:
         )
         drafts = self._speculator.drafts(rows, lanes) if speculates else None
         with self._advancing():
-            decoded = Rows(lanes, choose=self._choose(), drafts=drafts).decode(rows, self.logits_BV)
+            decoded = decode(rows, self.logits_BV, lambda: (lanes, drafts), choose=self._choose())
             waited = [decoded.num_steps - len(row.new_ids) for row in rows]
             self.num_tokens += decoded.num_steps - 1
             if any(waited) and self._moves_rows:

@@ -8,7 +8,8 @@ from runahead.config import GenerationOptions
 from runahead.decoding.forward import fastest_form, forward_over
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, batch_ids
-from runahead.decoding.rows import Decoded, Rows, choose_alone
+from runahead.decoding.rows import Decoded, choose_alone, decode
+from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.decoding.speculative.speculator import Speculator
 from runahead.decoding.together import choose_together
 from runahead.decoding.token_stream import TokenStream
@@ -32,6 +33,8 @@ def decode_batch(
 ) -> Decoded | None:
     """Generate all tokens, on the ranks that have a KV cache; None on the others.
 
+    The first tokens are chosen and sent before the cache takes the form for decoding.
+
     Args:
         options: of each row, with its seed.
         batch: the prompts, as they lie in the cache.
@@ -44,42 +47,46 @@ def decode_batch(
         return None
     rows = [Row(model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
     report, pads, num_tokens = prefilled.report, batch.pads, batch.num_tokens
-    may_draft = any(row.asks_for_drafts for row in rows)
-    if policies.while_decoding:
-        cache = prefilled.cache.for_decoding()
-    else:
-        cache = fastest_form(prefilled.cache, model, pads=pads, num_tokens=num_tokens, apart=may_draft)
-    if gather is not None:
-        cache = cache.over_ranks(gather)
-    prefilled.cache, is_told = cache, gather is not None and not gather.is_last
-    forward = forward_over(
-        model,
-        cache,
-        policies.while_decoding,
-        pads=pads,
-        prompt_tokens=num_tokens,
-        is_told=is_told,
-        part=policies.part,
-    )
-    lanes = Lanes.holding(
-        model,
-        batch_ids(len(rows)),
-        cache,
-        forward,
-        pads=pads,
-        num_tokens=num_tokens,
-        deciding=policies.while_decoding,
-        is_told=is_told,
-    )
-    drafts = None
-    if may_draft:
+
+    def hold() -> tuple[Lanes, PayingDrafts | None]:
+        cache, may_draft = prefilled.cache, any(row.asks_for_drafts for row in rows)
+        assert cache is not None
+        if policies.while_decoding:
+            cache = cache.for_decoding()
+        else:
+            cache = fastest_form(cache, model, pads=pads, num_tokens=num_tokens, apart=may_draft)
+        if gather is not None:
+            cache = cache.over_ranks(gather)
+        prefilled.cache, is_told = cache, gather is not None and not gather.is_last
+        forward = forward_over(
+            model,
+            cache,
+            policies.while_decoding,
+            pads=pads,
+            prompt_tokens=num_tokens,
+            is_told=is_told,
+            part=policies.part,
+        )
+        lanes = Lanes.holding(
+            model,
+            batch_ids(len(rows)),
+            cache,
+            forward,
+            pads=pads,
+            num_tokens=num_tokens,
+            deciding=policies.while_decoding,
+            is_told=is_told,
+        )
+        if not may_draft:
+            return lanes, None
         token_s = report.prefill_s / max(1, report.chunk_tokens * len(rows))
-        drafts = speculator.drafts(rows, lanes, token_s=token_s, gather=gather)
+        return lanes, speculator.drafts(rows, lanes, token_s=token_s, gather=gather)
+
     choose = choose_alone if gather is None else choose_together(gather)
-    decoded = Rows(lanes, choose=choose, drafts=drafts).decode(rows, prefilled.logits_BV, stream.send)
-    cache.describe_decoding(report)
-    if drafts is not None:
-        report.speculation = drafts.report
-        report.kv_peak_bytes = max(report.kv_peak_bytes, lanes.num_bytes)  # rows may have grown apart
-        report.kv_peak_bytes += drafts.drafter.num_bytes
+    decoded = decode(rows, prefilled.logits_BV, hold, choose=choose, on_step=stream.send)
+    prefilled.cache.describe_decoding(report)
+    if decoded.drafts is not None:
+        report.speculation = decoded.drafts.report
+        report.kv_peak_bytes = max(report.kv_peak_bytes, decoded.num_bytes)  # rows may have grown apart
+        report.kv_peak_bytes += decoded.drafts.drafter.num_bytes
     return decoded

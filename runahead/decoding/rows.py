@@ -44,12 +44,16 @@ class Decoded:
 
     Attributes:
         num_steps: tokens of the longest row.
+        num_bytes: bytes of the rows' keys and values at the end.
+        drafts: that were made for them, if any row asked for drafts.
     """
 
     rows: list[Row]
     first_token_s: float
     last_token_s: float
     num_steps: int
+    num_bytes: int
+    drafts: PayingDrafts | None
 
     @property
     def seen_texts(self) -> list[list[int]]:
@@ -60,7 +64,7 @@ class Decoded:
 class Rows:
     """The rows that this rank decodes. All ranks that decode them make the same calls.
 
-    A row whose logits are no numbers ends alone, with the error NOT_NUMBERS; `decode` raises for it.
+    A row whose logits are no numbers ends alone, with the error NOT_NUMBERS.
 
     Args:
         lanes: where their keys and values are.
@@ -110,39 +114,17 @@ class Rows:
         """
         prompt_of = list(range(len(rows)) if prompt_of is None else prompt_of)
         self._lanes.join(ids, rows, cache, lengths, prompt_of)
-        return self._begin(ids, rows, logits_BV if len(rows) == len(lengths) else logits_BV[prompt_of])
+        new = _next(ids, rows, self._choose, logits_BV if len(rows) == len(lengths) else logits_BV[prompt_of])
+        self.take(ids, rows)
+        return new
 
-    def decode(
-        self,
-        rows: Sequence[Row],
-        logits_BV: Tensor | None,
-        on_step: Callable[[list[int | None]], Iterable[int]] = lambda tokens: (),
-    ) -> Decoded:
-        """Generate from all rows of a batch, which the lanes hold, until each has ended.
-
-        Args:
-            rows: one per prompt, without new tokens.
-            logits_BV: of the prompts' last tokens; None on a rank that is told the tokens.
-            on_step: called with the tokens of each step, or of each place of the drafts in it: None for rows that have
-                none there. Returns the rows to cancel.
-
-        Raises:
-            ValueError: logits are no numbers.
-        """
-        ids, token_s = batch_ids(len(rows)), list[float]()
-
-        def tell(new: Sequence[NewToken]) -> None:
-            token_s.append(time.perf_counter())
-            if any(each.token is None for each in new):
-                raise ValueError(NOT_NUMBERS)
-            found = {each.row: each.token for each in new}
-            self.cancel([ids[row] for row in on_step([found.get(id) for id in ids])])
-
-        tell(self._begin(ids, rows, logits_BV))
-        while self._rows:
-            self.step(tell)
-        num_steps = max(len(row.new_ids) for row in rows)
-        return Decoded(rows=list(rows), first_token_s=token_s[0], last_token_s=token_s[-1], num_steps=num_steps)
+    def take(self, ids: Sequence[RowId], rows: Sequence[Row]) -> None:
+        """Take rows that the lanes hold and that have their first tokens. Those that ended with them leave."""
+        for id, row in zip(ids, rows, strict=True):
+            self._rows[id] = row
+            if self._drafts is not None and row.asks_for_drafts:
+                self._drafts.drafter.join(id, row)
+        self._let_leave()
 
     def step(self, tell: Callable[[list[NewToken]], object] = lambda new: None) -> list[list[NewToken]]:
         """Give every row its next token, or several where drafts are right. Rows that end leave.
@@ -170,7 +152,7 @@ class Rows:
         order, logits_BV, verified = self._forward(proposal)
         acceptance = Acceptance(proposal.to_verify if proposal is not None else dict.fromkeys(self._rows, ()))
         while order:
-            new = self._next(order, logits_BV)
+            new = _next(order, [self._rows.get(id) for id in order], self._choose, logits_BV)
             acceptance.take({each.row: each.token for each in new})
             places.append(new)
             chosen_s = time.perf_counter()
@@ -193,16 +175,6 @@ class Rows:
         if found and not self._is_in_step:  # else they leave with those that end in it
             self._let_leave()
         return found
-
-    def _begin(self, ids: Sequence[RowId], rows: Sequence[Row], logits_BV: Tensor | None) -> list[NewToken]:
-        """Take rows and choose their first tokens."""
-        for id, row in zip(ids, rows, strict=True):
-            self._rows[id] = row
-            if self._drafts is not None and row.asks_for_drafts:
-                self._drafts.drafter.join(id, row)
-        new = self._next(ids, logits_BV)
-        self._let_leave()
-        return new
 
     def _proposal(self) -> Proposal | None:
         """Drafts of all rows, some of them empty; None if no row asks for drafts."""
@@ -230,21 +202,6 @@ class Rows:
         verified = self._lanes.verify({id: [row.ids[-1], *drafts[id]] for id, row in self._rows.items()})
         return list(verified), torch.stack([logits_CV[0] for logits_CV in verified.values()]), verified
 
-    def _next(self, order: Sequence[RowId], logits_BV: Tensor | None) -> list[NewToken]:
-        """Choose the next tokens of rows, and append them. Rows that have left their batch have none."""
-        rows = [self._rows.get(id) for id in order]
-        found = list[NewToken]()
-        chosen = self._choose([None if row is None else row.sampler for row in rows], logits_BV)
-        for id, row, token in zip(order, rows, chosen, strict=True):
-            if row is None:
-                continue
-            if token is None:
-                row.end(NOT_NUMBERS)
-            else:
-                row.add(token)
-            found.append(NewToken(id, token, row.finish_reason))
-        return found
-
     def _let_leave(self) -> None:
         """Let rows that have ended leave."""
         for id in [id for id, row in self._rows.items() if row.finish_reason is not None]:
@@ -252,3 +209,65 @@ class Rows:
             if self._drafts is not None:
                 self._drafts.leave(id)
             self._on_leave(id, row, self._lanes.leave(id, row.ids[-1]))
+
+
+def decode(
+    rows: Sequence[Row],
+    logits_BV: Tensor | None,
+    hold: Callable[[], tuple[Lanes, PayingDrafts | None]],
+    *,
+    choose: Choose = choose_alone,
+    on_step: Callable[[list[int | None]], Iterable[int]] = lambda tokens: (),
+) -> Decoded:
+    """Generate from all rows of a batch until each has ended.
+
+    Args:
+        rows: one per prompt, without new tokens.
+        logits_BV: of the prompts' last tokens; None on a rank that is told the tokens.
+        hold: returns lanes that hold the rows, with their drafts. It is called once the first tokens are there.
+        choose: as of `Rows`.
+        on_step: called with the tokens of each step, or of each place of the drafts in it: None for rows that have none
+            there. Returns the rows to cancel.
+
+    Raises:
+        ValueError: logits are no numbers.
+    """
+    ids, token_s = batch_ids(len(rows)), list[float]()
+
+    def tell(new: Sequence[NewToken]) -> None:
+        token_s.append(time.perf_counter())
+        if any(each.token is None for each in new):
+            raise ValueError(NOT_NUMBERS)
+        found = {each.row: each.token for each in new}
+        for row in on_step([found.get(id) for id in ids]):
+            rows[row].end("cancelled")
+
+    tell(_next(ids, rows, choose, logits_BV))
+    lanes, drafts = hold()
+    live = Rows(lanes, choose=choose, drafts=drafts)
+    live.take(ids, rows)
+    while live:
+        live.step(tell)
+    return Decoded(
+        rows=list(rows),
+        first_token_s=token_s[0],
+        last_token_s=token_s[-1],
+        num_steps=max(len(row.new_ids) for row in rows),
+        num_bytes=live.num_bytes,
+        drafts=drafts,
+    )
+
+
+def _next(ids: Sequence[RowId], rows: Sequence[Row | None], choose: Choose, logits_BV: Tensor | None) -> list[NewToken]:
+    """Choose the next tokens of rows, and append them. Rows that have left their batch, None, have none."""
+    found = list[NewToken]()
+    chosen = choose([None if row is None else row.sampler for row in rows], logits_BV)
+    for id, row, token in zip(ids, rows, chosen, strict=True):
+        if row is None:
+            continue
+        if token is None:
+            row.end(NOT_NUMBERS)
+        else:
+            row.add(token)
+        found.append(NewToken(id, token, row.finish_reason))
+    return found

@@ -43,7 +43,7 @@ from runahead.config import (
 from runahead.conversation import Conversation
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row
-from runahead.decoding.rows import Choose, Rows, choose_alone
+from runahead.decoding.rows import Choose, choose_alone, decode
 from runahead.decoding.sampling import Sampler
 from runahead.decoding.speculative import retrieving_drafts, speculator
 from runahead.decoding.speculative.drafts import Lookup, LookupDrafter
@@ -248,7 +248,7 @@ LOGITS = 1.5 * torch.randn(NUM_IDS, NUM_IDS, generator=torch.Generator().manual_
 class Language:
     """The lanes of texts in that language."""
 
-    warm_up = 0
+    warm_up = num_bytes = 0
 
     def plain(self, last_ids: Mapping[int, int]) -> tuple[list[int], Tensor]:
         return list(last_ids), LOGITS[list(last_ids.values())]
@@ -306,7 +306,7 @@ def chi_square(rule: Callable[[dict[Sampler, list[int]]], Choose]) -> float:
 
     drafts = PayingDrafts(Guesses(), Payoff(warm_up=0), name="lookup")
     with patch.object(Lookup, "draft", draft):
-        Rows(Language(), choose=rule(drafted), drafts=drafts).decode(rows, LOGITS[:1].expand(NUM_ROWS, -1))
+        decode(rows, LOGITS[:1].expand(NUM_ROWS, -1), lambda: (Language(), drafts), choose=rule(drafted))
     assert min(drafts.report.accepted_lengths[:2]) > NUM_ROWS / 4
     law = torch.stack([Sampler(options, 0, SPEECH.device).scores(row).softmax(dim=0) for row in LOGITS])
     counts, probabilities = torch.zeros((NUM_IDS,) * NUM_DRAWN), torch.zeros((NUM_IDS,) * NUM_DRAWN)

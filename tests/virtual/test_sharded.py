@@ -19,7 +19,7 @@ from runahead.context import ContextPartition
 from runahead.decoding.forward import forward_over
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, batch_ids
-from runahead.decoding.rows import Rows
+from runahead.decoding.rows import decode
 from runahead.decoding.together import choose_together
 from runahead.kv_transfer.gathering import NcclGathering
 from runahead.prefill import PrefillJob, PromptBatch
@@ -42,7 +42,8 @@ def alone() -> list[int]:
     cache, row = model.empty_cache(NUM_TOKENS + NUM_NEW), Row(model, IDS, GREEDY, seed=0)
     ids = torch.tensor([IDS])
     logits = model.forward(ids, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
-    Rows(Lanes.holding(model, batch_ids(1), cache, pads=[0], num_tokens=NUM_TOKENS)).decode([row], logits)
+    lanes = Lanes.holding(model, batch_ids(1), cache, pads=[0], num_tokens=NUM_TOKENS)
+    decode([row], logits, lambda: (lanes, None))
     return row.new_ids
 
 
@@ -100,7 +101,8 @@ def answers(
                 part=own_policies.part,
             )
             lanes = Lanes.holding(model, batch_ids(1), whole, forward, pads=[0], num_tokens=NUM_TOKENS)
-            Rows(lanes, choose=choose_together(gather)).decode([row], prefilled.logits_BV, told)
+            together = choose_together(gather)
+            decode([row], prefilled.logits_BV, lambda: (lanes, None), choose=together, on_step=told)
         return row.new_ids
 
     return Job(partition.num_ranks, choose=choose).run(body)

@@ -32,7 +32,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def join(self, id: RowId, row: Row) -> None:
-        """Take a row that asks for drafts, before its first token."""
+        """Take a row that asks for drafts."""
 
     def leave(self, id: RowId) -> None:  # noqa: B027 (what drafts over the memory of a batch keeps it)
         """Forget a row that has ended."""
