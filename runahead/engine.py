@@ -441,6 +441,11 @@ class Engine:
         return replace(self._setup, options={"a server": True})
 
     @property
+    def store(self) -> SegmentStore | None:
+        """Segments that prompts reuse; None before the first prompt that does, if the engine was given none."""
+        return self.prefills.store
+
+    @property
     def may_shard(self) -> bool:
         """Whether stages may decode together."""
         return not self.takes(Way.side_by_side)

@@ -86,6 +86,8 @@ def case_of(seed: int) -> Case:
     num_ranks = random.choice([1, 2, 2, 3])
     longest = max(map(len, prompts))
     inner = sorted(random.choice([0, 1, longest, random.randint(0, longest)]) for _ in range(num_ranks - 1))
+    # By transformers' cache later tokens would be rotated by tables of another length than earlier ones.
+    is_dynamic = "dynamic" in str(getattr(decoder_config(config), "rope_parameters", ""))
     return Case(
         seed=seed,
         model_type=model_type,
@@ -94,8 +96,7 @@ def case_of(seed: int) -> Case:
         num_ranks=num_ranks,
         boundaries=(0, *inner, longest),
         prefill=_prefill(num_ranks, random),
-        # By transformers' cache later tokens would be rotated by tables of another length than earlier ones.
-        num_new=1 if "dynamic" in str(getattr(config, "rope_parameters", "")) else random.choice([1, 3]),
+        num_new=1 if is_dynamic else random.choice([1, 3]),
     )
 
 

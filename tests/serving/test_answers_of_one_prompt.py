@@ -218,7 +218,7 @@ def test_a_prompt_that_reuses_segments_is_computed_once_too() -> None:
     served = Answers("llama")
     with throughout(served.model.dtype):
         served.plain.generate([asked], [SAMPLED])  # encodes the segments
-        served.engine.prefills.store, before = served.plain.prefills.store, served.num_computed
+        served.engine.prefills.store, before = served.plain.store, served.num_computed
         served.prefill([asked, OTHER, asked], [ANSWERS[0], SAMPLED, ANSWERS[1]])
         assert served.num_computed - before == 2 * max(len(asked), len(OTHER))
         served.require_answers()
