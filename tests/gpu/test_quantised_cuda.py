@@ -126,7 +126,7 @@ def test_a_gpu_fetches_from_the_host_what_a_cpu_has_without_a_wait(dtype: torch.
         try:
             for number, (k, v) in enumerate(given):
                 layer.append(k, v, NewTokens(prompt + number, pads, Phase.decode))
-            bring = layer.gather(Wanted(rows, skips_keys=skips_keys))
+            bring = layer.gather(Wanted(rows_X=rows, skips_keys=skips_keys))
             assert bring is not None
             slab_mBKX = bring()[:-1, ..., dim if skips_keys else 0 :]
         finally:
