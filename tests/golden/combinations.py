@@ -42,7 +42,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
         "gemma4_text",  # the last layers read earlier ones
         "qwen3_dms",  # tokens mark others
     ),
-    "bits": ("none", "4", "2"),
+    "bits": ("none", "4", "2", "8"),
     "decode": ("last", "sharded"),
     "ranks": ("1", "2", "3", "1x2", "2x2"),
     "chunks": ("even", "uneven"),
