@@ -159,9 +159,12 @@ class Engine:
         each = [of_row for of_row, _ in rows]
         self.check(prompts, each)
         self._agree(prompts, given)  # before anything else that all ranks do together
-        asked = _asked(replace(self._setup, blends=_blend(prompts)), each, reuses=_reuse_segments(prompts))
+        lengths = zip(ids, each, strict=True)
+        outgrows = any(self.prompt_limits.outgrows(len(text), of_row.max_new_tokens) for text, of_row in lengths)
+        setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
+        asked = _asked(setup, each, reuses=_reuse_segments(prompts))
         with self._held_prefixes(prompts) as found:
-            plan = self._plan(prompts, each, found, asked, record=record_timeline)
+            plan = self.plan(prompts, each, found=found, asked=asked, record=record_timeline)
             with self.ranks.announcing_failure(), ExitStack() as profiled:
                 stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
                 stages = [stage] if plan.shards is None else list(plan.shards)
@@ -198,6 +201,7 @@ class Engine:
                     speculator=self._speculator,
                     stream=stream,
                     gather=gather,
+                    again=partial(self._computed_again, plan),
                 )
                 stream.relay()
                 if decoded is not None and prefilled.prefixes:
@@ -236,23 +240,24 @@ class Engine:
             for prefix in found:
                 prefix.release()
 
-    def _plan(
+    def plan(
         self,
         prompts: Sequence[GivenPrompt],
-        options: Sequence[GenerationOptions],
-        found: Sequence[RowPrefix],
-        asked: Sequence[Setup],
+        options: Sequence[GenerationOptions] = (GenerationOptions(max_new_tokens=1),),
         *,
-        record: bool,
+        found: Sequence[RowPrefix] = (),
+        asked: Sequence[Setup] = (),
+        record: bool = False,
     ) -> PrefillPlan:
         """Agree with all ranks on a prefill: its chunks, what it reuses of prefixes, and where its tokens are stored.
 
         Args:
-            options: of each row.
+            options: of each row; by default no new token is stored.
             found: prefix of each row on this stage, if the engine reuses what it has.
-            asked: as `_asked` returns it.
+            asked: what the prompts ask for, as `_asked` returns it; by default what this engine does anyway.
+            record: as of `PrefillPlan`.
         """
-        owners = [list[int]() for _ in prompts]
+        asked, owners = asked or [self._setup], [list[int]() for _ in prompts]
         if self.prefixes is not None and not _reuse_segments(prompts):
             owners = self.prefills.owners([ids_of(prompt) for prompt in prompts], found)
         stored, stored_on = list(map(len, owners)), sorted(set().union(*owners))
@@ -276,6 +281,31 @@ class Engine:
             shards=shards,
             record=record,
         )
+
+    def alone(
+        self, texts: list[list[int]], num_new: int, meanwhile: Meanwhile | None = None
+    ) -> tuple[PrefillJob, Prefilled]:
+        """A prefill of texts by this stage alone, in the middle of their answers, whatever computed their prompts.
+
+        Args:
+            num_new: most tokens that may still come.
+            meanwhile: what this rank does besides.
+        """
+        num_tokens, ends = max(map(len, texts)), range(self.ranks.num_stages + 1)
+        chunk = ContextPartition(boundaries=tuple(num_tokens if end > self.ranks.stage else 0 for end in ends))
+        return self.prefills.again(texts, num_new, chunk, meanwhile=meanwhile)
+
+    def _computed_again(self, plan: PrefillPlan, texts: list[list[int]], num_new: int) -> tuple[PrefillJob, Prefilled]:
+        """A prefill of texts by what decodes them: this stage alone, or a chain of all stages that have shards.
+
+        Args:
+            plan: the prefill of their prompts.
+            num_new: most tokens that may still come.
+        """
+        if plan.shards is None:
+            return self.alone(texts, num_new)
+        partition, shards = self._placement.again(plan.partition, max(map(len, texts)), num_new - 1)
+        return self.prefills.again(texts, num_new, partition, shards=shards)
 
     def _gathering(self, stages: Sequence[int], options: Sequence[GenerationOptions]) -> Gathering | None:
         """The gathering of the stages that decode rows with these options together."""
@@ -438,7 +468,7 @@ class Engine:
 
     @property
     def _serving(self) -> Setup:
-        return replace(self._setup, options={"a server": True})
+        return replace(self._setup, options={"a server": True}, outgrows=True)
 
     @property
     def store(self) -> SegmentStore | None:

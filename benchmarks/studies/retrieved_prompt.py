@@ -78,6 +78,7 @@ def under_policies(start: Conversation, policies: RankPolicies) -> Conversation:
     assert start.cache is not None
     conversation = Conversation(start.model, policies)
     conversation.pads, conversation.rows, conversation.num_tokens = start.pads, start.rows, start.num_tokens
+    conversation.long_rows = start.long_rows
     conversation.cache = policies.cache(start.model, batch=1)
     conversation.cache.layers[:] = start.cache.layers  # in place: indices find slots in the same list
     return conversation

@@ -222,11 +222,8 @@ class API:
             raise wrong("n" if num_prompts == 1 else "prompt", f"{what} {self.options.batch} at once")
         prompts = prompts_of(read, self._tokenizer, self._schemas, client)
         rows = [prompt for prompt in prompts for _ in read.options]
-        lengths = self.scheduler.fitting(rows, read.options[0].max_new_tokens, is_chosen=read.length_field is not None)
-        options = [
-            replace(options, max_new_tokens=length)
-            for options, length in zip(read.options * num_prompts, lengths, strict=True)
-        ]
+        length = self.scheduler.fitting(rows, read.options[0].max_new_tokens, is_chosen=read.length_field is not None)
+        options = [replace(options, max_new_tokens=length) for options in read.options * num_prompts]
         try:
             self.scheduler.check(rows, options)
         except ValueError as error:
@@ -256,7 +253,7 @@ class API:
         else:
             field = read.length_field or field
             wanted = max(each.max_new_tokens for each in options)
-            most = min(self.scheduler.fitting(prompts, wanted, is_chosen=False))
+            most = self.scheduler.fitting(prompts, wanted, is_chosen=False)
             message += f"; {field}={most} would fit" if most < wanted else ""
         return APIError(400, message, param=field, code=code)
 

@@ -9,7 +9,7 @@ chosen without it. On several ranks, without policies: `ShardedConversation`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -25,7 +25,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.forward import Forward, forward_in_turn, forward_over
 from runahead.decoding.lanes import Lanes
-from runahead.decoding.row import Row, batch_ids
+from runahead.decoding.row import Row, RowId, batch_ids
 from runahead.decoding.rows import Choose, Decoded, choose_alone, decode
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
@@ -42,6 +42,9 @@ from runahead.thinning.steps import PolicySteps
 class Conversation:
     """A text so far and its KV cache, as far as policies keep it.
 
+    A text that grows past the length where LongRoPE changes its tables, with a turn or in an answer, is computed anew
+    there, under policies as one prompt.
+
     Args:
         model: the model.
         policies: run after each layer in every turn, as on the rank that decodes; by default all tokens are kept.
@@ -55,6 +58,7 @@ class Conversation:
         rows: token ids of each row, without padding, including generated ones.
         cache: the KV cache; None before the first turn.
         num_tokens: number of tokens per row that went through the cache, including padding.
+        long_rows: rows whose keys are rotated by LongRoPE's tables for long texts.
         logits_BV: logits of the last token that was fed; None after an answer, whose last token is fed with the next
             turn.
         speculation: statistics of the last answer that was drafted.
@@ -83,10 +87,10 @@ class Conversation:
         self.rows: list[list[int]] = []
         self.cache: KeptCache | None = None
         self.num_tokens = 0
+        self.long_rows = frozenset[int]()
         self.logits_BV: Tensor | None = None
         self.length = length or 0
         self._unfed_B1: Tensor | None = None
-        self._is_long: bool | None = None
         self._is_whole = True
         self._is_decided = policies.deciding is None
 
@@ -127,7 +131,6 @@ class Conversation:
             ValueError: no or unknown tokens, another number of rows, padding that is not possible, more tokens than the
                 model has positions, or an earlier turn failed half-way.
         """
-        was_long = self._is_long
         keeps_all = not self.rank_policies and self._moves_rows
         pads = self._checked_pads(ids_BC, pads, keeps_all=keeps_all)
         if self.cache is None:
@@ -136,8 +139,8 @@ class Conversation:
         with self._advancing():
             given, is_first = ids_BC.shape[1], not self.num_tokens
             ids_BC = self._taken_in(ids_BC, pads)
-            if self._is_long != was_long and was_long is not None:  # by which keys are rotated
-                ids_BC = self._begun_anew()
+            if self._outgrows(self.num_tokens + ids_BC.shape[1], [] if is_first else pads):
+                ids_BC = self._begun_anew(self.rows)
             elif any(pads) and not is_first:
                 self._forget_last(pads)
                 ids_BC = self._newest(ids_BC.shape[1])
@@ -183,9 +186,19 @@ class Conversation:
             raise ValueError("there is nothing that tokens could follow; feed some first")
         pads = self._checked_pads(ids_BC, None)
         with self._advancing():
-            given, ids_BC = ids_BC.shape[1], self._taken_in(ids_BC, pads)
-            logits_BCV = self._forward_in_turn(ids_BC, at_once=at_once and self.follows_at_once)
-        self.num_tokens += ids_BC.shape[1]
+            given, ids_BC, logits = ids_BC.shape[1], self._taken_in(ids_BC, pads), list[Tensor]()
+            while num_left := ids_BC.shape[1]:
+                if self._outgrows(self.num_tokens + 1):
+                    so_far = [ids[: len(ids) - num_left + 1] for ids in self.rows]
+                    logits.append(self._forward(self._begun_anew(so_far), all_logits=False, cut_back=True)[:, None])
+                else:
+                    ends = enumerate(range(self.num_tokens + 1, self.num_tokens + num_left + 1))
+                    num = next((num for num, end in ends if self._outgrows(end)), num_left)
+                    at_once = at_once and self.follows_at_once
+                    logits.append(self._forward_in_turn(ids_BC[:, :num], at_once=at_once))
+                    self.num_tokens += num
+                ids_BC = ids_BC[:, logits[-1].shape[1] :]
+        logits_BCV = torch.cat(logits, dim=1)
         self.logits_BV = logits_BCV[:, -1]
         return logits_BCV[:, -given:]
 
@@ -202,7 +215,7 @@ class Conversation:
             raise ValueError("there is nothing to answer; feed tokens first")
         check_options([options], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
         for end in (self.num_tokens, self.num_tokens + options.max_new_tokens - 1):
-            self._check_length(end, end, self.pads)
+            self._check_length(end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
         speculates = options.speculate is not Speculate.none
         if speculates:
@@ -215,29 +228,49 @@ class Conversation:
                     "feed the row without padding, or use generation.speculate=lookup"
                 )
             self.cache.free(room=options.max_new_tokens)
-        ids, forward = batch_ids(len(rows)), self._one_token_forward()
-        lanes = Lanes.holding(
-            self.model,
-            ids,
-            self.cache,
-            forward,
-            pads=self.pads,
-            num_tokens=self.num_tokens,
-            deciding=self._between_turns,
-        )
-        drafts = self._speculator.drafts(rows, lanes) if speculates else None
         with self._advancing():
-            decoded = decode(rows, self.logits_BV, lambda: (lanes, drafts), choose=self._choose())
-            waited = [decoded.num_steps - len(row.new_ids) for row in rows]
-            self.num_tokens += decoded.num_steps - 1
-            if any(waited) and self._moves_rows:
-                self._forget_last(waited)
+            lanes, is_anew = self._lanes(batch_ids(len(rows))), False
+
+            def anew(lanes: Lanes, others: Mapping[RowId, Row]) -> tuple[Tensor, Lanes]:
+                nonlocal is_anew
+                is_anew = True
+                lanes.release()
+                ids_BC = self._begun_anew([row.ids for row in others.values()])
+                logits_BV = self._forward(ids_BC, all_logits=False, cut_back=True)
+                return logits_BV, self._lanes(list(others))
+
+            drafts = self._speculator.drafts(rows, lanes) if speculates else None
+            decoded = decode(rows, self.logits_BV, lambda: (lanes, drafts), choose=self._choose(), anew=anew)
+            self.rows = [row.ids for row in rows]
+            if is_anew:
+                self.num_tokens = len(self.rows[0]) - 1
+                if len(rows) > 1:  # some may have ended before
+                    ids_BC = self._begun_anew([ids[:-1] for ids in self.rows])
+                    self._forward(ids_BC, all_logits=False, cut_back=True)
+            else:
+                waited = [decoded.num_steps - len(row.new_ids) for row in rows]
+                self.num_tokens += decoded.num_steps - 1
+                if any(waited) and self._moves_rows:
+                    self._forget_last(waited)
         if drafts is not None:
             self.speculation = drafts.report
-        self.rows = [row.ids for row in rows]
         self.logits_BV = None
         self._unfed_B1 = row_values([row.new_ids[-1] for row in rows], self.model.device)[:, None]
         return decoded
+
+    def _lanes(self, ids: Sequence[RowId]) -> Lanes:
+        """The rows, for an answer."""
+        assert self.cache is not None
+        return Lanes.holding(
+            self.model,
+            ids,
+            self.cache,
+            self._one_token_forward(),
+            pads=self.pads,
+            num_tokens=self.num_tokens,
+            deciding=self._between_turns,
+            length=self.length,
+        )
 
     def fork(self) -> Conversation:
         """An independent copy of the conversation. Both share memory until new tokens are appended."""
@@ -269,12 +302,30 @@ class Conversation:
         last = [ids[-num:] for ids in self.rows]
         return torch.tensor([[0] * (num - len(ids)) + ids for ids in last], device=self.model.device)
 
-    def _begun_anew(self) -> Tensor:
-        """Forget all that is stored. Returns the ids (B, C) of all rows."""
-        longest = max(map(len, self.rows))
-        self.cache = self.rank_policies.cache(self.model, batch=len(self.rows), has_turns=True)
-        self.num_tokens, self.pads = 0, [longest - len(ids) for ids in self.rows]
-        return self._newest(longest)
+    def _outgrows(self, end: int, pads: Sequence[int] = ()) -> bool:
+        """Whether LongRoPE has other tables for a row of a text of `end` tokens than those of its keys.
+
+        Args:
+            pads: padding of each row that comes with the newest tokens.
+        """
+        return self.num_tokens > 0 and self._long_at(end, pads) != self.long_rows
+
+    def _long_at(self, end: int, pads: Sequence[int] = ()) -> frozenset[int]:
+        """The rows for which LongRoPE takes its tables for long texts where the text has `end` tokens."""
+        longest_short = self.model.length_threshold
+        if longest_short is None:
+            return frozenset()
+        all_pads = [old + new for old, new in zip(self.pads, pads or [0] * len(self.pads), strict=True)]
+        return frozenset(row for row, pad in enumerate(all_pads) if max(end, self.length) - pad > longest_short)
+
+    def _begun_anew(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Forget all that is stored. Returns the ids (B, C) of rows, padded."""
+        longest = max(map(len, rows))
+        self.cache = None  # whose memory is free then
+        self.cache = self.rank_policies.cache(self.model, batch=len(rows), has_turns=True)
+        self.num_tokens, self.pads = 0, [longest - len(ids) for ids in rows]
+        self._is_decided = self.rank_policies.deciding is None
+        return torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in rows], device=self.model.device)
 
     @contextmanager
     def _advancing(self) -> Iterator[None]:
@@ -293,7 +344,14 @@ class Conversation:
 
     def _one_token_forward(self) -> Forward:
         assert self.cache is not None
-        return forward_over(self.model, self.cache, self._between_turns, pads=self.pads, prompt_tokens=self.num_tokens)
+        return forward_over(
+            self.model,
+            self.cache,
+            self._between_turns,
+            pads=self.pads,
+            prompt_tokens=self.num_tokens,
+            length=self.length,
+        )
 
     @property
     def follows_at_once(self) -> bool:
@@ -305,7 +363,13 @@ class Conversation:
         assert self.cache is not None
         if at_once:
             return forward_in_turn(
-                self.model, self.cache, self._between_turns, ids_BC, start=self.num_tokens, pads=self.pads
+                self.model,
+                self.cache,
+                self._between_turns,
+                ids_BC,
+                start=self.num_tokens,
+                pads=self.pads,
+                length=self.length,
             )
         forward = self._one_token_forward()
         steps = enumerate(ids_BC.split(1, dim=1), start=self.num_tokens)
@@ -325,6 +389,7 @@ class Conversation:
         """Logits of new tokens, which are stored and cut back as the policies decide."""
         assert self.cache is not None
         end = self.num_tokens + ids_BC.shape[1]
+        self.long_rows = self._long_at(end)
         tokens = NewTokens(self.num_tokens, self.pads)
         steps = self._steps(tokens, end, cut_back=cut_back)
         logits = self.model.forward(
@@ -406,18 +471,14 @@ class Conversation:
             pads = pads or [0] * len(self.pads)
         end = self.num_tokens + (self._unfed_B1 is not None) + num_new
         all_pads = [old + new for old, new in zip(self.pads or [0] * len(pads), pads, strict=True)]
-        self._check_length(max(end, self.length), end, all_pads, may_begin_anew=keeps_all)
+        self._check_length(end, all_pads)
         return pads
 
-    def _check_length(self, length: int, end: int, pads: list[int], *, may_begin_anew: bool = False) -> None:
-        """Check that the model supports `end` tokens, including padding, of a text of `length` tokens.
-
-        Args:
-            may_begin_anew: the text may be computed anew where RoPE changes.
+    def _check_length(self, end: int, pads: list[int]) -> None:
+        """Check that the model supports `end` tokens, including padding.
 
         Raises:
-            ValueError: they exceed the model's positions, rows have different lengths that the model does not support,
-                or RoPE would change within the conversation.
+            ValueError: they exceed the model's positions, or rows have different lengths where the model allows one.
         """
         model = self.model
         num_positions = end - min(pads)
@@ -436,11 +497,3 @@ class Conversation:
                 f"model {model.name} ({model.config.model_type}) counts positions from the start of the longest row, "
                 "so rows of different lengths cannot run at once; use one row"
             )
-        if model.length_threshold is not None:
-            is_long = length > model.length_threshold
-            if self._is_long is not None and is_long != self._is_long and not may_begin_anew:
-                raise ValueError(
-                    f"the conversation grows past {model.length_threshold} tokens, where this model's RoPE changes; "
-                    "give its length from the start, or keep it shorter"
-                )
-            self._is_long = is_long

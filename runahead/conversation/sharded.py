@@ -19,19 +19,17 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
-from runahead.cache.shard import emptiest, shards
+from runahead.cache.shard import emptiest
 from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
 from runahead.conversation.conversation import Conversation
-from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.forward import Forward
 from runahead.decoding.rows import Choose, Decoded
 from runahead.decoding.together import choose_together, gathering_between
-from runahead.features.refused import check
+from runahead.engine import Engine
 from runahead.kv_transfer.gathering import Gathering, Gatherings
 from runahead.model.model import Model
-from runahead.model.shares import check_arrangement
-from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.ranks.agreement import secret
 from runahead.ranks.ranks import Ranks
 
@@ -66,8 +64,13 @@ class Owners:
         self._latest = start, stage
 
     def owns(self, start: int) -> bool:
-        """Whether this rank stores the tokens that are being computed, the first of which has this index."""
-        assert self._latest[0] == start, (self._latest, start)
+        """Whether this rank stores the tokens that are being computed, the first of which has this index.
+
+        A stage is chosen here for one that was given to none: a single token.
+        """
+        if self._latest[0] != start:
+            [(stage, num_new)] = self.pieces(1)
+            self.give(stage, start, num_new)
         return self._latest[1] == self._own
 
     def fork(self) -> Owners:
@@ -99,14 +102,12 @@ class ShardedConversation(Conversation):
         prefill: PrefillOptions | None = None,
         length: int | None = None,
     ) -> None:
-        check_arrangement(model, ranks)
-        super().__init__(model, length=length)
-        self.ranks, self._partition, self._options = ranks, partition, prefill or PrefillOptions()
         decode = DecodeOptions(name=DecodeName.sharded)
-        self._setup = replace(self._setup, prefill=self._options, decode=decode, num_stages=ranks.num_stages)
-        check(self._setup)
-        self._owners = Owners(dict.fromkeys(range(ranks.num_stages), 0), ranks.stage)
-        self._gatherings = Gatherings(ranks)
+        self._engine = Engine(model, ranks, prefill=prefill, partition=partition, decode=decode)
+        super().__init__(model, length=length)
+        self.ranks = ranks
+        self._setup = replace(self._setup, decode=decode, num_stages=ranks.num_stages)
+        self._owners, self._gatherings = self._nothing_stored(), Gatherings(ranks)
 
     def feed(
         self, ids_BC: Tensor, *, pads: list[int] | None = None, all_logits: bool = False, cut_back: bool = True
@@ -141,15 +142,16 @@ class ShardedConversation(Conversation):
             other.cache.part = TextPart(part.indices, pads=self.pads, owns=other._owners.owns)
         return other
 
+    def _nothing_stored(self) -> Owners:
+        return Owners(dict.fromkeys(range(self.ranks.num_stages), 0), self.ranks.stage)
+
+    def _begun_anew(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        self._owners = self._nothing_stored()
+        return super()._begun_anew(rows)
+
     def _one_token_forward(self) -> Forward:
-        forward = forward_over(self.model, self._sharded(1), [], pads=self.pads, prompt_tokens=self.num_tokens)
-
-        def stored_somewhere(ids_B1: Tensor, start: int) -> Tensor:
-            [(stage, _)] = self._owners.pieces(1)
-            self._owners.give(stage, start, 1)
-            return forward(ids_B1, start)
-
-        return stored_somewhere
+        self._sharded(1)
+        return super()._one_token_forward()
 
     @property
     def _moves_rows(self) -> bool:
@@ -166,9 +168,10 @@ class ShardedConversation(Conversation):
         assert self.cache is not None
         given = ids_BC.shape[1]
         end = self.num_tokens + given
+        self.long_rows = self._long_at(end)
         with self.ranks.announcing_failure():
             # The chain has logits of the last token on one rank alone, so that token is computed by all.
-            if self.num_tokens == 0 and given > 1 and not (all_logits or self.model.rotates_by_length):
+            if self.num_tokens == 0 and given > 1 and not all_logits and self._takes_chain(given - 1):
                 self._prefill(ids_BC[:, :-1])
                 ids_BC = ids_BC[:, -1:]
             if self.cache.part is None:
@@ -178,33 +181,29 @@ class ShardedConversation(Conversation):
             self.cache.free(room=0)
         return torch.cat(logits, dim=1) if all_logits else logits[-1]
 
+    def _takes_chain(self, num_tokens: int) -> bool:
+        """Whether a chain may compute so many first tokens, which it pads and rotates as a text of their own."""
+        if min(self.pads) > 0 or not self.model.rotates_by_length:
+            return min(self.pads) == 0
+        longest_short = self.model.length_threshold
+        if longest_short is None:
+            return False
+        return {row for row, pad in enumerate(self.pads) if num_tokens - pad > longest_short} == self.long_rows
+
     def _prefill(self, ids_BC: Tensor) -> None:
         """Compute the first tokens in a chain, after which each stage stores its chunk."""
-        ranks, num_tokens, num_stages = self.ranks, ids_BC.shape[1], self.ranks.num_stages
-        strategy = PREFILLS[self._options.name]
-        partition = strategy.split(num_tokens, num_stages, self._partition)
-        shard_of = shards(partition, 0)
-        with ranks.busy():
-            strategy.connect(ranks, partition, self._options)
-        ranks.barrier("all ranks to hold the prompt")
-        job = PrefillJob(
-            model=self.model,
-            ranks=ranks,
-            batch=PromptBatch(ids_BS=ids_BC, pads=self.pads),
-            partition=partition,
-            capacity=num_tokens,
-            options=self._options,
-            shards=shard_of,
-        )
-        stored = strategy.run(job).cache
+        prompts = [ids[pad:] for ids, pad in zip(ids_BC.tolist(), self.pads, strict=True)]
+        plan = self._engine.plan(prompts)
+        stored = self._engine.prefill(plan).cache
         if stored is not None:
             assert stored.slabs is not None, type(stored)
-            chunk = shard_of[ranks.stage].chunk
+            chunk = plan.partition.chunk(self.ranks.stage)
             self.cache = _kept_of(stored.slabs, chunk, self.pads)
             self.cache.part = TextPart(chunk, pads=self.pads, owns=self._owners.owns)
-        for stage, shard in shard_of.items():
-            self._owners.give(stage, shard.chunk.start, len(shard.chunk))
-        self.num_tokens = num_tokens
+        for stage in plan.partition.chain:
+            chunk = plan.partition.chunk(stage)
+            self._owners.give(stage, chunk.start, len(chunk))
+        self.num_tokens = ids_BC.shape[1]
 
     def _pieces(self, ids_BC: Tensor, *, all_logits: bool, length: int) -> list[Tensor]:
         """Logits after each piece of some tokens, or of all of its tokens, computed by all ranks."""

@@ -62,7 +62,7 @@ def feed_all(
         assert conversation.cache is not None
         conversation.pads, conversation.num_tokens = list(prefill.pads), prefill.num_tokens
         conversation.rows = [list(row) for row in prefill.rows]
-        conversation.logits_BV = logits_BV
+        conversation.long_rows, conversation.logits_BV = prefill.long_rows, logits_BV
         began_s, saved_s = clock_s(), answers.saved_s
         conversation.decide(answers)
         prefill.policy_s[number] += clock_s() - began_s

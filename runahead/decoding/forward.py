@@ -56,6 +56,7 @@ def forward_over(
     prompt_tokens: int,
     is_told: bool = False,
     part: PromptPart | None = None,
+    length: int = 0,
 ) -> Forward:
     """Choose the forward of single new tokens after a prompt.
 
@@ -65,6 +66,7 @@ def forward_over(
         prompt_tokens: number of tokens of the padded prompt.
         is_told: another rank chooses the tokens, so this one ends a forward with the last layer's attention.
         part: the tokens of the prompt that this rank keeps, if each rank keeps its own.
+        length: tokens that the padded text will have at least, for RoPE that depends on it.
     """
     ends = model.last_attention if is_told else None
     as_step = partial(model.ranges.around, "decoding step")
@@ -75,7 +77,7 @@ def forward_over(
 
         def over_all(ids_B1: Tensor, start: int) -> Tensor:
             attention = CausalAttention(cache, start=start, pads=pads, phase=Phase.decode, ends=ends)
-            logits_BV = logits_of(model, ids_B1, attention)
+            logits_BV = logits_of(model, ids_B1, attention, length=length)
             may_capture = part is None  # under policies no rank has a cache of fixed shape
             if may_capture and next(steps) == FixedForward.WARM_UP and accelerator_for(model.device) is not None:
                 agreed(cache, model, is_fine=False)  # another rank may be about to capture a graph
@@ -87,7 +89,7 @@ def forward_over(
         attention = token_attention(
             model, cache, policies, start=start, pads=pads, prompt_tokens=prompt_tokens, ends=ends, part=part
         )
-        return logits_of(model, ids_B1, attention)
+        return logits_of(model, ids_B1, attention, length=length)
 
     return as_step(over_what_is_kept)
 
@@ -127,6 +129,7 @@ def forward_in_turn(
     start: int,
     pads: list[int],
     prompt_tokens: int | None = None,
+    length: int = 0,
 ) -> Tensor:
     """Logits (B, C, V) after each of these tokens, as if they were generated one by one from index `start` on.
 
@@ -136,7 +139,7 @@ def forward_in_turn(
     Args:
         model: each of its layers stores keys and values.
         cache: of a text of `start` tokens; nothing in it looks ahead to the next layer, as what retrieves does.
-        policies, pads, prompt_tokens: as for `forward_over`; by default the prompt is all of that text.
+        policies, pads, prompt_tokens, length: as for `forward_over`; by default the prompt is all of that text.
     """
     assert not model.kv_sources, "a layer that reads others would see later tokens, which these store first"
     prompt_tokens = start if prompt_tokens is None else prompt_tokens
@@ -144,7 +147,7 @@ def forward_in_turn(
         token_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=prompt_tokens)
         for index in range(start, start + ids_BC.shape[1])
     ]
-    return model.forward(ids_BC, InTurn(tokens), start=start, pads=pads, all_logits=True)
+    return logits_of(model, ids_BC, InTurn(tokens), all_logits=True, length=length)
 
 
 class InTurn(LayerAttention):
@@ -178,10 +181,14 @@ class InTurn(LayerAttention):
         return zip(self._tokens, *(x.split(1, dim=2) for x in of_all), strict=True)
 
 
-def logits_of(model: Model, ids_BC: Tensor, attention: LayerAttention, *, all_logits: bool = False) -> Tensor:
+def logits_of(
+    model: Model, ids_BC: Tensor, attention: LayerAttention, *, all_logits: bool = False, length: int = 0
+) -> Tensor:
     """Logits (B, V), or (B, C, V); (B, 0) or (B, C, 0) where attention ends the forward, since no logits are needed."""
+    start, pads = attention.start, attention.pads
+    length = max(length, start + ids_BC.shape[1])
     with suppress(ForwardEndsHere):
-        return model.forward(ids_BC, attention, start=attention.start, pads=attention.pads, all_logits=all_logits)
+        return model.forward(ids_BC, attention, start=start, pads=pads, length=length, all_logits=all_logits)
     return torch.empty(*ids_BC.shape[: 1 + all_logits], 0, device=ids_BC.device)
 
 

@@ -42,6 +42,7 @@ class Lane:
         num_shared: tokens before them that other rows of the same prompt share, after those that the prompt reused.
         prompt_tokens: number of tokens of the prompt, of which policies keep a share.
         pad: left padding with which policies count the row's tokens, as in the batch that it began in.
+        is_long: its keys are rotated by LongRoPE's tables for long texts.
         take_back: takes tokens of the last forward back, with what policies decided after them; None: the cache does.
     """
 
@@ -50,6 +51,7 @@ class Lane:
     prompt_tokens: int
     num_shared: int = 0
     pad: int = 0
+    is_long: bool = False
     take_back: Callable[[int], None] | None = None
 
 
@@ -126,9 +128,10 @@ class Lanes:
     """
 
     def __init__(self, model: Model, policies: RankPolicies | None = None) -> None:
-        self._model, self._policies = model, policies or RankPolicies()
+        self._model, self._policies, self._longest_short = model, policies or RankPolicies(), model.length_threshold
         self._deciding: Sequence[Policy] = self._policies.while_decoding
         self._ends: End | None = None
+        self._length = 0
         self._lanes: dict[RowId, Lane] = {}
         self._batch: _Batch | None = None
         self._groups: list[_Group] = []
@@ -162,6 +165,7 @@ class Lanes:
         num_tokens: int,
         deciding: Sequence[Policy] = (),
         is_told: bool = False,
+        length: int = 0,
     ) -> Lanes:
         """The lanes of one batch, which no other row joins.
 
@@ -172,12 +176,15 @@ class Lanes:
             num_tokens: number of tokens of the padded prompt.
             deciding: the policies that decide after each token.
             is_told: another rank chooses the tokens, so that this one needs no logits.
+            length: tokens that the padded text will have at least, for RoPE that depends on it.
         """
         lanes = cls(model)
+        lanes._length = length
         lanes._deciding, lanes._ends = deciding, model.last_attention if is_told else None
         for id, pad in zip(ids, pads, strict=True):
             counted_pad = pad if deciding else 0
-            lanes._lanes[id] = Lane(cache=cache, num_tokens=num_tokens - pad, prompt_tokens=num_tokens, pad=counted_pad)
+            lane = Lane(cache=cache, num_tokens=num_tokens - pad, prompt_tokens=num_tokens, pad=counted_pad)
+            lanes._lanes[id] = lanes._rotated(lane, length=length - pad)
         lanes._batch = _Batch(
             cache=cache,
             forward=forward or forward_over(model, cache, [], pads=pads, prompt_tokens=num_tokens),
@@ -213,10 +220,9 @@ class Lanes:
                 num_new = max(rows[row].num_left for row in places) - 1  # the last one is not stored
                 own, num_shared = fork(of_prompt, len(places), self._model, num_tokens=length, num_new=num_new)
             for row, each in zip(places, own, strict=True):
-                prompt_tokens, num_tokens = len(rows[row].prompt), length - num_shared
-                joining[row] = Lane(
-                    cache=each, num_tokens=num_tokens, prompt_tokens=prompt_tokens, num_shared=num_shared
-                )
+                prompt_tokens, num_tokens = len(rows[row].ids), length - num_shared
+                lane = Lane(cache=each, num_tokens=num_tokens, prompt_tokens=prompt_tokens, num_shared=num_shared)
+                joining[row] = self._rotated(lane)
         self._lanes |= {id: joining[row] for row, id in enumerate(ids)}
         self._groups = []
 
@@ -228,6 +234,33 @@ class Lanes:
             return self._lanes[row]
         self._groups = []
         return self._lanes.pop(row)
+
+    def outgrown(self, rows: Iterable[RowId]) -> list[RowId]:
+        """Rows whose next tokens LongRoPE rotates by other tables than their keys. Those of a batch go together."""
+        if self._longest_short is None:
+            return []
+        rows = list(rows)
+        found = [row for row in rows if self._left_as_short(row) == 0]
+        return rows if found and self._batch is not None else found
+
+    def most_at_once(self, rows: Iterable[RowId]) -> int | None:
+        """Most tokens of a forward of rows that have not outgrown their tables; None is any number."""
+        left = [self._left_as_short(row) for row in rows] if self._longest_short is not None else []
+        return min((each for each in left if each is not None), default=None)
+
+    def _left_as_short(self, row: RowId) -> int | None:
+        """Tokens until LongRoPE has other tables for a row; None if it never has."""
+        lane, longest = self._lanes[row], self._longest_short
+        return None if lane.is_long or longest is None else longest - lane.num_tokens
+
+    def _rotated(self, lane: Lane, length: int = 0) -> Lane:
+        """The lane of a text that was computed as one prompt, or as the beginning of a text of some length."""
+        lane.is_long = self._longest_short is not None and max(lane.num_tokens, length) > self._longest_short
+        return lane
+
+    def release(self) -> None:
+        """Forget all rows, so that their memory is freed."""
+        self._lanes, self._batch, self._groups = {}, None, []
 
     def lane(self, row: RowId) -> Lane:
         """The memory of a row."""
@@ -255,7 +288,7 @@ class Lanes:
         for group in self._groups_of(last_ids):
             attention, ids_B1 = group.attention(of_row), self._ids(last_ids[row] for row in group.rows)
             with model.ranges("decoding step"):
-                found.append((group.rows, logits_of(model, ids_B1, attention)))
+                found.append((group.rows, logits_of(model, ids_B1, attention, length=self._length)))
         for row in last_ids:
             self._lanes[row].num_tokens += 1
         if len(found) == 1:
@@ -321,17 +354,16 @@ class Lanes:
         filled = [[*row_ids, *[0] * (longest - len(row_ids))] for row_ids in ids]
         ids_BC = sent(torch.tensor(filled), model.device)
         with model.ranges("verification of", longest, "tokens"):
-            logits_BCV = logits_of(model, ids_BC, attention, all_logits=True)
+            logits_BCV = logits_of(model, ids_BC, attention, all_logits=True, length=self._length)
         return [logits_CV[: len(row_ids)] for row_ids, logits_CV in zip(ids, logits_BCV, strict=True)]
 
     def _verified_in_turn(self, lane: Lane, ids: Sequence[int]) -> Tensor:
         """Logits (C, V) after each of some tokens of a row that each change what those after them see of the others."""
-        model, cache, start = self._model, lane.cache, self._place(lane)
+        model, cache, pads, start = self._model, lane.cache, [lane.pad], self._place(lane)
         ids_1C = sent(torch.tensor([list(ids)]), model.device)
         with model.ranges("verification of", len(ids), "tokens"), cache.remembering() as lane.take_back:
-            [logits_CV] = forward_in_turn(
-                model, cache, self._deciding, ids_1C, start=start, pads=[lane.pad], prompt_tokens=lane.prompt_tokens
-            )
+            given = {"prompt_tokens": lane.prompt_tokens, "length": self._length}
+            [logits_CV] = forward_in_turn(model, cache, self._deciding, ids_1C, start=start, pads=pads, **given)
         return logits_CV
 
     def _place(self, lane: Lane) -> int:

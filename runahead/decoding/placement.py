@@ -110,6 +110,19 @@ class Placement:
         room = min(free for free, _ in by_rank)
         return chosen if num_new > 0 and self._is_faster(partition, chosen, batch, weights, room) else None
 
+    def again(
+        self, partition: ContextPartition, num_tokens: int, num_new: int
+    ) -> tuple[ContextPartition, dict[int, Shard]]:
+        """Chunks and shards of a later prefill on the stages that store a batch, split about alike.
+
+        Args:
+            partition: of the batch.
+            num_tokens: of the later, padded texts.
+            num_new: number of new tokens per row that are stored after these.
+        """
+        later = partition.scaled(num_tokens, partition.chain)
+        return later, shards(later, num_new, by_share=self._by_share)
+
     def gathering(self, chain: Sequence[int], num_queries: int) -> Gathering | None:
         """The gathering of this rank's share of these stages; None on a rank of another stage.
 

@@ -27,6 +27,10 @@ from runahead.decoding.sampling import NOT_NUMBERS, Sampler, next_tokens
 from runahead.decoding.speculative.acceptance import Acceptance
 from runahead.decoding.speculative.proposals import PayingDrafts, Proposal
 
+Anew = Callable[[Lanes, Mapping[RowId, Row]], tuple[Tensor | None, Lanes]]
+"""Computes the texts of rows that lanes hold anew, as those of prompts -> logits (B, V) after each, None on a rank that
+is told the tokens, and the lanes that hold the rows then. Other rows may be stepped meanwhile."""
+
 Choose = Callable[[Sequence[Sampler | None], Tensor | None], list[int | None]]
 """Samplers of the rows, None for those that have ended, and logits (B, V), None on a rank that is told the tokens ->
 the next token of every row, as `next_tokens`. All ranks that decode the rows get the same."""
@@ -70,6 +74,7 @@ class Rows:
         lanes: where their keys and values are.
         choose: chooses the tokens of a step, of which all ranks hear.
         drafts: for the rows that ask for them; None for none.
+        anew: for rows that outgrow the tables by which LongRoPE has rotated their keys; None: no model has these.
         on_leave: called with every row that leaves.
     """
 
@@ -79,10 +84,13 @@ class Rows:
         *,
         choose: Choose = choose_alone,
         drafts: PayingDrafts | None = None,
+        anew: Anew | None = None,
         on_leave: Callable[[RowId, Row, Lane], object] = lambda id, row, lane: None,
     ) -> None:
         self._lanes, self._choose, self._drafts, self._on_leave = lanes, choose, drafts, on_leave
+        self._anew = anew
         self._rows: dict[RowId, Row] = {}
+        self._away: dict[RowId, Row] = {}  # which are computed anew
         self._is_in_step = False
 
     def __len__(self) -> int:
@@ -129,6 +137,8 @@ class Rows:
     def step(self, tell: Callable[[list[NewToken]], object] = lambda new: None) -> list[list[NewToken]]:
         """Give every row its next token, or several where drafts are right. Rows that end leave.
 
+        Where rows outgrow their rotary tables, a step computes them anew, and gives no token to others.
+
         Args:
             tell: called with the tokens of each place of the drafts as they are chosen. It may cancel rows.
 
@@ -137,6 +147,8 @@ class Rows:
         """
         if not self._rows:
             return []
+        if outgrown := self._lanes.outgrown(self._rows):
+            return self._step_anew(outgrown, tell)
         self._is_in_step = True
         try:
             places = self._step(tell)
@@ -167,11 +179,29 @@ class Rows:
             self._drafts.note(proposal, acceptance, time.perf_counter() - began_s - told_s)
         return places
 
+    def _step_anew(self, ids: Sequence[RowId], tell: Callable[[list[NewToken]], object]) -> list[list[NewToken]]:
+        """Compute rows anew, and choose their next tokens."""
+        assert self._anew is not None, "LongRoPE needs a way to compute texts anew"
+        rows = {id: self._rows.pop(id) for id in ids}
+        self._away |= rows
+        logits_BV, self._lanes = self._anew(self._lanes, rows)
+        for id, row in rows.items():
+            del self._away[id]
+            if row.finish_reason is None:
+                self._rows[id] = row
+        new = _next(ids, [self._rows.get(id) for id in ids], self._choose, logits_BV)
+        self._rows |= rows
+        if new:
+            tell(new)
+        self._let_leave()
+        return [new] if new else []
+
     def cancel(self, ids: Collection[RowId]) -> list[RowId]:
         """Let rows end and leave, those that are here and have not ended. Returns their ids."""
-        found = [id for id in dict.fromkeys(ids) if id in self._rows and self._rows[id].finish_reason is None]
+        rows = self._rows | self._away
+        found = [id for id in dict.fromkeys(ids) if id in rows and rows[id].finish_reason is None]
         for id in found:
-            self._rows[id].end("cancelled")
+            rows[id].end("cancelled")
         if found and not self._is_in_step:  # else they leave with those that end in it
             self._let_leave()
         return found
@@ -184,8 +214,11 @@ class Rows:
             return None
         drafts.payoff.always = any(row.options.speculate_always for row in asking)
         drafts.begin(len(self._rows), max(row.num_left for row in self._rows.values()))
+        at_once = self._lanes.most_at_once(self._rows)
         most = {  # one more token comes with a draft
-            id: min(row.options.speculate_tokens, row.num_left - 1) if row.asks_for_drafts else 0
+            id: min(row.options.speculate_tokens, (at_once or row.num_left) - 1, row.num_left - 1)
+            if row.asks_for_drafts
+            else 0
             for id, row in self._rows.items()
         }
         samplers = {id: row.sampler for id, row in self._rows.items()}
@@ -217,6 +250,7 @@ def decode(
     hold: Callable[[], tuple[Lanes, PayingDrafts | None]],
     *,
     choose: Choose = choose_alone,
+    anew: Anew | None = None,
     on_step: Callable[[list[int | None]], Iterable[int]] = lambda tokens: (),
 ) -> Decoded:
     """Generate from all rows of a batch until each has ended.
@@ -225,7 +259,7 @@ def decode(
         rows: one per prompt, without new tokens.
         logits_BV: of the prompts' last tokens; None on a rank that is told the tokens.
         hold: returns lanes that hold the rows, with their drafts. It is called once the first tokens are there.
-        choose: as of `Rows`.
+        choose, anew: as of `Rows`.
         on_step: called with the tokens of each step, or of each place of the drafts in it: None for rows that have none
             there. Returns the rows to cancel.
 
@@ -244,7 +278,7 @@ def decode(
 
     tell(_next(ids, rows, choose, logits_BV))
     lanes, drafts = hold()
-    live = Rows(lanes, choose=choose, drafts=drafts)
+    live = Rows(lanes, choose=choose, drafts=drafts, anew=anew)
     live.take(ids, rows)
     while live:
         live.step(tell)

@@ -43,6 +43,7 @@ class Setup:
         blends: whether some tokens of reused segments are computed again.
         drafting: the `RankPolicies` that choose what drafts are made of, or the model that makes them.
         rows: rows of a conversation.
+        outgrows: a text may grow past the length where LongRoPE changes its tables, while it is answered.
         device: type of device of the ranks, such as "cuda".
         backend: that sends messages between ranks, such as "nccl".
     """
@@ -65,6 +66,7 @@ class Setup:
     blends: bool | None = None
     drafting: Any = None
     rows: int | None = None
+    outgrows: bool | None = None
     device: str | None = None
     backend: str | None = None
 
@@ -335,6 +337,14 @@ def _is_split(setup: Setup) -> Words:
     return _number("num_chunks")(setup)
 
 
+def _outgrows(setup: Setup) -> Words:
+    """The length at which LongRoPE changes its tables, if texts grow past it."""
+    if setup.model is None or setup.outgrows is None:
+        return None
+    threshold = setup.model.length_threshold
+    return f"{threshold:,}" if setup.outgrows and threshold else ""
+
+
 def _marks(setup: Setup) -> Words:
     """The model, if it marks tokens that it evicts."""
     if setup.model is not None:
@@ -374,6 +384,8 @@ OF_MODEL: dict[str, Fact] = {
     "windows": _model(_windows),
     "ALiBi": _model(lambda model: model.has_key_bias),
     "angles by length": _model(lambda model: model.rotates_by_length),
+    "angles by length, of each token": _model(lambda model: model.rotates_by_length and model.length_threshold is None),
+    "an answer past LongRoPE's threshold": _outgrows,
     "own positions": _model(lambda model: model.uneven_limit is not None),
     "KV heads that ranks copy": _share(lambda model: model.copies_kv_heads),
     "a share of a model": _share(lambda model: model.num_shards > 1),

@@ -291,10 +291,16 @@ REFUSED = (
     ),
     Refused(("generation.speculate", "marks"), MARKED, "use generation.speculate=none"),
     Refused(
-        ("generation.speculate", "angles by length"),
+        ("generation.speculate", "angles by length, of each token"),
         "{0} does not go with model {model.name}, whose rotary angles depend on the length of the text, which is "
         "another one for each token of a draft",
         "use generation.speculate=none",
+    ),
+    Refused(
+        ("generation.speculate=policy", "angles by length"),
+        "{0} does not go with model {model.name}, whose rotary angles depend on the length of the text: drafts are "
+        "made from keys that are computed anew as it grows",
+        "use generation.speculate=lookup",
     ),
     *(
         Refused(

@@ -30,6 +30,7 @@ class Way(Enum):
     side_by_side = "requests are answered batch after batch, and none is computed while others are decoded"
     stopped = "a prompt whose client has left is computed to its end"
     stored_answers = "prompts are stored for later ones, and answers are not"
+    once = "a prompt is computed once more while it is answered"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ SLOWER = (
         ("reuse of prefixes", KEEPS),
         Way.stored_answers,
         "{1} change what the tokens of an answer attend to",
+    ),
+    Slower(
+        ("an answer past LongRoPE's threshold",),
+        Way.once,
+        "a text that grows past {0} tokens has other rotary tables (LongRoPE), and is computed anew by what decodes it",
     ),
 )
 """Rows with whose facts a faster way is not taken; of those of one way, the first that holds is told."""

@@ -34,7 +34,7 @@ class PromptLimits:
         prefill: options of the prefill.
         num_ranks: number of ranks among which `prefill` splits a prompt.
         uneven_limit: most tokens with which prompts of different lengths may run at once; None is any number.
-        length_threshold: length at which the model's RoPE changes; None if it does not.
+        length_threshold: length above which LongRoPE has other tables; None for other models.
         name: the model's name in messages.
     """
 
@@ -71,13 +71,10 @@ class PromptLimits:
             name=f"model {model.name} ({model.config.model_type})",
         )
 
-    def most_new_tokens(self, num_tokens: int) -> int | None:
-        """Most tokens that can be generated after a prompt before LongRoPE changes its tables; None is any number.
-
-        The last generated token is not fed to the model any more.
-        """
+    def outgrows(self, num_tokens: int, num_new: int) -> bool:
+        """Whether a prompt may grow past the length where LongRoPE changes its tables. The last token is not fed."""
         threshold = self.length_threshold
-        return None if threshold is None or num_tokens > threshold else threshold - num_tokens + 1
+        return threshold is not None and num_tokens <= threshold < num_tokens + num_new - 1
 
     def chunk_tokens(self, num_tokens: int) -> int | None:
         """Number of tokens of a prompt that one rank computes at a time; None is all of them."""
@@ -178,8 +175,7 @@ def check_prompts(
 
     Raises:
         PromptTooLong: a prompt and its new tokens are.
-        ValueError: there is no prompt; one is empty, holds an unknown id or may grow past a length at which the model's
-            RoPE changes; or they cannot run at once.
+        ValueError: there is no prompt; one is empty or holds an unknown id; or they cannot run at once.
     """
     if not prompts:
         raise ValueError("no prompt was given")
@@ -195,7 +191,6 @@ def check_prompts(
             _check_end(name, prompt, num, limits.max_positions)
         _check_length(name, len(ids), num, limits)
     lengths = [len(prompt.ids) if isinstance(prompt, ReusingPrompt) else len(prompt) for prompt in prompts]
-    _check_threshold(names, lengths, after_each, limits)
     if (apart := limits.apart(lengths, after_each)) is not None:
         raise ValueError(f"{apart}; use prompt.batch=1")
 
@@ -216,21 +211,6 @@ def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits
                 f"{name} has {num_tokens} tokens, and policy {type(replaying).__name__} repeats it at positions after "
                 f"it, of which the model has {limits.max_positions}; use at most {most} tokens, or another policy"
             )
-
-
-def _check_threshold(
-    names: Sequence[str], lengths: Sequence[int], num_new: Sequence[int], limits: PromptLimits
-) -> None:
-    """Check that LongRoPE keeps its tables while prompts are answered. Raises: ValueError."""
-    most = [limits.most_new_tokens(length) for length in lengths]
-    crossing = [(each, row) for row, each in enumerate(most) if each is not None and each < num_new[row]]
-    if crossing:
-        (least, row), threshold = min(crossing), limits.length_threshold
-        raise ValueError(
-            f"{names[row]} has {lengths[row]} tokens, and with generation.max_new_tokens={num_new[row]} it may grow "
-            f"past {threshold}, where this model's RoPE (LongRoPE) changes; use generation.max_new_tokens={least} or "
-            f"less, or a prompt of more than {threshold} tokens"
-        )
 
 
 def _check_end(name: str, prompt: ReusingPrompt, num_new: int, limit: int | None) -> None:

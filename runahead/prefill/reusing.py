@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +12,12 @@ import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from runahead.attention.op import nothing
+from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
 from runahead.prefill.base import Meanwhile, Prefill, Prefilled, PrefillJob, PrefillPlan, PromptBatch, ToItsEnd
+from runahead.prefill.kv_runahead import Single
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
 from runahead.report import ReuseReport
@@ -70,7 +72,7 @@ class ReusingPrefill:
         store: SegmentStore | None = None,
     ) -> None:
         self._model, self._ranks, self._strategy, self._options = model, ranks, strategy, options
-        self._policies, self._limits, self._prefixes = policies, limits, prefixes
+        self._policies, self._limits, self._prefixes, self._alone = policies, limits, prefixes, Single()
         self.store = store
 
     def ready(
@@ -129,6 +131,26 @@ class ReusingPrefill:
         prefilled.report.prefill_s += ready.computed_anew_s
         prefilled.prefixes = ready.prefixes
         return prefilled
+
+    def again(
+        self,
+        texts: list[list[int]],
+        num_new: int,
+        partition: ContextPartition,
+        *,
+        shards: Mapping[int, Shard] | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> tuple[PrefillJob, Prefilled]:
+        """Compute texts as prompts, on the stages of a partition alone, in the middle of their answers.
+
+        Args:
+            num_new: most tokens that may still come.
+            shards: what each of several stages stores.
+            meanwhile: what this rank does besides.
+        """
+        batch = PromptBatch.of(texts, self._ranks.device)
+        job = self._job(batch, partition, num_new, shards=shards, meanwhile=meanwhile)
+        return job, self._alone.run(job)
 
     def found(
         self, ids: Sequence[Sequence[int]], most: Sequence[int] | None = None, *, in_parts: bool = False

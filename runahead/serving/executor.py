@@ -24,7 +24,7 @@ from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
 from runahead.features.slower import Way
-from runahead.prefill.base import PrefillCancelled, PrefillPlan
+from runahead.prefill.base import PrefillCancelled, PrefillPlan, ToItsEnd
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefixes import RowPrefix, store_prompts
 from runahead.serving.items import (
@@ -94,7 +94,8 @@ class Executor:
         lanes = Lanes(engine.model, engine.policies)
         payoff, lead = Payoff(warm_up=lanes.warm_up), lead_among(engine.model)
         self.drafts = PayingDrafts(LookupDrafter(), payoff, name=Speculate.lookup.name, lead=lead)
-        self.live = Rows(lanes, drafts=self.drafts, on_leave=self._keep)
+        self.live = Rows(lanes, drafts=self.drafts, anew=self._computed_anew, on_leave=self._keep)
+        self._num_anew = 0  # rows that were computed anew
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
         self._stores = reuses and self._leads and engine.prefixes is not None
@@ -281,6 +282,19 @@ class Executor:
                 prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared)
             prefix.release()
 
+    def _computed_anew(self, lanes: Lanes, rows: Mapping[RowId, Row]) -> tuple[torch.Tensor, Lanes]:
+        """Let rows leave, and join again once this stage has computed their texts; meanwhile it decodes the others."""
+        logits = list[torch.Tensor]()
+        for id, row in rows.items():
+            lanes.leave(id, row.ids[-1])  # its memory is free then
+        for id, row in rows.items():
+            _, prefilled = self._engine.alone([row.ids], row.num_left, ToItsEnd(self))
+            assert prefilled.cache is not None and prefilled.logits_BV is not None, "it is computed to its end"
+            lanes.join([id], [row], prefilled.cache, [len(row.ids)], [0])
+            logits.append(prefilled.logits_BV)
+        self._num_anew += len(rows)
+        return torch.cat(logits), lanes
+
     def _generate(self, item: Generate) -> None:
         def on_tokens(tokens: list[int | None]) -> list[int]:
             new = {(item.number, row): token for row, token in enumerate(tokens) if token is not None}
@@ -297,13 +311,15 @@ class Executor:
     def _step(self) -> None:
         if not self.live:  # all rows were cancelled
             return
-        began_s = time.monotonic()
+        began_s, num_anew = time.monotonic(), self._num_anew
         places = self.live.step()
         self._stepped_s = time.monotonic()
-        self._step_s = self._stepped_s - began_s
         self._ranks.progress()
+        is_plain = num_anew == self._num_anew  # other steps do not tell how long one takes
+        if is_plain:
+            self._step_s = self._stepped_s - began_s
         for tokens in places:
-            self._tell(tokens, self._step_s / len(places))
+            self._tell(tokens, self._step_s / len(places) if is_plain else None)
 
     def _tell(
         self, new: Sequence[NewToken], step_s: float | None = None, cached: Mapping[RowId, int] = MappingProxyType({})

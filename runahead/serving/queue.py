@@ -83,15 +83,9 @@ class RequestQueue:
                 f"{count} tokens of prompt and answer are more than this server has memory for, which is {limit:,}"
             )
 
-    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> list[int]:
-        """The new tokens of each row, at most `wanted` and at least 1.
-
-        No answer may cross a length at which the model's RoPE changes. Where a client has not chosen the length, there
-        are also no more than there are positions and memory for.
-        """
-        most = wanted if is_chosen else min([wanted, *self._numbers_left(prompts, wanted)])
-        of_rope = (self._prompt_limits.most_new_tokens(len(ids)) for ids in prompts)
-        return [max(1, most if limit is None else min(most, limit)) for limit in of_rope]
+    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> int:
+        """The new tokens of a row: `wanted`, or if no client has chosen that, at most what has positions and memory."""
+        return wanted if is_chosen else max(1, min([wanted, *self._numbers_left(prompts, wanted)]))
 
     def _numbers_left(self, prompts: Sequence[GivenPrompt], wanted: int) -> Iterator[int]:
         """New tokens of each row for which there are positions and memory, where these are fewer than `wanted`."""

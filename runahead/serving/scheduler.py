@@ -132,8 +132,8 @@ class Scheduler:
         """Check that prompts can be generated from at once, as the engine does. Raises: PromptTooLong, ValueError."""
         self._queue.check(prompts, options)
 
-    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> list[int]:
-        """The new tokens of each row, at most `wanted`, as the queue has it."""
+    def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> int:
+        """The new tokens of a row, at most `wanted`, as the queue has it."""
         return self._queue.fitting(prompts, wanted, is_chosen=is_chosen)
 
     def submit(self, request: Request) -> None:

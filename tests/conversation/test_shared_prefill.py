@@ -22,9 +22,10 @@ from runahead.retrieval.cache import RetrievedCache
 from runahead.thinning import replay
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import build
+from tests.families import ROPE_THRESHOLD, build, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap
 from tests.policies.running import STREAMING
+from tests.ranks.tasks import tiny_model
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 4, "budget": 0.4},
@@ -98,6 +99,19 @@ def test_every_policy_but_those_that_narrow_shares_a_prefill_bit_for_bit(model: 
         assert all(layer.codes is not None for layer in cache.layers)
     assert kept["adakv"].cache is not None
     assert any(isinstance(layer, RaggedLayer) for layer in kept["adakv"].cache.layers)
+
+
+def test_a_long_text_under_longrope_goes_on_from_what_was_shared() -> None:
+    """It is computed anew where it crosses the threshold, and not where it has crossed before."""
+    model = tiny_model("phi3_longrope")
+    for num, long_rows in ((ROPE_THRESHOLD - 3, set()), (ROPE_THRESHOLD + 8, {0})):
+        shared, alone = (Conversation(model, policies_of("snapkv")) for _ in range(2))
+        with throughout(model.dtype):
+            feed_all([shared], ids(num, model))
+            alone.feed(ids(num, model))
+            assert shared.long_rows == alone.long_rows == long_rows
+            assert torch.equal(alone.follow(ids(7, model)), shared.follow(ids(7, model)))
+        assert alone.kept_tokens == shared.kept_tokens
 
 
 def test_conversations_do_not_write_into_each_others_memory(model: Model) -> None:

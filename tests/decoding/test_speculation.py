@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
@@ -249,6 +249,12 @@ class Language:
     """The lanes of texts in that language."""
 
     warm_up = num_bytes = 0
+
+    def outgrown(self, rows: Iterable[int]) -> list[int]:
+        return []
+
+    def most_at_once(self, rows: Iterable[int]) -> int | None:
+        return None
 
     def plain(self, last_ids: Mapping[int, int]) -> tuple[list[int], Tensor]:
         return list(last_ids), LOGITS[list(last_ids.values())]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import zlib
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from runahead import GenerationOptions, Model, PrefillOptions
-from runahead.config import Carrier, PrefillName, Transfer
+from runahead.config import Carrier, DecodeName, PrefillName, Transfer
 from tests.conftest import RankPools
 from tests.families import (
     FAMILIES,
@@ -177,16 +177,18 @@ class TestRopeThatDependsOnLength:
                 assert batch.generations[0].new_token_ids == oracle_tokens(family, tuple(ids), 6)
 
 
-def test_generation_over_the_longrope_threshold_is_refused(rank_pools: RankPools) -> None:
-    """transformers would start over there with other tables; we say so instead of computing something else."""
-    fits = GenerationOptions(max_new_tokens=2, ignore_eos=True)  # the second token is not fed to the model any more
-    rank_pools.run(1, tasks.generate, "phi3_longrope", [prompt(ROPE_THRESHOLD - 1)], fits)
-    with pytest.raises(
-        RuntimeError, match=re.escape("use generation.max_new_tokens=2 or less, or a prompt of more than 40 tokens")
-    ):
-        rank_pools.run(
-            1, tasks.generate, "phi3_longrope", [prompt(ROPE_THRESHOLD - 1)], GenerationOptions(max_new_tokens=3)
-        )
+@pytest.mark.parametrize("decode", [DecodeName.last, DecodeName.sharded])
+@pytest.mark.parametrize("size", [2, 3])
+def test_answers_over_the_longrope_threshold_are_those_of_transformers(
+    rank_pools: RankPools, size: int, decode: DecodeName
+) -> None:
+    """By the last stage alone, or by the chain whose stages decode together; three rows cross, each at its own step."""
+    prompts = [prompt(ROPE_THRESHOLD - before) for before in (8, 3, 0, -1, 30)]
+    options = GenerationOptions(max_new_tokens=12, ignore_eos=True)
+    task = partial(tasks.generate, decode=decode)
+    for batch, _ in rank_pools.run(size, task, "phi3_longrope", prompts, options):
+        for ids, row in zip(prompts, batch.generations, strict=True):
+            assert row.new_token_ids == oracle_tokens("phi3_longrope", tuple(ids), 12)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -7,7 +7,7 @@ import torch
 
 from runahead import Conversation, GenerationOptions
 from tests.conftest import RankPools
-from tests.families import largest_difference, oracle_logits, oracle_tokens, prompt, throughout
+from tests.families import ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
 from tests.ranks import sharded_conversation_tasks
 from tests.ranks.sharded_conversation_tasks import Talk
 from tests.ranks.tasks import tiny_model
@@ -56,6 +56,16 @@ def test_long_turns_go_in_pieces_and_look_ahead_and_forks_change_nothing(
     for talk in talks:
         for peeked, logits in zip(talk.peeked, talk.logits[1:], strict=True):
             assert largest_difference(peeked[0], torch.tensor(logits[0], dtype=torch.float64)) < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_text_crosses_longropes_threshold_in_an_answer_or_with_a_turn(rank_pools: RankPools, size: int) -> None:
+    for first in (ROPE_THRESHOLD - 3, ROPE_THRESHOLD - 9, ROPE_THRESHOLD + 1):
+        turns = [IDS[:first], IDS[60:64], IDS[64:70]]
+        talks = rank_pools.run(
+            size, sharded_conversation_tasks.talk, "phi3_longrope", [[ids] for ids in turns], None, GREEDY
+        )
+        check(talks, "phi3_longrope", turns)
 
 
 def test_each_rank_stores_its_share_of_the_text(rank_pools: RankPools) -> None:

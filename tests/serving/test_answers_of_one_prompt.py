@@ -242,8 +242,8 @@ def test_the_memory_of_a_prompt_counts_once_for_its_answers() -> None:
     with pytest.raises(ValueError, match="4 x 110 tokens of prompt and answer are more than this server has memory"):
         own.check(prompts, options)
     shared.check(prompts, options)  # the prompt and its room, and four answers: 150
-    assert shared.fitting(prompts, 1000, is_chosen=False) == [20] * len(prompts)
-    assert own.fitting(prompts[:1], 1000, is_chosen=False) == [100]
+    assert shared.fitting(prompts, 1000, is_chosen=False) == 20
+    assert own.fitting(prompts[:1], 1000, is_chosen=False) == 100
     with pytest.raises(ValueError, match="255 tokens of prompt and answer are more"):
         shared.check(prompts, [replace(options[0], max_new_tokens=31)] * 4)
     request = Request(prompts=prompts, options=options, listener=rank_tasks.Kept(4))

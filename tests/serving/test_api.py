@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -111,33 +110,6 @@ def test_a_stream_says_what_the_whole_answer_says(served):
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
         assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("asked", [{}, {"max_tokens": 100}, {"max_completion_tokens": 100}])
-def test_an_answer_ends_where_longrope_would_change_its_tables(asked):
-    engine = FakeEngine()
-    engine.prompt_limits = replace(engine.prompt_limits, length_threshold=40)
-    wanted = 100 if asked else 16
-    with serving(engine=engine) as served:
-        body = asked | {"prompt": [[5] * 30, [6] * 39, [7] * 40, [8] * 41], "n": 2}
-        most = [min(number, wanted) for number in (11, 2, 1, wanted)]
-        whole = post(served, TEXT, body).json()
-        assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 8
-        assert [options.max_new_tokens for options in engine.options] == [number for number in most for _ in range(2)]
-        assert whole["usage"]["completion_tokens"] == 2 * sum(most)
-        streamed = events_of(post(served, TEXT, body | {"stream": True, "stream_options": {"include_usage": True}}))
-        assert streamed[-1]["usage"] == whole["usage"]
-        ends = [event["choices"][0]["finish_reason"] for event in streamed[:-1]]
-        assert [reason for reason in ends if reason] == ["length"] * 8
-        # A chat grows turn by turn: an answer has less room, and one that begins behind the threshold has any.
-        messages, counts = list(HELLO["messages"]), []
-        for _ in range(3):
-            answer = post(served, CHAT, {"messages": messages, "max_tokens": 30}).json()
-            counts.append((answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]))
-            assert answer["choices"][0]["finish_reason"] == "length"
-            messages += [answer["choices"][0]["message"], *HELLO["messages"]]
-        assert any(used <= 40 for used, _ in counts) and any(used > 40 for used, _ in counts)
-        assert [new for _, new in counts] == [30 if used > 40 else min(30, 41 - used) for used, _ in counts]
 
 
 def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):

@@ -171,6 +171,6 @@ def test_an_answer_without_a_length_has_the_positions_that_are_left(policy, posi
     queue._engine.policies = policies
     queue._prompt_limits = replace(queue._prompt_limits, policies=policies)
     prompts = [[5] * (POSITIONS - 96), [5] * 10]
-    assert queue.fitting(prompts, 500, is_chosen=False) == [new_tokens] * 2
+    assert queue.fitting(prompts, 500, is_chosen=False) == new_tokens
     queue.check(prompts, [GenerationOptions(max_new_tokens=new_tokens)] * 2)
-    assert queue.fitting(prompts, 500, is_chosen=True) == [500] * 2
+    assert queue.fitting(prompts, 500, is_chosen=True) == 500

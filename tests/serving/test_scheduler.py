@@ -22,7 +22,7 @@ from runahead.serving.items import Cancel, Check, End, Generate, PrefillItem
 from runahead.serving.limits import QueueLimits
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
-from tests.families import ROPE_THRESHOLD, prompt
+from tests.families import ROPE_THRESHOLD, oracle_tokens, prompt
 from tests.ranks.tasks import generate
 from tests.serving import rank_tasks
 from tests.serving.rank_tasks import Load, Served
@@ -257,20 +257,31 @@ def test_policies_decode_row_by_row(rank_pools: RankPools, size: int, policy: Po
     assert together.tokens == one_by_one.tokens
 
 
-@pytest.mark.parametrize("decode", [DecodeName.last, DecodeName.sharded])
-def test_answers_that_end_at_the_longrope_threshold_are_computed_at_once(
-    rank_pools: RankPools, decode: DecodeName
-) -> None:
-    """Each row has its own number of new tokens, and the largest would be too many for most of them."""
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (PrefillName.kv_runahead, DecodeName.last),
+        (PrefillName.kv_runahead, DecodeName.sharded),
+        (PrefillName.zigzag, DecodeName.last),
+    ],
+)
+def test_answers_cross_the_longrope_threshold(rank_pools: RankPools, prefill: PrefillName, decode: DecodeName) -> None:
+    """Rows that were computed at once do so at different steps, and one ends before."""
     lengths = [ROPE_THRESHOLD - 8, ROPE_THRESHOLD - 3, ROPE_THRESHOLD, ROPE_THRESHOLD + 1]
     prompts = [prompt(length, seed=length) for length in lengths]
-    options = [replace(GREEDY, max_new_tokens=number) for number in (9, 4, 1, 12)]
-    load = Load(prompts=prompts, options=options, limits=QueueLimits(), decode=decode, family="phi3_longrope")
+    options = [replace(GREEDY, max_new_tokens=number) for number in (14, 3, 9, 12)]
+    load = Load(
+        prompts=prompts,
+        options=options,
+        limits=QueueLimits(),
+        prefill=PrefillOptions(name=prefill),
+        decode=decode,
+        family="phi3_longrope",
+    )
     served = rank_pools.run(2, rank_tasks.serve, load)[0]
     assert any(len(item.prompts) == 4 for item in served.items if isinstance(item, PrefillItem | Generate))
     for ids, each, tokens in zip(prompts, options, served.tokens, strict=True):
-        expected = rank_pools.run(1, generate, "phi3_longrope", [ids], each)[0][0].generations[0].new_token_ids
-        assert tokens == expected
+        assert tokens == oracle_tokens("phi3_longrope", tuple(ids), each.max_new_tokens)
 
 
 def test_sharded_decoding_is_an_item_of_its_own(rank_pools: RankPools) -> None:
