@@ -115,6 +115,8 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
     from launch.program.written_files import ensure_outputs
     from partitioner.searches import STRATEGIES
     from partitioner.searches.record import record_path
+    from runahead.features.facts import Setup
+    from runahead.features.refused import check
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares
@@ -136,6 +138,7 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
             f"search.method={method} is limited to {most} ranks, not {max(counts)}; use search.method=seeded"
         )
     config = loading.load_decoder_config(run.model, progress=True)
+    check(Setup(config=config, options={"a search or a plan": True}))
     check_shares(config, mesh.num_shares)
     limit = max_positions(config)
     if run.search.objective is Objective.measured and limit is not None and max(run.search.lengths) >= limit:

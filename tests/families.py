@@ -263,6 +263,119 @@ SHARING: dict[str, Family] = {  # of six layers the last three read layers 1 and
 """Families in which layers read the keys and values of others, as far as the installed transformers has them."""
 SHARING = {name: family for name, family in SHARING.items() if family.model_type in CONFIG_MAPPING}
 
+LINEAR_AND_FULL = ["linear_attention", "full_attention"] * 2
+GATED_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": LINEAR_AND_FULL,
+    "head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+LEAST_STEP = 1e-30
+"""transformers limits time steps to this in its rule for several tokens, and not for single ones."""
+
+HYBRIDS: dict[str, Family] = {
+    "qwen3_next": Family(
+        model_type="qwen3_next", config={**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 16}
+    ),
+    "qwen3_5_text": Family(model_type="qwen3_5_text", config=GATED_DELTA),
+    "qwen3_5_moe_text": Family(
+        model_type="qwen3_5_moe_text", config={**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 16}
+    ),
+    "olmo_hybrid": Family(model_type="olmo_hybrid", config=GATED_DELTA),
+    "kimi_linear": Family(
+        model_type="kimi_linear",
+        config={
+            **LATENT,
+            "num_hidden_layers": 4,
+            "layer_types": LINEAR_AND_FULL,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+    ),
+    "bailing_hybrid": Family(
+        model_type="bailing_hybrid",
+        config={
+            **LATENT,
+            "num_hidden_layers": 4,
+            "layer_types": LINEAR_AND_FULL,
+            "head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "bamba": Family(model_type="bamba", config={**MAMBA2, "num_hidden_layers": 4, "attn_layer_indices": [1, 3]}),
+    "granitemoehybrid": Family(
+        model_type="granitemoehybrid",
+        config={**MAMBA2, "num_hidden_layers": 4, "layer_types": LINEAR_AND_FULL, "num_local_experts": 4},
+    ),
+    "falcon_h1": Family(model_type="falcon_h1", config={**MAMBA2, "mamba_d_ssm": 64}),
+    "nemotron_h": Family(
+        model_type="nemotron_h",
+        config={
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"] * 2,
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "time_step_min": LEAST_STEP,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "zamba2": Family(
+        model_type="zamba2",
+        config={
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "chunk_size": 16,
+            "time_step_min": LEAST_STEP,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "lfm2": Family(model_type="lfm2", config={"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
+    "lfm2_moe": Family(
+        model_type="lfm2_moe",
+        config={**EXPERTS, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    ),
+    "lfm3": Family(
+        model_type="lfm3",
+        config={
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "full_attention", "sliding_attention"] * 2,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+        },
+    ),
+    "zaya": Family(
+        model_type="zaya", config={**EXPERTS, "num_experts_per_tok": 1, "head_dim": 8, "router_hidden_size": 16}
+    ),
+}
+"""Families of which layers hold states, each kind of layer at least twice."""
+HYBRIDS = {name: family for name, family in HYBRIDS.items() if family.model_type in CONFIG_MAPPING}
+
 MARKS: dict[str, Any] = {"dms_window_size": 8, "dms_alpha_scale": 1.0, "dms_initial_alpha_offset": 0.0}
 MARKING: dict[str, Family] = {
     "qwen3_dms": Family(model_type="qwen3", config={"head_dim": 8, **MARKS}),
@@ -273,7 +386,10 @@ MARKING: dict[str, Family] = {
 REFUSED: dict[str, Family] = {
     "bert": Family(model_type="bert"),  # attends to later tokens
     "mamba": Family(model_type="mamba"),  # no attention
-    "jamba": Family(model_type="jamba"),  # some layers without attention
+    "jamba": Family(  # layers that do not begin from a given state
+        model_type="jamba",
+        config={"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+    ),
     "diffllama": Family(model_type="diffllama"),  # attends twice per layer
     "deepseek_v32": Family(model_type="deepseek_v32"),  # chooses keys by an index
     "openai-gpt": Family(model_type="openai-gpt"),  # computes attention itself
@@ -368,7 +484,7 @@ def build(
 
     float64 makes transformers run its experts one by one, since its grouped kernels know no float64.
     """
-    family = name if isinstance(name, Family) else {**FAMILIES, **SHARING, **MARKING, **REFUSED}[name]
+    family = name if isinstance(name, Family) else {**FAMILIES, **SHARING, **HYBRIDS, **MARKING, **REFUSED}[name]
     settings = {**SHARED, **family.config, **config}
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with torch.random.fork_rng(devices=[]):

@@ -89,6 +89,23 @@ def small_model(
 
 
 _MISSING: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1, 3, 5]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 3,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 3},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 3,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 4,
+    },
+    "zaya": {"num_experts_per_tok": 1},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")

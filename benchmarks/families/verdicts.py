@@ -35,9 +35,9 @@ def verdict(model_type: str) -> str:
     try:
         Model(module, name=model_type)
     except ValueError as error:
-        return re.sub(rf"^model {re.escape(model_type)} \(\S+\) (is not supported: )?", "", str(error)).removesuffix(
-            ", which is not supported"
-        )
+        why = re.sub(rf"^model {re.escape(model_type)} \(\S+\) (is not supported: )?", "", str(error))
+        why = re.sub(r" \(transformers [^)]*\)|; use another model$", "", why)  # how far it is off differs by machine
+        return why.removesuffix(", which is not supported")
     return RIGHT
 
 

@@ -44,7 +44,9 @@ def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, p
         tokens = [wanted_zigzag_tokens(num_tokens, num_ranks, in_last_layer=n == last) for n in range(model.num_layers)]
     elif traffic is Traffic.narrowed:
         tokens = narrowed_tokens(policies, partition, model.num_layers)
-    return sum(each * shape.bytes_per_token() for each, shape in zip(tokens, model.kv_shapes, strict=True))
+    # Each stage but the last hands on the state of every layer that holds one.
+    states = (len(partition.chain) - 1) * sum(shape.num_bytes for shape in model.state_shapes)
+    return states + sum(each * shape.bytes_per_token() for each, shape in zip(tokens, model.kv_shapes, strict=True))
 
 
 def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool) -> int:

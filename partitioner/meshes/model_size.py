@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from partitioner.table.fingerprint import ModelShape, mlp_dim_of
 from runahead.config import ModelOptions
+from runahead.features.facts import Setup
+from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
 from runahead.model.layer_kinds import decoder_config
@@ -109,6 +111,7 @@ class ModelSize:
                 f"{label} is a mixture of experts, whose compute depends on the text; measure it with "
                 "python -m partitioner.search"
             )
+        check(Setup(config=text, options={"a search or a plan": True}))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
         heads = int(text.num_attention_heads)

@@ -7,11 +7,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from runahead.attention.partial import AttentionTerms
+from runahead.attention.states import StateLayer, States
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,14 @@ class LayerAttention(ABC):
     Args:
         start: index of the first new token in the left-padded batch.
         pads: left padding of each row; the position of a token in row r is its index - pads[r].
+
+    Attributes:
+        states: of all tokens before, which the forward updates; None: no layer holds any, or no token is before.
     """
 
     def __init__(self, *, start: int, pads: list[int]) -> None:
         self.start, self.pads = start, pads
+        self.states: States | None = None
 
     @property
     def rotates(self) -> bool:
@@ -66,6 +71,14 @@ class LayerAttention(ABC):
 
     def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:  # noqa: B027 (as above)
         """Called before `attend` with the hidden states that a layer's attention is given, if the model shows them."""
+
+    def load_state(self, number: int) -> StateLayer:
+        """The n-th of the states, which the model's layer is about to read and to update."""
+        assert self.states is not None, "the model has given the states of a text without tokens, if there are none"
+        return self.states.layers[number]
+
+    def save_state(self, number: int) -> None:  # noqa: B027 (most attention has it in memory already)
+        """Called once the layer has updated it for all new tokens."""
 
     @abstractmethod
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
@@ -107,6 +120,7 @@ class Recording(LayerAttention):
         inputs: of every layer, if the model predicts queries.
         attention_inputs: hidden states that the attention of a layer is given, by layer, if the model shows them.
         calls: layer, queries, keys, values and terms of every layer that stores keys and values.
+        order: ("kv", n) for the n-th of these calls and ("state", n) whenever the n-th state was updated.
     """
 
     def __init__(
@@ -117,6 +131,7 @@ class Recording(LayerAttention):
         self.inputs: list[LayerInput] = []
         self.attention_inputs: dict[int, Tensor] = {}
         self.calls: list[tuple[int, Tensor, Tensor, Tensor, AttentionTerms]] = []
+        self.order: list[tuple[Literal["kv", "state"], int]] = []
 
     def see_input(self, layer: int, given: LayerInput) -> None:
         self.inputs.append(given)
@@ -124,7 +139,11 @@ class Recording(LayerAttention):
     def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
         self.attention_inputs[layer] = x_BCD
 
+    def save_state(self, number: int) -> None:
+        self.order.append(("state", number))
+
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        self.order.append(("kv", len(self.calls)))
         self.calls.append((layer, q_BNCH, k_BKCH, v_BKCV, terms))
         return self._answer(layer, q_BNCH.new_zeros(*q_BNCH.shape[:3], v_BKCV.shape[-1]))
 

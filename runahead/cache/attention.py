@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from policies.base import Phase
 from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
 from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms
+from runahead.attention.states import StateLayer
 from runahead.cache.base import KVStore, LayerStore, Reader, SeenKV
 from runahead.cache.new_tokens import NewTokens
 
@@ -62,6 +63,12 @@ class LayerHook:
     def wait_for_load(self, call: LayerCall) -> None:
         """Called after the queries have attended to what is here: returns once earlier ranks' tokens are there, too."""
 
+    def load_state(self, number: int) -> None:
+        """Called before a layer reads its state: returns once that of all tokens before is there."""
+
+    def save_state(self, number: int) -> None:
+        """Called once a layer has updated its state, the n-th of all."""
+
     def closed(self, call: LayerCall) -> None:
         """Called once nothing reads a layer any more: after its attention, or that of the last layer that reads it.
 
@@ -72,7 +79,8 @@ class LayerHook:
         """Called after each layer's attention, and also after that of a layer which reads another one."""
 
 
-Verb: TypeAlias = Callable[[LayerCall], None]
+Verb: TypeAlias = Callable[[Any], None]
+"""A method of a hook, of a `LayerCall` or the number of a state."""
 
 
 class CausalAttention(LayerAttention):
@@ -90,6 +98,9 @@ class CausalAttention(LayerAttention):
         on_layer: called after each layer.
     """
 
+    _load_state: Sequence[Verb] = ()
+    _save_state: Sequence[Verb] = ()
+
     def __init__(
         self,
         cache: KVStore,
@@ -105,10 +116,13 @@ class CausalAttention(LayerAttention):
     ) -> None:
         super().__init__(start=start, pads=pads)
         self.cache, self.tokens = cache, tokens or NewTokens(start, pads, phase)
+        self.states = cache.states
         self.tokens.part = cache.part
         self._ends, self._attend, self._on_layer = ends, attend, on_layer
         self._before_save, self._save = _verbs(hooks, "before_save"), _verbs(hooks, "save")
         self._loads = _verbs(hooks, "wait_for_load")
+        if self.states is not None:
+            self._load_state, self._save_state = _verbs(hooks, "load_state"), _verbs(hooks, "save_state")
         self._closed, self._attended = _verbs(hooks[::-1], "closed"), _verbs(hooks[::-1], "attended")
         self._unread: dict[int, LayerCall] = {}
         self._input_BCD: Tensor | None = None
@@ -129,6 +143,15 @@ class CausalAttention(LayerAttention):
 
     def see_attention_input(self, layer: int, x_BCD: Tensor) -> None:
         self._input_BCD = x_BCD
+
+    def load_state(self, number: int) -> StateLayer:
+        _call_all(self._load_state, number)
+        layer = super().load_state(number)
+        assert self.start == 0 or layer.num_bytes > 0, f"state {number} of {self.start} earlier tokens is lost"
+        return layer
+
+    def save_state(self, number: int) -> None:
+        _call_all(self._save_state, number)
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
@@ -225,6 +248,6 @@ def _verbs(hooks: Sequence[LayerHook], name: str) -> list[Verb]:
     return [getattr(hook, name) for hook in own]
 
 
-def _call_all(verbs: Sequence[Verb], call: LayerCall) -> None:
+def _call_all(verbs: Sequence[Verb], given: LayerCall | int) -> None:
     for verb in verbs:
-        verb(call)
+        verb(given)

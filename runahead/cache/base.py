@@ -22,6 +22,7 @@ from runahead.attention.base import LayerInput
 from runahead.attention.marked import attend_marked
 from runahead.attention.op import Part, Step, attend, finish, nothing
 from runahead.attention.partial import AttentionTerms, merge, merge_parts
+from runahead.attention.states import States
 from runahead.cache.index import Index
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
@@ -173,6 +174,7 @@ class KVStore(ABC):
         shared_TKX: keys and values of each layer that this cache and others have in common; no part of `num_bytes`.
         gather: between ranks of which each stores a part of the text and runs the same forwards; None: all is here.
         part: which tokens are stored here, if these are layers that grow.
+        states: of the same text, in layers that hold one; None if none does. A forward updates them in place.
     """
 
     layers: Sequence[LayerStore]
@@ -182,6 +184,7 @@ class KVStore(ABC):
     shared_TKX: Sequence[Tensor] = ()
     gather: Gather | None = None
     part: TextPart | None = None
+    states: States | None = None
 
     def over_ranks(self, gather: Gather) -> Self:
         """This cache, of whose text other ranks store the rest: its queries see all of it from now on."""
@@ -214,7 +217,12 @@ class KVStore(ABC):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated on the device, including those of indices into the cache."""
-        return sum(layer.num_bytes for layer in self.layers)
+        return sum(layer.num_bytes for layer in self.layers) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states."""
+        return 0 if self.states is None else self.states.num_bytes
 
     def open(self, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens) -> LayerStore:
         """The store of one layer for new tokens with these queries: they are appended to it and attend to it."""

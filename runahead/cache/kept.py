@@ -694,6 +694,7 @@ class KeptCache(KVStore):
         """The same tokens for a forked conversation. Both share memory until new tokens are appended."""
         other = self._forked()
         other.gaps = self.gaps
+        other.states = None if self.states is None else self.states.fork()
         if other.form is not None:
             other.form.forked(other.layers)
         return other
@@ -711,9 +712,11 @@ class KeptCache(KVStore):
     def _row(self, row: int) -> KeptCache:
         alone = KeptCache([layer.row(row) for layer in self.layers], self.form)
         alone.gaps = self.gaps[row : row + 1]
+        alone.states = None if self.states is None else self.states.row(row)
         return alone
 
     def take_back(self, num_tokens: int) -> None:
+        assert self.states is None or num_tokens == 0, "a state forgets no tokens"
         for layer in self.layers:
             layer.set_end(layer.end - num_tokens)
 

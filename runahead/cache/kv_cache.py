@@ -148,7 +148,8 @@ class KVCache(KVStore):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for the tokens of this cache, not for what it reuses of others."""
-        return self.slabs.num_bytes + (0 if self.slab_index.prefix is None else self.slab_index.prefix.num_bytes)
+        of_prefix = 0 if self.slab_index.prefix is None else self.slab_index.prefix.num_bytes
+        return self.slabs.num_bytes + of_prefix + self.state_bytes
 
     @property
     def rotates(self) -> bool:
@@ -169,7 +170,11 @@ class KVCache(KVStore):
 
     def for_decoding(self) -> KVCache:
         index = self.slab_index.for_decoding()
-        return self if index is self.slab_index else KVCache(self.slabs, index, rotaries=self._rotaries)
+        if index is self.slab_index:
+            return self
+        other = KVCache(self.slabs, index, rotaries=self._rotaries)
+        other.states = self.states
+        return other
 
     def split(self, pads: Sequence[int]) -> list[KVStore]:
         """The slabs are freed once all rows are gone."""
@@ -180,16 +185,20 @@ class KVCache(KVStore):
     def _row(self, row: int, pad: int) -> KVCache:
         assert not self.slabs.is_ring, "layers share slabs"
         by_layer = [self.slab_index.row_slab(slab, row, pad) for slab in self.slabs.by_layer]
-        return KVCache(Slabs.each_its_own(by_layer), self.slab_index.row(row, pad), rotaries=self._rotaries)
+        alone = KVCache(Slabs.each_its_own(by_layer), self.slab_index.row(row, pad), rotaries=self._rotaries)
+        alone.states = None if self.states is None else self.states.row(row)
+        return alone
 
     def fork(self) -> KVCache:
         assert not self.repeats_steps, "numbers on the device are of one cache"
         other = KVCache(self.slabs.clone(), self.slab_index, rotaries=self._rotaries)
         other.shared_TKX = self.shared_TKX
+        other.states = None if self.states is None else self.states.fork()
         return other
 
     def take_back(self, num_tokens: int) -> None:
         """Nothing is to be done, since a token is stored at its index, over what was there."""
+        assert self.states is None or num_tokens == 0, "a state forgets no tokens"
 
     def row_kv(self, row: int, pad: int, num_tokens: int) -> list[Tensor] | None:
         slots = self.slab_index.held(pad, num_tokens)

@@ -14,6 +14,7 @@ from torch import Tensor
 from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
 from runahead.attention.op import Part, Step, attend, finish, joined
 from runahead.attention.partial import AttentionTerms, merge, merge_parts
+from runahead.attention.states import States
 from runahead.cache.attention import CausalAttention, End, LayerCall
 from runahead.cache.base import Gather
 from runahead.cache.new_tokens import NewTokens
@@ -44,6 +45,7 @@ class RowsAttention(LayerAttention):
         shared: what the rows see besides their caches.
         gather: between ranks that each store a part of the rows and run the same forwards; None: all is here.
         ends: where the forward ends, if not with the logits; only where a layer has attended.
+        states: of all rows, in one memory.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class RowsAttention(LayerAttention):
         shared: SharedKV | None = None,
         gather: Gather | None = None,
         ends: End | None = None,
+        states: States | None = None,
     ) -> None:
         stored = [row.start - row.pads[0] for row in rows]
         start = max(stored)
@@ -62,7 +65,7 @@ class RowsAttention(LayerAttention):
         self.rows, self._counts, self._shared = list(rows), counts, shared
         self._gather, self._ends = gather, ends
         assert ends is None or ends[1] == "attended", ends
-        self._tokens = NewTokens(start, self.pads)
+        self._tokens, self.states = NewTokens(start, self.pads), states
 
     @property
     def rotates(self) -> bool:

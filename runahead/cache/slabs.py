@@ -241,6 +241,12 @@ class Slabs:
         assert not self.is_ring, "layers share slabs"
         return replace(self, by_layer=[replace(slab, slab_TBKX=slab.slab_TBKX.clone()) for slab in self.by_layer])
 
+    def only(self, layers: Sequence[int]) -> Slabs:
+        """The slabs of these layers alone, in the same memory."""
+        by_layer, shapes = [self.by_layer[layer] for layer in layers], [self.shapes[layer] for layer in layers]
+        num_slabs = min(self.num_slabs, len(layers) - 1) if self.is_ring else len(layers)
+        return Slabs(shapes=shapes, by_layer=by_layer, num_slabs=max(1, num_slabs))
+
     def take(self) -> Iterator[KVSlab]:
         """Hand over the slabs in the order of layers. Each belongs to the caller; nothing is left afterwards."""
         assert not self.is_ring, "layers share slabs"

@@ -284,7 +284,8 @@ class Conversation:
         """Whether the last tokens of single rows can be forgotten: a slot has a token of its own in each row alone."""
         policies = self.rank_policies
         is_plain = policies.storage.bits is None and policies.retriever is None and policies.merging is None
-        return is_plain and not policies.ragged and not self._between_turns
+        forgets = self.model.held is None  # a state forgets no tokens
+        return is_plain and forgets and not policies.ragged and not self._between_turns
 
     @torch.inference_mode()
     def _forget_last(self, nums: Sequence[int]) -> None:

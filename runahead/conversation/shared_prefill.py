@@ -59,7 +59,9 @@ def feed_all(
     logits_BV = prefill.feed(ids_BC)
     forward_s = clock_s() - began_s - sum(prefill.policy_s)
     for number, conversation in enumerate(conversations):
-        assert conversation.cache is not None
+        assert conversation.cache is not None and prefill.cache is not None
+        if prefill.cache.states is not None:
+            conversation.cache.states = prefill.cache.states.fork()
         conversation.pads, conversation.num_tokens = list(prefill.pads), prefill.num_tokens
         conversation.rows = [list(row) for row in prefill.rows]
         conversation.long_rows, conversation.logits_BV = prefill.long_rows, logits_BV

@@ -14,6 +14,7 @@ from torch import Tensor
 from policies.base import Policy
 from policies.row_values import row_values, sent
 from runahead.attention.base import LayerAttention
+from runahead.attention.states import States
 from runahead.cache.attention import CausalAttention, End
 from runahead.cache.base import Gather, KVStore
 from runahead.cache.rows import RowsAttention
@@ -90,6 +91,7 @@ class _Group:
         shared: what several of them see; None if there is nothing.
         gather: between the ranks that each store a part of the rows; None: all is here.
         ends: where a forward ends, if this rank needs no logits.
+        states: of several rows, in one memory.
     """
 
     rows: list[RowId]
@@ -98,6 +100,7 @@ class _Group:
     shared: SharedParts | None
     gather: Gather | None = None
     ends: End | None = None
+    states: States | None = None
 
     def attention(
         self, of_row: Callable[[Lane, KVStore], CausalAttention], counts: Sequence[int] | None = None
@@ -111,7 +114,8 @@ class _Group:
         rows = [of_row(lane, cache) for lane, cache in zip(self.lanes, self.caches, strict=True)]
         if len(rows) == 1 and self.gather is None:
             return rows[0]
-        return RowsAttention(rows, counts=counts, shared=self.shared, gather=self.gather, ends=self.ends)
+        shared, gather = self.shared, self.gather
+        return RowsAttention(rows, counts=counts, shared=shared, gather=gather, ends=self.ends, states=self.states)
 
 
 class Lanes:
@@ -384,7 +388,11 @@ class Lanes:
         lanes = [self.lane(row) for row in rows]
         caches, shared = apart_from_shared([lane.cache for lane in lanes])
         gather = None if self._batch is None else self._batch.cache.gather
-        return _Group(rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, ends=self._ends)
+        of_rows = [lane.cache.states for lane in lanes if lane.cache.states is not None]
+        states = States.together(of_rows) if len(of_rows) > 1 else None
+        return _Group(
+            rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, ends=self._ends, states=states
+        )
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return row_values(list(ids), self._model.device)[:, None]

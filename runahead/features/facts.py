@@ -20,6 +20,10 @@ from runahead.config import (
 NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
 """By model_type: the option with which norms of queries and keys have weights by head, which plans leave whole."""
 
+WITH_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Layer types of transformers' configs that hold a state: of linear attention, state spaces or a convolution, the last
+two beside attention."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -366,6 +370,13 @@ def _shared_kv(setup: Setup) -> Words:
     return None if setup.config is None else _if(shares, f"layers of {setup.model_name}")
 
 
+def _states(setup: Setup) -> Words:
+    """The layers that hold a state of the text before."""
+    config = setup.text_config
+    kinds = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind in WITH_STATES})
+    return None if config is None else _if(kinds, f"{' and '.join(kinds)} layers of {setup.model_name}")
+
+
 def _norms_by_head(setup: Setup) -> Words:
     config = setup.text_config
     option = "" if config is None else NORMS_BY_HEAD.get(config.model_type, "")
@@ -380,6 +391,7 @@ OF_MODEL: dict[str, Fact] = {
     "marks": _marks,
     "no marks": _no_marks,
     "shared KV layers": _shared_kv,
+    "states": _states,
     "norms by head": _norms_by_head,
     "windows": _model(_windows),
     "ALiBi": _model(lambda model: model.has_key_bias),
@@ -440,6 +452,7 @@ FACTS: dict[str, Fact] = {
     "prompt.chat": _option("prompt.chat"),
     "a server": _option("a server"),
     "serve.decode_ranks": _option("serve.decode_ranks"),
+    "a search or a plan": _option("a search or a plan"),
     # of texts
     "reuse of prefixes": lambda setup: setup.prefixes,
     "policy=prompt_cache": lambda setup: setup.segments,
@@ -508,6 +521,7 @@ FACTS: dict[str, Fact] = {
         )
     ),
     "drafts by policy.clamped=true": _drafting(lambda policies: policies.clamped_to is not None),
+    "drafts by a model with states": lambda setup: _states(Setup(config=getattr(setup.drafting, "config", None))),
     "drafts by a policy that narrows": _drafting(lambda policies: any(policy.narrows for policy in policies.last)),
     "drafts by a policy that decides on layers together": _drafting(
         lambda policies: any(

@@ -69,6 +69,12 @@ REFUSED = (
     Refused(("prefill=tsp or zigzag", "shared KV layers"), OTHERS_KV, CHAIN),
     Refused(("prefill=tsp or zigzag", "marks"), MARKED, CHAIN),
     Refused(
+        ("prefill=tsp or zigzag", "states"),
+        "{1} hold states that each rank needs of all tokens before its own, and with {0} all ranks compute a layer at "
+        "the same time",
+        CHAIN,
+    ),
+    Refused(
         ("prefill=zigzag", "several stages", "own positions"),
         "{2} counts positions itself, and prefill=zigzag gives ranks tokens that are not contiguous",
         "use prefill=kv_runahead or prefill=tsp",
@@ -113,6 +119,11 @@ REFUSED = (
         "use one that retrieves, such as quest or clusterkv",
     ),
     Refused(("policy=prompt_cache", "marks"), MARKED, "give prompts without schemas"),
+    Refused(
+        ("policy=prompt_cache", "states"),
+        "segments of {0} are encoded apart from each other, and {1} hold states of all tokens before",
+        "give prompts without schemas",
+    ),
     Refused(
         ("policy=prompt_cache", "angles by length"),
         "{1} rotates by angles that depend on the length of the text, so keys and values cannot be reused in other "
@@ -187,6 +198,12 @@ REFUSED = (
         "use decode=last or policy.link_tokens",
     ),
     Refused(("decode=sharded", "marks"), MARKED, "use decode=last"),
+    Refused(
+        ("decode=sharded", "states"),
+        "decode=sharded has all ranks that keep tokens compute the new ones, and only the last one has the states of "
+        "{1}",
+        "use decode=last",
+    ),
     # cache.bits
     Refused(
         ("cache.bits", "prefill=tsp or zigzag"),
@@ -264,6 +281,12 @@ REFUSED = (
         ("generation.speculate", "reuse of prefixes", "decode=sharded", "several stages"),
         "{0} does not go with {1} and decode=sharded, where a rank has stored tokens beside its part of a draft",
         "use decode=last",
+    ),
+    Refused(
+        ("generation.speculate", "states"),
+        "{0} does not go with {1}, whose states take in drafts before these are verified, and cannot give rejected "
+        "ones back",
+        "leave generation.speculate out",
     ),
     Refused(
         ("generation.speculate", "a conversation", "decode=sharded"),
@@ -346,8 +369,18 @@ REFUSED = (
         "a drafting policy {0} re-encodes positions, and drafts are made from keys that are rotated in the text",
         "use policy.positions=original",
     ),
+    Refused(
+        ("drafts by a model with states",),
+        "{0} hold states, from which rejected drafts cannot be taken back",
+        "use another draft.model, or generation.speculate=none",
+    ),
     # reuse of prefixes
     Refused(("reuse of prefixes", "marks"), MARKED, "use no prefix tree"),
+    Refused(
+        ("reuse of prefixes", "states"),
+        "{1} hold states, of which the tree keeps no copies at the ends of what it stores",
+        "leave the tree out (serve.prefix_cache_bytes=0)",
+    ),
     Refused(
         ("reuse of prefixes", "a policy that narrows"),
         "policy {1} leaves tokens out of deeper layers, so that no prompt is stored whole",
@@ -402,7 +435,30 @@ REFUSED = (
         "serve.decode_ranks=1 needs a second stage, which computes the prompts",
         "start more ranks",
     ),
+    # searches and plans
+    Refused(
+        ("a search or a plan", "states"),
+        "{1} hold states, which cost otherwise than attention and are handed on in turn, and searches and plans reckon "
+        "with layers that are alike",
+        "use partition=auto, which learns from each prompt, or partition=ratios",
+    ),
     # a policy and a model
+    Refused(
+        ("a policy that narrows", "states"),
+        "policy {0} drops tokens between layers, and the states of {1} are of all tokens",
+        "use a policy that only evicts, such as snapkv",
+    ),
+    Refused(
+        ("a policy that looks ahead", "states"),
+        "policy {0} predicts queries from the input of the layer before the next attention, and between them are {1}",
+        "use policy.ahead=false",
+    ),
+    Refused(
+        ("a policy that decides on the whole prompt", "states"),
+        "policy {0} decides once all layers have the whole prompt, which may be computed again for it, and {1} hold "
+        "states that would take it in twice",
+        OTHER_POLICY,
+    ),
     Refused(
         ("a retrieving policy", "ALiBi"),
         "{1} adds a bias to its attention by distance (ALiBi), and policy {0} finds tokens by products of queries and "
@@ -578,6 +634,11 @@ REFUSED = (
     Refused(
         ("ranks.tensor", "shared KV layers"),
         "{1} read keys and values of other layers, and ranks cannot share such a model",
+        NO_SHARES,
+    ),
+    Refused(
+        ("ranks.tensor", "states"),
+        "{1} hold states, and transformers' tensor-parallel plans do not say which heads of them a rank has",
         NO_SHARES,
     ),
     Refused(

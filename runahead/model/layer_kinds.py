@@ -1,24 +1,29 @@
 """Kinds of layers that the runtime computes, and for a model that has others one sentence that says why it does not.
 
-Every layer has to attend once, by transformers' attention interface, to keys and values of its own or an earlier
-layer's: to all that are stored, those in a sliding window or those in a chunk, and to none of later tokens.
+A layer attends once, by transformers' attention interface, to keys and values of its own or an earlier layer's: to all
+that are stored, those in a sliding window or those in a chunk, and to none of later tokens. It may hold a state of the
+text in transformers' cache beside or in place of these, or neither.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from runahead.features.facts import WITH_STATES
+
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Layer types of transformers' configs that the runtime computes."""
+"""Layer types of transformers' configs that attend to keys and values alone."""
+
+WITHOUT_CACHE = ("moe", "mlp")
+"""Layer types that hold nothing of earlier tokens."""
+
+COMPUTED = (*KINDS, *WITH_STATES, *WITHOUT_CACHE)
+"""Layer types that the runtime computes."""
 
 _OTHERS = {
-    "linear_attention": "recurrent",
-    "conv": "convolutions",
-    "hybrid": "recurrent beside attention",
-    "hybrid_sliding": "recurrent beside attention",
     "indexed_attention": "chooses keys by an index",
     "minimax_m3_sparse": "chooses keys by an index",
     "compressed_sparse_attention": "compresses keys",
@@ -42,7 +47,7 @@ def decoder_config(config: Any) -> Any:
 def other_kinds(config: Any) -> dict[str, int]:
     """Kinds of layers that the runtime does not compute, by a text model's config: their number, the most first."""
     kinds = getattr(config, "layer_types", None) or []
-    return dict(Counter(described(kind) for kind in kinds if kind not in KINDS).most_common())
+    return dict(Counter(described(kind) for kind in kinds if kind not in COMPUTED).most_common())
 
 
 def described(kind: str) -> str:
@@ -62,26 +67,27 @@ def unsupported_kinds(config: Any) -> str | None:
     if not others:
         return None
     named = ", ".join(f"{number} {kind}" for kind, number in others.items())
-    supported = f"{', '.join(KINDS[:-1])} and {KINDS[-1]}"
+    supported = f"{', '.join(COMPUTED[:-1])} and {COMPUTED[-1]}"
     return f"has layers that are not supported: {named} of {len(config.layer_types)}; {supported} are"
 
 
-def unsupported_calls(layers: Sequence[int], num_layers: int) -> str | None:
+def unsupported_calls(layers: Sequence[int], num_layers: int, others: Collection[int] = ()) -> str | None:
     """Why a model is not computed, by the layers that called attention in one forward; None if that gives no reason.
 
     Args:
         layers: numbers of the layers, in the order of their calls.
         num_layers: number of layers.
+        others: layers that need not call it.
 
     Returns:
         What follows the model's name in a sentence.
     """
-    if list(layers) == list(range(num_layers)):
-        return None
     called = set(layers)
+    if list(layers) == [layer for layer in range(num_layers) if layer in called or layer not in others]:
+        return None if layers else "has no layer with attention, which is not supported"
     if len(layers) > len(called):
         what = f"calls attention {len(layers)} times in {len(called)} layers"
-    elif silent := num_layers - len(called):
+    elif silent := len(set(range(num_layers)) - called - set(others)):
         what = f"has layers that do not call transformers' attention interface ({silent} of {num_layers})"
     else:
         what = "calls attention in another order than that of its layers"

@@ -8,12 +8,14 @@ rounding chooses. So the attention of each layer is compared there, given the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -22,6 +24,7 @@ from runahead.attention.base import LayerAttention
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.model.adapters import ADAPTERS
+from runahead.model.held import Held
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.attention_input import attention_modules, hidden_states
 from runahead.model.loading.sharing import Shares, local_part
@@ -29,6 +32,22 @@ from runahead.model.seam import ATTENTION_NAME, set_attention
 
 CHECK_TOKENS = (5, 2)
 """Lengths of the two chunks with which a model is compared with transformers' own attention when it is loaded."""
+
+RULE_TOKENS = 64
+"""Tokens that rules of linear attention compute at a time, where a config names no other number."""
+
+FIRST_TOKENS = 8
+"""Tokens after the beginning of a chunk in which a wrong state shows; it is forgotten later."""
+
+ROUNDING_OF_RULES = 1e-2
+"""What chunks may be off in any dtype, in the logits' spread: rules of linear attention compute in float32, in other
+steps with other chunks, and deep models enlarge what they round. Seen: 0.007 of 12 layers with random weights."""
+
+ROUNDING_IN_CHUNKS = 8
+"""How many times further chunks may be off than one forward, where rounding exchanges experts."""
+
+MOST_ROUNDING = 0.4
+"""Logits that are further off than this part of their spread are wrong in any model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +123,58 @@ class LogitsCheck:
             "another model"
         )
 
+    def require_states(self, held: Held) -> None:
+        """Compute a longer text at once and in chunks, and compare the logits of all tokens with transformers' own.
+
+        This takes the place of `require` for models with states. Each layer with a state begins from a given one
+        with a few tokens, and with more than its rule computes at a time. A single token is another branch of the
+        families' code, that of transformers' own decoding.
+
+        Args:
+            held: what the layers hold.
+
+        Raises:
+            ValueError: the logits differ by more than rounding.
+        """
+        values = self._config.to_dict()
+        longest = values.get("max_position_embeddings") or math.inf
+        rule = max([RULE_TOKENS, *(value for name, value in values.items() if name.endswith("chunk_size") and value)])
+        rule = int(min(rule, longest / 2 - sum(CHECK_TOKENS)))
+        chunks = (*CHECK_TOKENS, rule + 2, rule + 1)
+        ids_1S = check_text(int(self._config.vocab_size), self.module.device, sum(chunks))
+        theirs_1SV = transformers_logits(self.module, ids_1S, lambda call: call(), every=True)
+        require_numbers(theirs_1SV, self.module, self.name)
+        family = f"model {self.name} ({self._config.model_type})"
+        kinds = " and ".join(held.kinds_with_states)
+        bound, what = bound_of(self.module.dtype), "of their spread"
+        at_once = self._off(ids_1S, theirs_1SV, (sum(chunks),))
+        if not at_once <= bound:  # nor where it is no number
+            raise ValueError(
+                f"{family} is not computed right: its {kinds} layers give other logits (off by {at_once:.2g} {what})"
+            )
+        off = self._off(ids_1S, theirs_1SV, chunks)
+        if not off <= max(bound, ROUNDING_OF_RULES, min(ROUNDING_IN_CHUNKS * at_once, MOST_ROUNDING)):
+            raise ValueError(
+                f"{family} has {kinds} layers that do not begin from a given state with several tokens (transformers "
+                f"{transformers.__version__}; off by {off:.2g} {what}), as each chunk of a prompt but the first does; "
+                "use another model"
+            )
+
+    def _off(self, ids_1S: Tensor, theirs_1SV: Tensor, chunks: Sequence[int]) -> float:
+        """How far the logits of a text in chunks are off, in their spread."""
+        cache, start, off_S = self.empty_cache(ids_1S.shape[1]), 0, []
+        for num_tokens in chunks:
+            end = start + num_tokens
+            attention = CausalAttention(cache, start=start, pads=[0])
+            ours_CV = self.forward(ids_1S[:, start:end], attention, start=start, pads=[0], all_logits=True)[0]
+            theirs_CV = theirs_1SV[0, start:end].double()
+            off_C = (ours_CV.double() - theirs_CV).square().mean(dim=1).sqrt() / theirs_CV.std(dim=1)
+            # Rounding may exchange the experts of a token here and there.
+            is_sure = self._is_precise and not routes_to_experts(self.module)
+            off_S.append(off_C.max() if is_sure else off_C[:FIRST_TOKENS].median())
+            start = end
+        return torch.stack(off_S).max().item()
+
     def _modules_to_compare(self) -> list[nn.Module]:
         """The attention module of each layer; none where logits tell by themselves, or if one is not found."""
         if self._is_precise or not routes_to_experts(self.module):
@@ -129,27 +200,32 @@ class LogitsCheck:
         return logits_BV
 
 
-def check_text(vocab_size: int, device: torch.device) -> Tensor:
-    """Token ids (1, S) of the short text."""
-    return (torch.arange(sum(CHECK_TOKENS), device=device) * 7 + 3)[None] % vocab_size
+def check_text(vocab_size: int, device: torch.device, num_tokens: int = sum(CHECK_TOKENS)) -> Tensor:
+    """Token ids (1, S) of the short text, or of a longer one."""
+    return (torch.arange(num_tokens, device=device) * 7 + 3)[None] % vocab_size
 
 
 @torch.inference_mode()
 def transformers_logits(
-    module: PreTrainedModel, ids_1S: Tensor, in_step: Callable[[Callable[[], Tensor]], Tensor]
+    module: PreTrainedModel,
+    ids_1S: Tensor,
+    in_step: Callable[[Callable[[], Tensor]], Tensor],
+    *,
+    every: bool = False,
 ) -> Tensor:
-    """Logits (B, V) of the last token, computed with transformers' own attention.
+    """Logits (B, V) of the last token, or (B, S, V) of every one, computed with transformers' own attention.
 
     Args:
         in_step: runs a forward, in which the ranks that share the model wait for each other.
     """
+    wanted = slice(None) if every else -1
     model_type = decoder_config(module.config).model_type
     modules = module.modules() if model_type in ADAPTERS else []
     adapted = {child: vars(child).pop("forward") for child in modules if "forward" in vars(child)}
     # Eager attention supports all terms, but Falcon's adds its ALiBi twice (as of transformers 5.23).
     set_attention(module, "sdpa" if model_type == "falcon" else "eager")
     try:
-        return in_step(torch.inference_mode()(lambda: module(input_ids=ids_1S, use_cache=False).logits[:, -1]))
+        return in_step(torch.inference_mode()(lambda: module(input_ids=ids_1S, use_cache=False).logits[:, wanted]))
     finally:
         set_attention(module, ATTENTION_NAME)
         for child, forward in adapted.items():
@@ -165,10 +241,16 @@ def differ(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> str:
     """
     theirs = theirs.double()
     scale, off = theirs.std().item(), (ours.double() - theirs).abs().max().item()
-    # Rounding in the weights' dtype, relative to the spread of the values; the error of a wrong mask, position or
-    # scale is far larger. transformers' eager attention computes softmax in float32 even for float64.
-    bound = {torch.float64: 1e-4, torch.float32: 1e-3}.get(dtype, 0.2)
-    return "" if off <= bound * max(scale, 1e-6) else f"off by {off:.2g}, spread {scale:.2g}"
+    return "" if off <= bound_of(dtype) * max(scale, 1e-6) else f"off by {off:.2g}, spread {scale:.2g}"
+
+
+def bound_of(dtype: torch.dtype) -> float:
+    """Rounding in the weights' dtype, relative to the spread of the values.
+
+    The error of a wrong mask, position, scale or state is far larger. transformers' eager attention computes softmax in
+    float32 even for float64.
+    """
+    return {torch.float64: 1e-4, torch.float32: 1e-3}.get(dtype, 0.2)
 
 
 def routes_to_experts(module: nn.Module) -> bool:

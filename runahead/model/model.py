@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from policies.row_values import row_values
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import takes_sequences
+from runahead.attention.states import States, StateShape
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVShape, Slabs
@@ -27,6 +28,7 @@ from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
+from runahead.model.held import Held, Thing
 from runahead.model.json_schemas import JSONSchemas
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
 from runahead.model.layers.attention_input import show_attention_inputs
@@ -71,6 +73,7 @@ class Model:
         config: configuration of the text decoder.
         kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
         kv_sources: of each other layer, the one whose keys and values it reads.
+        held: what the layers hold, if some hold a state; the others above are those with keys and values alone.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         num_query_heads: most query heads of a layer.
         rules: mask rule per layer that stores keys and values; None is plain causal attention.
@@ -117,7 +120,10 @@ class Model:
             self._look_at_layers()
             if self.marks is None:  # transformers has no attention that leaves out what is marked
                 check = self._logits_check()
-                check.require(*check.expected(), "transformers' own")
+                if self.held is None:
+                    check.require(*check.expected(), "transformers' own")
+                else:
+                    check.require_states(self.held)
         except (torch.OutOfMemoryError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -127,6 +133,8 @@ class Model:
                 raise
             if getattr(self.config, "num_attention_heads", None) is None:
                 reason = "its config has no attention heads"
+            elif SeamCache.__name__ in reason:
+                reason = "its layers keep what they store in a cache of their own, outside transformers' interface"
             elif MaskRule.__name__ in reason:
                 reason = "its own code computes attention with a mask, outside transformers' attention interface"
             if shares is not None:
@@ -261,7 +269,8 @@ class Model:
 
     @cached_property
     def _layers(self) -> list[nn.Module]:
-        return decoder_layers(self.module, self.num_layers + len(self.kv_sources))
+        num_layers = self.num_layers + len(self.kv_sources) if self.held is None else len(self.held.kinds)
+        return decoder_layers(self.module, num_layers)
 
     @property
     def num_layers(self) -> int:
@@ -279,6 +288,16 @@ class Model:
         with suppress(ValueError):
             return bool(self._layers)
         return False
+
+    @property
+    def state_shapes(self) -> Sequence[StateShape]:
+        """Shapes of the states."""
+        return () if self.held is None else self.held.shapes
+
+    @property
+    def order(self) -> Sequence[Thing]:
+        """Keys and values and states of all layers, in the order in which a forward is done with them."""
+        return [("kv", layer) for layer in range(self.num_layers)] if self.held is None else self.held.order
 
     @property
     def vocab_size(self) -> int:
@@ -456,6 +475,7 @@ class Model:
             "changes attention scores": self._needs_scores,
             "has layers that read the keys and values of others": bool(self.kv_sources),
             "marks tokens that it evicts": self.marks is not None,
+            "holds states": self.held is not None,
             "has no query heads that share keys": not self._shares_keys and self.device.type == "cuda",
             "has layers with windows": any(rule is not None and not rule.sees_everything for rule in self.rules),
         }
@@ -491,7 +511,13 @@ class Model:
         """A KV cache with room for `num_tokens` tokens in every layer. Raises: ValueError: memory is too small."""
         spans = [(0, num_tokens)] * self.num_layers
         slabs = Slabs.empty(self.kv_shapes, batch=batch, spans=spans, num_slabs=self.num_layers, device=self.device)
-        return KVCache(slabs)
+        cache = KVCache(slabs)
+        cache.states = self.empty_states()
+        return cache
+
+    def empty_states(self) -> States | None:
+        """The states of a text without tokens; None if no layer holds any."""
+        return None if self.held is None else self.held.nothing()
 
     def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
         """First token that a chunk from `start` on attends to in a layer: 0, or later under a sliding window."""
@@ -536,6 +562,12 @@ class Model:
         num_new = ids_BC.shape[1]
         if tokens is not None:
             self._let_layers_narrow()
+        unbegun: list[int] = []
+        if self.held is not None:
+            if attention.states is None:
+                assert start == 0 or isinstance(attention, Recording), "the states of earlier tokens are lost"
+                attention.states = self.held.nothing()
+            unbegun = [row for row, pad in enumerate(pads) if pad >= start + num_new]
         forward = SeamCache(
             attention,
             start,
@@ -544,8 +576,12 @@ class Model:
             ends_with_last=bool(self.kv_sources) and not all_logits and num_new > 1,
             sources=self.kv_sources,
             marker=self._marker,
+            held=self.held,
+            unbegun=unbegun,
         )
         keywords: dict[str, Any] = {"past_key_values": forward, "use_cache": True}
+        if self.held is not None and max(pads) > start:  # layers with states leave out padding by this alone
+            keywords["attention_mask"] = (index_C >= row_values(pads, ids_BC.device)[:, None]).long()
         if "position_ids" in self._optional:
             position_ids_BC = attention.positions_BC(index_C)
             if position_ids_BC is None:
@@ -558,6 +594,8 @@ class Model:
         length = start + num_new if length is None else length
         with rotary_length(self._rotaries, [length - pad for pad in pads]):
             logits_BCV = self.in_step(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
+        if forward.states is not None:
+            forward.states.save_pending()
         wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
@@ -583,13 +621,22 @@ class Model:
         return hidden_1CD
 
     def _look_at_layers(self) -> None:
-        """Find the KV shape and attention terms of every layer, by a forward of one token."""
+        """Find the KV shape and attention terms of every layer, and its state, by a forward of one token."""
         self.kv_sources: dict[int, int] = {}
-        calls = self._recorded(0).calls
+        self.held = held = Held.by_config(self.config)
+        recording = self._recorded(0)
+        calls = recording.calls
         family = f"model {self.name} ({self.config.model_type})"
         layers = [layer for layer, *_ in calls]
-        if why := unsupported_calls(layers, int(getattr(self.config, "num_hidden_layers", len(set(layers))))):
+        num_layers = int(getattr(self.config, "num_hidden_layers", len(set(layers))))
+        if why := unsupported_calls(layers, num_layers, held.need_no_attention if held else ()):
             raise ValueError(f"{family} {why}")
+        if held is not None:
+            try:
+                self.held = held.as_called(layers, recording)
+            except ValueError as error:
+                raise ValueError(f"{family} {error}") from error
+            calls = [(number, *call[1:]) for number, call in enumerate(calls)]
         if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
             raise ValueError(f"{family} attends to later tokens, as an encoder does, which is not supported")
         sources = find_sources(calls)

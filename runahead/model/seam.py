@@ -10,7 +10,7 @@ the interface have an adapter each (`runahead/model/adapters/`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from runahead.attention.base import LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
+from runahead.model.held import Held, StatesOfForward
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.marks import Marker
 
@@ -67,6 +68,8 @@ class SeamCache(Cache):
         ends_with_last: layers that store no keys and values compute the last token alone.
         sources: layer that stores no keys and values -> the earlier one whose it reads.
         marker: marks tokens, in a model that was trained for it.
+        held: what the layers hold; None: keys and values alone.
+        unbegun: rows of which all tokens so far are padding.
     """
 
     def __init__(
@@ -79,13 +82,20 @@ class SeamCache(Cache):
         ends_with_last: bool = False,
         sources: Mapping[int, int] | None = None,
         marker: Marker | None = None,
+        held: Held | None = None,
+        unbegun: Sequence[int] = (),
     ) -> None:
-        super().__init__(layers=[])
+        self.states = None if held is None else StatesOfForward(attention, held, unbegun)
+        super().__init__(layers=self.states or [])
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
+        if self.states is not None:
+            layer = self._layer  # modules that several layers share do not know it
+            self.states.before_attention(layer)
+            layer = self.states.held.kv_of[layer]
         if self._marker is not None:
             q_BNCH, k_BKCH, terms = self._marker.marked(layer, q_BNCH, k_BKCH, terms)
         source = self._sources.get(layer)
@@ -99,9 +109,24 @@ class SeamCache(Cache):
         """The one that a layer is given; None while transformers' own attention computes."""
         return next((given for given in (*args, *keywords.values()) if isinstance(given, SeamCache)), None)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int = 0, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         key_states.runahead = self  # type: ignore[attr-defined]
+        self._layer = layer_idx
         return key_states, value_states
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords: Any) -> Tensor:
+        full: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **keywords)
+        self.layers.updated(layer_idx, "conv_states", state_idx)
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords: Any
+    ) -> Tensor:
+        state: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **keywords)
+        self.layers.updated(layer_idx, "recurrent_states", state_idx)
+        return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.start

@@ -14,12 +14,13 @@ import torch
 
 from runahead.attention.base import ForwardEndsHere, LayerAttention
 from runahead.attention.op import nothing
+from runahead.attention.states import StateShape
 from runahead.cache.attention import End, LayerCall, LayerHook
 from runahead.cache.base import KVStore
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import Slabs
+from runahead.cache.slabs import KVShape, Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
 from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
@@ -32,16 +33,22 @@ LEAST_ASIDE_S = 1e-3
 """Shorter spans are not drawn: the rank only looked whether there is something else to do."""
 
 
+def _in_slab(shape: StateShape) -> KVShape:
+    """The shape of a slab in which states take the place of tokens."""
+    return KVShape(num_kv_heads=1, key_dim=shape.num_bytes, value_dim=0, dtype=torch.uint8)
+
+
 class ChainRun(LayerHook):
     """One rank's part of a prefill, as in the figure of the KV-Runahead paper.
 
     In each layer its attention stores the chunk's keys and values, sends them on, attends to the own chunk, awaits the
-    prefix, and attends to it.
+    prefix, and attends to it. The state of a layer arrives from the stage before, and goes on to the next one: it is
+    one more place of the transfer, in which each stage has one token, of as many bytes as the state.
 
     Args:
         carrier: class that transfers keys and values over the backend of the ranks.
         schedule: messages that this rank sends and receives.
-        spans: tokens [first, end) that the slab of each layer stores.
+        spans: tokens [first, end) that each slab stores, in the order of `Model.order`.
         num_slabs: number of slabs; with fewer than layers they form a ring.
         depth: most layers in flight.
         rotaries: of each layer, if keys are stored unrotated.
@@ -68,17 +75,24 @@ class ChainRun(LayerHook):
         self.job, self.is_last, self._attends_last = job, schedule.is_last, attends_last
         if len(schedule.chain) == 1:
             carrier = NoTransfer
+        model, order = job.model, job.model.order
+        self._kv_at, self._state_at = (
+            [place for place, (kind, _) in enumerate(order) if kind == wanted] for wanted in ("kv", "state")
+        )
         slabs = Slabs.empty(
-            job.model.kv_shapes,
+            [model.kv_shapes[n] if kind == "kv" else _in_slab(model.state_shapes[n]) for kind, n in order],
             batch=len(job.batch.pads),
             spans=spans,
             num_slabs=num_slabs,
             device=job.ranks.device,
             allocate=carrier.allocator(job.ranks, schedule),
         )
-        self.cache = KVCache(slabs, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(slabs))
+        of_kv = slabs.only(self._kv_at) if self._state_at else slabs
+        self.cache = KVCache(of_kv, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(of_kv))
+        self.cache.states = self._states = model.empty_states()
+        self._carried = KVCache(slabs) if self._state_at else self.cache
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
-        self.transfer = carrier(schedule, self.cache, job.ranks, self._clock, depth, record=job.record)
+        self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)
         self._layer_ends = [self._clock.mark()]
         self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
 
@@ -87,10 +101,44 @@ class ChainRun(LayerHook):
         """Where the forward ends on a rank of which nobody needs more; None: with the logits."""
         if self.is_last:
             return None
-        return self.job.model.last_attention if self._attends_last else (self.cache.num_layers - 1, "saved")
+        if self._attends_last:
+            return self.job.model.last_attention
+        return None if self._ends_with_state else (self.cache.num_layers - 1, "saved")
+
+    @property
+    def _ends_with_state(self) -> bool:
+        """Whether the last that this rank hands on is a state."""
+        return not self.is_last and self._carried.num_layers - 1 in self._state_at
+
+    def load_state(self, number: int) -> None:
+        place = self._state_at[number]
+        self._open(place)
+        self._await_prefix(place)
+        for message in self.transfer.schedule.receives(place):
+            assert self._states is not None
+            shape, [bytes_B1Z] = self.job.model.state_shapes[number], self.transfer.part(message)
+            self._states.layers[number].read(bytes_B1Z.flatten(1), shape)
+
+    def save_state(self, number: int) -> None:
+        """Send a layer's state on.
+
+        Raises:
+            ForwardEndsHere: nothing is left to be handed on.
+        """
+        place = self._state_at[number]
+        for message in self.transfer.schedule.sends(place):
+            assert self._states is not None
+            [bytes_B1Z] = self.transfer.part(message)
+            self._states.layers[number].write(bytes_B1Z.flatten(1))
+        self.transfer.send(place)
+        self.transfer.close(place)
+        self.job.ranks.progress()
+        if self._ends_with_state and place == self._state_at[-1]:
+            raise ForwardEndsHere
+        self._done(place)
 
     def before_save(self, call: LayerCall) -> None:
-        self._open(call.layer)
+        self._open(self._kv_at[call.layer])
 
     def _open(self, layer: int) -> None:
         """Wait until a layer's slab may be written. A rank with stored keys and values sends those of a later layer."""
@@ -114,19 +162,22 @@ class ChainRun(LayerHook):
         """Send stored keys and values of these layers, on the rank that has them."""
         stored, reused = self.job.stored, self.job.reused
         for layer in layers if self.transfer.lead else ():
-            if layer < self.cache.num_layers:
+            if layer < self._carried.num_layers:
                 assert stored is not None and reused is not None
                 for part in reused.parts:  # so that what is lost is computed before the layer's memory is filled
                     part.layers_TKX[layer]
                 self.transfer.feed(layer, partial(stored.gather, reused, layer, stage=self.job.ranks.stage))
 
     def save(self, call: LayerCall) -> None:
-        self.transfer.send(call.layer)
+        self.transfer.send(self._kv_at[call.layer])
 
     def wait_for_load(self, call: LayerCall) -> None:
+        self._await_prefix(self._kv_at[call.layer])
+
+    def _await_prefix(self, place: int) -> None:
         """Wait until all that this rank receives of a layer may be read."""
-        self._until(call.layer, self.transfer.schedule.receives(call.layer))
-        self.transfer.await_prefix(call.layer)
+        self._until(place, self.transfer.schedule.receives(place))
+        self.transfer.await_prefix(place)
         self._settle_for_reuse()
 
     def await_messages(self, layer: int, messages: list[Message]) -> None:
@@ -158,20 +209,28 @@ class ChainRun(LayerHook):
         Raises:
             PrefillCancelled: nobody wants the prompts any more.
         """
-        layer = call.layer
-        if call.source == layer:
-            self.transfer.close(layer)
-        self.job.ranks.progress()
-        if call.source != layer:
+        if call.source != call.layer:
+            self.job.ranks.progress()
             return
+        place = self._kv_at[call.layer]
+        self.transfer.close(place)
+        self.job.ranks.progress()
+        self._done(place)
+
+    def _done(self, place: int) -> None:
+        """Note that a layer's part is computed, and let the rank do other work.
+
+        Raises:
+            PrefillCancelled: nobody wants the prompts any more.
+        """
         if self.job.record:
             self._layer_ends.append(self._clock.mark())
         if self.job.meanwhile is not None:
             try:
-                with self._aside(layer + 1):
-                    self.job.meanwhile.after_layer(layer + 1, self.cache.num_layers)
+                with self._aside(place + 1):
+                    self.job.meanwhile.after_layer(place + 1, self._carried.num_layers)
             except PrefillCancelled:
-                self._pass_on(layer + 1)
+                self._pass_on(place + 1)
                 raise
 
     @contextmanager
@@ -190,7 +249,7 @@ class ChainRun(LayerHook):
         So no rank waits for a cancelled one, whenever each learns of it. Zeros are sent, as whatever is in the slabs
         might not be finite, and a rank that knows later than others computes with it.
         """
-        last = self.cache.num_layers - 1
+        last = self._carried.num_layers - 1
         for layer in range(first, last + 1):
             self._open(layer)
             for message in self.transfer.schedule.sends(layer):
@@ -255,7 +314,7 @@ class ChainRun(LayerHook):
             wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
             kv_sent_bytes=log.sent_bytes,
             kv_received_bytes=log.received_bytes,
-            kv_peak_bytes=self.cache.num_bytes + self.transfer.fed_bytes,
+            kv_peak_bytes=self._carried.num_bytes + self.transfer.fed_bytes,
         )
         if store is not None:
             store.describe_prompt(report)

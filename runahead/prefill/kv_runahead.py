@@ -93,13 +93,21 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         return 0 if needs_all else model.first_needed(layer, start, pads)
 
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
+    # A state is handed on as if it were the one token of its stage, and each stage needs that of the one before.
+    order, handed_on = model.order, job.partition.one_each()
+    chunks = [by_layer[number] if kind == "kv" else handed_on for kind, number in order]
+
+    def first_of(place: int, start: int) -> int:
+        kind, number = order[place]
+        return first_needed(number, start) if kind == "kv" else max(0, start - 1)
+
     carrier = carrier or TRANSFERS[ranks.backend]
     schedule = TransferSchedule(
         job.partition,
         ranks.rank,
         job.options.transfer,
-        first_needed,
-        by_layer if policies else None,
+        first_of,
+        chunks if policies or model.held is not None else None,
         joined=carrier.joins_prefix,
         mesh=ranks.mesh,
         num_stored=num_stored,
@@ -122,10 +130,12 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         carrier,
         schedule,
         spans=[
-            (first_needed(layer, own.start), job.capacity if decodes_from_slabs else own.stop)
-            for layer, own in enumerate(partition.chunk(ranks.stage) for partition in by_layer)
+            (first_of(place, own.start), job.capacity if decodes_from_slabs and kind == "kv" else own.stop)
+            for place, (kind, own) in enumerate(
+                (kind, partition.chunk(ranks.stage)) for (kind, _), partition in zip(order, chunks, strict=True)
+            )
         ],
-        num_slabs=model.num_layers if keeps_slabs else depth,
+        num_slabs=len(order) if keeps_slabs else depth,
         depth=depth,
         rotaries=policies.rotaries(model),
         attends_last=kept is not None,
@@ -148,6 +158,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         hooks.append(blend)
     if policies:
         hooks.append(ChainPolicies(run, tokens, by_layer, ranks.stage, kept, reused))
+    if kept is not None:
+        kept.states = run.cache.states
     if kept is not None and job.shard is not None:
         kept.part = TextPart(job.shard.chunk, pads=pads, owns=job.shard.owns)
 

@@ -56,4 +56,10 @@ def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: in
     assert reused.positions_BS.shape == (1, num_tokens), (reused.positions_BS.shape, num_tokens)
     given = ReusedPart(layers_TKX=layers_TKX, positions_T=reused.positions_BS[0], rows=(0,))
     after = replace(reused, parts=[*reused.parts, given], positions_BS=reused.positions_BS[:, num_tokens:])
-    return [reusing(model.empty_cache(num_new).slabs, after, shared_TKX=layers_TKX) for _ in range(count)], num_tokens
+    rows: list[KVStore] = [
+        reusing(model.empty_cache(num_new).slabs, after, shared_TKX=layers_TKX) for _ in range(count)
+    ]
+    if row.states is not None:
+        for each in rows:
+            each.states = row.states.fork()
+    return rows, num_tokens

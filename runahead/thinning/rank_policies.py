@@ -187,10 +187,11 @@ class RankPolicies:
                 waits=not retrieves and self.deciding is not None,
                 most_room=NEW_ROOM if retrieves else None,
             )
-        if self.retriever is None:
-            return kept
-        retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
-        return RetrievedCache(retrieval, kept.form)
+        if self.retriever is not None:
+            retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
+            kept = RetrievedCache(retrieval, kept.form)
+        kept.states = model.empty_states()
+        return kept
 
     def check_pools(self, model: Model, *, batch: int, keep_parts: bool) -> None:
         """Check that limited pools have room for the tokens that always stay, before a prompt is computed for them.

@@ -12,6 +12,7 @@ from policies.base import Policy
 from policies.h2o import H2O
 from policies.infllm import InfLLM
 from policies.snapkv import SnapKV
+from runahead.attention.states import States
 from runahead.cache.attention import CausalAttention
 from runahead.cache.rows import RowsAttention
 from runahead.config import CacheOptions, Positions
@@ -56,6 +57,7 @@ FAMILIES = ("gpt2", "gpt_oss", "gemma2", "deepseek_v3")
 RUNS = [
     *(("llama", way) for way in WAYS),
     *((family, way) for family in FAMILIES for way in OFTEN),
+    *(("qwen3_next", way) for way in (*OFTEN, "4 bits", "quest", "snapkv, reencoded") if way != "infinigen"),
     *((family, way) for family in ("bloom", "gemma3n_text") for way in OFTEN if way != "infinigen"),
 ]
 
@@ -86,9 +88,11 @@ def alone(model: Model, policies: RankPolicies, ids: list[int]) -> Tensor:
 
 def together(model: Model, rows: list[Fed]) -> Tensor:
     """Logits (B, C, V) after these tokens in every row."""
-    found = []
+    caches = [row.conversation.cache for row in rows]
+    held = [cache.states for cache in caches if cache is not None and cache.states is not None]
+    found, states = [], States.together(held) if held else None
     for token in ANSWER:
-        attention = RowsAttention([row.next() for row in rows])
+        attention = RowsAttention([row.next() for row in rows], states=states)
         ids_B1 = torch.full((len(rows), 1), token)
         found.append(model.forward(ids_B1, attention, start=attention.start, pads=attention.pads))
     return torch.stack(found, dim=1)

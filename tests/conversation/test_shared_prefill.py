@@ -101,6 +101,22 @@ def test_every_policy_but_those_that_narrow_shares_a_prefill_bit_for_bit(model: 
     assert any(isinstance(layer, RaggedLayer) for layer in kept["adakv"].cache.layers)
 
 
+def test_conversations_of_a_hybrid_have_states_of_their_own() -> None:
+    """Seen to fail: a later turn from no state, and from one that another conversation has changed."""
+    model = tiny_model("qwen3_next")
+    names = ["full", "snapkv", "quest"]
+    with throughout(model.dtype):
+        together = [Conversation(model, policies_of(name)) for name in names]
+        feed_all(together, ids(CONTEXT, model))
+        for name, shared in zip(names, together, strict=True):
+            alone = Conversation(model, policies_of(name))
+            alone.feed(ids(CONTEXT, model))
+            for conversation in (alone, shared):
+                conversation.feed(ids(5, model))
+            assert alone.logits_BV is not None and shared.logits_BV is not None
+            assert torch.equal(alone.logits_BV, shared.logits_BV), name
+
+
 def test_a_long_text_under_longrope_goes_on_from_what_was_shared() -> None:
     """It is computed anew where it crosses the threshold, and not where it has crossed before."""
     model = tiny_model("phi3_longrope")

@@ -85,6 +85,10 @@ def with_config(**values: Any) -> Any:
     return config
 
 
+def with_states() -> Model:
+    return altered(config=with_config(layer_types=["linear_attention"] * 4))
+
+
 def speculating(kind: Speculate) -> dict[str, Any]:
     return {"generation": GenerationOptions(speculate=kind)}
 
@@ -133,6 +137,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prompt.random_tokens": lambda: {"options": {"prompt.random_tokens": 9}},
     "prompt.chat": lambda: {"options": {"prompt.chat": "true"}},
     "serve.decode_ranks": lambda: {"options": {"serve.decode_ranks": 1}},
+    "a search or a plan": lambda: {"options": {"a search or a plan": True}},
     "reuse of prefixes": lambda: {"prefixes": "reuse of prefixes"},
     "policy=prompt_cache": lambda: {"segments": "policy=prompt_cache"},
     "policy.recompute": lambda: {"blends": True},
@@ -179,6 +184,8 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "marks": lambda: {"model": altered(marks=object())},
     "no marks": lambda: {"config": with_config()},
     "shared KV layers": lambda: {"model": altered(kv_sources={3: 2})},
+    "states": lambda: {"model": with_states()},
+    "drafts by a model with states": lambda: {"drafting": with_states()},
     "norms by head": lambda: {"config": with_config(model_type="cohere", use_qk_norm=True)},
     "windows": lambda: {"model": altered(rules=[None, WINDOW])},
     "ALiBi": lambda: {"model": altered(has_key_bias=True)},

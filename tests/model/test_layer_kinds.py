@@ -19,16 +19,17 @@ from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupp
 from runahead.model.loading import load_config, load_decoder_config
 from runahead.model.logits_check import LogitsCheck
 
-SUPPORTED = "full_attention, sliding_attention and chunked_attention are"
+SUPPORTED = (
+    "full_attention, sliding_attention, chunked_attention, linear_attention, conv, hybrid, hybrid_sliding, "
+    "moe and mlp are"
+)
 
 
 @pytest.mark.parametrize(
     ("model_type", "options", "says"),
     [
-        ("mamba", {"num_hidden_layers": 4}, "linear_attention (recurrent) of 4"),
-        ("qwen3_next", {"num_hidden_layers": 8}, "6 linear_attention (recurrent) of 8"),
         ("deepseek_v32", {"num_hidden_layers": 3}, "3 indexed_attention (chooses keys by an index) of 3"),
-        ("lfm2", {"num_hidden_layers": 4, "full_attn_idxs": [1]}, "3 conv (convolutions) of 4"),
+        ("qwen4_exp_text", {"num_hidden_layers": 8}, "2 indexed_attention (chooses keys by an index) of 8"),
     ],
 )
 def test_kinds_of_layers_are_refused_by_the_config(model_type: str, options: dict[str, Any], says: str) -> None:
@@ -36,14 +37,14 @@ def test_kinds_of_layers_are_refused_by_the_config(model_type: str, options: dic
     assert why is not None and says in why and why.endswith(f"; {SUPPORTED}") and "\n" not in why
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "llama4_text", "bart", "gpt2"])
-def test_layers_that_attend_are_not(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "llama4_text", "bart", "gpt2", "lfm2", "nemotron_h"])
+def test_layers_that_attend_or_hold_states_are_not(model_type: str) -> None:
     assert unsupported_kinds(decoder_config(AutoConfig.for_model(model_type))) is None
 
 
 def test_a_config_alone_is_refused_before_weights_are_made(tmp_path: Any) -> None:
-    AutoConfig.for_model("mamba", num_hidden_layers=4).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"this mamba model has layers that are not supported: 4 linear_attention"):
+    AutoConfig.for_model("deepseek_v32", num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"this deepseek_v32 model has layers that are not supported: 4 indexed"):
         load_config(ModelOptions(name=ModelName.random, config=str(tmp_path)))
 
 

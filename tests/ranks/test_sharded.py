@@ -263,6 +263,7 @@ ASKED: dict[str, sharded_tasks.Asked] = {
     "cache policies or cache.bits + policy=prompt_cache": ("llama", CHAIN, CLUSTERS, PLAIN, SHORT),
     "policy.recompute": ("llama", CHAIN, None, blended_prompt(1, 0.5), SHORT),
     "marks": ("llama_dms", CHAIN, None, prompt(40), SHORT),
+    "states": ("qwen3_next", CHAIN, None, prompt(40), SHORT),
     "cache.bits": ("llama", CHAIN, RankPolicies(storage=CacheOptions(bits=4)), prompt(40), SHORT),
     "cache policies": ("llama", CHAIN, RankPolicies.everywhere([SnapKV(budget=16, window=4)]), prompt(40), SHORT),
 }

@@ -1,0 +1,159 @@
+"""What the layers of a model hold of a text, keys and values or a state, and how transformers' code reaches the states.
+
+Stores, policies and schedules number the layers that store keys and values among themselves, and so are those that hold
+a state: a layer may be both, and some (experts alone) are neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from runahead.attention.base import LayerAttention, Recording
+from runahead.attention.states import StateLayer, States, StateShape
+from runahead.features.facts import WITH_STATES
+from runahead.model.layer_kinds import KINDS
+
+Thing: TypeAlias = tuple[Literal["kv", "state"], int]
+"""Keys and values or a state, and its number among those of its kind."""
+
+A_STATE = StateLayer()
+"""Stands for the state of any layer where only the kinds of layers matter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What the layers of a model with states hold.
+
+    Attributes:
+        kinds: type of every layer, as its config names it.
+        kv_of: layer -> number of its keys and values.
+        state_of: layer -> number of its state.
+        counts: how many convolution and recurrent states the layer of each state has.
+        shapes: of each state; empty while they are not known.
+        order: all of them, in the order in which a forward is done with them.
+    """
+
+    kinds: Sequence[str]
+    kv_of: Mapping[int, int]
+    state_of: Mapping[int, int]
+    counts: Sequence[int]
+    shapes: Sequence[StateShape] = ()
+    order: Sequence[Thing] = ()
+
+    @classmethod
+    def by_config(cls, config: Any) -> Held | None:
+        """What transformers' own cache would have for each layer; None if no layer holds a state."""
+        kinds = getattr(config, "layer_types", None) or []
+        if not any(kind in WITH_STATES for kind in kinds):
+            return None
+        layers = enumerate(DynamicCache(config=config).layers)
+        counts = {layer: each.number_of_states for layer, each in layers if isinstance(each, LinearAttentionLayer)}
+        return cls(
+            kinds=list(kinds),
+            kv_of={layer: layer for layer in range(len(kinds))},
+            state_of={layer: number for number, layer in enumerate(counts)},
+            counts=list(counts.values()),
+        )
+
+    def as_called(self, layers: Sequence[int], recording: Recording) -> Held:
+        """The same with what one forward has shown.
+
+        Args:
+            layers: those that called attention, in order.
+            recording: the attention of that forward.
+
+        Raises:
+            ValueError: a state was not asked for. The message has no remedy.
+        """
+        assert recording.states is not None
+        shapes = [layer.shape for layer in recording.states.layers]
+        for layer, number in self.state_of.items():
+            if not shapes[number].parts:
+                raise ValueError(f"keeps the state of its {self.kinds[layer]} layers outside transformers' cache")
+        last = {thing: at for at, thing in enumerate(recording.order)}
+        return replace(
+            self,
+            kv_of={layer: number for number, layer in enumerate(layers)},
+            shapes=shapes,
+            order=sorted(last, key=last.__getitem__),
+        )
+
+    @property
+    def need_no_attention(self) -> set[int]:
+        """Layers that need not call attention."""
+        return {layer for layer, kind in enumerate(self.kinds) if kind not in KINDS}
+
+    @property
+    def kinds_with_states(self) -> list[str]:
+        """Types of the layers that hold a state."""
+        return sorted({self.kinds[layer] for layer in self.state_of})
+
+    def nothing(self) -> States:
+        """The states of a text without tokens."""
+        return States([StateLayer(number_of_states=count) for count in self.counts])
+
+
+class StatesOfForward:
+    """The layers of transformers' cache in one forward, as far as the model's code asks for their states.
+
+    A state is loaded when the model first asks for it. It is saved once the model has updated all of it; where it does
+    so in place, as it does for single tokens, when the forward goes on to what comes after it in `Held.order`.
+
+    Args:
+        attention: of the forward.
+        unbegun: rows of which all tokens so far are padding.
+    """
+
+    def __init__(self, attention: LayerAttention, held: Held, unbegun: Sequence[int]) -> None:
+        self._attention, self.held, self._unbegun = attention, held, unbegun
+        self._loaded: dict[int, StateLayer] = {}
+        self._pending: int | None = None
+        self._missing: set[tuple[str, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self.held.kinds)
+
+    def __iter__(self) -> Iterator[StateLayer | None]:
+        """The layers as kinds: transformers' masks ask for these, before any layer asks for its state."""
+        return iter([A_STATE if layer in self.held.state_of else None for layer in range(len(self))])
+
+    def __getitem__(self, layer: int) -> StateLayer | None:
+        number = self.held.state_of.get(layer)
+        if number is None:
+            return None
+        if number not in self._loaded:
+            self.save_pending()
+            self._loaded[number] = self._attention.load_state(number)
+            self._pending = number
+            parts = self.held.shapes[number].parts if self.held.shapes else ()
+            self._missing = {(part.name, part.index) for part in parts}
+        return self._loaded[number]
+
+    def updated(self, layer: int, name: str, index: int) -> None:
+        """Called once the model has updated a part of a state."""
+        self._missing.discard((name, index))
+        if not self._missing:
+            self._save(self.held.state_of[layer])
+
+    def before_attention(self, layer: int) -> None:
+        """Called before the attention of a layer."""
+        if self._pending is not None and self.held.order:
+            order, thing = self.held.order, ("kv", self.held.kv_of[layer])
+            if order.index(("state", self._pending)) < order.index(thing):
+                self.save_pending()
+
+    def save_pending(self) -> None:
+        """Save the state that was updated last, if it is not saved yet."""
+        if self._pending is not None:
+            self._save(self._pending)
+
+    def _save(self, number: int) -> None:
+        self._pending = None
+        # transformers masks no forward of a single token, and padding must leave no state.
+        self._loaded[number].clear(self._unbegun)
+        self._attention.save_state(number)

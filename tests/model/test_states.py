@@ -1,0 +1,184 @@
+"""Hybrid models on one rank: a text in any pieces, padded or not, and its next turns have transformers' own logits."""
+
+# Legend: B batch, C new tokens, S tokens, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runahead import Conversation, GenerationOptions, Model
+from runahead.attention.states import StateLayer, States
+from runahead.cache.attention import CausalAttention
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row, RowId
+from runahead.prefill.base import PromptBatch
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import HYBRIDS, build, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
+from tests.policies import test_matrix
+from tests.ranks.tasks import tiny_model
+
+TOLERANCE = 1e-9
+"""As of tests/ranks/test_exactness.py. A lost state costs above 1e-4."""
+
+WRONG = 1e-5
+
+PIECES = [(70,), (1, 1, 2, 3, 30, 33), (69, 1), (20, 1, 47, 1, 1)]
+"""Pieces of one token, of fewer than the kernel of a convolution, and of more than a rule computes at a time."""
+
+
+def in_pieces(
+    model: Model,
+    prompts: Sequence[list[int]],
+    pieces: Sequence[int],
+    between: Callable[[States], None] = lambda states: None,
+) -> Tensor:
+    """Logits (B, V) behind prompts that are padded and computed in pieces. `between` sees the states after each."""
+    batch, start = PromptBatch.of(list(prompts), torch.device("cpu")), 0
+    cache = model.empty_cache(batch.num_tokens, batch=len(prompts))
+    with throughout(model.dtype), torch.inference_mode():
+        for num_tokens in pieces:
+            ids_BC = batch.ids_BS[:, start : start + num_tokens]
+            attention = CausalAttention(cache, start=start, pads=batch.pads)
+            logits_BV = model.forward(ids_BC, attention, start=start, pads=batch.pads)
+            start += num_tokens
+            assert cache.states is not None
+            between(cache.states)
+    return logits_BV
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_text_in_pieces_has_the_logits_of_one_piece(family: str) -> None:
+    ids = prompt(70)
+    for pieces in PIECES:
+        ours = in_pieces(tiny_model(family), [ids], pieces)
+        assert largest_difference(ours[0], oracle_logits(family, tuple(ids))) < TOLERANCE, pieces
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_padded_rows_begin_without_a_state(family: str) -> None:
+    prompts = [prompt(70), prompt(50, seed=3), prompt(3, seed=4)]
+    for pieces in PIECES:
+        ours = in_pieces(tiny_model(family), prompts, pieces)
+        for row, ids in zip(ours, prompts, strict=True):
+            assert largest_difference(row, oracle_logits(family, tuple(ids))) < TOLERANCE, (pieces, len(ids))
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_answers_and_later_turns_are_those_of_one_text(family: str) -> None:
+    model, ids, more = tiny_model(family), prompt(70), prompt(5, seed=3)
+    with throughout(model.dtype):
+        conversation = Conversation(model)
+        conversation.feed(torch.tensor([ids]))
+        forked = conversation.fork()
+        conversation.generate(GenerationOptions(max_new_tokens=6, ignore_eos=True))
+        answer = conversation.rows[0][70:]
+        ours = conversation.feed(torch.tensor([more]))
+        after_fork = forked.feed(torch.tensor([more]))
+    assert answer == oracle_tokens(family, tuple(ids), 6)
+    assert largest_difference(ours[0], oracle_logits(family, (*ids, *answer, *more))) < TOLERANCE
+    assert largest_difference(after_fork[0], oracle_logits(family, (*ids, *more))) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
+def test_rows_that_join_and_leave_have_states_of_their_own(family: str) -> None:
+    """Rows after one prompt, too. Seen to fail: rows that share a state, and states of rows in another order."""
+    model, lanes, live, ended = tiny_model(family), Lanes(tiny_model(family)), dict[RowId, Row](), dict[RowId, Row]()
+    options = GenerationOptions(max_new_tokens=8, ignore_eos=True)
+
+    def join(number: int, ids: list[int], copies: int) -> None:
+        cache = model.empty_cache(len(ids) + 8)
+        [logits_V] = model.forward(
+            torch.tensor([ids]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0], length=len(ids)
+        )
+        rows = {(number, copy): Row(model, ids, options, seed=0) for copy in range(copies)}
+        lanes.join(list(rows), list(rows.values()), cache, [len(ids)], [0] * copies)
+        for row in rows.values():
+            row.add(int(logits_V.argmax()))
+        live.update(rows)
+
+    def step() -> None:
+        names, logits_BV = lanes.plain({name: row.ids[-1] for name, row in live.items()})
+        for name, logits_V in zip(names, logits_BV, strict=True):
+            live[name].add(int(logits_V.argmax()))
+            if live[name].finish_reason:
+                ended[name] = live.pop(name)
+                lanes.leave(name, ended[name].ids[-1])
+
+    with throughout(model.dtype), torch.inference_mode():
+        join(0, prompt(70), 1)
+        step()
+        join(1, prompt(3, seed=4), 2)
+        step()
+        step()
+        join(2, prompt(20, seed=5), 1)
+        while live:
+            step()
+    assert len(ended) == 4
+    for row in ended.values():
+        assert row.new_ids == oracle_tokens(family, tuple(row.prompt), 8)
+
+
+def without(name: str) -> Callable[[States], None]:
+    """Zeros in place of one kind of state."""
+
+    def clear(states: States) -> None:
+        for layer in states.layers:
+            for kind, _, state in layer.tensors():
+                if kind == name:
+                    state.zero_()
+
+    return clear
+
+
+@pytest.mark.parametrize("name", ["conv_states", "recurrent_states"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_lost_state_shows(family: str, name: str) -> None:
+    model, ids = tiny_model(family), prompt(70)
+    if all(part.name != name for shape in model.state_shapes for part in shape.parts):
+        pytest.skip(f"{family} has no {name}")
+    ours = in_pieces(model, [ids], (68, 2), without(name))
+    assert largest_difference(ours[0], oracle_logits(family, tuple(ids))) > WRONG
+
+
+def test_a_state_of_padding_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers masks no forward of one token, so the runtime has to."""
+    monkeypatch.setattr(StateLayer, "clear", lambda self, rows: None)
+    ids = prompt(3, seed=4)
+    ours = in_pieces(tiny_model("qwen3_next"), [prompt(70), ids], (1,) * 67 + (3,))
+    assert largest_difference(ours[1], oracle_logits("qwen3_next", tuple(ids))) > WRONG
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o"])
+def test_policies_drop_tokens_of_attention_layers_alone(name: str) -> None:
+    """With a budget of everything the logits are those of no policy, and with less they are not."""
+    model, ids = tiny_model("qwen3_next"), prompt(70)
+    policies = RankPolicies.everywhere([test_matrix.policy(name)])
+    with throughout(model.dtype):
+        conversation = Conversation(model, policies)
+        conversation.feed(torch.tensor([ids]))
+        assert len(conversation.kept_tokens) == model.num_layers == 2
+        assert max(conversation.kept_tokens) < 70
+        assert conversation.cache is not None and conversation.cache.states is not None
+
+
+def test_a_rule_that_drops_a_given_state_is_refused_when_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as code
+
+    rule = code.torch_chunk_gated_delta_rule
+
+    def without_given(*args: Any, **keywords: Any) -> Any:
+        return rule(*args, **{**keywords, "initial_state": None})
+
+    monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", without_given)
+    with throughout(torch.float64), pytest.raises(ValueError, match="linear_attention layers that do not begin from"):
+        Model(build("qwen3_next"), name="qwen3_next")
+
+
+def test_layers_that_cannot_begin_from_a_state_are_named() -> None:
+    with pytest.raises(ValueError, match="jamba .* linear_attention layers that do not begin from a given state"):
+        Model(build("jamba", attention="eager"), name="jamba")

@@ -1,0 +1,99 @@
+"""Hybrid models in a chain: each stage begins from the states of the one before, and sends its own to the next one."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.adakv import AdaKV
+from policies.snapkv import SnapKV
+from runahead import GenerationOptions, PrefillOptions
+from runahead.config import CacheOptions, Carrier, PrefillName, Transfer
+from runahead.thinning.rank_policies import RankPolicies
+from tests.conftest import RankPools
+from tests.families import HYBRIDS, largest_difference, oracle_logits, oracle_tokens, prompt
+from tests.ranks import state_tasks, tasks
+from tests.ranks.test_exactness import TOLERANCE, WAYS, first_logits
+from tests.ranks.test_policies import NUM_TOKENS, assert_same_answer, generate
+
+BOUNDS = [(0, 41, 70), (0, 69, 70), (0, 1, 70), (0, 30, 31, 70), (0, 2, 4, 70), (0, 0, 70, 70)]
+"""Uneven chunks, of one token and of fewer than the kernel of a convolution, and an empty one."""
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+@pytest.mark.sampled(24)
+def test_first_logits_of_hybrids_equal_transformers(
+    rank_pools: RankPools, family: str, bounds: tuple[int, ...]
+) -> None:
+    ids = prompt(70)
+    for transfer, carrier in WAYS:
+        options = PrefillOptions(transfer=transfer, carrier=carrier)
+        ours = first_logits(rank_pools, family, ids, bounds, options)
+        assert largest_difference(ours, oracle_logits(family, tuple(ids))) < TOLERANCE, (transfer, carrier)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("bounds", [(0, 41, 70), (0, 1, 2, 70)], ids=str)
+@pytest.mark.sampled(12)
+def test_batches_of_hybrids_are_what_rows_are_alone(
+    rank_pools: RankPools, family: str, bounds: tuple[int, ...]
+) -> None:
+    prompts = [prompt(70, seed=1), prompt(3, seed=3), prompt(52, seed=4)]
+    options = GenerationOptions(max_new_tokens=5, ignore_eos=True)
+    for batch, _ in rank_pools.run(len(bounds) - 1, tasks.generate, family, prompts, options, bounds):
+        for ids, row in zip(prompts, batch.generations, strict=True):
+            assert row.new_token_ids == oracle_tokens(family, tuple(ids), 5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_pieces_of_one_rank_carry_the_states(rank_pools: RankPools, family: str) -> None:
+    ids, options = prompt(70), GenerationOptions(max_new_tokens=5, ignore_eos=True)
+    prefill = PrefillOptions(name=PrefillName.single, chunk_tokens=16)
+    for batch, _ in rank_pools.run(2, tasks.generate, family, [ids], options, None, prefill):
+        assert batch.generations[0].new_token_ids == oracle_tokens(family, tuple(ids), 5)
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        RankPolicies.everywhere([SnapKV(budget=16, window=4)]),
+        RankPolicies.everywhere([AdaKV(scorer=SnapKV(budget=16, window=4))]),
+        RankPolicies(storage=CacheOptions(bits=4, residual=8)),
+    ],
+    ids=["equal heads", "unequal heads", "few bits"],
+)
+def test_policies_of_hybrids_do_in_a_chain_what_they_do_on_one_rank(
+    rank_pools: RankPools, policies: RankPolicies
+) -> None:
+    prompts = [prompt(NUM_TOKENS), prompt(44, seed=3)]
+    alone, together = (
+        generate(rank_pools, bounds, policies, "qwen3_next", num_new=24, prompts=prompts)
+        for bounds in ((0, NUM_TOKENS), (0, 20, 35, NUM_TOKENS))
+    )
+    assert_same_answer(together, alone)
+    assert len(alone.ranks[0].kept_tokens) == 2, "layers with attention"
+
+
+@pytest.mark.parametrize("carrier", [Carrier.copy, Carrier.backend])
+@pytest.mark.parametrize("transfer", Transfer)
+def test_states_are_counted_in_the_bytes(rank_pools: RankPools, transfer: Transfer, carrier: Carrier) -> None:
+    """Their size does not depend on the prompt, and each goes to the next rank alone."""
+    sent = {}
+    for num_tokens in (60, 90):
+        third = num_tokens // 3
+        bounds = (0, third, 2 * third, num_tokens)
+        options = PrefillOptions(transfer=transfer, carrier=carrier)
+        outcomes = rank_pools.run(3, tasks.prefill, "qwen3_next", [prompt(num_tokens)], bounds, options)
+        sent[num_tokens] = [outcome.kv_sent_bytes for outcome in outcomes]
+        assert sum(sent[num_tokens]) == sum(outcome.kv_received_bytes for outcome in outcomes)
+    kv, states = rank_pools.run(1, state_tasks.bytes_of, "qwen3_next")[0]
+    tokens = {Transfer.relay: (1, 2), Transfer.direct: (2, 1)}[transfer]  # chunks that each rank sends
+    for num_tokens, by_rank in sent.items():
+        assert by_rank == [states + each * num_tokens // 3 * kv for each in tokens] + [0]
+
+
+@pytest.mark.parametrize("lost", ["conv_states", "recurrent_states"])
+def test_a_state_that_does_not_arrive_shows(rank_pools: RankPools, lost: str) -> None:
+    ids, expected = prompt(70), oracle_logits("qwen3_next", tuple(prompt(70)))
+    outcomes = rank_pools.run(2, state_tasks.prefill_without, lost, "qwen3_next", [ids], (0, 68, 70), PrefillOptions())
+    assert largest_difference(outcomes[1].logits[0], expected) > 1e-5
