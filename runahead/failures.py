@@ -31,6 +31,9 @@ USERS_FILE = "__users_file__"
 WRONG_PATH = FileNotFoundError | FileExistsError | IsADirectoryError | NotADirectoryError | PermissionError
 """Errors of paths, which the user names."""
 
+LONGEST_MESSAGE = 4000
+"""Characters; paths and values of users are in a message."""
+
 NO_MEMORY = ("allocate memory", "bad_alloc", "out of memory", "start new thread")
 """Words of the errors that PyTorch, C++ and Python raise when memory runs out."""
 
@@ -74,5 +77,13 @@ def users_place(error: BaseException | None) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message that is not blank; the name of its type if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """First line of an error's message that is not blank, cut short; the name of its type if there is none."""
+    return cut_short(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__))
+
+
+def cut_short(message: str) -> str:
+    """A message without its middle where it quotes so much of a file that nobody would read it; remedies are last."""
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    kept = LONGEST_MESSAGE // 2
+    return f"{message[:kept]} [...] {message[-kept:]}"

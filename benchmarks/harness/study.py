@@ -22,6 +22,7 @@ from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import RESULTS, ROOT
 from benchmarks.harness.pages import with_part
+from runahead.failures import cut_short
 from runahead.files import ensure_writable, write_whole
 
 T = TypeVar("T")
@@ -198,4 +199,4 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(cut_short(str(error))) from error

@@ -120,7 +120,7 @@ def _texts_of(value: str) -> list[str]:
         return parsed
     if not (value.startswith("[") and value.endswith("]")):
         return [value]
-    with suppress(HydraException, RecursionError):
+    with suppress(HydraException, RecursionError, ValueError):
         parsed = OverridesParser.create().parse_override(f"stop={value}").value()
         if isinstance(parsed, list) and all(isinstance(item, str) for item in parsed):
             return parsed
@@ -169,7 +169,7 @@ def checked_override(
     text = f"{'++' if takes_keys else ''}{name}={value}"
     try:
         override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # the second for whole numbers of thousands of digits
         raise ValueError(
             f"cannot read {shown}: not a value that {name} can take; text in quotes is always read"
         ) from error

@@ -20,6 +20,7 @@ from runahead.failures import (
     PeerFailure,
     RunFailure,
     SharedError,
+    cut_short,
     first_line,
     is_lack_of_memory,
     is_mistake,
@@ -78,11 +79,12 @@ def refuse(error: Exception, *, of_this_process: bool = False) -> int:
     Args:
         of_this_process: other ranks do not find the same mistake, so this one says it whatever its number.
     """
+    message = cut_short(str(error))
     if of_this_process:
-        print(error, file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     else:
-        say(str(error))
-    _tell_launcher(str(error))
+        say(message)
+    _tell_launcher(message)
     return MISTAKE
 
 

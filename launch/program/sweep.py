@@ -205,7 +205,11 @@ def _values(text: str, name: str, loader: ConfigLoaderImpl) -> list[str]:
         raise ValueError("prompt.file=- can be read by one job only; give a file with --multirun")
     try:
         [override] = OverridesParser.create(config_loader=loader).parse_overrides([text])
-    except (HydraException, RecursionError):  # a file name, or a mistake of which composing the job says more
+    except (
+        HydraException,
+        RecursionError,
+        ValueError,
+    ):  # a file name, or a mistake of which composing the job says more
         return [text]
     if not override.is_sweep_override():
         return [text]

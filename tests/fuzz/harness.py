@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from launch.program.ending import end_with
 from policies.prompt_cache import PMLError
+from policies.reuse import PromptTooLong
 
 LIMIT_S = 20.0
 """Seconds for one input. All take milliseconds but those that load a model; a machine may be busy."""
@@ -142,7 +143,7 @@ def _told(error: BaseException, names: Sequence[str]) -> Outcome:
     """The last line of a program that ended, and its faults."""
     line = _end_of_program(error)
     told = Outcome(accepted=False, line=line)
-    if type(error) not in (ValueError, PMLError) and not isinstance(error, OSError):
+    if type(error) not in (ValueError, PMLError, PromptTooLong) and not isinstance(error, OSError):
         told.problems.append(f"raised {_where(error)}")
     told.problems += _wording(line, names)
     return told

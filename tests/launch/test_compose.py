@@ -277,6 +277,7 @@ MISTAKES = [
     (["generation.temperature=warm"], "generation.temperature=warm is not a number"),
     (["generation.do_sample=maybe"], "is not true or false"),
     (["generation.seed=a(b"], "cannot read generation.seed=a(b"),
+    (["generation.seed=" + "9" * 5000], "cannot read generation.seed=9999"),
     (["partition=ratios", "partition.ratios=0.4"], "is not a list of numbers"),
     (["partition=ratios", "partition.ratios=[a,b]"], "is not a list of numbers"),
     (["partition=ratios", "partition.ratios=[0.6,0.6]"], "must add up to 1, not 1.2"),

@@ -101,6 +101,11 @@ def test_a_reader_that_is_gone_changes_nothing() -> None:
     ("error", "status", "said"),
     [
         (ValueError("prompt.text is empty"), 2, "prompt.text is empty"),
+        (
+            ValueError(f"lines={'x' * 100_000} cannot be read"),
+            2,
+            f"lines={'x' * 1994} [...] {'x' * 1985} cannot be read",
+        ),
         (SharedError("prompt.text is empty", is_mistake=True), 2, ""),
         (SharedError("out of memory"), 1, ""),
         (PeerFailure("lost the connection"), 1, "lost the connection"),
