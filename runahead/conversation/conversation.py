@@ -235,7 +235,8 @@ class Conversation:
                 nonlocal is_anew
                 is_anew = True
                 lanes.release()
-                ids_BC = self._begun_anew([row.ids for row in others.values()])
+                self.rows = [list(row.ids) for row in others.values()]
+                ids_BC = self._begun_anew(self.rows)
                 logits_BV = self._forward(ids_BC, all_logits=False, cut_back=True)
                 return logits_BV, self._lanes(list(others))
 
@@ -320,7 +321,11 @@ class Conversation:
         return frozenset(row for row, pad in enumerate(all_pads) if max(end, self.length) - pad > longest_short)
 
     def _begun_anew(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Forget all that is stored. Returns the ids (B, C) of rows, padded."""
+        """Forget all that is stored. Returns the ids (B, C) of rows, padded.
+
+        Args:
+            rows: token ids with which those in `self.rows` begin, which may have more that are fed later.
+        """
         longest = max(map(len, rows))
         self.cache = None  # whose memory is free then
         self.cache = self.rank_policies.cache(self.model, batch=len(rows), has_turns=True)
@@ -417,7 +422,8 @@ class Conversation:
         """
         assert self.cache is not None
         if not self._is_decided:
-            ids_BS = torch.tensor([[0] * pad + ids for pad, ids in zip(self.pads, self.rows, strict=True)])
+            texts = [[0] * pad + ids for pad, ids in zip(self.pads, self.rows, strict=True)]
+            ids_BS = torch.tensor([ids[: self.num_tokens] for ids in texts])  # later ones are not fed yet
             decide_on_prompt(self.model, self.rank_policies, self.cache, ids_BS, self.pads, answers=answers)
             self._is_decided = True
 

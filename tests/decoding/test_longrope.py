@@ -17,6 +17,7 @@ from policies.h2o import H2O
 from policies.kvzip import KVzip
 from policies.quest import Quest
 from policies.snapkv import SnapKV
+from policies.zigzagkv import ZigZagKV
 from runahead import Conversation, Engine, GenerationOptions, Ranks
 from runahead.config import CacheOptions, Device, PrefillName, PrefillOptions, RanksOptions, Speculate
 from runahead.thinning.rank_policies import RankPolicies
@@ -199,7 +200,13 @@ def test_rows_of_a_conversation_cross_at_different_steps() -> None:
     assert ours.rows == texts and len(texts[1]) > ROPE_THRESHOLD
 
 
-KEPT = {"full": [], "snapkv": [SnapKV(budget=16, window=4)], "retrieving": [ExactTopK(fetch=12)]}
+KEPT: dict[str, list[Policy]] = {
+    "full": [],
+    "snapkv": [SnapKV(budget=16, window=4)],
+    "the whole prompt": [KVzip(budget=0.6)],
+    "all layers": [ZigZagKV(budget=0.5, window=4)],
+    "retrieving": [ExactTopK(fetch=12)],
+}
 
 
 @pytest.mark.parametrize("policies", KEPT.values(), ids=KEPT)
@@ -212,6 +219,21 @@ def test_tokens_that_follow_cross_as_answers_do(policies: list[Policy]) -> None:
         logits_1CV = following.follow(torch.tensor([answer]))
     assert logits_1CV[0, :-1].argmax(dim=-1).tolist() == answer[1:]
     assert answer == in_two(engine_of(RankPolicies.everywhere(policies)), ids)
+
+
+@pytest.mark.parametrize("policies", [KEPT["the whole prompt"], KEPT["all layers"]], ids=["kvzip", "zigzagkv"])
+def test_rows_that_crossed_are_decided_on_as_one_prompt_without_their_last_tokens(policies: list[Policy]) -> None:
+    ours, texts = conversation(*policies), [prompt(ROPE_THRESHOLD - 6, seed=seed) for seed in (1, 2)]
+    engine, turn = engine_of(RankPolicies.everywhere(policies)), [4, 5]
+    new = said(ours, *texts)
+    assert new == [in_two(engine, ids) for ids in texts]
+    with throughout(ours.model.dtype):
+        logits_BV = ours.feed(torch.tensor([turn]))
+        for ids, new_ids, logits_V in zip(texts, new, logits_BV, strict=True):
+            alone = conversation(*policies)
+            alone.feed(torch.tensor([ids + new_ids[:-1]]))
+            alone_1V = alone.feed(torch.tensor([new_ids[-1:] + turn]))
+            torch.testing.assert_close(logits_V, alone_1V[0], atol=1e-9, rtol=0)
 
 
 def test_a_policy_decides_anew_where_a_turn_crosses() -> None:
