@@ -40,7 +40,7 @@ class ServeOptions(QueueLimits):
         prefix_host_bytes: most bytes of those that it keeps in host memory when they have no room among these.
         prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
             too; None: nowhere.
-        prefix_disk_bytes: most bytes of prefixes in this folder.
+        prefix_disk_bytes: most bytes of prefixes in this folder, and in that of each stage that keeps a part.
         max_body_bytes, max_header_bytes: largest request.
         max_connections: most open connections.
         read_timeout_s: seconds in which a request must have arrived.

@@ -106,12 +106,12 @@ class ModelSize:
         config = loading.load_config(options, progress=True)
         text = decoder_config(config)
         label = f"model {options.path or options.config or options.name.name} ({text.model_type})"
+        check(Setup(config=text, options={"a search or a plan": True}))
         if any(getattr(text, name, None) for name in EXPERTS):
             raise ValueError(
                 f"{label} is a mixture of experts, whose compute depends on the text; measure it with "
                 "python -m partitioner.search"
             )
-        check(Setup(config=text, options={"a search or a plan": True}))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
         heads = int(text.num_attention_heads)

@@ -502,10 +502,22 @@ class Model:
         """
         if "position_ids" not in self._optional and self.config.model_type not in ADAPTERS:
             return 0
+        if self._padding_enters_states:
+            return 0
         if getattr(self.config, "attn_temperature_tuning", False):
             # Llama 4 scales queries from token number `floor_scale` on, counted from 1.
             return math.ceil(self.config.floor_scale) - 1
         return None
+
+    @cached_property
+    def _padding_enters_states(self) -> bool:
+        """Whether padding leaves something in a state: zeros before a layer's projection, which may add a bias."""
+        if self.held is None:
+            return False
+        inside = [list(each.children()) for each in self.module.modules()]
+        mixers = [children for children in inside if any(isinstance(child, nn.Conv1d) for child in children)]
+        projections = [child for children in mixers for child in children if isinstance(child, nn.Linear)]
+        return any(each.bias is not None for each in projections)
 
     def empty_cache(self, num_tokens: int, *, batch: int = 1) -> KVCache:
         """A KV cache with room for `num_tokens` tokens in every layer. Raises: ValueError: memory is too small."""

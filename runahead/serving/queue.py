@@ -188,17 +188,23 @@ class RequestQueue:
         return self._estimate.alone.seconds(lengths, reused) <= max(self._limits.itl_s, in_chain_s)
 
     def _reusable(self, requests: Sequence[Request]) -> list[int]:
-        """Tokens of each prompt that the last stage need not compute; none for all if prefixes are not reused."""
+        """Tokens of each computed prompt that need not be computed; none for all if prefixes are not reused."""
         if self._engine.prefixes is None:
             return []
-        return [num for request in requests for num in self.stored.found(request, self._engine.prefixes.key)]
+        key = self._engine.prefixes.key
+        return [num for each in requests for num in self._of_computed(each, self.stored.found(each, key))]
+
+    def _of_computed(self, request: Request, found: Sequence[int]) -> list[int]:
+        """Numbers of the different prompts of a request as those of the prompts that are computed."""
+        return [found[number] for number in request.prompt_of] if self._engine.may_shard else list(found)
 
     def _waits_for_prefix(self, request: Request) -> bool:
         """Whether a long prompt begins like one that is being computed, after which it takes less than half as long."""
         if self._engine.prefixes is None or not self._has_chain or self.is_short([request]):
             return False
         begun = [owner for batch in self.batches.values() if not batch.is_decoded for owner, _ in batch.owners]
-        later = self.stored.found_after(request, dict.fromkeys(begun), self._engine.prefixes.key)
+        found = self.stored.found_after(request, dict.fromkeys(begun), self._engine.prefixes.key)
+        later = self._of_computed(request, found)
         lengths = self._lengths([request])
         if not self._limits.decode_ranks and self._is_short(lengths, later):
             return True
@@ -209,7 +215,7 @@ class RequestQueue:
         if self._engine.prefixes is None:
             return False
         now = sum(self._reusable([request]))
-        later = sum(self.stored.found_after(request, others, self._engine.prefixes.key))
+        later = sum(self._of_computed(request, self.stored.found_after(request, others, self._engine.prefixes.key)))
         return 2 * (later - now) > sum(self._lengths([request])) - now
 
     def _most_new(self, request: Request) -> int:

@@ -29,6 +29,7 @@ REFUSALS = (
     "counts positions",
     "read the keys and values of other layers",
     "windows",
+    "hold states",
     "does not support",
 )
 """Words of errors by which a case may be refused; it is then computed by one chain, a row at a time."""

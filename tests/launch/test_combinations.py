@@ -77,7 +77,7 @@ def test_the_config_of_the_model_decides_what_it_can(
 def test_what_ranks_and_prompt_decide_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
     _, [_, *depends] = asked(capsys, "prefill=zigzag")
     assert depends == [
-        "depends on the model: not with shared KV layers; marks",
+        "depends on the model: not with shared KV layers; marks; states",
         "depends on the model and the ranks and the prompt: not with several stages with own positions",
         "depends on the ranks and the prompt: slower with decode=auto on several stages",
     ]

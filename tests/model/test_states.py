@@ -182,3 +182,9 @@ def test_a_rule_that_drops_a_given_state_is_refused_when_the_model_is_loaded(mon
 def test_layers_that_cannot_begin_from_a_state_are_named() -> None:
     with pytest.raises(ValueError, match="jamba .* linear_attention layers that do not begin from a given state"):
         Model(build("jamba", attention="eager"), name="jamba")
+
+
+def test_rows_of_other_lengths_are_refused_where_padding_becomes_a_bias() -> None:
+    """It would enter the convolution before a row's first token; LFM has such a bias if its config says so."""
+    assert tiny_model("lfm2").uneven_limit is None
+    assert Model(build("lfm2", conv_bias=True), name="lfm2").uneven_limit == 0

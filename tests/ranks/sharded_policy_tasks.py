@@ -104,7 +104,7 @@ def generate(
     with (
         throughout(model.dtype),
         mock.patch.object(together, "next_tokens", next_tokens),
-        mock.patch("runahead.engine.forward_over", looked_at),
+        mock.patch("runahead.decoding.batch.forward_over", looked_at),
         mock.patch.object(Fetches, "start", noted),
     ):
         batch = engine.generate(prompts, options)

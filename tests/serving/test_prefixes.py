@@ -365,7 +365,10 @@ def test_stages_that_decode_together_reuse_the_parts_of_all(rank_pools: RankPool
         decode=DecodeName.sharded,
         tree_bytes=ROOMY,
     )
+    twice = rank_pools.run(size, rank_tasks.serve, replace(load, num_answers=2))[0]
     served = rank_pools.run(size, rank_tasks.serve, load)[0]
+    assert twice.tokens == [tokens for tokens in served.tokens for _ in range(2)]
+    assert max(twice.cached) == len(DOCUMENT)
     assert served.tokens == [
         rank_pools.run(1, generate, load.family, [ids], options)[0][0].generations[0].new_token_ids
         for ids, options in zip(load.prompts, load.options, strict=True)

@@ -105,7 +105,6 @@ def test_help_and_the_file_of_defaults_name_every_option():
         (["policy=prompt_cache", "decode=sharded"], "policy=prompt_cache needs decode=last in a server"),
         (["policy=prompt_cache", "prefill=tsp"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
         ("serve.prefix_cache_bytes=-1", "serve.prefix_cache_bytes=-1 must be a number of bytes"),
-        (["serve.prefix_cache_bytes=9", "decode=sharded"], "prefix_cache_bytes=9 does not go with decode=sharded; use"),
         (["serve.prefix_cache_bytes=9", "policy=h2o", "policy.budget=64"], "policy H2O decides by what is computed"),
         (
             ["serve.prefix_cache_bytes=9", "serve.prefix_host_bytes=-1"],

@@ -62,7 +62,9 @@ class TierFolder:
     ) -> None:
         self.folder, self.limit_bytes, self._suffix = Path(folder), limit_bytes, suffix
         try:
-            self.folder.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
+            missing = [each for each in self.folder.parents if not each.exists()]
+            for each in (*reversed(missing), self.folder):  # parents=True would make these for everybody
+                each.mkdir(mode=0o700 if is_private else 0o777, exist_ok=True)
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise PermissionError(13, "it is read-only")
         except OSError as error:
