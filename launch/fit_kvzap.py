@@ -152,14 +152,18 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
 
     from launch.program.written_files import ensure_outputs
     from policies.kvzip import KVzip
+    from runahead.features.facts import Setup
+    from runahead.features.refused import check
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
+    from runahead.thinning.rank_policies import RankPolicies
 
     FIT.require_one_rank(ranks.size, "maps are fitted")
     assert run.out is not None
     ensure_outputs(run, {"out": [run.out]})
     texts = [] if run.random_tokens else [read_text(path, f"samples={path}") for path in run.samples or own_texts()]
     config = loading.load_decoder_config(run.model, progress=True)
+    check(Setup(policies=RankPolicies.everywhere([KVzip()]), config=config))
     tokenizer, limit = loading.load_tokenizer(run.model), max_positions(config)
     request = 0 if tokenizer is None else len(tokenizer(KVzip.request, add_special_tokens=False).input_ids)
     if limit is not None and 2 * run.context + request > limit:

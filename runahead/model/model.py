@@ -623,7 +623,12 @@ class Model:
         Args:
             ids_1C: token ids.
             attention: as of `forward`, from the first token on.
+
+        Raises:
+            ValueError: layers hold states, which a forward with gradients would change in place.
         """
+        if self.held is not None:
+            raise ValueError(f"layers of model {self.name} hold states, over which no gradients go; use another model")
         forward = SeamCache(attention, 0)
         keywords: dict[str, Any] = {"past_key_values": forward, "use_cache": True}
         if self._passes_keywords:

@@ -17,7 +17,7 @@ from runahead import Model
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import score_prompt
 from tests.exit_status import exit_status
-from tests.families import prompt, throughout
+from tests.families import build, prompt, throughout
 from tests.launch.learning import ended
 from tests.policies.running import Run
 from tests.ranks.tasks import tiny_model
@@ -118,3 +118,11 @@ def test_a_model_with_random_weights_and_no_tokenizer_reads_random_tokens(folder
     given = ["model=random", f"model.config={config}", f"out={out}", "random_tokens=true"]
     assert exit_status(main, [*given, "context=40", "contexts=2", "ranks.device=cpu"]) == 0
     assert [*ScoreMaps.load(out).weights] == [0, 1, 2]
+
+
+def test_a_hybrid_is_refused_before_its_weights_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its states would take the repetition of a prompt in."""
+    build("qwen3_next").config.save_pretrained(tmp_path)
+    given = ["model=random", f"model.config={tmp_path / 'config.json'}", f"out={tmp_path / 'x'}", "random_tokens=true"]
+    assert exit_status(main, [*given, "ranks.device=cpu"]) == 2
+    assert "hold states that would take it in twice" in capsys.readouterr().err

@@ -77,6 +77,14 @@ def test_a_decoder_is_planned_by_its_own_layers(kind: type[PreTrainedModel], tmp
     assert ModelSize.read(options).shape.num_layers == 2
 
 
+@pytest.mark.parametrize("model_type", ["falcon_h1", "bamba", "qwen3_next"])
+def test_a_hybrid_has_as_many_layers_as_asked_for(model_type: str, tmp_path: Path) -> None:
+    """Some configs make the kinds of layers from their number, and refuse to be given them."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    options = ModelOptions(name=ModelName.random, config=str(tmp_path / "config.json"), layers=6)
+    assert len(decoder_config(load_config(options)).layer_types) == 6
+
+
 TIED = [("gpt_oss", torch.bfloat16, 5), ("gpt_oss", torch.float16, 1), ("mixtral", torch.bfloat16, 9)]
 """Weights of which rounding exchanges experts, so that logits are others though attention is right."""
 

@@ -190,7 +190,8 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
             raise ValueError(f"{label}: its config has {name} {ascii(size)[:60]}, which must be from 1 to {most:,}")
     stored_forms.unpack_everywhere(config)
     if options.layers is not None:
-        if getattr(text, "layer_types", None):
+        # Some families make them from the number of layers: theirs cannot be set.
+        if getattr(text, "layer_types", None) and "layer_types" in vars(text):
             text.layer_types = [text.layer_types[layer % len(text.layer_types)] for layer in range(options.layers)]
         if hasattr(config, "decoder_layers"):  # beside an encoder, where `text` is a copy
             config.decoder_layers = options.layers
