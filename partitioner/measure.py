@@ -119,8 +119,9 @@ class _Run:
         known = [clock.seconds(mark) for mark, _ in probe.marks]
         ended = [clock.seconds(mark) for _, mark in probe.marks]
         self.first_s = known[0] - clock.seconds(probe.began)
-        self.between_s = [after - before for before, after in zip(ended, known[1:], strict=False)]
         self.last_s = clock.seconds(end) - ended[-1]
+        between_s = [after - before for before, after in zip(ended, known[1:], strict=False)]
+        self.between_s = between_s or [self.first_s + self.last_s]  # of one layer: its next would begin as it does
         self.inputs = probe.inputs
 
 

@@ -7,16 +7,17 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
 from partitioner.search import SEARCH, main
 from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
-from runahead import ContextPartition, PrefillOptions, Ranks, even
+from runahead import ContextPartition, Model, PrefillOptions, Ranks, even
 from tests.conftest import RankPools
 from tests.exit_status import exit_status
-from tests.families import save_tiny_config
+from tests.families import build, save_tiny_config
 from tests.ranks.tasks import tiny_model
 
 
@@ -144,6 +145,13 @@ def test_table_of_another_plan_is_not_added_to(
 
 def test_every_option_has_a_default_in_conf() -> None:
     assert SEARCH.compose(["table=t.json"]) == SearchRun(table="t.json")
+
+
+def test_a_model_of_one_layer_is_probed_too() -> None:
+    """As a hybrid may have one attention layer: there is nothing between two of them."""
+    model = Model(build("llama", num_hidden_layers=1, dtype=torch.float32), name="llama")
+    cost = probe_compute(model, chunks=[8, 64], prefixes=[16, 64], repeats=1)
+    assert cost.num_layers == 1 and all(cost.last_s[chunk] > 0 for chunk in (8, 64))
 
 
 def test_points_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
