@@ -24,6 +24,7 @@ from policies.reuse import ReusingPrompt as ReusingPrompt
 from policies.reuse import Segment as Segment
 from policies.reuse import SegmentUse as SegmentUse
 from policies.reuse import ids_of as ids_of
+from policies.reuse import reuse_segments as reuse_segments
 
 
 class Phase(Enum):

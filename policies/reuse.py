@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -155,3 +156,8 @@ GivenPrompt = list[int] | ReusingPrompt
 def ids_of(prompt: GivenPrompt) -> list[int]:
     """All tokens of a prompt, reused ones too, in the order of their positions."""
     return prompt.ids if isinstance(prompt, ReusingPrompt) else prompt
+
+
+def reuse_segments(prompts: Sequence[GivenPrompt]) -> bool:
+    """Whether a prompt reuses segments."""
+    return any(isinstance(prompt, ReusingPrompt) for prompt in prompts)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
-from policies.base import GivenPrompt, ReusingPrompt, ids_of
+from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate
 from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.batch import decode_batch
@@ -162,7 +162,7 @@ class Engine:
         lengths = zip(ids, each, strict=True)
         outgrows = any(self.prompt_limits.outgrows(len(text), of_row.max_new_tokens) for text, of_row in lengths)
         setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
-        asked = _asked(setup, each, reuses=_reuse_segments(prompts))
+        asked = _asked(setup, each, reuses=reuse_segments(prompts))
         with self._held_prefixes(prompts) as found:
             plan = self.plan(prompts, each, found=found, asked=asked, record=record_timeline)
             with self.ranks.announcing_failure(), ExitStack() as profiled:
@@ -233,7 +233,7 @@ class Engine:
         """Context manager in which this stage holds what each row reuses of its tree, if that of this stage is used."""
         found, is_last = list[RowPrefix](), self.ranks.stage == self.ranks.num_stages - 1
         try:
-            if self.prefixes is not None and (is_last or self._stores_parts) and not _reuse_segments(prompts):
+            if self.prefixes is not None and (is_last or self._stores_parts) and not reuse_segments(prompts):
                 found += self.prefills.found([ids_of(prompt) for prompt in prompts], in_parts=self._stores_parts)
             yield found
         finally:
@@ -258,7 +258,7 @@ class Engine:
             record: as of `PrefillPlan`.
         """
         asked, owners = asked or [self._setup], [list[int]() for _ in prompts]
-        if self.prefixes is not None and not _reuse_segments(prompts):
+        if self.prefixes is not None and not reuse_segments(prompts):
             owners = self.prefills.owners([ids_of(prompt) for prompt in prompts], found)
         stored, stored_on = list(map(len, owners)), sorted(set().union(*owners))
         partition = self._split([len(each) - num for each, num in zip(prompts, stored, strict=True)])
@@ -362,14 +362,14 @@ class Engine:
         check_options(options, self.model.tokenizer, self.model.vocab_size, self._json_schemas)
         check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each in options])
         self.policies.check_pools(self.model, batch=len(prompts), keep_parts=self._keeps_parts)
-        if _reuse_segments(prompts):
+        if reuse_segments(prompts):
             self.check_reuse(blends=_blend(prompts))
         if any(map(_drafts, options)):
             self.check_speculation(options, prompts)
 
     def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
         """Check that drafts can be made and verified as the options of these prompts ask. Raises: ValueError."""
-        setup = replace(self._setup, segments=SEGMENTS if _reuse_segments(prompts) else "", blends=_blend(prompts))
+        setup = replace(self._setup, segments=SEGMENTS if reuse_segments(prompts) else "", blends=_blend(prompts))
         self._speculator.check(options, [len(ids_of(each)) for each in prompts], setup)
 
     def check_reuse(self, *, blends: bool = False) -> None:
@@ -484,10 +484,6 @@ class Engine:
     def takes_stage_alone(self) -> bool:
         """Whether the last stage can compute a prompt alone."""
         return self.ranks.num_stages == 1 or self._strategy.can_run_alone
-
-
-def _reuse_segments(prompts: Sequence[GivenPrompt]) -> bool:
-    return any(isinstance(each, ReusingPrompt) for each in prompts)
 
 
 def _blend(prompts: Sequence[GivenPrompt]) -> bool:

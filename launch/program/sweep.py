@@ -205,12 +205,8 @@ def _values(text: str, name: str, loader: ConfigLoaderImpl) -> list[str]:
         raise ValueError("prompt.file=- can be read by one job only; give a file with --multirun")
     try:
         [override] = OverridesParser.create(config_loader=loader).parse_overrides([text])
-    except (
-        HydraException,
-        RecursionError,
-        ValueError,
-    ):  # a file name, or a mistake of which composing the job says more
-        return [text]
+    except (HydraException, RecursionError, ValueError):
+        return [text]  # a file name, or a mistake of which composing the job says more
     if not override.is_sweep_override():
         return [text]
     if not override.is_discrete_sweep():

@@ -269,7 +269,7 @@ def _attend(
         sees_own: each query has found its own token.
     """
     rule, own = terms.rule, list[_Cell]()
-    sees_all = rule is None or rule.sees_everything
+    sees_all = terms.sees_all
     earlier: tuple[list[list[_Cell]], list[list[_Cell]]] = ([], [])  # stored here, arriving
     for runs, arrives in steps:
         cells = list[_Cell]()

@@ -51,9 +51,14 @@ class AttentionTerms:
         return self.softcap is not None or self.key_bias is not None
 
     @property
+    def sees_all(self) -> bool:
+        """Whether every query sees all keys before it."""
+        return self.rule is None or self.rule.sees_everything
+
+    @property
     def by_order(self) -> bool:
         """Whether of positions the order alone counts: every query sees all keys before it, without a bias."""
-        return (self.rule is None or self.rule.sees_everything) and self.key_bias is None
+        return self.sees_all and self.key_bias is None
 
 
 def biased(key_bias: KeyBias, positions_BKS: Tensor, num_heads: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from policies.base import GivenPrompt, ReusingPrompt, ids_of
+from policies.base import GivenPrompt, ids_of, reuse_segments
 from runahead.attention.op import nothing
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
@@ -261,7 +261,7 @@ class ReusingPrefill:
         Args:
             after_layer: called after each layer of a segment that is encoded or clustered.
         """
-        if not any(isinstance(prompt, ReusingPrompt) for prompt in prompts):
+        if not reuse_segments(prompts):
             return None
         self.store = self.store or SegmentStore(self._model)
         return Reuse(prompts, self.store, self._model, self._ranks, after_layer)

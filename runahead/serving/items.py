@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from policies.base import GivenPrompt, ReusingPrompt
+from policies.base import GivenPrompt, reuse_segments
 from runahead.config import GenerationOptions
 from runahead.decoding.row import RowId
 from runahead.report import RankReport
@@ -45,7 +45,7 @@ class PrefillItem:
     @property
     def reuses(self) -> bool:
         """Whether a prompt reuses segments."""
-        return any(isinstance(prompt, ReusingPrompt) for prompt in self.prompts)
+        return reuse_segments(self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ class QuantisedRows(Codec):
     def attend(
         self, q_BNCH: Tensor, start: int, end: int, terms: AttentionTerms, *, q_start: int, k_start: int
     ) -> Part:
-        first, sees_all = start - self.pad, terms.rule is None or terms.rule.sees_everything
+        first, sees_all = start - self.pad, terms.sees_all
         assert end == self.end, "queries see all quantised tokens from the first one that they see"
         if q_BNCH.shape[2] == 1 and sees_all and not terms.needs_scores and isinstance(self.keys, ChannelGroups):
             return self.attend_one(q_BNCH, terms.scaling)
