@@ -17,6 +17,7 @@ from torch import Tensor
 
 from policies.reuse import GivenPrompt, Segment
 from runahead import Engine, GenerationOptions, Model, PrefillOptions
+from runahead.attention.states import StateLayer, States
 from runahead.cache.attention import LayerCall
 from runahead.config import DecodeName, DecodeOptions
 from runahead.context import ContextPartition
@@ -351,6 +352,33 @@ def serve(ranks: Ranks, load: Load) -> Served:
             else:
                 follow(engine, load.limits)
     return served
+
+
+def serve_with_wrong_states(ranks: Ranks, fault: str, load: Load) -> Served:
+    """Serve a load while states are handled in a wrong way, which answers have to show."""
+    read, together = StateLayer.read, States.together
+
+    def read_nothing(self: StateLayer, *given: Any) -> None:
+        read(self, *given)
+        self.clear(range(len(given[0])))
+
+    def in_other_order(rows: Sequence[States]) -> States:
+        return together([*rows[1:], rows[0]])
+
+    def of_the_first(rows: Sequence[States]) -> States:
+        joined = together(rows)
+        for layer in joined.layers:
+            for *_, state in layer.tensors():
+                state[1:] = state[:1]
+        return joined
+
+    faults = {
+        "not sent": mock.patch.object(StateLayer, "read", read_nothing),
+        "of another row": mock.patch.object(States, "together", in_other_order),
+        "of the first row": mock.patch.object(States, "together", of_the_first),
+    }
+    with faults[fault]:
+        return serve(ranks, load)
 
 
 def _serve(engine: Engine, load: Load, served: Served) -> None:
