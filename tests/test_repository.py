@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from policies.base import LayerView
-from tests.files import PACKAGES, ROOT, files_page
+from tests.files import PACKAGES, ROOT
 from tests.policy_table import BEGIN, END, tables
 
 ARCHITECTURE = "docs/architecture.md"
@@ -32,11 +32,6 @@ FORBIDDEN = {
         r"index[-_]url|find[-_]links|pypi\.(?:org|python)|pythonhosted\.|download\.pytorch\.", re.IGNORECASE
     ),
 }
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_list_of_a_packages_files_has_their_first_lines(package: str) -> None:
-    assert read(ROOT / package / "README.md") == files_page(package), "write the lists by python -m tests.files"
 
 
 def test_the_architecture_page_is_short() -> None:
