@@ -305,7 +305,8 @@ class API:
             raise APIError(404, message, param="model", code="model_not_found")
 
     def _about_model(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
+        model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
+        return model | {"max_model_len": self.scheduler.longest_text}  # as vLLM names it
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -34,7 +34,7 @@ class ServeOptions(QueueLimits):
     Attributes:
         api_key_file: file of keys, one per line; None takes every request.
         chat_template: file with a chat template (Jinja) in place of the model's.
-        model_name: the model's name in the API; None is the name under which it was loaded.
+        model_name: the model's name in the API; None is the name under which it was loaded, which is taken as well.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
             later prompts, or each stage where they decode together; 0 keeps none.
         prefix_host_bytes: most bytes of those that it keeps in host memory when they have no room among these.

@@ -297,7 +297,7 @@ def _serve_clients(
         tokenizer=tokenizer,
         eos_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
-        names=[options.model_name] if options.model_name else [model.name, run.model.name.name],
+        names=[options.model_name or model.name, model.name, run.model.name.name],
         options=options,
         defaults=run.generation,
         keys=keys,

@@ -83,6 +83,12 @@ class RequestQueue:
                 f"{count} tokens of prompt and answer are more than this server has memory for, which is {limit:,}"
             )
 
+    @property
+    def longest_text(self) -> int | None:
+        """Most tokens of a prompt and its answer, for which there are positions and memory; None is no limit."""
+        limits = [self._prompt_limits.max_positions, self._limits.max_tokens]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> int:
         """The new tokens of a row: `wanted`, or if no client has chosen that, at most what has positions and memory."""
         return wanted if is_chosen else max(1, min([wanted, *self._numbers_left(prompts, wanted)]))

@@ -132,6 +132,11 @@ class Scheduler:
         """Check that prompts can be generated from at once, as the engine does. Raises: PromptTooLong, ValueError."""
         self._queue.check(prompts, options)
 
+    @property
+    def longest_text(self) -> int | None:
+        """Most tokens of a prompt and its answer; None is no limit."""
+        return self._queue.longest_text
+
     def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> int:
         """The new tokens of a row, at most `wanted`, as the queue has it."""
         return self._queue.fitting(prompts, wanted, is_chosen=is_chosen)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,6 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 from openai import OpenAI
+from pydantic import BaseModel
 
 from launch.serve import HELP, SERVE
 from launch.server.options import ServeOptions, ServeRun
@@ -134,7 +136,7 @@ def test_prefixes_go_with_policies_that_look_at_the_end_of_a_prompt_or_retrieve(
 
 
 def test_two_ranks_answer_stream_cancel_and_drain(model):
-    with job(*options(model, "policy=prompt_cache")) as server:
+    with job(*options(model, "policy=prompt_cache", "serve.model_name=letters")) as server:
         asked = {"prompt": TEXT, "max_tokens": 24}
         alone = server.post(asked).json()
         assert alone["usage"]["completion_tokens"] == 24
@@ -168,7 +170,10 @@ def test_two_ranks_answer_stream_cancel_and_drain(model):
         client = OpenAI(base_url=server.url + "/v1", api_key="none")
         said = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=3)
         assert said.usage.completion_tokens == 3
-        assert client.models.retrieve("hf").id == model  # the value of model=
+        [listed] = client.models.list().data
+        assert (listed.id, listed.max_model_len) == ("letters", POSITIONS)
+        for name in ("letters", model, "hf"):  # the last is the value of model=
+            assert client.models.retrieve(name) == listed
 
         state = server.client.get("/state").json()
         assert state["ranks"] == ["rank 0", "rank 1"] and state["prefill"] == "kv_runahead"
@@ -257,13 +262,19 @@ def test_a_server_finds_what_the_one_before_has_kept(model, tmp_path):
     assert [each["prompt_tokens_details"]["cached_tokens"] for each in usages] == [0, usages[0]["prompt_tokens"] - 1]
 
 
+def client_lines() -> tuple[list[str], list[str]]:
+    """The commands of docs/server.md that ask a server, and its blocks of Python, in order."""
+    page, curl = (ROOT / "docs" / "server.md").read_text(encoding="utf-8"), r"^    (curl (?:.*\\\n)*.*)"
+    commands = re.findall(curl, page, flags=re.MULTILINE)
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", re.sub(curl, "", page, flags=re.MULTILINE), flags=re.MULTILINE)
+    return commands, [textwrap.dedent(block) for block in blocks if "client." in block]
+
+
 @pytest.mark.slow
-def test_the_curl_lines_of_the_page_run_on_the_real_model():
+def test_the_client_lines_of_the_page_run_on_the_real_model(capsys):
     assert cache_folder().exists()
-    page = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
-    lines = page.replace("\\\n", " ").splitlines()
-    commands = [line.strip() for line in lines if line.startswith("    curl ")]
-    assert len(commands) == 4
+    commands, blocks = client_lines()
+    assert (len(commands), len(blocks)) == (4, 3)
     with job("model=smollm2", "policy=prompt_cache", f"policy.schema={ROOT / 'examples/cities.xml'}") as server:
         for command in commands:
             run = subprocess.run(
@@ -286,3 +297,7 @@ def test_the_curl_lines_of_the_page_run_on_the_real_model():
                 assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"]), dict)
             else:
                 assert "Frankenstein" in json.loads(run.stdout)["choices"][0]["message"]["content"]
+        names: dict[str, Any] = {"BaseModel": BaseModel}
+        for block in blocks:
+            exec(block.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"), names)
+            assert capsys.readouterr().out.strip() or "Book" in names
