@@ -192,7 +192,7 @@ def to_copies(seen: SeenKV, terms: AttentionTerms, *, start: int, period: int) -
     q_NCH, k_KSH, lse_NC = seen.q_BNCH[0], seen.read()[0][0], seen.lse()[0]
     num_heads, (num_kv_heads, end) = len(q_NCH), k_KSH.shape[:2]
     total_2N = torch.zeros(2, num_heads, dtype=torch.float64, device=q_NCH.device)
-    if terms.rule is not None and not terms.rule.sees_everything:
+    if terms.rule is not None:
         return total_2N
     if terms.sinks_N is not None:
         lse_NC = torch.logaddexp(lse_NC, terms.sinks_N.to(lse_NC.dtype)[:, None])

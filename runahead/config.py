@@ -395,6 +395,10 @@ class GenerationOptions:
             rule = f"must be from 0 to {MAX_LOGPROBS}"
             require(0 <= self.logprobs <= MAX_LOGPROBS, "generation.logprobs", self.logprobs, rule)
 
+    @property
+    def asks_for_drafts(self) -> bool:
+        return self.speculate is not Speculate.none
+
 
 def _is_json_object(text: str) -> bool:
     try:

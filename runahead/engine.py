@@ -309,7 +309,7 @@ class Engine:
 
     def _gathering(self, stages: Sequence[int], options: Sequence[GenerationOptions]) -> Gathering | None:
         """The gathering of the stages that decode rows with these options together."""
-        num_queries = 1 + max(each.speculate_tokens if _drafts(each) else 0 for each in options)
+        num_queries = 1 + max(each.speculate_tokens if each.asks_for_drafts else 0 for each in options)
         return self._placement.gathering(stages, len(options) * num_queries)
 
     def _note_memory(self, job: PrefillJob, prefilled: Prefilled) -> None:
@@ -364,7 +364,7 @@ class Engine:
         self.policies.check_pools(self.model, batch=len(prompts), keep_parts=self._keeps_parts)
         if reuse_segments(prompts):
             self.check_reuse(blends=_blend(prompts))
-        if any(map(_drafts, options)):
+        if any(each.asks_for_drafts for each in options):
             self.check_speculation(options, prompts)
 
     def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
@@ -493,9 +493,5 @@ def _blend(prompts: Sequence[GivenPrompt]) -> bool:
 
 def _asked(setup: Setup, options: Sequence[GenerationOptions], *, reuses: bool) -> list[Setup]:
     """The setups of a run, with what a batch of prompts asks for: one for each kind of drafts, or for none."""
-    kinds = {each.speculate: each for each in options if _drafts(each)} or {Speculate.none: options[0]}
+    kinds = {each.speculate: each for each in options if each.asks_for_drafts} or {Speculate.none: options[0]}
     return [replace(setup, generation=each, segments=SEGMENTS if reuses else "") for each in kinds.values()]
-
-
-def _drafts(options: GenerationOptions) -> bool:
-    return options.speculate is not Speculate.none

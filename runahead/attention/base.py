@@ -48,16 +48,14 @@ class LayerAttention(ABC):
 
     Attributes:
         states: of all tokens before, which the forward updates; None: no layer holds any, or no token is before.
+        rotates: this attention rotates queries and keys itself, so that the model must leave them at position 0.
     """
+
+    rotates = False
 
     def __init__(self, *, start: int, pads: list[int]) -> None:
         self.start, self.pads = start, pads
         self.states: States | None = None
-
-    @property
-    def rotates(self) -> bool:
-        """Whether this attention rotates queries and keys itself, so that the model must leave them at position 0."""
-        return False
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
         """Positions (B, C) of the tokens with these indices in the padded batch; None if they are index - pad."""

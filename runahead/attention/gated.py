@@ -43,7 +43,7 @@ class GatedAttention(LayerAttention):
             )
         places_C = torch.arange(q_BNCH.shape[2], device=q_BNCH.device)
         attend = partial(scaled_dot_product_attention, q_BNCH, k_BKCH, v_BKCV, scale=terms.scaling, enable_gqa=True)
-        if terms.rule is not None and not terms.rule.sees_everything:
+        if terms.rule is not None:
             return attend(attn_mask=terms.rule.allowed(places_C, places_C))
         full_BNCV = attend(is_causal=True)
         if self._gates is None:

@@ -97,6 +97,11 @@ class MaskRule:
         return self._plain[key]
 
 
+def rule_of(mask: MaskRule | None) -> MaskRule | None:
+    """The rule of the mask that a layer is given; None if it is plain causal attention."""
+    return None if mask is None or mask.sees_everything else mask
+
+
 def _of_text(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The mask function for a text alone.
 

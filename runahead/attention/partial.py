@@ -53,7 +53,7 @@ class AttentionTerms:
     @property
     def sees_all(self) -> bool:
         """Whether every query sees all keys before it."""
-        return self.rule is None or self.rule.sees_everything
+        return self.rule is None
 
     @property
     def by_order(self) -> bool:

@@ -116,7 +116,7 @@ class CausalAttention(LayerAttention):
     ) -> None:
         super().__init__(start=start, pads=pads)
         self.cache, self.tokens = cache, tokens or NewTokens(start, pads, phase)
-        self.states = cache.states
+        self.states, self.rotates = cache.states, cache.rotates
         self.tokens.part = cache.part
         self._ends, self._attend, self._on_layer = ends, attend, on_layer
         self._before_save, self._save = _verbs(hooks, "before_save"), _verbs(hooks, "save")
@@ -126,10 +126,6 @@ class CausalAttention(LayerAttention):
         self._closed, self._attended = _verbs(hooks[::-1], "closed"), _verbs(hooks[::-1], "attended")
         self._unread: dict[int, LayerCall] = {}
         self._input_BCD: Tensor | None = None
-
-    @property
-    def rotates(self) -> bool:
-        return self.cache.rotates
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
         return self.cache.positions_BC(index_C, self.start)

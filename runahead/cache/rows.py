@@ -66,10 +66,7 @@ class RowsAttention(LayerAttention):
         self._gather, self._ends = gather, ends
         assert ends is None or ends[1] == "attended", ends
         self._tokens, self.states = NewTokens(start, self.pads), states
-
-    @property
-    def rotates(self) -> bool:
-        return self.rows[0].rotates
+        self.rotates = rows[0].rotates
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
         of_rows = [row.positions_BC(index_C - pad + row.pads[0]) for row, pad in zip(self.rows, self.pads, strict=True)]

@@ -217,7 +217,7 @@ class Conversation:
         for end in (self.num_tokens, self.num_tokens + options.max_new_tokens - 1):
             self._check_length(end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]
-        speculates = options.speculate is not Speculate.none
+        speculates = options.asks_for_drafts
         if speculates:
             lengths, setup = [len(row.prompt) for row in rows], replace(self._setup, rows=len(rows))
             self._speculator.check([options] * len(rows), lengths, setup)

@@ -49,8 +49,8 @@ def decode_batch(
     """
     if prefilled.cache is None:
         return None
+    report, may_draft = prefilled.report, any(each.asks_for_drafts for each, _ in options)
     rows = [Row(model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
-    report, may_draft = prefilled.report, any(row.asks_for_drafts for row in rows)
 
     def hold() -> tuple[Lanes, PayingDrafts | None]:
         lanes = _lanes(model, batch_ids(len(rows)), prefilled, batch, policies, gather, may_draft=may_draft)

@@ -155,11 +155,7 @@ class InTurn(LayerAttention):
 
     def __init__(self, tokens: Sequence[CausalAttention]) -> None:
         super().__init__(start=tokens[0].start, pads=tokens[0].pads)
-        self._tokens = tokens
-
-    @property
-    def rotates(self) -> bool:
-        return self._tokens[0].rotates
+        self._tokens, self.rotates = tokens, tokens[0].rotates
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
         return self._tokens[0].positions_BC(index_C)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runahead.config import GenerationOptions, Speculate
+from runahead.config import GenerationOptions
 from runahead.decoding.sampling import Sampler
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.decoding.stop_strings import StopStrings
@@ -73,10 +73,6 @@ class Row:
     def num_left(self) -> int:
         """Most new tokens that may still come."""
         return self.options.max_new_tokens - len(self.new_ids)
-
-    @property
-    def asks_for_drafts(self) -> bool:
-        return self.options.speculate is not Speculate.none
 
     @property
     def text(self) -> str:

@@ -130,7 +130,7 @@ class Rows:
         """Take rows that the lanes hold and that have their first tokens. Those that ended with them leave."""
         for id, row in zip(ids, rows, strict=True):
             self._rows[id] = row
-            if self._drafts is not None and row.asks_for_drafts:
+            if self._drafts is not None and row.options.asks_for_drafts:
                 self._drafts.drafter.join(id, row)
         self._let_leave()
 
@@ -208,7 +208,7 @@ class Rows:
 
     def _proposal(self) -> Proposal | None:
         """Drafts of all rows, some of them empty; None if no row asks for drafts."""
-        asking = [row for row in self._rows.values() if row.asks_for_drafts]
+        asking = [row for row in self._rows.values() if row.options.asks_for_drafts]
         drafts = self._drafts
         if drafts is None or not asking:
             return None
@@ -217,7 +217,7 @@ class Rows:
         at_once = self._lanes.most_at_once(self._rows)
         most = {  # one more token comes with a draft
             id: min(row.options.speculate_tokens, (at_once or row.num_left) - 1, row.num_left - 1)
-            if row.asks_for_drafts
+            if row.options.asks_for_drafts
             else 0
             for id, row in self._rows.items()
         }

@@ -384,7 +384,7 @@ def _norms_by_head(setup: Setup) -> Words:
 
 
 def _windows(model: Any) -> bool:
-    return any(rule is not None and not rule.sees_everything for rule in model.rules)
+    return any(rule is not None for rule in model.rules)
 
 
 OF_MODEL: dict[str, Fact] = {

@@ -359,7 +359,7 @@ class Model:
         name = f"model {self.name} ({self.config.model_type})"
         if self.kv_sources:
             raise ValueError(f"{name} has layers that read the keys of others")
-        if any(rule is not None and not rule.sees_everything for rule in self.rules):
+        if any(rule is not None for rule in self.rules):
             raise ValueError(f"{name} has layers with sliding windows over the original positions")
         if self.has_key_bias:  # by the position at which a key is read: there is nothing to rotate
             return [Rotary(torch.empty(0, device=self.device))] * self.num_layers
@@ -477,7 +477,7 @@ class Model:
             "marks tokens that it evicts": self.marks is not None,
             "holds states": self.held is not None,
             "has no query heads that share keys": not self._shares_keys and self.device.type == "cuda",
-            "has layers with windows": any(rule is not None and not rule.sees_everything for rule in self.rules),
+            "has layers with windows": any(rule is not None for rule in self.rules),
         }
         return next((f"model {self.name} {reason}" for reason, holds in reasons.items() if holds), "")
 

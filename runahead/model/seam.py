@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from runahead.attention.base import LayerAttention
-from runahead.attention.masks import MaskRule, keep_mask_rule
+from runahead.attention.masks import MaskRule, keep_mask_rule, rule_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.held import Held, StatesOfForward
@@ -178,7 +178,7 @@ def attention_function(
         raise ValueError(f"{family} asks its attention for {', '.join(sorted(unknown))}, which is not supported")
     terms = AttentionTerms(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        rule=attention_mask,
+        rule=rule_of(attention_mask),
         softcap=softcap,
         sinks_N=s_aux,
     )

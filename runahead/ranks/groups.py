@@ -22,6 +22,10 @@ class ProcessGroups(ControlMessages):
     """Process groups for keys and values and for the ranks of a stage; a base class of `Ranks`, which knows the device.
 
     Every rank makes them together with all others, in the same order.
+
+    Attributes:
+        stage: the stage of this rank, its place in the chain.
+        share: the share of its stage's model that this rank has.
     """
 
     device: torch.device
@@ -31,6 +35,7 @@ class ProcessGroups(ControlMessages):
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         super().__init__(rank, size, timeout_s)
+        self.stage, self.share = self.mesh.stage(rank), self.mesh.share(rank)
         self._links: dict[tuple[tuple[int, int], int], Communicator] = {}
         """Communicators by link and number of CTAs."""
         self._sets: dict[tuple[tuple[tuple[int, ...], ...], int | None], Communicator] = {}
@@ -45,6 +50,7 @@ class ProcessGroups(ControlMessages):
             ValueError: the ranks make no whole stages.
         """
         self.mesh = Mesh.with_shares(self.size, num_shares)
+        self.stage, self.share = self.mesh.stage(self.rank), self.mesh.share(self.rank)
         for stage in range(self.num_stages) if self.rank == 0 and self.present else ():
             hosts = list(dict.fromkeys(self.present[rank].host for rank in self.mesh.members(stage)))
             if len(hosts) > 1:
@@ -54,16 +60,6 @@ class ProcessGroups(ControlMessages):
                     stacklevel=3,
                 )
                 return
-
-    @property
-    def stage(self) -> int:
-        """The stage of this rank, its place in the chain."""
-        return self.mesh.stage(self.rank)
-
-    @property
-    def share(self) -> int:
-        """The share of its stage's model that this rank has."""
-        return self.mesh.share(self.rank)
 
     @property
     def num_stages(self) -> int:

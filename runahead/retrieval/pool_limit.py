@@ -28,7 +28,7 @@ def check_pool(policy: Retriever, model: Model, batch: int) -> None:
     if policy.pool.bytes is None:
         return
     layers = zip(model.kv_shapes[policy.first_layer :], model.rules[policy.first_layer :], strict=True)
-    shapes = [shape for shape, rule in layers if rule is None or rule.sees_everything]
+    shapes = [shape for shape, rule in layers if rule is None]
     PoolLimit(policy, max(1, sum(shape.bytes_per_token(batch) for shape in shapes)))
 
 

@@ -75,10 +75,7 @@ class Retrieval:
         # By layer, of the pieces of a prompt whose last one is to come: their end, the queries that count, positions.
         self._earlier: dict[int, tuple[int | None, Tensor, Tensor]] = {}
         self.await_device: Callable[[], None] = nothing
-        self.in_pool = [
-            layer >= policy.first_layer and (rule is None or rule.sees_everything)
-            for layer, rule in enumerate(model.rules)
-        ]
+        self.in_pool = [layer >= policy.first_layer and rule is None for layer, rule in enumerate(model.rules)]
         self.limit: PoolLimit | None = None
         if policy.pool.bytes is not None:
             retrieving = zip(model.kv_shapes, self.in_pool, strict=True)

@@ -258,7 +258,7 @@ class RankPolicies:
         """How a policy that merges layers stores those of a model; None: there is none, or it can merge no layers."""
         if self.merging is None:
             return None
-        sees_all = [rule is None or rule.sees_everything for rule in model.rules]
+        sees_all = [rule is None for rule in model.rules]
         return self.merging.layer_form(model.kv_shapes, sees_all)
 
     def by_layer(
@@ -272,6 +272,8 @@ class RankPolicies:
         Raises:
             ValueError: there are several ranks, and a policy does not know in advance how many tokens it leaves.
         """
+        if not self.narrows:
+            return [partition] * num_layers
         chain = partition.chain
         lengths = [[0] * partition.num_ranks for _ in range(num_layers)]
         for rank in chain:

@@ -111,7 +111,7 @@ def score_prompt(
     num_tokens = ids_BS.shape[1]
     scores: list[Tensor | None] = [
         torch.full((len(pads), shape.num_kv_heads, num_tokens), -torch.inf, device=model.device)
-        if rule is None or rule.sees_everything
+        if rule is None
         else None
         for shape, rule in zip(model.kv_shapes, model.rules, strict=True)
     ]

@@ -93,7 +93,7 @@ class PolicySteps:
         Returns:
             the layer as it is stored then: another one where its heads keep different numbers of tokens.
         """
-        if terms.rule is not None and not terms.rule.sees_everything:
+        if terms.rule is not None:
             return kept
         positions_BC = self.tokens.positions_BC(seen.q_BNCH.shape[2], seen.q_BNCH.device)
         before = kept.num_slots

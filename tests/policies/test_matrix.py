@@ -282,7 +282,7 @@ def test_what_is_dropped_is_freed_and_nothing_else_is(name: str, family: str, le
     before = sum(shape.bytes_per_token(batch) * NUM_TOKENS for shape in model.kv_shapes)
     expected = 0
     for layer, (shape, rule) in enumerate(zip(model.kv_shapes, model.rules, strict=True)):
-        left_alone = name == "full" or (rule is not None and not rule.sees_everything)
+        left_alone = name == "full" or rule is not None
         slots = NUM_TOKENS if left_alone else _slots(name, layer, model.num_layers)
         stored = run.kept.layers[layer]
         assert stored.tokens_per_head == slots, layer

@@ -105,7 +105,7 @@ def test_a_rank_computes_no_more_than_anybody_needs(rank_pools: RankPools, famil
     model = tiny_model(family)
     whole, window = (
         sum(shape.bytes_per_token() for shape, rule in zip(model.kv_shapes, model.rules, strict=True) if sees(rule))
-        for sees in (lambda rule: rule.sees_everything, lambda rule: not rule.sees_everything)
+        for sees in (lambda rule: rule is None, lambda rule: rule is not None)
     )
     assert first.sent_bytes == 30 * whole + 15 * window  # a window of 16 reaches 15 tokens back
     assert last.kept_bytes == 70 * whole + 55 * window

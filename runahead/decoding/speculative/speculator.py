@@ -62,7 +62,7 @@ class Speculator:
         Raises:
             ValueError: they cannot; in one line.
         """
-        for kind in dict.fromkeys(each.speculate for each in options if each.speculate is not Speculate.none):
+        for kind in dict.fromkeys(each.speculate for each in options if each.asks_for_drafts):
             of_kind = [each for each in options if each.speculate is kind]
             rows = zip(options, lengths, strict=bool(lengths))
             self._check_kind(of_kind, [length for each, length in rows if each.speculate is kind], setup)
@@ -95,7 +95,7 @@ class Speculator:
             gather: between the ranks that decode together, if there are several.
         """
         lead, payoff = lead_among(self._model, gather), Payoff(warm_up=lanes.warm_up)
-        kinds = dict.fromkeys(row.options.speculate for row in rows if row.asks_for_drafts)
+        kinds = dict.fromkeys(row.options.speculate for row in rows if row.options.asks_for_drafts)
         drafters = {kind: self._drafter(kind, lanes, lead) for kind in kinds}
         drafter = DraftsByKind(drafters) if len(drafters) > 1 else next(iter(drafters.values()))
         name = " and ".join(kind.name for kind in kinds)

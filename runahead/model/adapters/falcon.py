@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 
-from runahead.attention.masks import MaskRule
+from runahead.attention.masks import MaskRule, rule_of
 from runahead.attention.partial import AttentionTerms
 from runahead.model.adapters.alibi import alibi_slopes
 from runahead.model.seam import SeamCache
@@ -37,7 +37,7 @@ def forward(
         slopes_N = alibi_slopes(self.num_heads, keys_S.device).bfloat16()
         return (slopes_N[:, None] * keys_S).to(dtype) * scaling
 
-    terms = AttentionTerms(scaling=scaling, rule=attention_mask, key_bias=None if alibi is None else key_bias)
+    terms = AttentionTerms(scaling=scaling, rule=rule_of(attention_mask), key_bias=None if alibi is None else key_bias)
     out_BNCH = layer_past.attention.attend(self.layer_idx, q_BNCH, k_BKCH, v_BKCH, terms)
     return self.dense(out_BNCH.transpose(1, 2).flatten(2)), None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runahead.attention.masks import MaskRule
+from runahead.attention.masks import MaskRule, rule_of
 from runahead.attention.partial import AttentionTerms
 
 
@@ -20,6 +20,6 @@ def attend(
     if attention is None:  # transformers' own attention, which ours is compared with
         return type(self)._attn(self, q_BNCH, k_BNCH, v_BNCH, attention_mask)
     assert not isinstance(attention_mask, Tensor)
-    terms = AttentionTerms(scaling=self.head_dim**-0.5, rule=attention_mask)
+    terms = AttentionTerms(scaling=self.head_dim**-0.5, rule=rule_of(attention_mask))
     # CodeGen rotates queries in float32.
     return attention.attend(self.layer_idx, q_BNCH.to(k_BNCH.dtype), k_BNCH, v_BNCH, terms), None
