@@ -11,6 +11,7 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
+from partitioner.cost.places import Places
 from partitioner.measure import ping, probe_compute
 from partitioner.options import Objective, SearchRun
 from partitioner.simulation.cluster import Cluster
@@ -31,7 +32,7 @@ def calibrated_clusters(
     counts: Iterable[int],
     *,
     link: Link | None,
-    num_layers: int,
+    places: Places,
     fingerprint: Fingerprint,
 ) -> dict[int, Cluster]:
     """Clusters of the leading ranks, by number of ranks, with the compute of this device. Every rank calls this.
@@ -39,16 +40,17 @@ def calibrated_clusters(
     Args:
         counts: numbers of ranks.
         link: between ranks; None on a single rank without link.gbps.
-        num_layers: layers to plan for.
+        places: of the model to plan for.
         fingerprint: what measurements are valid for, which earlier runs kept.
     """
-    compute = _compute(run, ranks, model, num_layers, fingerprint)
+    compute = _compute(run, ranks, model, places, fingerprint)
     return {
         count: Cluster.chain(
             compute,
             count,
             link,
             kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
+            state_bytes=places.bytes_of_state,
             prefill=run.prefill,
             backend=ranks.backend,
             speed=run.search.speeds,
@@ -81,7 +83,7 @@ def read_measured(path: Path, purpose: str) -> MeasuredCost | None:
         ) from error
 
 
-def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, fingerprint: Fingerprint) -> ComputeCost:
+def _compute(run: SearchRun, ranks: Ranks, model: Model, places: Places, fingerprint: Fingerprint) -> ComputeCost:
     """The compute of one device, measured now by all ranks at once, or by an earlier run and kept beside the table."""
     lengths = _doubling(SHORTEST_PROBE, max(*run.search.lengths, 2 * SHORTEST_PROBE))  # a line needs two points
     chunks, prefixes = run.search.probe_chunks or lengths, run.search.probe_prefixes or lengths
@@ -104,7 +106,7 @@ def _compute(run: SearchRun, ranks: Ranks, model: Model, num_layers: int, finger
                     chunks=chunks,
                     prefixes=prefixes,
                     repeats=run.search.repeats,
-                    num_layers=num_layers,
+                    places=places,
                     probe_layers=run.search.probe_layers,
                     on_progress=tick,
                 ),

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +17,10 @@ from torch import Tensor
 
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
+from partitioner.cost.places import Places
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.partial import AttentionTerms, attend
-from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
+from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Slabs
 from runahead.config import GenerationOptions, PrefillOptions
@@ -27,6 +30,7 @@ from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.clock import Clock, clock_for
 
+T = TypeVar("T")
 Progress = Callable[[str], None]
 Inputs = tuple[Tensor, Tensor, Tensor, AttentionTerms]
 """Queries, keys and values of a layer's new tokens, and the terms of its attention."""
@@ -37,22 +41,39 @@ HOPELESS = 1.06
 
 
 class _Probe(LayerHook):
-    """Marks when each layer's keys and values are known and when its attention ends."""
+    """Marks when each place begins and ends: a layer's attention from when its keys and values are known, and its state
+    from when it is asked for until that after the chunk is known. The forward ends where place `depth - 1` begins.
+    """
 
-    def __init__(self, clock: Clock, keep: Collection[int] = ()) -> None:
+    def __init__(self, model: Model, clock: Clock, depth: int, keep: Collection[int] = ()) -> None:
+        self._place = {thing: place for place, thing in enumerate(model.order)}
         self._clock, self._keep = clock, keep
+        self._end = depth - 1 if depth < len(model.order) else None
         self.began = clock.mark()
-        self.marks: list[tuple[object, object]] = []
+        self.known: dict[int, object] = {}
+        self.ended: dict[int, object] = {}
         self.inputs: dict[int, Inputs] = {}
 
     def before_save(self, call: LayerCall) -> None:
-        known = self._clock.mark()
+        place, known = self._place["kv", call.layer], self._clock.mark()
         if call.layer in self._keep:
             self.inputs[call.layer] = call.q_BNCH, call.k_BKCH, call.v_BKCV, call.terms
-        self.marks.append((known, known))
+        self._attends = place
+        self._begin(place, known)
 
     def attended(self, call: LayerCall) -> None:
-        self.marks[-1] = self.marks[-1][0], self._clock.mark()
+        self.ended[self._attends] = self._clock.mark()  # also once layers that read its keys have attended
+
+    def load_state(self, number: int) -> None:
+        self._begin(self._place["state", number], self._clock.mark())
+
+    def save_state(self, number: int) -> None:
+        self.ended[self._place["state", number]] = self._clock.mark()
+
+    def _begin(self, place: int, known: object) -> None:
+        self.known[place] = self.ended[place] = known
+        if place == self._end:
+            raise ForwardEndsHere
 
 
 def probe_compute(
@@ -61,33 +82,41 @@ def probe_compute(
     chunks: Sequence[int],
     prefixes: Sequence[int],
     repeats: int = 3,
-    num_layers: int | None = None,
+    places: Places | None = None,
     probe_layers: int = 4,
     on_progress: Progress = lambda text: None,
 ) -> MeasuredCost:
     """Measure the compute of one device by running the runtime's own code on it.
 
     Layers are alike, so only a few are run; attention to a prefix is run by itself, on the queries of a real layer. If
-    layers have different masks (sliding windows), each kind is run, and weighted by its number of layers.
+    layers have different masks (sliding windows), hold states or follow each other in several ways, each kind is run,
+    and weighted by how often it comes.
 
     Args:
         chunks: chunk lengths in tokens, ascending.
         prefixes: prefix lengths in tokens, ascending.
         repeats: runs per point; the median counts.
-        num_layers: layers of the model to plan for, if `model` has fewer of the same kind.
-        probe_layers: layers that are run.
+        places: of the model to plan for, if `model` has fewer layers of the same kinds.
+        probe_layers: places that are run, more if some kind needs more.
         on_progress: called before each point with a text that describes it.
     """
     kinds = _layer_kinds(model, max(chunks) + max(prefixes, default=0))
-    depth = min(model.num_layers, max([probe_layers, *(layers[0] + 2 for layers in kinds)]))
-    first, between, own, prefix = {}, {}, {}, {}
+    places, run = places or Places.of_model(model), Places.of_model(model)
+    keys_at = [place for place, (kind, _) in enumerate(model.order) if kind == "kv"]
+    steps = Counter(places.alike(place) for place in range(len(places) - 1))
+    states = Counter(num_bytes for num_bytes in places.state_bytes if num_bytes)
+    needed = [*(keys_at[layers[0]] for layers in kinds), *_first_of_each(map(run.alike, range(len(run) - 1)), steps)]
+    depth = min(len(run), max([probe_layers, *(place + 2 for place in needed)]))
+    first, between, own, prefix, state = {}, {}, {}, {}, {}
     for chunk in chunks:
         on_progress(f"chunk of {chunk} tokens")
         # Inputs are kept in the warm-up run only: tensors that stay allocated make the next layers slower.
         inputs = _run_layers(model, chunk, depth, keep=[layers[0] for layers in kinds]).inputs
         runs = [_run_layers(model, chunk, depth) for _ in range(repeats)]
-        first[chunk] = statistics.median(run.first_s for run in runs)
-        between[chunk] = statistics.median(statistics.median(run.between_s) for run in runs)
+        first[chunk] = statistics.median(each.first_s for each in runs)
+        between[chunk] = statistics.median(_mean(each.between_s, run.alike, steps) for each in runs)
+        if states:
+            state[chunk] = statistics.median(_mean(each.inside_s, run.state_bytes.__getitem__, states) for each in runs)
         per_kind = [_attention_s(model, inputs[layers[0]], layers[0], chunk, 0, repeats) for layers in kinds]
         own[chunk] = _weighted(per_kind, kinds)
         for length in prefixes:
@@ -95,10 +124,10 @@ def probe_compute(
             per_kind = [_attention_s(model, inputs[layers[0]], layers[0], chunk, length, repeats) for layers in kinds]
             prefix[chunk, length] = _weighted(per_kind, kinds)
     shortest = min(chunks)
-    whole_runs = [_run_layers(model, shortest, model.num_layers) for _ in range(WARMUPS + repeats)]
-    last_s = statistics.median(run.last_s for run in whole_runs[WARMUPS:])
+    whole_runs = [_run_layers(model, shortest, len(run)) for _ in range(WARMUPS + repeats)]
+    last_s = statistics.median(each.last_s for each in whole_runs[WARMUPS:])
     head_s = max(0.0, last_s - (between[shortest] - first[shortest]))
-    # After the last attention come the rest of its layer, without the next layer's projections, and the logits.
+    # After the last place come the rest of its layer, without the next layer's projections, and the logits.
     last = {chunk: max(0.0, between[chunk] - first[chunk]) + head_s for chunk in chunks}
     return MeasuredCost(
         first_s=first,
@@ -106,22 +135,27 @@ def probe_compute(
         own_s=own,
         prefix_s=prefix,
         last_s=last,
-        num_layers=num_layers or model.num_layers,
+        state_s=state,
+        num_layers=len(places),
+        states=places.states,
     )
 
 
 class _Run:
-    """Seconds of one forward through a few layers: to the first layer's keys and values, between attentions, and
-    after the last attention that ran."""
+    """Seconds of one forward through a few places: to the first place, inside each, from each to the next, and after
+    the last one that ran."""
 
     def __init__(self, probe: _Probe, clock: Clock) -> None:
         end = clock.mark()
-        known = [clock.seconds(mark) for mark, _ in probe.marks]
-        ended = [clock.seconds(mark) for _, mark in probe.marks]
+        known = {place: clock.seconds(mark) for place, mark in probe.known.items()}
+        ended = {place: clock.seconds(mark) for place, mark in probe.ended.items()}
+        depth = len(known)
         self.first_s = known[0] - clock.seconds(probe.began)
-        self.last_s = clock.seconds(end) - ended[-1]
-        between_s = [after - before for before, after in zip(ended, known[1:], strict=False)]
-        self.between_s = between_s or [self.first_s + self.last_s]  # of one layer: its next would begin as it does
+        self.last_s = clock.seconds(end) - ended[depth - 1]
+        self.between_s = {place: max(0.0, known[place + 1] - ended[place]) for place in range(depth - 1)}
+        if not self.between_s:  # of one place: its next would begin as it does
+            self.between_s = {0: self.first_s + self.last_s}
+        self.inside_s = {place: ended[place] - known[place] for place in known if ended[place] > known[place]}
         self.inputs = probe.inputs
 
 
@@ -130,9 +164,9 @@ def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = ()
     cache = KVCache(
         Slabs.empty(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slabs=1, device=model.device)
     )
-    probe = _Probe(clock, keep)
-    ends: End | None = None if depth == model.num_layers else (depth - 1, "saved")
-    attention = CausalAttention(cache, start=0, pads=[0], hooks=[probe], ends=ends)
+    cache.states = model.empty_states()
+    probe = _Probe(model, clock, depth, keep)
+    attention = CausalAttention(cache, start=0, pads=[0], hooks=[probe])
     ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
     with suppress(ForwardEndsHere):
         model.forward(ids_1C, attention, start=0, pads=[0])
@@ -166,6 +200,33 @@ def _layer_kinds(model: Model, num_tokens: int) -> list[list[int]]:
     for layer in range(model.num_layers):
         kinds.setdefault(model.first_needed(layer, num_tokens, [0]), []).append(layer)
     return list(kinds.values())
+
+
+def _first_of_each(kinds: Iterable[T], wanted: Container[T]) -> list[int]:
+    """The first place of each kind that is wanted."""
+    first: dict[T, int] = {}
+    for place, kind in enumerate(kinds):
+        if kind in wanted:
+            first.setdefault(kind, place)
+    return list(first.values())
+
+
+def _mean(seconds: Mapping[int, float], kind_of: Callable[[int], T], numbers: Mapping[T, int]) -> float:
+    """Mean over all places of the model to plan for, of the median of each kind.
+
+    Args:
+        seconds: measured, by place.
+        kind_of: kind of a measured place.
+        numbers: of the places of each kind.
+    """
+    by_kind: dict[T, list[float]] = {}
+    for place, each in seconds.items():
+        by_kind.setdefault(kind_of(place), []).append(each)
+    weights = {kind: numbers.get(kind, 0) for kind in by_kind}
+    if not any(weights.values()):  # a model of one place
+        return statistics.median(seconds.values())
+    medians = {kind: statistics.median(found) for kind, found in by_kind.items()}
+    return sum(medians[kind] * weight for kind, weight in weights.items()) / sum(weights.values())
 
 
 def _weighted(seconds: list[float], kinds: list[list[int]]) -> float:

@@ -62,6 +62,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         ValueError, OSError: a mistake in the options or files.
     """
     from partitioner.calibration import calibrated_clusters, link_between
+    from partitioner.cost.places import Places
     from partitioner.searches.evaluators import Evaluator, LiveEvaluator, SimulatedEvaluator
     from partitioner.searches.progress import SearchProgress
     from partitioner.searches.record import SearchRecord
@@ -72,14 +73,15 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from runahead.model.shares import load_model
 
     counts = run.search.ranks or list(range(1, ranks.num_stages + 1))
-    num_layers = ranks.on_rank_0("the search's options", lambda: _prepare(run, counts, ranks.mesh))
+    num_layers, layer_types = ranks.on_rank_0("the search's options", lambda: _prepare(run, counts, ranks.mesh))
     assert run.table is not None
     path = Path(run.table)
     model = load_model(run.model, ranks)
+    places = Places.of_model(model, num_layers, layer_types)
     link = link_between(run, ranks)
     fingerprint = Fingerprint.of_model(
         model,
-        num_layers=num_layers,
+        places=places,
         device=ranks.device,
         backend=ranks.backend,
         prefill=run.prefill,
@@ -88,7 +90,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         speeds=run.search.speeds or (),
     )
     table = ranks.on_rank_0("the table", lambda: _existing(path, fingerprint)) or LookupTable(fingerprint, [])
-    clusters = calibrated_clusters(run, ranks, model, counts, link=link, num_layers=num_layers, fingerprint=fingerprint)
+    clusters = calibrated_clusters(run, ranks, model, counts, link=link, places=places, fingerprint=fingerprint)
     entries = [(length, count) for length in run.search.lengths for count in counts]
     progress = SearchProgress(entries, run.search, shown=ranks.rank == 0)
     evaluator: Evaluator = SimulatedEvaluator(clusters, progress)
@@ -110,13 +112,11 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     return searched.table
 
 
-def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
-    """Check the options before the model is loaded, on rank 0; return the model's number of layers."""
+def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[str]]:
+    """Check the options before the model is loaded, on rank 0; return the number and the types of its layers."""
     from launch.program.written_files import ensure_outputs
     from partitioner.searches import STRATEGIES
     from partitioner.searches.record import record_path
-    from runahead.features.facts import Setup
-    from runahead.features.refused import check
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares
@@ -138,7 +138,6 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
             f"search.method={method} is limited to {most} ranks, not {max(counts)}; use search.method=seeded"
         )
     config = loading.load_decoder_config(run.model, progress=True)
-    check(Setup(config=config, options={"a search or a plan": True}))
     check_shares(config, mesh.num_shares)
     limit = max_positions(config)
     if run.search.objective is Objective.measured and limit is not None and max(run.search.lengths) >= limit:
@@ -147,7 +146,7 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> int:
             "them for the first new token; leave the longest out or use search.objective=replayed"
         )
     whole = loading.load_decoder_config(replace(run.model, layers=None))
-    return int(whole.num_hidden_layers)
+    return int(whole.num_hidden_layers), list(getattr(whole, "layer_types", None) or [])
 
 
 def _existing(path: Path, fingerprint: Fingerprint) -> LookupTable | None:

@@ -63,15 +63,17 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Measured compute of a rank, and the KV cache bytes per token: enough to plan without the model."""
+    """Measured compute of a rank, bytes of the KV cache per token and of states: enough to plan without the model."""
 
     cost: MeasuredCost
     kv_bytes_per_token: int
     purpose: str
+    state_bytes: int = 0
 
     def to_json(self) -> str:
         """Serialise for `from_json`."""
         fields = {"cost": self.cost.to_json(), "kv_bytes": self.kv_bytes_per_token, "purpose": self.purpose}
+        fields |= {"state_bytes": self.state_bytes} if self.state_bytes else {}
         return json.dumps(fields) + "\n"
 
     @classmethod
@@ -80,11 +82,16 @@ class Compute:
         try:
             fields = json.loads(text)
             cost, kv_bytes, purpose = str(fields["cost"]), int(fields["kv_bytes"]), str(fields["purpose"])
+            state_bytes = int(fields.get("state_bytes", 0))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError("it is no measured compute") from error
         if not 1 <= kv_bytes < 2**63:
             raise ValueError("it has no bytes of K,V per token")
-        return cls(cost=MeasuredCost.from_json(cost), kv_bytes_per_token=kv_bytes, purpose=purpose)
+        if not 0 <= state_bytes < 2**63:
+            raise ValueError("it has no bytes of states")
+        return cls(
+            cost=MeasuredCost.from_json(cost), kv_bytes_per_token=kv_bytes, purpose=purpose, state_bytes=state_bytes
+        )
 
     def cluster(
         self, num_ranks: int, link: Link | None = None, prefill: PrefillOptions | None = None, backend: str = "gloo"
@@ -94,7 +101,8 @@ class Compute:
             self.cost,
             num_ranks,
             link,
-            kv_bytes_per_token=self.kv_bytes_per_token / self.cost.num_layers,
+            kv_bytes_per_token=self.kv_bytes_per_token / max(1, self.cost.num_layers - len(self.cost.states)),
+            state_bytes=self.state_bytes / max(1, len(self.cost.states)),
             prefill=prefill or PrefillOptions(),
             backend=backend,
         )
@@ -147,7 +155,12 @@ def measure_compute(model: Model, ranks: Ranks, fingerprint: Fingerprint, option
             lambda: probe_compute(model, chunks=lengths, prefixes=lengths, repeats=repeats, on_progress=tick),
         )
     cost = ranks.broadcast(cost, 0, "the compute cost")
-    measured = Compute(cost=cost, kv_bytes_per_token=kv_bytes_per_token(model.kv_shapes), purpose=purpose)
+    measured = Compute(
+        cost=cost,
+        kv_bytes_per_token=kv_bytes_per_token(model.kv_shapes),
+        purpose=purpose,
+        state_bytes=sum(shape.num_bytes for shape in model.state_shapes),
+    )
     if options.compute is not None:
         ranks.on_rank_0("the compute cost", partial(write_whole, options.compute, measured.to_json()))
     return measured

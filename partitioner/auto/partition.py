@@ -11,6 +11,7 @@ from pathlib import Path
 from partitioner.auto.balance import Balance
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.probe import Progress, probe
+from partitioner.cost.places import Places
 from partitioner.measure import ping
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
@@ -137,6 +138,7 @@ def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: Prefill
         ranks.num_stages,
         learned.link,
         kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
+        state_bytes=Places.of_model(model).bytes_of_state,
         prefill=prefill,
         backend=ranks.backend,
     )

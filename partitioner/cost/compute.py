@@ -1,7 +1,9 @@
 """Compute cost: seconds that one device computes for a chunk of c tokens after a prefix of P tokens.
 
-All layers are alike, and every query attends to all keys before it (no sliding window). Costs are those of the measured
-device, with its batch; the `Cluster` has a factor for the speed of each device.
+A model is places in the order in which it runs them: layers that attend to keys and values, and those that hold a state
+in place of these (a layer with both is two places). Places of a kind are alike, and so are the steps from one place to
+the next; every query attends to all keys before it (no sliding window). Costs are those of the measured device, with
+its batch; the `Cluster` has a factor for the speed of each device.
 """
 
 # Legend: c chunk tokens, P prefix tokens.
@@ -13,41 +15,60 @@ import math
 from dataclasses import fields
 from typing import Any, Protocol
 
-POINTS = ("first_s", "between_s", "own_s", "last_s")
+POINTS = ("first_s", "between_s", "own_s", "last_s", "state_s")
 """Names of the costs that depend on the chunk length only."""
+OF_STATES = frozenset({"state_s", "states"})
+"""Fields of costs that files from before hybrid models do not have."""
 
 
 class ComputeCost(Protocol):
-    """Seconds of each step of a rank's forward: `first`, then `own` and `prefix` per layer with `between` from one
-    layer to the next, and on the last rank `last`."""
+    """Seconds of each step of a rank's forward: `first`, then `own` and `prefix`, or `state`, per place with `between`
+    from one place to the next, and on the last rank `last`."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_layers(self) -> int:
+        """Number of places."""
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """The places that hold a state, ascending; the others attend."""
 
     def first(self, c: float) -> float:
-        """Embedding, norm and projections of layer 0, until its keys and values are known."""
+        """Embedding, norm and projections of place 0, until its keys and values are known or it asks for its state."""
 
     def between(self, c: float) -> float:
-        """Steps from one attention to the next: output projection, MLP, and norm and projections of the next layer."""
+        """Steps from one place to the next: output projection, MLP, and norm and projections of the next layer."""
 
     def own(self, c: float) -> float:
-        """Causal attention of the chunk to itself in one layer."""
+        """Causal attention of the chunk to itself in one place."""
 
     def prefix(self, c: float, P: float) -> float:
-        """Attention of the chunk to its prefix in one layer, with the merge; 0 without a prefix."""
+        """Attention of the chunk to its prefix in one place, with the merge; 0 without a prefix."""
+
+    def state(self, c: float) -> float:
+        """What a place does with its state, from when it is there until the one after the chunk is known."""
 
     def last(self, c: float) -> float:
-        """Steps after the last attention: output projection, MLP, norm, and the logits of one token."""
+        """Steps after the last place: output projection, MLP, norm, and the logits of one token."""
 
 
 def layer_s(cost: ComputeCost, c: float, P: float) -> float:
-    """Seconds per layer of a rank, without the first and the last step."""
-    return cost.between(c) + cost.own(c) + cost.prefix(c, P)
+    """Seconds per place of a rank, their mean, without the first and the last step."""
+    held = len(cost.states) / cost.num_layers
+    return cost.between(c) + (1 - held) * cost.own(c) + (1 - held) * cost.prefix(c, P) + held * cost.state(c)
 
 
 def check_layers(num_layers: object) -> None:
     if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
         raise ValueError(f"compute cost: num_layers={num_layers!r} must be a whole number of at least 1")
+
+
+def check_states(states: object, num_layers: int) -> tuple[int, ...]:
+    """The places that hold a state, if they are ascending numbers of places. Raises: ValueError: they are not."""
+    places: list[Any] = list(states) if isinstance(states, list | tuple) else [None]
+    if any(type(place) is not int or not 0 <= place < num_layers for place in places) or places != sorted(set(places)):
+        raise ValueError(f"compute cost: states={states!r} must be ascending numbers below num_layers={num_layers}")
+    return tuple(places)
 
 
 def check_seconds(name: str, seconds: Any, number: int | None = None) -> None:
@@ -59,13 +80,13 @@ def check_seconds(name: str, seconds: Any, number: int | None = None) -> None:
 
 
 def parsed_fields(text: str, kind: type[Any]) -> dict[str, Any]:
-    """Parse JSON with exactly the fields of a dataclass."""
+    """Parse JSON with exactly the fields of a dataclass, of which those of states may be missing."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets that are nested too deep
         raise ValueError(f"compute cost is not JSON: {error}") from error
     names = {each.name for each in fields(kind)}
-    if not isinstance(values, dict) or set(values) != names:
+    if not isinstance(values, dict) or not names - OF_STATES <= set(values) <= names:
         got = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ValueError(f"compute cost must have the fields {sorted(names)}, not {got}")
     return values

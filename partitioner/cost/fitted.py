@@ -12,8 +12,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from partitioner.cost.compute import POINTS, check_layers, check_seconds, parsed_fields
+from partitioner.cost.compute import POINTS, check_layers, check_seconds, check_states, parsed_fields
 from partitioner.cost.measured import MeasuredCost
+
+POWERS = {"first_s": 2, "between_s": 2, "own_s": 3, "prefix_s": 4, "last_s": 2, "state_s": 2}
+"""Numbers of the coefficients of each polynomial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +24,10 @@ class FittedCost:
     """Polynomials with coefficients in seconds, lowest power first, also for lengths far beyond the measured ones.
 
     Attributes:
-        first_s, between_s, last_s: (1, c).
+        first_s, between_s, last_s, state_s: (1, c).
         own_s: (1, c, c^2).
         prefix_s: (1, c, P, c P).
+        states: as in `ComputeCost`.
 
     Raises:
         ValueError: a coefficient is missing, negative or not finite.
@@ -35,10 +39,13 @@ class FittedCost:
     own_s: tuple[float, float, float]
     prefix_s: tuple[float, float, float, float]
     last_s: tuple[float, float]
+    state_s: tuple[float, float] = (0.0, 0.0)
+    states: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_layers(self.num_layers)
-        for name, number in (("first_s", 2), ("between_s", 2), ("own_s", 3), ("prefix_s", 4), ("last_s", 2)):
+        object.__setattr__(self, "states", check_states(self.states, self.num_layers))
+        for name, number in POWERS.items():
             check_seconds(name, getattr(self, name), number)
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
 
@@ -54,6 +61,9 @@ class FittedCost:
     def prefix(self, c: float, P: float) -> float:
         x = self.prefix_s
         return x[0] + x[1] * c + (x[2] + x[3] * c) * P if P > 0 else 0.0
+
+    def state(self, c: float) -> float:
+        return self.state_s[0] + self.state_s[1] * c
 
     def last(self, c: float) -> float:
         return self.last_s[0] + self.last_s[1] * c
@@ -81,7 +91,7 @@ class FittedCost:
             fitted[name] = _nonnegative(np.column_stack(powers), list(getattr(measured, name).values()))
         grid = np.array([(1.0, c, P, c * P) for c, P in measured.prefix_s])
         fitted["prefix_s"] = _nonnegative(grid, list(measured.prefix_s.values()))
-        return cls(num_layers=measured.num_layers, **fitted)
+        return cls(num_layers=measured.num_layers, states=measured.states, **fitted)
 
     @classmethod
     def from_shape(

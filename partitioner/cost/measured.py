@@ -7,23 +7,24 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from partitioner.cost.compute import POINTS, check_layers, check_seconds, parsed_fields
+from partitioner.cost.compute import POINTS, check_layers, check_seconds, check_states, parsed_fields
 
 
 @dataclass(kw_only=True)
 class MeasuredCost:
     """Interpolation of measured points.
 
-    `first`, `between`, `last` and own(c) / c are piecewise linear in c (so `own` is piecewise quadratic), and `prefix`
-    is piecewise bilinear in c and P. Outside the points the nearest piece is extrapolated, but does not decrease beyond
-    the last point and is never below zero.
+    `first`, `between`, `last`, `state` and own(c) / c are piecewise linear in c (so `own` is piecewise quadratic), and
+    `prefix` is piecewise bilinear in c and P. Outside the points the nearest piece is extrapolated, but does not
+    decrease beyond the last point and is never below zero.
 
     Attributes:
-        num_layers: layers of the model to plan for; layers are alike, so fewer may have been measured.
-        first_s, between_s, own_s, last_s: seconds by chunk length; the same lengths in all four.
+        num_layers, states: of the model to plan for; places of a kind are alike, so fewer may have been measured.
+        first_s, between_s, own_s, last_s, state_s: seconds by chunk length; the same lengths in all, but for `state_s`,
+            which is empty where no place holds a state.
         prefix_s: seconds by (chunk length, prefix length), on a grid. A point that is missing because c + P was too
             long to measure is extrapolated from the two before it in its row and in its column.
 
@@ -37,9 +38,14 @@ class MeasuredCost:
     own_s: dict[int, float]
     last_s: dict[int, float]
     prefix_s: dict[tuple[int, int], float]
+    state_s: dict[int, float] = field(default_factory=dict)
+    states: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_layers(self.num_layers)
+        self.states = check_states(self.states, self.num_layers)
+        if not self.states and not self.state_s:
+            self.state_s = dict.fromkeys(self.first_s, 0.0)
         for name in POINTS:
             points = getattr(self, name)
             _check_lengths(name, list(points))
@@ -56,8 +62,8 @@ class MeasuredCost:
         self._prefixes = sorted({P for _, P in self.prefix_s})
         _check_lengths("prefix_s", self._prefix_chunks)
         _check_lengths("prefix_s", self._prefixes)
-        self._first, self._between, self._last = (
-            [points[c] for c in self._chunks] for points in (self.first_s, self.between_s, self.last_s)
+        self._first, self._between, self._last, self._state = (
+            [points[c] for c in self._chunks] for points in (self.first_s, self.between_s, self.last_s, self.state_s)
         )
         self._own_per_token = [self.own_s[c] / c for c in self._chunks]
         self._prefix = self._without_gaps()
@@ -78,12 +84,15 @@ class MeasuredCost:
         ends = [_line(self._prefixes, self._prefix[at], P) for at in (row, row + 1)]
         return _line(self._prefix_chunks[row : row + 2], ends, c)
 
+    def state(self, c: float) -> float:
+        return _line(self._chunks, self._state, c)
+
     def last(self, c: float) -> float:
         return _line(self._chunks, self._last, c)
 
     def to_json(self) -> str:
         """The cost as JSON, which `from_json` reads."""
-        values: dict[str, Any] = {"num_layers": self.num_layers}
+        values: dict[str, Any] = {"num_layers": self.num_layers, "states": self.states}
         values |= {name: sorted(getattr(self, name).items()) for name in POINTS}
         values["prefix_s"] = [[c, P, seconds] for (c, P), seconds in sorted(self.prefix_s.items())]
         return json.dumps(values)
@@ -97,7 +106,7 @@ class MeasuredCost:
         """
         values = parsed_fields(text, cls)
         for name, width in (*((name, 2) for name in POINTS), ("prefix_s", 3)):
-            rows = values[name]
+            rows = values.get(name, [])
             if not isinstance(rows, list) or any(not isinstance(row, list) or len(row) != width for row in rows):
                 raise ValueError(f"compute cost: {name} must be a list of rows of {width} numbers")
             try:

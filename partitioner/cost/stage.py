@@ -42,6 +42,10 @@ class StageCost:
     def num_layers(self) -> int:
         return self.compute.num_layers
 
+    @property
+    def states(self) -> tuple[int, ...]:
+        return self.compute.states
+
     def allreduce_s(self, c: float) -> float:
         """Seconds of one all-reduce of a chunk's activations."""
         if self.link is None:
@@ -59,6 +63,9 @@ class StageCost:
 
     def prefix(self, c: float, P: float) -> float:
         return self.compute.prefix(c, P) / self.divisor
+
+    def state(self, c: float) -> float:
+        return self.compute.state(c) / self.divisor
 
     def last(self, c: float) -> float:
         return self.compute.last(c) / self.divisor + ALLREDUCES * self.allreduce_s(c)

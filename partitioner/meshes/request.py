@@ -71,7 +71,7 @@ def read_compute(path: Path, size: ModelSize, batch: int) -> MeasuredCost:
             f"{option} cannot be read ({first_line(error)}); python -m partitioner.search table=<json> writes "
             "<json>.compute.json"
         ) from error
-    expected = [str(value) for value in (*vars(size.shape).values(), size.dtype)]
+    expected = [str(value) for value in (*size.shape.known.values(), size.dtype)]
     found = purpose.split("|")[: len(expected)]
     if found != expected:
         raise ValueError(

@@ -61,7 +61,8 @@ class Effort:
     """Limits of a search by simulation while somebody waits for its split.
 
     Attributes:
-        links_matter: share of TTFT that communication takes before a split is searched; else equal work is the best.
+        links_matter: share of TTFT that communication takes before a split is searched; else equal work is the best,
+            where no states are handed on, for which ranks wait on any link.
         strides: a boundary is searched in steps of an even chunk's length divided by this.
         most_messages: about how many messages may be simulated in all; 160,000 take a second.
         least_evaluations, most_evaluations: bounds of the number of simulations, whatever that says.
@@ -79,7 +80,8 @@ class Effort:
         """The best split over all ranks of a cluster that this effort finds."""
         num_ranks, cost = cluster.num_ranks, simulated_cost(cluster)
         balanced = equal_work(num_tokens, num_ranks, cluster.compute, cluster.speed)
-        if cost(balanced) <= (1 + self.links_matter) * simulated_cost(cluster.without_communication())(balanced):
+        free = simulated_cost(cluster.without_communication())
+        if not cluster.hands_on_states and cost(balanced) <= (1 + self.links_matter) * free(balanced):
             return balanced
         evaluations = self.most_messages // (cluster.compute.num_layers * num_ranks**2)
         return best_split(

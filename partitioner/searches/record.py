@@ -129,6 +129,7 @@ def _cluster(plain: Any) -> Cluster:
         transfer=Transfer[plain["transfer"]],
         layers_in_flight=int(plain["layers_in_flight"]),
         pass_on_as_landed=bool(plain["pass_on_as_landed"]),
+        state_bytes=float(plain.get("state_bytes", 0.0)),
     )
 
 

@@ -3,8 +3,10 @@
 It follows `runahead.prefill.kv_runahead` step by step. In every layer a rank takes a slot, writes and sends its own
 keys and values, attends to its own chunk, waits for the prefix and attends to it; chunks are passed on as they arrive;
 ranks before the last stop at the last layer's send. A message waits until the receiver's slot for that layer is free
-and for its turn on the wire, which serves messages in the order in which they were ready. Layers are all alike, and
-sampling the first token takes no time.
+and for its turn on the wire, which serves messages in the order in which they were ready. Where a layer holds a state,
+a rank takes a slot, waits for the state of the rank before, computes its own part, and sends the state on to the next
+rank alone. A "layer" here is a place of the `ComputeCost`; those of a kind are alike, and sampling the first token
+takes no time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from partitioner.simulation.cluster import Cluster
+from partitioner.simulation.cluster import Cluster, Steps
 from partitioner.simulation.routes import routes_of
 from runahead.context import ContextPartition
 from runahead.timeline.trace import TraceSpan
@@ -83,15 +85,20 @@ class _SimulatedPrefill:
         self.num_routes = len(routes)
         self.as_landed = cluster.pass_on_as_landed
         self.num_layers = layers = cluster.compute.num_layers
-        self.costs = [cluster.steps_s(partition, rank) for rank in partition.chain]
+        self.is_state = [False] * layers
+        for place in cluster.compute.states:
+            self.is_state[place] = True
+        self.costs: list[Steps] = [cluster.steps_s(partition, rank) for rank in partition.chain]
         self.num_bytes = [len(partition.chunk(rank)) * cluster.kv_bytes_per_token for rank in partition.chain]
         self.busy_s = [self.num_bytes[k] / Bps for k, Bps in zip(routes.chunk, routes.bandwidth_Bps, strict=True)]
+        self.state_bytes = cluster.state_bytes
+        self.state_busy_s = [self.state_bytes / Bps for Bps in routes.bandwidth_Bps]
         # Layers that a rank has slots for.
         self.depth = [cluster.layers_in_flight + skew - 1 for skew in routes.layer_skew]
         size = len(self.costs)
         # The main thread of each rank: its layer, whether it has sent that layer's own KV, and until when it is busy.
         self.at, self.has_sent = [0] * size, [False] * size
-        self.busy_until_s = [first for first, *_ in self.costs]
+        self.busy_until_s = [steps.first for steps in self.costs]
         self.end_s = [UNKNOWN] * size
         self.sent_s = [[UNKNOWN] * layers for _ in range(size)]
         self.closed_s = [[UNKNOWN] * layers for _ in range(size)]
@@ -99,7 +106,10 @@ class _SimulatedPrefill:
         self.num_free = [0] * size
         self.free_s = [[0.0] * layers for _ in range(size)]
         self.outgoing = [[route for route, sender in enumerate(routes.sender) if sender == i] for i in range(size)]
-        self.unsent = [[len(outgoing)] * layers for outgoing in self.outgoing]
+        self.unsent = [
+            [min(1, len(outgoing)) if is_state else len(outgoing) for is_state in self.is_state]
+            for outgoing in self.outgoing
+        ]
         self.emptied_s = [[0.0] * layers for _ in range(size)]
         # Messages: for layers below num_arrived it is known when all have arrived.
         self.left_s = [UNKNOWN] * (layers * self.num_routes)
@@ -121,15 +131,25 @@ class _SimulatedPrefill:
 
     def sent_bytes(self, i: int) -> float:
         """Bytes that a rank sends in all layers."""
-        return sum(self.num_bytes[self.routes.chunk[route]] for route in self.outgoing[i]) * self.num_layers
+        num_states, num_bytes = sum(self.is_state), [self.num_bytes[self.routes.chunk[n]] for n in self.outgoing[i]]
+        states = num_states * self.state_bytes if i < len(self.costs) - 1 else 0
+        return sum(num_bytes) * (self.num_layers - num_states) + states
 
     def _compute(self, i: int) -> None:
         """Run a rank's main thread until it depends on an event that is not known yet."""
-        _, between, own, onto_prefix, last = self.costs[i]
+        _, between, own, onto_prefix, state, last = self.costs[i]
         is_last = i == len(self.costs) - 1
         while self.end_s[i] == UNKNOWN:
             layer, now = self.at[i], self.busy_until_s[i]
-            if not self.has_sent[i]:
+            if self.is_state[layer]:
+                if layer >= self.num_free[i] or layer >= self.num_arrived[i]:
+                    return
+                closed = max(now, self.free_s[i][layer], self.arrived_s[i][layer]) + state
+                self._send_own(i, layer, closed)
+                if layer == self.num_layers - 1 and not is_last:
+                    self.closed_s[i][layer] = self.end_s[i] = closed
+                    return
+            elif not self.has_sent[i]:
                 if layer >= self.num_free[i]:
                     return
                 opened = max(now, self.free_s[i][layer])
@@ -138,22 +158,24 @@ class _SimulatedPrefill:
                     self.end_s[i] = opened
                     return
                 self.has_sent[i], self.busy_until_s[i] = True, opened + own
+                continue
             else:
                 if layer >= self.num_arrived[i]:
                     return
                 began = max(now, self.arrived_s[i][layer])
                 closed = began + onto_prefix
-                self.closed_s[i][layer] = closed
-                if layer + self.depth[i] == self.num_free[i]:
-                    self._free_slots(i)
-                if layer == self.num_layers - 1:
-                    self.end_s[i] = closed + last
-                    return
-                self.at[i], self.has_sent[i], self.busy_until_s[i] = layer + 1, False, closed + between
+            self.closed_s[i][layer] = closed
+            if layer + self.depth[i] == self.num_free[i]:
+                self._free_slots(i)
+            if layer == self.num_layers - 1:
+                self.end_s[i] = closed + last
+                return
+            self.at[i], self.has_sent[i], self.busy_until_s[i] = layer + 1, False, closed + between
 
     def _send_own(self, i: int, layer: int, opened: float) -> None:
+        """Send what is the rank's own: keys and values by all routes of its own, a state to the next rank alone."""
         self.sent_s[i][layer] = opened
-        for route in self.routes.own[i]:
+        for route in self.routes.own[i][:1] if self.is_state[layer] else self.routes.own[i]:
             self._send(layer * self.num_routes + route, layer, self.routes.receiver[route], opened)
         for seen, message in self.after_own.pop((i, layer), ()):
             self._send(message, layer, i + 1, max(seen, opened))
@@ -182,7 +204,7 @@ class _SimulatedPrefill:
     def _move_messages(self) -> None:
         """Send messages in the order of time. Most of a simulation's time is spent here, hence the local names."""
         sender, receiver, wire, port = self.routes.sender, self.routes.receiver, self.routes.wire, self.routes.port
-        busy_s, latency_s = self.busy_s, self.routes.latency_s
+        busy_by_kind, is_state, latency_s = (self.busy_s, self.state_busy_s), self.is_state, self.routes.latency_s
         queue, left_s, landed_s, next_message = self.queue, self.left_s, self.landed_s, self.next_message
         num_free, depth = self.num_free, self.depth
         num_routes, num_messages = self.num_routes, len(self.landed_s)
@@ -198,7 +220,7 @@ class _SimulatedPrefill:
             begin = wire_free_s[w]
             if begin < now:
                 begin = now
-            end = wire_free_s[w] = begin + busy_s[route]
+            end = wire_free_s[w] = begin + busy_by_kind[is_state[layer]][route]
             if not arrives:
                 i = sender[route]
                 left_s[message] = end
@@ -219,14 +241,14 @@ class _SimulatedPrefill:
 
     def _look(self, j: int, layer: int, route: int, message: int, seen: float) -> float:
         """Let a receiver take the arrived messages in order and pass them on; return when it took the last."""
-        routes, landed_s, num_routes = self.routes, self.landed_s, self.num_routes
+        routes, landed_s, num_routes, is_state = self.routes, self.landed_s, self.num_routes, self.is_state
         first, end, onward = routes.first[j], routes.first[j + 1], routes.onward
         passes_on = onward[first] >= 0
         begun_layer = layer
         while True:
             if seen < landed_s[message]:
                 seen = landed_s[message]
-            if passes_on:
+            if passes_on and not is_state[layer]:
                 further = message - route + onward[route]
                 if self.as_landed:
                     self._send(further, layer, j + 1, seen)
@@ -236,7 +258,7 @@ class _SimulatedPrefill:
                     self.after_own.setdefault((j, layer), []).append((seen, further))
             route += 1
             message += 1
-            if route == end:
+            if route == end or is_state[layer]:  # the state is the rank before's own, which is the first route
                 self.arrived_s[j][layer] = seen
                 layer += 1
                 route, message = first, layer * num_routes + first
@@ -253,10 +275,14 @@ class _SimulatedPrefill:
 
     def waits(self, i: int) -> Iterator[tuple[int, float, float, str]]:
         """Layer, begin, end and cause of each wait of a rank's main thread, after the run."""
-        known, between, own, _, _ = self.costs[i]
+        known, between, own, *_ = self.costs[i]
         for layer, (opened, closed) in enumerate(zip(self.sent_s[i], self.closed_s[i], strict=True)):
+            if self.is_state[layer]:
+                opened = max(known, self.free_s[i][layer])
             yield layer, known, opened, "room"
-            if closed != UNKNOWN:
+            if self.is_state[layer]:
+                yield layer, opened, max(opened, self.arrived_s[i][layer]), "state"
+            elif closed != UNKNOWN:
                 attended = opened + own
                 yield layer, attended, max(attended, self.arrived_s[i][layer]), "prefix"
             known = closed + between
@@ -267,7 +293,7 @@ class _SimulatedPrefill:
         for layer, begin, end, cause in self.waits(i):
             if end > begin:
                 moments += [("compute", layer, begin, ""), ("wait", layer, end, cause)]
-            if cause == "prefix":
+            if cause != "room":
                 moments.append(("compute", layer, self.closed_s[i][layer], ""))
         if i == len(self.costs) - 1:
             moments.append(("compute", None, self.end_s[i], "last MLP and logits"))
@@ -287,8 +313,9 @@ class _SimulatedPrefill:
             for route in range(routes.first[i], routes.first[i + 1]):
                 seen = max(seen, self.landed_s[layer * self.num_routes + route])
                 ready_s[routes.chunk[route]] = seen if self.as_landed else max(seen, opened)
-            for route in self.outgoing[i]:
+            for route in self.outgoing[i][:1] if self.is_state[layer] else self.outgoing[i]:
                 k, left_s = routes.chunk[route], self.left_s[layer * self.num_routes + route]
                 chunk = partition.chunk(chain[k])
-                detail = f"tokens {chunk.start}-{chunk.stop} to rank {chain[routes.receiver[route]]}"
+                what = "state" if self.is_state[layer] else f"tokens {chunk.start}-{chunk.stop}"
+                detail = f"{what} to rank {chain[routes.receiver[route]]}"
                 yield TraceSpan(kind="send", layer=layer, start_s=ready_s[k], end_s=left_s, detail=detail)

@@ -7,11 +7,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.link import Link, Links
 from runahead.config import PrefillOptions, Transfer
 from runahead.context import ContextPartition
+
+
+class Steps(NamedTuple):
+    """Seconds of the steps of a rank's forward, as in `ComputeCost`."""
+
+    first: float
+    between: float
+    own: float
+    prefix: float
+    state: float
+    last: float
 
 
 @dataclass(kw_only=True)
@@ -23,6 +35,7 @@ class Cluster:
         speed: per rank, relative to that device; 0.5 takes twice as long.
         links: None is communication without cost, which gives the paper's practical bound TTFT(p).
         kv_bytes_per_token: bytes of the keys and values of one token in one layer, for all rows of the batch.
+        state_bytes: bytes of the state of one layer that holds one, for all rows of the batch.
         layers_in_flight: as `prefill.layers_in_flight`.
         pass_on_as_landed: a chunk is passed on as soon as it has arrived, as over Gloo; otherwise after the own chunk,
             as over NCCL.
@@ -38,6 +51,7 @@ class Cluster:
     transfer: Transfer = Transfer.relay
     layers_in_flight: int = 3
     pass_on_as_landed: bool = True
+    state_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.speed or any(not 0 < speed < inf for speed in self.speed):
@@ -46,6 +60,8 @@ class Cluster:
             raise ValueError(f"links join {self.links.num_ranks} ranks but there are speeds for {self.num_ranks}")
         if not 0 <= self.kv_bytes_per_token < inf:
             raise ValueError(f"KV of {self.kv_bytes_per_token} bytes per token must be at least 0")
+        if not 0 <= self.state_bytes < inf:
+            raise ValueError(f"states of {self.state_bytes} bytes must be at least 0")
         if self.layers_in_flight < 2:
             raise ValueError(f"prefill.layers_in_flight={self.layers_in_flight} must be at least 2")
 
@@ -57,6 +73,7 @@ class Cluster:
         link: Link | None,
         *,
         kv_bytes_per_token: float,
+        state_bytes: float,
         prefill: PrefillOptions,
         backend: str,
         speed: Sequence[float] | None = None,
@@ -73,6 +90,7 @@ class Cluster:
             speed=list(speed or [1.0] * num_ranks)[:num_ranks],
             links=None if link is None else Links(num_ranks, link),
             kv_bytes_per_token=kv_bytes_per_token,
+            state_bytes=state_bytes,
             transfer=prefill.transfer,
             layers_in_flight=prefill.layers_in_flight,
             pass_on_as_landed=backend == "gloo",
@@ -87,13 +105,23 @@ class Cluster:
         """Whether all ranks and all links are alike."""
         return len(set(self.speed)) == 1 and (self.links is None or not self.links.overrides)
 
-    def steps_s(self, partition: ContextPartition, rank: int) -> tuple[float, float, float, float, float]:
-        """Seconds of the steps (first, between, own, prefix, last) of a rank, as in `ComputeCost`."""
+    @property
+    def hands_on_states(self) -> bool:
+        """Whether ranks wait for states, which each rank hands on only once it has computed its own part of them."""
+        return bool(self.compute.states)
+
+    def steps_s(self, partition: ContextPartition, rank: int) -> Steps:
+        """Seconds of the steps of a rank."""
         compute, speed, chunk = self.compute, self.speed[rank], partition.chunk(rank)
         c, P = len(chunk), chunk.start
-        steps = (compute.first(c), compute.between(c), compute.own(c), compute.prefix(c, P), compute.last(c))
-        first, between, own, prefix, last = (seconds / speed for seconds in steps)
-        return first, between, own, prefix, last
+        return Steps(
+            first=compute.first(c) / speed,
+            between=compute.between(c) / speed,
+            own=compute.own(c) / speed,
+            prefix=compute.prefix(c, P) / speed,
+            state=compute.state(c) / speed if compute.states else 0.0,
+            last=compute.last(c) / speed,
+        )
 
     def without_communication(self) -> Cluster:
         """The same ranks with communication that takes no time."""

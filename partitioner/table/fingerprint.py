@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
+from partitioner.cost.places import Places
 from runahead.config import PrefillOptions, hydra_text
 from runahead.report import library_versions
 
@@ -29,7 +30,9 @@ best split changes little in this range. Bandwidths that were both given must be
 class ModelShape:
     """Sizes of a model that determine its compute and the size of its KV cache.
 
-    `mlp_dim` is None if the config uses an unknown name for it.
+    Attributes:
+        mlp_dim: None if the config uses an unknown name for it.
+        num_states: number of states that layers hold, and their bytes together, of one text.
     """
 
     type: str
@@ -40,11 +43,19 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     mlp_dim: int | None = None
+    num_states: int = 0
+    state_bytes: int = 0
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The sizes by name; a model without states has none of theirs."""
+        return {name: size for name, size in vars(self).items() if size != 0}
 
     def __str__(self) -> str:
         mlp = "" if self.mlp_dim is None else f", MLP {self.mlp_dim:,}"
+        states = f" with {self.num_states} states" if self.num_states else ""
         return (
-            f"{self.type}, {self.num_layers} layers, {self.model_dim:,} wide, {self.num_heads} heads of "
+            f"{self.type}, {self.num_layers} layers{states}, {self.model_dim:,} wide, {self.num_heads} heads of "
             f"{self.head_dim} ({self.num_kv_heads} for KV){mlp}, vocabulary {self.vocab_size:,}"
         )
 
@@ -91,7 +102,7 @@ class Fingerprint:
         device: torch.device,
         backend: str,
         prefill: PrefillOptions,
-        num_layers: int | None = None,
+        places: Places | None = None,
         link: Link | None = None,
         link_measured: bool = True,
         speeds: Sequence[float] | None = None,
@@ -99,7 +110,7 @@ class Fingerprint:
         """Make the fingerprint of this process's model and device.
 
         Args:
-            num_layers: layers to plan for, if `model` was loaded with fewer of them.
+            places: of the model to plan for, if `model` was loaded with fewer layers.
             link: between ranks, if known.
             link_measured: whether it was measured rather than given.
             speeds: of the ranks, if known.
@@ -107,7 +118,7 @@ class Fingerprint:
         import torch  # here, so that programs that only read tables do not load it
 
         return cls(
-            model=_shape(model, num_layers),
+            model=_shape(model, places or Places.of_model(model)),
             dtype=str(model.dtype).removeprefix("torch."),
             device=device_name(device),
             threads=None if device.type == "cuda" else torch.get_num_threads(),
@@ -137,7 +148,7 @@ class Fingerprint:
         It does not include the link and the speeds: measurements of one device or of live ranks depend neither on the
         result of a ping nor on what is planned.
         """
-        values = [*vars(self.model).values(), *(getattr(self, name) for name in COMPARED)]
+        values = [*self.model.known.values(), *(getattr(self, name) for name in COMPARED)]
         values += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         values += [self.overrides] if self.overrides else []
         return "|".join(str(value) for value in values)
@@ -247,15 +258,17 @@ def mlp_dim_of(config: Any) -> int | None:
     return next((dim for dim in mlp_dims if isinstance(dim, int)), None)
 
 
-def _shape(model: Model, num_layers: int | None) -> ModelShape:
+def _shape(model: Model, places: Places) -> ModelShape:
     config, first = model.config, model.kv_shapes[0]
     return ModelShape(
         type=str(config.model_type),
-        num_layers=num_layers or model.num_layers,
+        num_layers=places.num_layers,
         model_dim=int(config.hidden_size),
         num_heads=int(config.num_attention_heads),
         num_kv_heads=first.num_kv_heads * model.num_shards,
         head_dim=first.key_dim,
         vocab_size=model.vocab_size,
         mlp_dim=mlp_dim_of(config),
+        num_states=len(places.states),
+        state_bytes=sum(places.state_bytes),
     )

@@ -17,8 +17,11 @@ from partitioner.table.fingerprint import Fingerprint, ModelShape
 FORMAT = "runahead lookup table"
 VERSION = 1
 
-LATER = {"layers_in_flight", "speeds", "tensor", "overrides"}
-"""Fields of a fingerprint that the first tables did not have; a missing one gets its default."""
+LATER: dict[Any, Set[str]] = {
+    Fingerprint: {"layers_in_flight", "speeds", "tensor", "overrides"},
+    ModelShape: {"num_states", "state_bytes"},
+}
+"""Fields that the first tables did not have; a missing one gets its default."""
 
 # Types of values as error messages name them.
 WORDS = {int: "a whole number", float: "a number", str: "printable text", bool: "true or false", NoneType: "null"}
@@ -126,7 +129,7 @@ def _read(kind: type[T], about: str, value: Any) -> T:
     """Make a dataclass from a JSON object that has exactly its fields (except those in `LATER`), of their types."""
     types = get_type_hints(kind)
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    _check_names(about, value, names, may_miss=LATER if kind is Fingerprint else frozenset())
+    _check_names(about, value, names, may_miss=LATER.get(kind, frozenset()))
     read = {name: _typed(types[name], f"{about}: {name}", value[name]) for name in value}
     try:
         return kind(**read)

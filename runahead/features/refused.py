@@ -438,9 +438,8 @@ REFUSED = (
     # searches and plans
     Refused(
         ("a search or a plan", "states"),
-        "{1} hold states, which cost otherwise than attention and are handed on in turn, and searches and plans reckon "
-        "with layers that are alike",
-        "use partition=auto, which learns from each prompt, or partition=ratios",
+        "{1} hold states, which plans do not count yet",
+        "use python -m partitioner.search",
     ),
     # a policy and a model
     Refused(

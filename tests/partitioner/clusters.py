@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -34,9 +35,10 @@ def llama(**changes: Any) -> FittedCost:
 
 
 def rank_s(cost: ComputeCost, c: float, P: float, *, is_last: bool) -> float:
-    """Seconds of all that one rank computes: ranks before the last stop once the last layer's K,V are known."""
+    """Seconds of all that one rank computes: ranks before the last stop once the last layer's K,V or state is known."""
     num_attended = cost.num_layers if is_last else cost.num_layers - 1
-    attention_s = num_attended * (cost.own(c) + cost.prefix(c, P))
+    held = len([layer for layer in cost.states if layer < cost.num_layers - 1 or is_last])
+    attention_s = (num_attended - held) * (cost.own(c) + cost.prefix(c, P)) + len(cost.states) * cost.state(c)
     return cost.first(c) + (cost.num_layers - 1) * cost.between(c) + attention_s + (cost.last(c) if is_last else 0.0)
 
 
@@ -83,6 +85,34 @@ def random_cluster(rng: random.Random, num_ranks: int, num_layers: int) -> Clust
 def random_clusters(num_ranks: int, max_layers: int = 6) -> st.SearchStrategy[Cluster]:
     seeds, layers = st.integers(0, 10**6), st.integers(1, max_layers)
     return st.builds(lambda seed, depth: random_cluster(random.Random(seed), num_ranks, depth), seeds, layers)
+
+
+def hybrid(cluster: Cluster, rng: random.Random) -> Cluster:
+    """The same cluster with a model some of whose layers, maybe all, hold a state in place of keys and values."""
+    compute = cluster.compute
+    assert isinstance(compute, FittedCost)
+    states = [layer for layer in range(compute.num_layers) if rng.random() < 0.7]
+    token_s = compute.between_s[1] * rng.uniform(0.05, 1)
+    return replace(
+        cluster,
+        compute=replace(compute, states=tuple(states), state_s=(rng.uniform(0, 1e-4), token_s)),
+        state_bytes=rng.choice([1e3, 1e7]),
+    )
+
+
+def random_hybrids(num_ranks: int, max_layers: int = 6) -> st.SearchStrategy[Cluster]:
+    seeds = st.integers(0, 10**6)
+    return st.builds(
+        lambda each, seed: hybrid(each, random.Random(seed)), random_clusters(num_ranks, max_layers), seeds
+    )
+
+
+def interleaved(num_ranks: int, *, period: int, num_layers: int = 24, **changes: Any) -> Cluster:
+    """Llama 7B's widths on links that cost nothing; of `period` layers the last attends, the others hold a state."""
+    compute = llama(num_layers=num_layers, attention_flops=20e12, **changes)
+    states = tuple(layer for layer in range(num_layers) if layer % period != period - 1)
+    compute = replace(compute, states=states, state_s=(0.0, 0.2 * compute.between_s[1]))
+    return llama_cluster(num_ranks, None, compute=compute, state_bytes=1e6)
 
 
 def partitions(num_ranks: int, num_tokens: int = 4096) -> st.SearchStrategy[tuple[int, ...]]:

@@ -17,13 +17,15 @@ from runahead.kv_transfer import TransferSchedule
 
 @dataclass(frozen=True)
 class Sent:
-    """A message of every layer; ranks are positions in the chain, `place` is its place in the receiver's order."""
+    """A message of every layer that attends, or that holds a state; ranks are positions in the chain, `place` is its
+    place in the receiver's order."""
 
     sender: int
     receiver: int
     chunk: int
     place: int
     num_bytes: float
+    is_state: bool = False
 
 
 Moments = dict[tuple[Sent, int], float]
@@ -58,11 +60,17 @@ def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
             outgoing = [m for m in messages if m.sender == i]
             for layer in layers:
                 for message in incoming:
-                    last_seen = seen[message, layer] = max(last_seen, landed[message, layer])
+                    if message.is_state == (layer in compute.states):
+                        last_seen = seen[message, layer] = max(last_seen, landed[message, layer])
                 if layer >= depth[i]:
-                    gone = [left[m, layer - depth[i]] for m in outgoing]
+                    freed = layer - depth[i]
+                    gone = [left[m, freed] for m in outgoing if m.is_state == (freed in compute.states)]
                     slot[i][layer] = max([slot[i][layer - 1], closed[i][layer - depth[i]], *gone])
                 known = closed[i][layer - 1] + compute.between(c) / speed[i] if layer else compute.first(c) / speed[i]
+                if layer in compute.states:  # nothing is sent before the rank has computed its part
+                    began = max(known, slot[i][layer], last_seen)
+                    opened[i][layer] = closed[i][layer] = began + compute.state(c) / speed[i]
+                    continue
                 opened[i][layer] = max(known, slot[i][layer])
                 attended = max(opened[i][layer] + compute.own(c) / speed[i], last_seen)
                 closed[i][layer] = attended + compute.prefix(c, prefix) / speed[i]
@@ -80,6 +88,8 @@ def _messages(schedules: list[TransferSchedule], chain: list[int], cluster: Clus
             order = [received.chunk for received in schedules[j].receives(0)]
             num_bytes = (message.end - message.start) * cluster.kv_bytes_per_token
             messages.append(Sent(i, j, message.chunk, order.index(message.chunk), num_bytes))
+    for i in range(len(chain) - 1 if cluster.compute.states else 0):
+        messages.append(Sent(i, i + 1, i, 0, cluster.state_bytes, is_state=True))
     return messages
 
 
@@ -101,6 +111,8 @@ def _serve(
         links[message] = None if cluster.links is None else cluster.links.between(chain[i], chain[j])
         source = next((m for m in messages if m.receiver == i and m.chunk == message.chunk), None)
         for layer in layers:
+            if message.is_state != (layer in cluster.compute.states):
+                continue
             ready = opened[i][layer] if source is None else seen[source, layer]
             if source is not None and not cluster.pass_on_as_landed:
                 ready = max(ready, opened[i][layer])

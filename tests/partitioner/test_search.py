@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from partitioner.cost.places import Places
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
 from partitioner.search import SEARCH, main
@@ -167,7 +168,8 @@ def test_points_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
 
 def probe(ranks: Ranks) -> tuple[dict[int, float], dict[tuple[int, int], float], float]:
     """Runs on a rank: compute, and the link."""
-    cost = probe_compute(tiny_model("gemma2"), chunks=[8, 64], prefixes=[16, 64], repeats=1, num_layers=9)
+    places = Places.of_model(tiny_model("gemma2"), 9)
+    cost = probe_compute(tiny_model("gemma2"), chunks=[8, 64], prefixes=[16, 64], repeats=1, places=places)
     link = ping(ranks, num_bytes=1 << 16, rounds=2)
     assert cost.num_layers == 9
     return cost.own_s, cost.prefix_s, 0.0 if link is None else link.bandwidth_Bps
