@@ -164,9 +164,10 @@ class RankReport:
         prefill_s: time until the rank's last layer ended.
         wait_s: part of `prefill_s` in which it waited for keys and values.
         kv_sent_bytes, kv_received_bytes: bytes of keys and values sent and received.
-        kv_peak_bytes: most bytes of KV cache allocated at a time.
+        kv_peak_bytes: most bytes of KV cache allocated at a time, with states and what of them is on its way.
         kv_kept_bytes: bytes of KV cache after the prompt, on a rank that decodes; without the pool in host memory of a
             retrieving policy, but with its indices.
+        state_bytes: bytes of the rows' states, part of the two above, in a model with layers that hold states.
         kept_tokens: number of kept tokens by layer, under a cache policy or in fewer bits.
         kv_host_bytes: bytes of a retrieving policy's pool.
         retrieval: statistics of a retrieving policy.
@@ -185,6 +186,7 @@ class RankReport:
     kv_received_bytes: int = 0
     kv_peak_bytes: int = 0
     kv_kept_bytes: int = 0
+    state_bytes: int = 0
     kept_tokens: list[int] = field(default_factory=list)
     kv_host_bytes: int = 0
     retrieval: RetrievalReport | None = None

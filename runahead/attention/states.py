@@ -123,6 +123,13 @@ class States:
     def num_bytes(self) -> int:
         return sum(layer.num_bytes for layer in self.layers)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether other rows have states in the same memory, or had, which stays as long as these."""
+        return any(
+            state.untyped_storage().nbytes() > state.nbytes for layer in self.layers for *_, state in layer.tensors()
+        )
+
     def row(self, row: int) -> States:
         """The states of one row, in the same memory."""
         return States([layer.made(lambda state: state[row : row + 1]) for layer in self.layers])

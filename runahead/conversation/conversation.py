@@ -101,8 +101,10 @@ class Conversation:
 
     @property
     def full_kv_bytes(self) -> int:
-        """Bytes that the keys and values of all tokens so far would take."""
-        return self.num_tokens * sum(shape.bytes_per_token(len(self.pads)) for shape in self.model.kv_shapes)
+        """Bytes that the keys and values of all tokens so far would take, with the states of the rows."""
+        rows = len(self.pads)
+        states = rows * sum(shape.num_bytes for shape in self.model.state_shapes)
+        return states + self.num_tokens * sum(shape.bytes_per_token(rows) for shape in self.model.kv_shapes)
 
     @property
     def kept_tokens(self) -> list[int]:

@@ -389,7 +389,9 @@ class Lanes:
         caches, shared = apart_from_shared([lane.cache for lane in lanes])
         gather = None if self._batch is None else self._batch.cache.gather
         of_rows = [lane.cache.states for lane in lanes if lane.cache.states is not None]
-        states = States.together(of_rows) if len(of_rows) > 1 else None
+        states = None
+        if len(of_rows) > 1 or any(each.is_part for each in of_rows):  # memory that rows which left had is free then
+            states = States.together(of_rows)
         return _Group(
             rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, ends=self._ends, states=states
         )

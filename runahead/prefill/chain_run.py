@@ -315,10 +315,16 @@ class ChainRun(LayerHook):
             kv_sent_bytes=log.sent_bytes,
             kv_received_bytes=log.received_bytes,
             kv_peak_bytes=self._carried.num_bytes + self.transfer.fed_bytes,
+            state_bytes=0 if self._states is None else self._states.num_bytes,
         )
         if store is not None:
             store.describe_prompt(report)
+        if store is not None and store.peak_bytes:  # what policies left of all layers
+            if self._states is not None:
+                store.note_peak()
             report.kv_peak_bytes += store.peak_bytes
+        else:
+            report.kv_peak_bytes += report.state_bytes
         spans = self._spans(computed_s) if job.record else []
         return Prefilled(logits_BV=logits_BV, cache=store, report=report, is_cancelled=is_cancelled, spans=spans)
 

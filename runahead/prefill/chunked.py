@@ -107,6 +107,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         chunk_tokens=num_tokens,
         prefill_s=clock.seconds(finished) - began_s,
         kv_peak_bytes=cache.peak_bytes + (0 if new is None or kept is None else new.num_bytes),
+        state_bytes=cache.state_bytes,
     )
     cache.describe_prompt(report)
     spans = [

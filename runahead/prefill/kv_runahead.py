@@ -125,15 +125,20 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     keeps_slabs = schedule.is_last and (not policies or job.gives_new)
     decodes = schedule.is_last or job.shard is not None
     kept = job.own_policies.cache(model, batch=len(pads)) if policies and decodes else None
+
+    def last_of(kind: str, own: range) -> int:
+        if kind == "state":  # the last stage hands on none
+            return own.start if schedule.is_last else own.stop
+        return job.capacity if decodes_from_slabs else own.stop
+
+    own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
     run = ChainRun(
         job,
         carrier,
         schedule,
         spans=[
-            (first_of(place, own.start), job.capacity if decodes_from_slabs and kind == "kv" else own.stop)
-            for place, (kind, own) in enumerate(
-                (kind, partition.chunk(ranks.stage)) for (kind, _), partition in zip(order, chunks, strict=True)
-            )
+            (first_of(place, own.start), last_of(kind, own))
+            for place, ((kind, _), own) in enumerate(zip(order, own_chunks, strict=True))
         ],
         num_slabs=len(order) if keeps_slabs else depth,
         depth=depth,

@@ -60,6 +60,7 @@ def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: in
         reusing(model.empty_cache(num_new).slabs, after, shared_TKX=layers_TKX) for _ in range(count)
     ]
     if row.states is not None:
-        for each in rows:
+        for each in rows[1:]:
             each.states = row.states.fork()
+        rows[0].states = row.states
     return rows, num_tokens

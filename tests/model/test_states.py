@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,6 +124,36 @@ def test_rows_that_join_and_leave_have_states_of_their_own(family: str) -> None:
         assert row.new_ids == oracle_tokens(family, tuple(row.prompt), 8)
 
 
+def test_a_row_left_alone_gives_back_the_memory_of_the_others() -> None:
+    """Rows that are computed together have their states in one memory; n answers have a state each, no more."""
+    model, lanes, ids = tiny_model("qwen3_next"), Lanes(tiny_model("qwen3_next")), prompt(20)
+    of_row = sum(shape.num_bytes for shape in model.state_shapes)
+    rows = {
+        number: Row(model, ids, GenerationOptions(max_new_tokens=9, ignore_eos=True), seed=0) for number in range(4)
+    }
+
+    def alive() -> int:
+        gc.collect()
+        layers = [each for each in gc.get_objects() if isinstance(each, StateLayer)]
+        storages = [state.untyped_storage() for layer in layers for *_, state in layer.tensors()]
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values()) - before
+
+    before = 0
+    before = alive()
+    with throughout(model.dtype), torch.inference_mode():
+        cache = model.empty_cache(len(ids) + 9)
+        model.forward(torch.tensor([ids]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+        lanes.join(list(rows), list(rows.values()), cache, [len(ids)], [0] * 4)
+        del cache
+        assert alive() == 4 * of_row
+        lanes.plain(dict.fromkeys(rows, 5))
+        assert alive() == 4 * of_row
+        for row in (0, 1, 3):
+            lanes.leave(row, 5)
+        lanes.plain({2: 5})
+        assert alive() == of_row
+
+
 def without(name: str) -> Callable[[States], None]:
     """Zeros in place of one kind of state."""
 
@@ -164,6 +195,10 @@ def test_policies_drop_tokens_of_attention_layers_alone(name: str) -> None:
         assert len(conversation.kept_tokens) == model.num_layers == 2
         assert max(conversation.kept_tokens) < 70
         assert conversation.cache is not None and conversation.cache.states is not None
+        states = sum(shape.num_bytes for shape in model.state_shapes)
+        of_kv = sum(layer.num_bytes for layer in conversation.cache.layers)
+        assert conversation.kv_bytes == of_kv + states
+        assert conversation.full_kv_bytes == 70 * sum(shape.bytes_per_token() for shape in model.kv_shapes) + states
 
 
 def test_a_rule_that_drops_a_given_state_is_refused_when_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

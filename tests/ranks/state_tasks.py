@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
-from runahead import Ranks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.attention.states import StateLayer
+from runahead.cache.slabs import Slabs
+from runahead.prefill.chain_run import ChainRun
+from runahead.report import RankReport
+from tests.families import throughout
 from tests.ranks import tasks
 
 
@@ -29,3 +37,56 @@ def prefill_without(ranks: Ranks, lost: str, *args: Any) -> tasks.PrefillOutcome
 
     with mock.patch.object(StateLayer, "read", incomplete):
         return tasks.prefill(ranks, *args)
+
+
+def bytes_in_layers(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    boundaries: tuple[int, ...],
+    prefill: PrefillOptions | None = None,
+) -> tuple[int, int, RankReport]:
+    """Most bytes of slabs and of states that are alive on this rank in a prefill, with its report.
+
+    Looked at from outside, before and after each layer: what memory the slabs and states have that were made.
+    """
+    slots: list[tuple[StorageWeakRef, int]] = []
+    layers, found = WeakSet[StateLayer](), [(0, 0)]
+    empty_slabs, make = Slabs.empty, StateLayer.__init__
+
+    def noted_slabs(*args: Any, **kwargs: Any) -> Slabs:
+        slabs = empty_slabs(*args, **kwargs)
+        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in tasks.slots_of(slabs))
+        return slabs
+
+    def noted_layer(self: StateLayer, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        layers.add(self)
+
+    def looking(name: str) -> Any:
+        verb = getattr(ChainRun, name)
+
+        def looked(self: ChainRun, *args: Any) -> None:
+            verb(self, *args)
+            storages = [state.untyped_storage() for layer in layers for *_, state in layer.tensors()]
+            of_states = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+            of_slabs = sum(num_bytes for storage, num_bytes in slots if not storage.expired())
+            found.append((of_slabs + of_states, of_states))
+
+        return mock.patch.object(ChainRun, name, looked)
+
+    gc.collect()
+    partition = ContextPartition(boundaries=boundaries)
+    engine = Engine(tasks.tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
+    with (
+        mock.patch.object(Slabs, "empty", noted_slabs),
+        mock.patch.object(StateLayer, "__init__", noted_layer),
+        looking("load_state"),
+        looking("before_save"),
+        looking("attended"),
+        looking("_done"),
+        throughout(engine.model.dtype),
+    ):
+        report = engine.generate(prompts, options).ranks[ranks.rank]
+    return max(most for most, _ in found), max(states for _, states in found), report

@@ -72,6 +72,9 @@ def test_policies_of_hybrids_do_in_a_chain_what_they_do_on_one_rank(
     )
     assert_same_answer(together, alone)
     assert len(alone.ranks[0].kept_tokens) == 2, "layers with attention"
+    _, states = rank_pools.run(1, state_tasks.bytes_of, "qwen3_next")[0]
+    assert [rank.state_bytes for rank in (alone.ranks[0], together.ranks[-1])] == [2 * states] * 2
+    assert alone.ranks[0].kv_peak_bytes >= alone.ranks[0].kv_kept_bytes > 2 * states
 
 
 @pytest.mark.parametrize("carrier", [Carrier.copy, Carrier.backend])
@@ -90,6 +93,25 @@ def test_states_are_counted_in_the_bytes(rank_pools: RankPools, transfer: Transf
     tokens = {Transfer.relay: (1, 2), Transfer.direct: (2, 1)}[transfer]  # chunks that each rank sends
     for num_tokens, by_rank in sent.items():
         assert by_rank == [states + each * num_tokens // 3 * kv for each in tokens] + [0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("bounds", [(0, 70), (0, 41, 70), (0, 20, 45, 70), (0, 0, 70, 70)], ids=str)
+def test_states_are_in_the_reported_bytes(rank_pools: RankPools, family: str, bounds: tuple[int, ...]) -> None:
+    """To the byte, as looked at from outside. A stage alone has no memory for states on their way, the last stage of a
+    chain has it for those that arrive."""
+    num_ranks, prompts, num_new = len(bounds) - 1, [prompt(70), prompt(52, seed=4)], 5
+    options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+    results = rank_pools.run(num_ranks, state_tasks.bytes_in_layers, family, prompts, options, bounds)
+    kv, states = rank_pools.run(1, state_tasks.bytes_of, family)[0]
+    chain = [rank for rank in range(num_ranks) if bounds[rank] < bounds[rank + 1]]
+    for rank, (most, of_states, report) in enumerate(results):
+        assert report.kv_peak_bytes == most
+        assert report.state_bytes == of_states == (2 * states if rank in chain else 0)
+        if rank == chain[-1]:
+            on_their_way = 2 * states if len(chain) > 1 else 0
+            assert report.kv_peak_bytes == 2 * (70 + num_new - 1) * kv + 2 * states + on_their_way
+            assert report.kv_kept_bytes == 2 * (70 + num_new - 1) * kv + 2 * states
 
 
 @pytest.mark.parametrize("lost", ["conv_states", "recurrent_states"])

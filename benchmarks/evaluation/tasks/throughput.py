@@ -49,6 +49,7 @@ class Throughput(Task):
     def run(self, runtime: Runtime, contender: Contender, case: Case) -> Outcome:
         model, options = runtime.model, self._options
         per_token = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+        of_states = sum(shape.num_bytes for shape in model.state_shapes)
         budget = options.kv_bytes or options.kv_tokens * per_token
         prefill = PrefillOptions(name=PrefillName.single, layers_in_flight=LAYERS_IN_FLIGHT)
         engine = Engine(model, runtime.ranks, prefill=prefill, policies=contender.policies)
@@ -68,7 +69,7 @@ class Throughput(Task):
         total_s = batch.ttft_s + batch.tpot_s * (options.new_tokens - 1)
         kv = KVUse(
             kv_bytes=report.kv_kept_bytes,
-            full_kv_bytes=rows * per_token * (options.prompt_tokens + options.new_tokens - 1),
+            full_kv_bytes=rows * (of_states + per_token * (options.prompt_tokens + options.new_tokens - 1)),
             num_tokens=options.prompt_tokens,
             kept_tokens=report.kept_tokens or [options.prompt_tokens] * model.num_layers,
             host_bytes=report.kv_host_bytes,
