@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -46,6 +47,7 @@ from runahead.serving.executor import Executor
 from runahead.serving.follower import follow
 from runahead.serving.items import Generate, Inbox, Item, Part, PrefillItem, Report, Tokens
 from runahead.serving.limits import QueueLimits
+from runahead.serving.room import Room
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -107,12 +109,14 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     kept_bytes = run.serve.prefix_cache_bytes
     if ranks.device.type == "cpu":  # where all memory is the host's
         kept_bytes += run.serve.prefix_host_bytes
-    max_tokens = run.serve.max_tokens or _tokens_that_fit(model, ranks, store, kept_bytes, keeps_parts=engine.may_shard)
+    room = Room(max_tokens=run.serve.max_tokens)
+    if room.max_tokens is None:
+        room = room_in_memory(model, ranks, store, kept_bytes, keeps_parts=engine.may_shard)
 
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
             [(bound, keys, tokenizer, schemas)] = front
-            _serve_clients(run, engine, estimate, max_tokens, bound, keys, tokenizer, schemas, told, asked)
+            _serve_clients(run, engine, estimate, room, bound, keys, tokenizer, schemas, told, asked)
         else:
             follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
         with ranks.busy():
@@ -235,10 +239,12 @@ def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
     )
 
 
-def _tokens_that_fit(
+def room_in_memory(
     model: Model, ranks: Ranks, store: SegmentStore | None, kept_bytes: int, *, keeps_parts: bool
-) -> int:
-    """Tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
+) -> Room:
+    """The room for tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
+
+    In a chain a state is there twice until the prompt is computed: also as it arrived.
 
     Args:
         kept_bytes: of the last stage, for prefixes.
@@ -254,20 +260,21 @@ def _tokens_that_fit(
         kept += kept_bytes
     kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
     per_token = kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
+    row_bytes = sum(shape.num_bytes for shape in model.state_shapes) * min(2, ranks.num_stages)
     num_tokens = min(ranks.gather(int((MEMORY_SHARE * free - kept) / per_token), "the free memory"))
     if store is not None and num_tokens < 1:
         tier = "device_bytes" if ranks.device.type == "cuda" else "host_bytes"
         raise ValueError(f"policy.{tier}={kept} leaves no memory for prompts on some rank; lower it")
     if kept_bytes and num_tokens < 1:
         raise ValueError(f"serve.prefix_cache_bytes={kept_bytes} leaves no memory for prompts; use less")
-    return num_tokens
+    return Room(max_tokens=num_tokens, row_tokens=math.ceil(row_bytes / per_token))
 
 
 def _serve_clients(
     run: ServeRun,
     engine: Engine,
     estimate: TimeEstimate,
-    max_tokens: int,
+    room: Room,
     bound: socket.socket,
     keys: Keys,
     tokenizer: Any,
@@ -290,8 +297,8 @@ def _serve_clients(
         os.write(2, f"draining: {counts}, {options.drain_s:g} s at most\n".encode())  # print() is not reentrant
         end.start()
 
-    limits = replace(options, max_tokens=max_tokens)
-    scheduler = Scheduler(engine, limits, estimate, when_draining=when_draining)
+    limits = replace(options, max_tokens=room.max_tokens)
+    scheduler = Scheduler(engine, limits, estimate, room=room, when_draining=when_draining)
     api = API(
         scheduler,
         tokenizer=tokenizer,
@@ -311,7 +318,7 @@ def _serve_clients(
         http.start()
         host = socket.gethostname() if options.host in EVERYWHERE else options.host
         address = f"{host}:{bound.getsockname()[1]}"
-        say(f"serving {api.model} on http://{address}, at most {max_tokens:,} tokens of prompts and answers at a time")
+        say(f"serving {api.model} on http://{address}, at most {room} at a time")
         try:
             scheduler.run()
         except BaseException:

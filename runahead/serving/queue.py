@@ -17,7 +17,7 @@ from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.known_texts import KnownTexts
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
-from runahead.serving.room import num_held, num_places, num_tokens_of
+from runahead.serving.room import Room, num_held, num_places, num_tokens_of
 
 SIMILAR = 0.75
 """Least ratio of the lengths of prompts that are computed at once: the shorter ones are padded."""
@@ -47,14 +47,20 @@ class RequestRefused(Exception):
 class RequestQueue:
     """Requests that wait, and those that are answered.
 
+    Args:
+        room: for the rows that are answered; by default for the tokens of the limits.
+
     Attributes:
         waiting, running: requests.
         batches: rows that are computed or decoded, by number of their item.
         stored: the texts that the last stage has reported to store.
     """
 
-    def __init__(self, engine: Engine, limits: QueueLimits, estimate: TimeEstimate) -> None:
+    def __init__(
+        self, engine: Engine, limits: QueueLimits, estimate: TimeEstimate, *, room: Room | None = None
+    ) -> None:
         self._engine, self._limits, self._estimate = engine, limits, estimate
+        self._room = room or Room(max_tokens=limits.max_tokens)
         self._prompt_limits = engine.prompt_limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -74,13 +80,16 @@ class RequestQueue:
         num_new = [each.max_new_tokens for each in options]
         check_prompts(prompts, self._prompt_limits, num_new=num_new, names=["the prompt"] * len(prompts))
         prompt_of = each_once(prompts)[1] if self._engine.takes(Way.shared_prompt) else None
-        limit, num_tokens = self._limits.max_tokens, num_tokens_of(prompts, options, prompt_of)
-        if limit is not None and num_tokens > limit:
+        limit, num_tokens = self._room.max_tokens, num_tokens_of(prompts, options, prompt_of)
+        of_states = self._room.row_tokens * len(prompts)
+        if limit is not None and num_tokens + of_states > limit:
             count = f"{len(prompts)} x {num_tokens // len(prompts):,}"
             if prompt_of is not None and len(set(prompt_of)) < len(prompts):
                 count = f"{num_tokens:,}"
+            states = f", with states that take the memory of {of_states:,}," if of_states else ""
             raise PromptTooLong(
-                f"{count} tokens of prompt and answer are more than this server has memory for, which is {limit:,}"
+                f"{count} tokens of prompt and answer{states} are more than this server has memory for, which is "
+                f"{limit:,}"
             )
 
     @property
@@ -98,11 +107,11 @@ class RequestQueue:
         most, ends = self._prompt_limits.max_positions, list(map(_end, prompts))
         if most is not None and any(self._prompt_limits.remedy(end, wanted) for end in ends):
             yield most - max(ends)
-        if self._limits.max_tokens is not None:
+        if self._room.max_tokens is not None:
             prompt_of = each_once(prompts)[1] if self._engine.takes(Way.shared_prompt) else None
             num_prompts, num_answers = num_places(len(prompts), prompt_of)
-            num_free = self._limits.max_tokens - num_held(prompts) - num_prompts * max(map(len, prompts))
-            yield num_free // num_answers
+            num_free = self._room.max_tokens - num_held(prompts) - num_prompts * max(map(len, prompts))
+            yield (num_free - self._room.row_tokens * len(prompts)) // num_answers
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises: RequestRefused: too many do, or too many of this client."""
@@ -317,8 +326,10 @@ class RequestQueue:
         prompt_of = prompts_of_rows(requests) if self._engine.takes(Way.shared_prompt) else None
         num_tokens = num_tokens_of(prompts, options, prompt_of)
         num_tokens += sum(batch.num_tokens for batch in self.batches.values())
-        is_over = self._limits.max_tokens is not None and num_tokens > self._limits.max_tokens
-        return not (self.num_rows + len(prompts) > self._limits.batch or is_over) or not (self.batches or requests[1:])
+        num_rows = self.num_rows + len(prompts)
+        num_tokens += self._room.row_tokens * num_rows  # rows that left have given their states back
+        is_over = self._room.max_tokens is not None and num_tokens > self._room.max_tokens
+        return not (num_rows > self._limits.batch or is_over) or not (self.batches or requests[1:])
 
 
 def prompts_of_rows(requests: Sequence[Request]) -> list[int]:

@@ -1,12 +1,33 @@
-"""Tokens for which rows need memory while they are answered."""
+"""Tokens for which rows need memory while they are answered.
+
+Keys and values take memory by tokens. A state takes the same for any text, and counts as so many tokens of its row.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from policies.base import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Memory of a server for the rows that it answers.
+
+    Attributes:
+        max_tokens: most tokens; None is no limit.
+        row_tokens: tokens that take as much memory as the states of a row.
+    """
+
+    max_tokens: int | None
+    row_tokens: int = 0
+
+    def __str__(self) -> str:
+        tokens = f"{self.max_tokens:,} tokens of prompts and answers"
+        return f"{tokens}, with {self.row_tokens:,} for the states of each row" if self.row_tokens else tokens
 
 
 def num_tokens_of(

@@ -50,6 +50,7 @@ from runahead.serving.limits import QueueLimits
 from runahead.serving.mail import Mail
 from runahead.serving.queue import RequestQueue, RequestRefused
 from runahead.serving.request import Request
+from runahead.serving.room import Room
 from runahead.serving.state import PrefillState, ServerState, share_computed
 
 LOOK_S = 0.25
@@ -70,6 +71,7 @@ class Scheduler:
         engine: this rank's engine; the other ranks call `follow` with theirs.
         limits: of the queue.
         estimate: of times; learns from every request.
+        room: as of `RequestQueue`.
         when_draining: called once, when no more requests are taken.
 
     Attributes:
@@ -83,11 +85,12 @@ class Scheduler:
         limits: QueueLimits,
         estimate: TimeEstimate | None = None,
         *,
+        room: Room | None = None,
         when_draining: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._ranks, self.limits = engine, engine.ranks, limits
         self.estimate = estimate or TimeEstimate()
-        self._queue = RequestQueue(engine, limits, self.estimate)
+        self._queue = RequestQueue(engine, limits, self.estimate, room=room)
         self._lock = threading.Lock()
         self._numbers = count()
         self._unread: dict[int, Batch] = {}  # of whose prefill some rank has not reported its part

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from launch.server import serving
 from runahead import GenerationOptions
+from runahead.model.memory import activation_bytes
 from runahead.serving.items import Cancel, PrefillItem
 from runahead.serving.limits import QueueLimits
 from tests.conftest import RankPools
 from tests.families import oracle_tokens, prompt
-from tests.ranks.tasks import generate
+from tests.ranks.tasks import generate, tiny_model
 from tests.serving import rank_tasks
 from tests.serving.rank_tasks import Load
 from tests.serving.test_prefixes import slowly
@@ -94,3 +98,25 @@ def test_wrong_states_show_in_the_answers(rank_pools: RankPools, fault: str, siz
 def test_a_state_that_answers_share_shows(rank_pools: RankPools) -> None:
     served = rank_pools.run(1, rank_tasks.serve_with_wrong_states, "of the first row", ANSWERS)[0]
     assert served.tokens != sampled_alone(rank_pools, ANSWERS)
+
+
+@pytest.mark.parametrize(("num_stages", "copies"), [(1, 1), (2, 2)])
+def test_the_room_of_a_server_has_states(monkeypatch: pytest.MonkeyPatch, num_stages: int, copies: int) -> None:
+    """By hand: 2 layers attend and 2 hold states, of which a chain has two each until a prompt is computed."""
+    model, free = tiny_model("qwen3_next"), 10**9
+    monkeypatch.setattr(serving, "free_bytes", lambda *_: free)
+    ranks: Any = SimpleNamespace(
+        device=model.device,
+        local_size=1,
+        stage=num_stages - 1,
+        num_stages=num_stages,
+        gather=lambda value, _: [value, 2 * value],
+    )
+    room = serving.room_in_memory(model, ranks, None, 0, keeps_parts=False)
+    token_bytes = 2 * 2 * 2 * 8 * 8 + activation_bytes(model.config, model.dtype)
+    row_bytes = 2 * 8 * (64 * 4 + 4 * 8 * 8)  # a convolution of 64 channels and kernel 4, four heads of 8 x 8
+    assert room.max_tokens == int(0.8 * free / token_bytes)
+    assert (room.row_tokens - 1) * token_bytes < copies * row_bytes <= room.row_tokens * token_bytes
+    assert str(room).endswith(f"tokens of prompts and answers, with {room.row_tokens} for the states of each row")
+    without = serving.room_in_memory(tiny_model("llama"), ranks, None, 0, keeps_parts=False)
+    assert without.row_tokens == 0 and str(without).endswith("tokens of prompts and answers")

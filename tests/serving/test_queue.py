@@ -18,19 +18,20 @@ from runahead.serving.items import PrefillItem, Progress
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import SLACK, RequestQueue, RequestRefused
 from runahead.serving.request import Request
+from runahead.serving.room import Room
 from runahead.serving.state import share_computed
 from runahead.thinning.rank_policies import RankPolicies
 from tests.serving.fakes import POSITIONS, FakeEngine
 from tests.serving.rank_tasks import Kept
 
 
-def queue_of(**limits: Any) -> RequestQueue:
+def queue_of(room: Room | None = None, **limits: Any) -> RequestQueue:
     """A queue whose prefills take a second per token."""
     estimate = TimeEstimate()
     estimate.alone.learn([100], 100.0)
     estimate.learn_step(2.0)
     estimate.learn_answer(11)
-    return RequestQueue(FakeEngine(), QueueLimits(**limits), estimate)  # type: ignore[arg-type]
+    return RequestQueue(FakeEngine(), QueueLimits(**limits), estimate, room=room)  # type: ignore[arg-type]
 
 
 def request(length: int, *, num_rows: int = 1, arrived_s: float = 0.0, num_new: int = 100) -> Request:
@@ -110,6 +111,25 @@ def test_requests_wait_for_rows_and_for_memory():
     queue.add(request(900, num_new=50))
     begin(queue, [queue.waiting[-1]]).is_decoded = True
     assert queue.choose() == []
+
+
+def test_states_take_room_for_each_row_that_has_not_ended():
+    """A row of 150 tokens with a state that takes the memory of 200: two fit into 1,000, and a third without states."""
+    queue = queue_of(Room(max_tokens=1000, row_tokens=200), batch=9, itl_s=1e3)
+    for number in range(4):
+        queue.add(request(50, num_rows=1, arrived_s=number))
+    batch = begin(queue, queue.choose())
+    batch.is_decoded = True
+    assert len(batch.owners) == 2 and queue.choose() == []
+    batch.left -= {0}  # 300 of keys and values stay, one state does not
+    assert len(queue.choose()) == 1
+    one, two = ([[5] * 50] * 1, [GenerationOptions(max_new_tokens=750)]), ([[5] * 50] * 4, [GenerationOptions()] * 4)
+    queue.check(*one)
+    assert queue.fitting(one[0], 5000, is_chosen=False) == 750
+    with pytest.raises(ValueError, match="1 x 801 tokens of prompt and answer, with states that take the"):
+        queue.check(one[0], [GenerationOptions(max_new_tokens=751)])
+    with pytest.raises(ValueError, match="with states that take the memory of 800, are more than this server has"):
+        queue.check(*two)
 
 
 def test_what_is_larger_than_all_room_is_computed_alone():
