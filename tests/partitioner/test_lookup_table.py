@@ -441,12 +441,12 @@ def test_the_fingerprint_of_a_model() -> None:
         device=torch.device("cpu"),
         backend="gloo",
         prefill=PrefillOptions(transfer=Transfer.direct),
-        num_layers=40,
+        places=Places.of_model(model, 40),
     )
     config = model.config
     assert made.model == ModelShape(
         type="llama",
-        num_layers=40,
+        places=Places.of_model(model, 40),
         model_dim=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
