@@ -19,6 +19,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from partitioner.cost.link import Link, Links
+from partitioner.cost.places import Places
 from partitioner.searches.best_split import best_split
 from partitioner.table.fingerprint import OPTIONS, Fingerprint, ModelShape
 from partitioner.table.format import parse_table, table_json
@@ -446,7 +447,7 @@ def test_the_fingerprint_of_a_model() -> None:
     config = model.config
     assert made.model == ModelShape(
         type="llama",
-        places=Places.of_model(model, 40),
+        num_layers=40,
         model_dim=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
