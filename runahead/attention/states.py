@@ -138,6 +138,13 @@ class States:
         """A copy: the next token changes a state."""
         return States([layer.made(Tensor.clone) for layer in self.layers])
 
+    @torch.inference_mode()
+    def copy_from(self, other: States) -> None:
+        """Hold the numbers of other states of the same shapes, in the memory that these have."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for (*_, state), (*_, copied) in zip(mine.tensors(), theirs.tensors(), strict=True):
+                state.copy_(copied)
+
     @staticmethod
     def together(rows: Sequence[States]) -> States:
         """The states of rows in one memory, in which each of `rows` has its own from now on."""

@@ -282,7 +282,10 @@ class KVStore(ABC):
 
     @abstractmethod
     def take_back(self, num_tokens: int) -> None:
-        """Forget the last tokens, so that others are stored in their place."""
+        """Forget keys and values of the last tokens, so that others are stored in their place.
+
+        States stay as they are, since they forget no tokens.
+        """
 
     @property
     def changes_as_it_grows(self) -> bool:

@@ -151,11 +151,14 @@ def forward_in_turn(
 
 
 class InTurn(LayerAttention):
-    """Attention of several tokens, each by an attention of its own: in every layer one after the other."""
+    """Attention of several tokens, each by an attention of its own: in every layer one after the other.
+
+    A layer with a state computes them at once, since nothing decides what it holds.
+    """
 
     def __init__(self, tokens: Sequence[CausalAttention]) -> None:
         super().__init__(start=tokens[0].start, pads=tokens[0].pads)
-        self._tokens, self.rotates = tokens, tokens[0].rotates
+        self._tokens, self.rotates, self.states = tokens, tokens[0].rotates, tokens[0].states
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
         return self._tokens[0].positions_BC(index_C)

@@ -32,6 +32,10 @@ from runahead.reuse.forks import fork
 from runahead.reuse.rows import SharedParts, apart_from_shared
 from runahead.thinning.rank_policies import RankPolicies
 
+MOST_AGAIN = 8
+"""Tokens from which on those that come again have a forward of their own, after which they are done with. A forward of
+few tokens reads the weights as one of a single token does."""
+
 
 @dataclass(eq=False, kw_only=True)
 class Lane:
@@ -45,6 +49,9 @@ class Lane:
         pad: left padding with which policies count the row's tokens, as in the batch that it began in.
         is_long: its keys are rotated by LongRoPE's tables for long texts.
         take_back: takes tokens of the last forward back, with what policies decided after them; None: the cache does.
+        kept: states of the row as they were before the tokens of `since`; None: none were kept, or it has none.
+        since: tokens that were stored since.
+        again: tokens of the row after those that are stored: right ones of a draft that was taken back with them.
     """
 
     cache: KVStore
@@ -54,6 +61,20 @@ class Lane:
     pad: int = 0
     is_long: bool = False
     take_back: Callable[[int], None] | None = None
+    kept: States | None = None
+    since: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+
+    def to_feed(self, ids: Sequence[int]) -> list[int]:
+        """The tokens that a forward of these has to compute."""
+        return [*self.again, *ids]
+
+    def note(self, fed: Sequence[int]) -> None:
+        """Note the tokens that a forward has stored."""
+        self.num_tokens += len(fed)
+        self.again = []
+        if self.kept is not None:
+            self.since += fed
 
 
 @dataclass(kw_only=True)
@@ -127,6 +148,11 @@ class Lanes:
     ones are quantised. The rows of one batch (`holding`) have the forward of their whole cache until one gets ahead of
     the others, and beyond that where it is of fixed shape, so that a GPU replays a graph.
 
+    A state forgets no tokens. So where a draft may follow, the states are kept as they are before it (`keep`). If some
+    of it is wrong, all of it is taken back, and its right tokens come once more with the next ones: in a forward of
+    some more tokens, and in one of their own only once there are MOST_AGAIN. Rows with states that are given different
+    numbers of tokens have a forward for each number, since what fills up a row would enter its state.
+
     Args:
         policies: of rows that join.
     """
@@ -146,10 +172,11 @@ class Lanes:
         of_batch = 0 if self._batch is None else self._batch.cache.num_bytes
         if self._batch is not None and not self._batch.is_split:
             return of_batch
+        kept_bytes = sum(each.kept.num_bytes for each in self._lanes.values() if each.kept is not None)
         caches = [each.cache for each in self._lanes.values()]
         shared = {id(cache.shared_TKX): cache.shared_TKX for cache in caches}
         shared_bytes = sum(layer_TKX.nbytes for layers_TKX in shared.values() for layer_TKX in layers_TKX)
-        return max(of_batch, sum(cache.num_bytes for cache in caches) + shared_bytes)
+        return max(of_batch, sum(cache.num_bytes for cache in caches) + shared_bytes) + kept_bytes
 
     @property
     def warm_up(self) -> int:
@@ -255,7 +282,7 @@ class Lanes:
     def _left_as_short(self, row: RowId) -> int | None:
         """Tokens until LongRoPE has other tables for a row; None if it never has."""
         lane, longest = self._lanes[row], self._longest_short
-        return None if lane.is_long or longest is None else longest - lane.num_tokens
+        return None if lane.is_long or longest is None else longest - lane.num_tokens - len(lane.again)
 
     def _rotated(self, lane: Lane, length: int = 0) -> Lane:
         """The lane of a text that was computed as one prompt, or as the beginning of a text of some length."""
@@ -281,6 +308,9 @@ class Lanes:
 
         Rows that left their batch may be among these.
         """
+        if any(self._lanes[row].again for row in last_ids):
+            computed = self.verify({row: [id] for row, id in last_ids.items()})
+            return list(computed), torch.cat(list(computed.values()))
         if self._batch is not None and self._batch.is_in_step:
             return self._in_step(self._batch, last_ids)
         model, policies, found = self._model, self._deciding, list[tuple[list[RowId], Tensor]]()
@@ -293,8 +323,8 @@ class Lanes:
             attention, ids_B1 = group.attention(of_row), self._ids(last_ids[row] for row in group.rows)
             with model.ranges("decoding step"):
                 found.append((group.rows, logits_of(model, ids_B1, attention, length=self._length)))
-        for row in last_ids:
-            self._lanes[row].num_tokens += 1
+        for row, last_id in last_ids.items():
+            self._lanes[row].note([last_id])
         if len(found) == 1:
             return found[0]
         return [*chain.from_iterable(rows for rows, _ in found)], torch.cat([logits_BV for _, logits_BV in found])
@@ -302,15 +332,38 @@ class Lanes:
     def verify(self, ids: Mapping[RowId, Sequence[int]]) -> dict[RowId, Tensor]:
         """Logits (C, V) of rows after each of these tokens, which are stored."""
         self.part()
+        fed = {row: self._lanes[row].to_feed(of_row) for row, of_row in ids.items()}
         found: dict[RowId, Tensor] = {}
-        for group in self._groups_of(ids):
+        for group in self._groups_of(fed, {row: len(of_row) for row, of_row in fed.items()}):
             if self._deciding or group.caches[0].changes_as_it_grows:
-                found |= {row: self._verified_in_turn(self.lane(row), ids[row]) for row in group.rows}
+                found |= {row: self._verified_in_turn(self.lane(row), fed[row]) for row in group.rows}
             else:
-                found |= zip(group.rows, self._verified(group, [ids[row] for row in group.rows]), strict=True)
-        for row, of_row in ids.items():
-            self._lanes[row].num_tokens += len(of_row)
-        return found
+                found |= zip(group.rows, self._verified(group, [fed[row] for row in group.rows]), strict=True)
+        for row, of_row in fed.items():
+            self._lanes[row].note(of_row)
+        return {row: found[row][len(fed[row]) - len(of_row) :] for row, of_row in ids.items()}
+
+    def keep(self, rows: Iterable[RowId]) -> None:
+        """Keep the states of rows as they are, so that tokens that follow can be taken back."""
+        if self._model.held is None:
+            return
+        rows = list(rows)
+        self.settle([row for row in rows if len(self._lanes[row].again) >= MOST_AGAIN])
+        for row in rows:
+            lane = self.lane(row)
+            states = lane.cache.states
+            assert states is not None, "all layers that hold a state have one"
+            if lane.kept is None:
+                lane.kept = states.fork()
+            elif lane.since:
+                lane.kept.copy_from(states)
+            lane.since = []
+
+    def settle(self, rows: Iterable[RowId] | None = None) -> None:
+        """Compute the tokens of rows, by default of all, that were taken back though they are right."""
+        rows = self._lanes if rows is None else rows
+        if again := {row: self._lanes[row].again for row in rows if self._lanes[row].again}:
+            self.verify({row: [] for row in again})
 
     def part(self) -> None:
         """From now on rows may advance by different numbers of tokens."""
@@ -324,12 +377,21 @@ class Lanes:
             batch.is_in_step = bool(all_repeat_1.item())
 
     def take_back(self, row: RowId, num: int) -> None:
-        """Forget the last tokens of a row that are stored, so that others are stored in their place."""
+        """Forget the last tokens of a row, so that others are stored in their place."""
         take_back, self._lanes[row].take_back = self._lanes[row].take_back, None
-        if num:
-            lane = self.lane(row)
-            self.set_stored(row, lane.num_tokens - num)
-            (take_back or lane.cache.take_back)(num)
+        if not num:
+            return
+        lane = self.lane(row)
+        if lane.cache.states is not None:
+            assert lane.kept is not None, "a state forgets no tokens; keep() comes before the forward"
+            right = [*lane.since, *lane.again][:-num]
+            num, lane.again = len(lane.since), right
+            if not num:  # they were taken back before
+                return
+            lane.cache.states.copy_from(lane.kept)
+            lane.since = []
+        self.set_stored(row, lane.num_tokens - num)
+        (take_back or lane.cache.take_back)(num)
 
     def set_stored(self, row: RowId, num: int) -> None:
         """Note how many tokens of a row are stored."""
@@ -344,7 +406,8 @@ class Lanes:
         start = max(lane.num_tokens + pad for lane, pad in zip(lanes, batch.pads.values(), strict=True))
         logits_BV = batch.forward(self._ids(batch.last_ids.values()), start)
         for row, lane in self._lanes.items():
-            lane.num_tokens += row in last_ids or row in batch.left
+            if row in last_ids or row in batch.left:
+                lane.note([batch.last_ids[row]])
         return list(self._lanes), logits_BV
 
     def _verified(self, group: _Group, ids: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -374,12 +437,18 @@ class Lanes:
         """Index of a row's next token, with the padding from which policies count."""
         return lane.num_tokens + lane.pad
 
-    def _groups_of(self, rows: Iterable[RowId]) -> list[_Group]:
-        """Rows by the forward that computes them; groups are remembered from step to step."""
-        alike: dict[int | None, list[RowId]] = {}
+    def _groups_of(self, rows: Iterable[RowId], counts: Mapping[RowId, int] | None = None) -> list[_Group]:
+        """Rows by the forward that computes them; groups are remembered from step to step.
+
+        Args:
+            counts: number of tokens of each row; None is one of each.
+        """
+        alike: dict[tuple[int | None, int | None], list[RowId]] = {}
+        counts_itself, has_states = self._model.uneven_limit is not None, self._model.held is not None
         for row in rows:
-            counts_itself = self._model.uneven_limit is not None
-            alike.setdefault(self._lanes[row].num_tokens if counts_itself else None, []).append(row)
+            stored = self._lanes[row].num_tokens if counts_itself else None
+            count = counts[row] if counts is not None and has_states else None
+            alike.setdefault((stored, count), []).append(row)
         known = {tuple(group.rows): group for group in self._groups}
         self._groups = [known.get(tuple(together)) or self._group(together) for together in alike.values()]
         return self._groups

@@ -232,6 +232,7 @@ class Rows:
         if proposal is None or proposal.num == 0:
             return *self._lanes.plain({id: row.ids[-1] for id, row in self._rows.items()}), {}
         drafts = proposal.drafts
+        self._lanes.keep(row for row, draft in drafts.items() if draft)
         verified = self._lanes.verify({id: [row.ids[-1], *drafts[id]] for id, row in self._rows.items()})
         return list(verified), torch.stack([logits_CV[0] for logits_CV in verified.values()]), verified
 

@@ -521,7 +521,6 @@ FACTS: dict[str, Fact] = {
         )
     ),
     "drafts by policy.clamped=true": _drafting(lambda policies: policies.clamped_to is not None),
-    "drafts by a model with states": lambda setup: _states(Setup(config=getattr(setup.drafting, "config", None))),
     "drafts by a policy that narrows": _drafting(lambda policies: any(policy.narrows for policy in policies.last)),
     "drafts by a policy that decides on layers together": _drafting(
         lambda policies: any(

@@ -283,10 +283,10 @@ REFUSED = (
         "use decode=last",
     ),
     Refused(
-        ("generation.speculate", "states"),
-        "{0} does not go with {1}, whose states take in drafts before these are verified, and cannot give rejected "
-        "ones back",
-        "leave generation.speculate out",
+        ("generation.speculate=policy", "states"),
+        "{0} chooses what drafts are made from by the last tokens, which it computes once more, and {1} hold no states "
+        "of the text before them",
+        "use generation.speculate=lookup or model",
     ),
     Refused(
         ("generation.speculate", "a conversation", "decode=sharded"),
@@ -368,11 +368,6 @@ REFUSED = (
         ("drafts by policy.positions=reencoded",),
         "a drafting policy {0} re-encodes positions, and drafts are made from keys that are rotated in the text",
         "use policy.positions=original",
-    ),
-    Refused(
-        ("drafts by a model with states",),
-        "{0} hold states, from which rejected drafts cannot be taken back",
-        "use another draft.model, or generation.speculate=none",
     ),
     # reuse of prefixes
     Refused(("reuse of prefixes", "marks"), MARKED, "use no prefix tree"),

@@ -262,6 +262,9 @@ class Language:
     def verify(self, ids: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         return {row: LOGITS[list(of_row)] for row, of_row in ids.items()}
 
+    def keep(self, rows: Iterable[int]) -> None:
+        pass
+
     def take_back(self, row: int, num: int) -> None:
         pass
 

@@ -185,7 +185,6 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "no marks": lambda: {"config": with_config()},
     "shared KV layers": lambda: {"model": altered(kv_sources={3: 2})},
     "states": lambda: {"model": with_states()},
-    "drafts by a model with states": lambda: {"drafting": with_states()},
     "norms by head": lambda: {"config": with_config(model_type="cohere", use_qk_norm=True)},
     "windows": lambda: {"model": altered(rules=[None, WINDOW])},
     "ALiBi": lambda: {"model": altered(has_key_bias=True)},

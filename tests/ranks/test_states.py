@@ -7,7 +7,7 @@ import pytest
 from policies.adakv import AdaKV
 from policies.snapkv import SnapKV
 from runahead import GenerationOptions, PrefillOptions
-from runahead.config import CacheOptions, Carrier, PrefillName, Transfer
+from runahead.config import CacheOptions, Carrier, PrefillName, Speculate, Transfer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import HYBRIDS, largest_difference, oracle_logits, oracle_tokens, prompt
@@ -43,6 +43,18 @@ def test_batches_of_hybrids_are_what_rows_are_alone(
     for batch, _ in rank_pools.run(len(bounds) - 1, tasks.generate, family, prompts, options, bounds):
         for ids, row in zip(prompts, batch.generations, strict=True):
             assert row.new_token_ids == oracle_tokens(family, tuple(ids), 5)
+
+
+def test_the_last_stage_speculates(rank_pools: RankPools) -> None:
+    """Its rows begin from states that came from the stage before. Look-up finds drafts in a prompt that repeats."""
+    prompts = [prompt(18) * 4, prompt(9, seed=3) * 3]
+    options = GenerationOptions(
+        max_new_tokens=8, ignore_eos=True, speculate=Speculate.lookup, speculate_match=1, speculate_always=True
+    )
+    for batch, _ in rank_pools.run(2, tasks.generate, "qwen3_next", prompts, options, (0, 41, 72)):
+        assert batch.ranks[1].speculation is not None and batch.ranks[1].speculation.drafted > 0
+        for ids, row in zip(prompts, batch.generations, strict=True):
+            assert row.new_token_ids == oracle_tokens("qwen3_next", tuple(ids), 8)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])

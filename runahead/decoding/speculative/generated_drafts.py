@@ -90,6 +90,8 @@ class GeneratedDrafter(Drafter):
         ahead = {row: samplers[row].ahead() for row in asked}
         new = {row: self._to_feed(row, texts[row]) for row in asked}
         while new:
+            assert self._lanes is not None, "begin() comes first"
+            self._lanes.keep(row for row in new if len(drafts[row]) < 2)  # no drafted token of these is stored
             going_on = {row: [*texts[row], *drafts[row]] for row in new}
             made = self._round(new, going_on, {row: most[row] - len(drafts[row]) for row in new}, ahead)
             for row, tokens in made.items():

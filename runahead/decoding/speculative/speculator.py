@@ -74,10 +74,8 @@ class Speculator:
         if kind is Speculate.model:
             if not isinstance(draft, Model):
                 raise ValueError("generation.speculate=model needs a smaller model that drafts: Engine(draft=...)")
-            check(Setup(drafting=draft))
             ModelDrafter.check(self._model, draft, lengths=lengths, num_new=num_new)
         if isinstance(self._first, Model) and kind is not Speculate.lookup:
-            check(Setup(drafting=self._first))
             ModelDrafter.check(self._model, self._first, lengths=lengths, num_new=num_new)
         if kind is Speculate.policy:
             if not isinstance(draft, RankPolicies):

@@ -1,0 +1,239 @@
+"""After a draft the states of a hybrid model are those of its right tokens alone, whatever was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from policies.adakv import AdaKV
+from policies.base import Policy
+from policies.h2o import H2O
+from policies.snapkv import SnapKV
+from runahead import Conversation
+from runahead.attention.states import States
+from runahead.cache.attention import CausalAttention
+from runahead.config import CacheOptions, Speculate
+from runahead.decoding import lanes
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import RowId
+from runahead.decoding.speculative.speculator import Draft
+from runahead.thinning.rank_policies import RankPolicies
+from tests.decoding import test_live_drafts
+from tests.decoding.test_speculation import (
+    DRAFTED,
+    PLAIN,
+    PROMPTS,
+    SAMPLED,
+    compare,
+    drafted,
+    engine_of,
+    knowing,
+    require_same,
+)
+from tests.families import HYBRIDS, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
+from tests.ranks.tasks import tiny_model
+
+FEW = ["qwen3_next", "falcon_h1", "lfm2"]
+"""Recurrent states, states beside attention in a layer, convolution states alone."""
+
+LENGTHS = [replace(PLAIN, max_new_tokens=num, logprobs=2) for num in (20, 5, 14)]
+"""With log-probabilities, in which a wrong state shows where the tokens stay the same."""
+
+OTHER_TOKENS = (AssertionError, ValueError)
+"""What `compare` raises then: the second if drafts are asked for after tokens that `knowing` does not know."""
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Iterator[None]:
+    with throughout(torch.float64):
+        yield
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in HYBRIDS]
+)
+def test_greedy_tokens_of_rows_that_accept_different_lengths(family: str) -> None:
+    """They are those of plain decoding, which are transformers' own."""
+    report = compare(engine_of(tiny_model(family)), PROMPTS, LENGTHS, 0.6)
+    assert 5 < report.accepted < report.drafted and len(report.accepted_lengths) > 2
+    batch = engine_of(tiny_model(family)).generate(PROMPTS, LENGTHS)
+    for ids, options, row in zip(PROMPTS, LENGTHS, batch.generations, strict=True):
+        assert row.new_token_ids == oracle_tokens(family, tuple(ids), options.max_new_tokens)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_seed_gives_the_tokens_that_it_gives_without_drafts(rows: int, right: float) -> None:
+    options = [replace(PLAIN, max_new_tokens=20, do_sample=True, seed=row, **SAMPLED[row]) for row in range(rows)]
+    compare(engine_of(tiny_model("qwen3_next")), PROMPTS[:rows], options, right)
+
+
+def left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong variant: the states keep what rejected tokens have left in them."""
+    monkeypatch.setattr(States, "copy_from", lambda self, other: None)
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_state_after_a_rejected_draft_shows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_as_it_is(monkeypatch)
+    with pytest.raises(OTHER_TOKENS):
+        compare(engine_of(tiny_model(family)), PROMPTS, LENGTHS, 0.6)
+
+
+def test_right_tokens_that_are_not_computed_again_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other wrong variant: the state goes back, and the right tokens of the draft are lost."""
+    monkeypatch.setattr(lanes.Lane, "to_feed", lambda self, ids: [*ids])
+    with pytest.raises(OTHER_TOKENS):
+        compare(engine_of(tiny_model("qwen3_next")), PROMPTS, LENGTHS, 0.6)
+
+
+def test_tokens_come_again_a_few_times_and_then_have_a_forward_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts that are always wrong a row would otherwise have ever more tokens to compute again."""
+    verify, fed = Lanes.verify, list[int]()
+
+    def counted(self: Lanes, ids: Mapping[Any, Sequence[int]]) -> Any:
+        fed.extend(len(self._lanes[row].to_feed(of_row)) for row, of_row in ids.items())
+        return verify(self, ids)
+
+    monkeypatch.setattr(Lanes, "verify", counted)
+    options = replace(PLAIN, max_new_tokens=40)
+    compare(engine_of(tiny_model("qwen3_next")), PROMPTS[:1], [options], 0.0)
+    alone = sum(num == lanes.MOST_AGAIN for num in fed)
+    assert max(fed) <= lanes.MOST_AGAIN + DRAFTED.speculate_tokens and alone <= 40 / lanes.MOST_AGAIN
+
+
+def test_a_smaller_model_with_states_drafts() -> None:
+    """A copy of the model drafts what it generates itself, also sampled, which shows that its states are right.
+
+    Another one is mostly wrong. A model with states drafts for one without them, too, and the other way round.
+    """
+    model, other = tiny_model("qwen3_next"), tiny_model("lfm2")
+    for verifying, by, least, most in (
+        (model, model, 1.0, 1.0),
+        (model, Draft(by=model, first="lookup"), 1.0, 1.0),
+        (model, Draft(by=model, first=other), 1.0, 1.0),
+        (other, model, 0.0, 0.7),
+        (tiny_model("llama"), model, 0.0, 0.7),
+        (model, tiny_model("llama"), 0.0, 0.7),
+    ):
+        report = require_same(engine_of(verifying, draft=by), Speculate.model, PROMPTS, num_drafted=4)
+        assert least <= report.accepted / report.drafted <= most
+
+
+def off_after_taking_back(family: str) -> float:
+    """How far logits are off after tokens that were taken back as a drafting model does: over several forwards.
+
+    One token at a time and several, twice before others come, and with two rows of which one goes on otherwise.
+    """
+    model, texts = tiny_model(family), {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
+    longest = max(map(len, texts.values()))
+    pads = [longest - len(text) for text in texts.values()]
+    off = 0.0
+
+    def feed(ids: dict[RowId, list[int]]) -> None:
+        nonlocal off
+        for row, logits_CV in holding.verify(ids).items():
+            texts[row] += ids[row]
+            off = max(off, largest_difference(logits_CV[-1], oracle_logits(family, tuple(texts[row]))))
+
+    def step(ids: dict[RowId, int]) -> None:
+        nonlocal off
+        for row, logits_V in zip(*holding.plain(ids), strict=True):
+            texts[row].append(ids[row])
+            off = max(off, largest_difference(logits_V, oracle_logits(family, tuple(texts[row]))))
+
+    def take_back(row: RowId, num: int) -> None:
+        holding.take_back(row, num)
+        del texts[row][-num:]
+
+    with throughout(model.dtype), torch.inference_mode():
+        cache = model.empty_cache(longest + 40, batch=2)
+        ids_BS = torch.tensor([[0] * pad + text for pad, text in zip(pads, texts.values(), strict=True)])
+        model.forward(ids_BS, CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
+        holding = Lanes.holding(model, [0, 1], cache, pads=pads, num_tokens=longest)
+        holding.part()
+        for first in (5, 6):
+            holding.keep([0, 1])
+            step({0: first, 1: 7})
+            step({0: 8, 1: 9})
+            feed({0: [10, 11, 12], 1: [13]})
+            take_back(0, 2)
+            take_back(0, 1)
+            take_back(1, 2)
+            step({0: 14, 1: 15})
+            feed({0: [16], 1: [17, 18]})
+    return off
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_tokens_of_several_forwards_are_taken_back(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafting model feeds its drafts one by one. If its states are left as they are, it fails."""
+    assert off_after_taking_back(family) < 1e-9
+    left_as_it_is(monkeypatch)
+    assert off_after_taking_back(family) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [SnapKV(budget=12, window=4), AdaKV(scorer=SnapKV(budget=12, window=4)), H2O(budget=10, recent=3, evict_every=3)],
+    ids=lambda policy: type(policy).__name__,
+)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_drafts_under_policies(policy: Policy, bits: int | None) -> None:
+    """Also where they decide on each token, and where keys are quantised as tokens come."""
+    policies = RankPolicies.everywhere([policy])
+    policies = replace(policies, storage=CacheOptions(bits=bits, residual=8)) if bits else policies
+    compare(engine_of(tiny_model("qwen3_next"), policies=policies), PROMPTS, LENGTHS, 0.6)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_rows_that_join_early_and_late_have_the_tokens_that_each_has_alone(
+    always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [replace(each, speculate_always=always) for each in test_live_drafts.OPTIONS]
+    monkeypatch.setattr(test_live_drafts, "OPTIONS", options)
+    decoding = test_live_drafts.Decoding("qwen3_next")
+    with throughout(decoding.engine.model.dtype):
+        expected = decoding.alone()
+        texts = [ids + new for ids, new in zip(test_live_drafts.PROMPTS, expected, strict=True)]
+        with knowing(texts, right=0.6):
+            decoding.join(0)
+            decoding.step(2)
+            decoding.join(1, 2)
+            decoding.step(2)
+            decoding.join(3)
+            decoding.step(30)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+
+
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("pad", [0, 3])
+def test_a_conversation_speculates_in_every_turn(family: str, pad: int) -> None:
+    """Answers and what follows them are those of one text, and a fork is not changed by what is taken back."""
+    model, ids, more = tiny_model(family), PROMPTS[0], prompt(7, seed=5)
+    other = tiny_model("falcon_h1" if family == "lfm2" else "lfm2")
+    for kind in (Speculate.lookup, Speculate.model):
+        talking, options = Conversation(model, draft=other), replace(drafted(PLAIN), speculate=kind)
+        talking.feed(torch.tensor([[0] * pad + ids]), pads=[pad])
+        forked = talking.fork()
+        known = [*ids, *oracle_tokens(family, tuple(ids), PLAIN.max_new_tokens)]
+        with knowing([known], right=0.6):
+            talking.generate(options)
+        assert talking.rows == [known] and talking.num_tokens == pad + len(known) - 1
+        assert talking.speculation is not None and talking.speculation.accepted < talking.speculation.drafted
+        ours = talking.feed(torch.tensor([more]))
+        assert largest_difference(ours[0], oracle_logits(family, (*known, *more))) < 1e-9
+        ours = forked.feed(torch.tensor([more]))
+        assert largest_difference(ours[0], oracle_logits(family, (*ids, *more))) < 1e-9
+
+
+def test_policies_do_not_draft_from_states() -> None:
+    policies = RankPolicies.everywhere([SnapKV(budget=16, window=4)])
+    with pytest.raises(ValueError, match="hold no states of the text before them; use generation.speculate=lookup or"):
+        engine_of(tiny_model("qwen3_next"), draft=policies).generate(
+            PROMPTS[:1], replace(PLAIN, speculate=Speculate.policy)
+        )
