@@ -28,6 +28,7 @@ Answers OpenAI's API (/v1/chat/completions, /v1/completions) on rank 0: long pro
 KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md explains it.
 
   serve.host=127.0.0.1  serve.port=8000   serve.api_key_file=<file, a key per line>   serve.model_name=<name>
+  serve.hosts=[<name>]         by which clients call it, and serve.cors_origins=[<origin>], whose pages may read answers
   serve.chat_template=<jinja>
   serve.batch=8                answers that are generated at once; 1 answers one after another
   serve.batch_tokens=4096      prompt tokens of several requests that are computed at once
@@ -42,6 +43,7 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   serve.max_body_bytes=4194304 serve.max_header_bytes=16384 serve.max_connections=512
   serve.read_timeout_s=30      serve.write_timeout_s=60    serve.ping_s=10
   serve.schema_tokens=262144   with policy=prompt_cache, of all schemas that requests bring; 0 takes none
+  serve.unknown_fields=ignore|refuse   of requests
   serve.drain_s=25             after SIGTERM, for the requests that were taken
   serve.log=true               serve.log_prompts=false
   profile=none|nvtx            names for a profiler around the server, such as Nsight Systems

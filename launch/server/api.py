@@ -15,6 +15,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -29,14 +31,14 @@ from launch.server.answer.row_text import RowText
 from launch.server.errors import APIError, dumps, shown, wrong
 from launch.server.keys import Keys
 from launch.server.metrics import Metrics, prefix_lines
-from launch.server.options import ServeOptions
+from launch.server.options import ServeOptions, UnknownFields
 from launch.server.page.files import page_routes
 from launch.server.page.state import state_json
 from launch.server.request.bodies import Bodies
 from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
 from launch.server.request.generation import FIELD_OF
 from launch.server.request.prompts import prompts_of
-from launch.server.request.reader import compressed, read_json
+from launch.server.request.reader import compressed, read_json, unknown
 from launch.server.request_log import RequestLog
 from policies.prompt_cache.schemas import Schemas
 from policies.reuse import GivenPrompt, PromptTooLong, ids_of
@@ -102,7 +104,10 @@ class API:
             Route("/v1/chat/completions", self._safely(self._chat), methods=["POST"]),
             Route("/v1/completions", self._safely(self._completion), methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
+        self._hosts = options.named_hosts
+        self.app = Starlette(
+            routes=routes, exception_handlers={HTTPException: _no_such_route}, middleware=_cors(options.cors_origins)
+        )
 
     # Endpoints.
 
@@ -210,6 +215,10 @@ class API:
         fields = read_json(body)
         read: ChatRequest | CompletionRequest
         read = read_chat(fields, self._defaults) if is_chat else read_completion(fields, self._defaults)
+        for name in read.unknown:
+            if self.options.unknown_fields is UnknownFields.refuse:
+                raise unknown(name)
+            self._log.ignored(name)
         if read.model is not None:
             self._check_model(read.model)
         refused = refused_option(read.options[0], self._tokenizer, self._vocab_size, self._json_schemas)
@@ -247,7 +256,11 @@ class API:
         least = [replace(each, max_new_tokens=1) for each in options]
         one_by_one = [self._why_not([prompt], least[:1]) for prompt in prompts[:: len(read.options)]]
         if any(one_by_one):
-            code = "context_length_exceeded" if any(isinstance(why, PromptTooLong) for why in one_by_one) else code
+            if any(isinstance(why, PromptTooLong) for why in one_by_one):
+                code = "context_length_exceeded"  # and the words that clients look for
+                message = (
+                    f"This model's maximum context length is {self.scheduler.longest_text} tokens. However, {message}"
+                )
         elif self._why_not(prompts, least):
             field = "n" if len(one_by_one) == 1 else field
         else:
@@ -275,6 +288,7 @@ class API:
             request.state.identity = uuid.uuid4().hex
             began_s = time.monotonic()
             try:
+                self._check_host(request.headers.get("host"))
                 number = self._keys.number_of(request.headers.get("authorization")) if needs_key else 0
                 request.state.client = f"{number} {request.client.host if request.client else ''}"
                 return await endpoint(request)
@@ -299,6 +313,12 @@ class API:
 
         return safe
 
+    def _check_host(self, host: str | None) -> None:
+        """Only a browser has a page's name here, and it always sends one; HTTP/1.0 has none."""
+        if self._hosts is not None and host is not None and _without_port(host) not in self._hosts:
+            message = f"this server is not called '{shown(host)}'; add the name to serve.hosts, or start it with a key"
+            raise APIError(403, message, code="unknown_host")
+
     def _check_model(self, name: str) -> None:
         if name not in self._names:
             message = f"there is no model '{shown(name)}'; this server has '{self.model}'"
@@ -307,6 +327,27 @@ class API:
     def _about_model(self) -> dict[str, Any]:
         model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
         return model | {"max_model_len": self.scheduler.longest_text}  # as vLLM names it
+
+
+def _without_port(host: str) -> str:
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """What lets pages of these origins read answers in browsers."""
+    if not origins:
+        return []
+    exposed = ["retry-after", "x-predicted-ttft", "x-request-id"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+            expose_headers=exposed,
+        )
+    ]
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -99,7 +99,13 @@ def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 class BoundedConnection(h11.Connection):
-    """h11's parser, whose limit also holds for a header that arrives at once."""
+    """h11's parser, whose limit also holds for a header that arrives at once.
+
+    Attributes:
+        reason: why a request was refused; uvicorn tells nobody what was raised.
+    """
+
+    reason = "it is not HTTP"
 
     def __init__(self, max_header_bytes: int) -> None:
         super().__init__(h11.SERVER, max_header_bytes)
@@ -107,8 +113,15 @@ class BoundedConnection(h11.Connection):
 
     def next_event(self) -> Any:
         event = super().next_event()
-        if isinstance(event, h11.Request) and _header_bytes(event) > self._max_header_bytes:
-            raise h11.RemoteProtocolError("the header is too large")
+        if isinstance(event, h11.Request):
+            if _header_bytes(event) > self._max_header_bytes:
+                self.reason = "its header is too large"
+            elif {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                # RFC 9112, 6.3: what stands between may have read another end of the body.
+                self.reason = "it has both Content-Length and Transfer-Encoding"
+            else:
+                return event
+            raise h11.RemoteProtocolError(self.reason)
         return event
 
 
@@ -128,7 +141,7 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
 
         def __init__(self, *args: Any, **keywords: Any) -> None:
             super().__init__(*args, **keywords)
-            self.conn = BoundedConnection(options.max_header_bytes)
+            self.conn: BoundedConnection = BoundedConnection(options.max_header_bytes)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -170,7 +183,7 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            self._refuse(400, APIError(400, "this is no HTTP request, or its header is too large"))
+            self._refuse(400, APIError(400, f"this request cannot be read: {self.conn.reason}"))
 
         @property
         def _is_idle(self) -> bool:

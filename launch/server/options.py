@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +20,20 @@ from runahead.config import (
     PrefillOptions,
     Profile,
     RanksOptions,
+    choice,
     require,
 )
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.serving.limits import QueueLimits
+
+
+class UnknownFields(Enum):
+    """What is done with a request that has fields which nobody knows."""
+
+    ignore = "ignore"
+    refuse = "refuse"
+
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -33,6 +44,10 @@ class ServeOptions(QueueLimits):
 
     Attributes:
         api_key_file: file of keys, one per line; None takes every request.
+        hosts: names by which clients call the server, without ports; None: any, but only those of this host where it is
+            reached from this host alone and without a key (`named_hosts`). A page whose name its owner binds to this
+            address would otherwise ask from a browser on this host.
+        cors_origins: origins (https://example.org) whose pages may read answers in browsers; "*" is any.
         chat_template: file with a chat template (Jinja) in place of the model's.
         model_name: the model's name in the API; None is the name under which it was loaded, which is taken as well.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
@@ -41,6 +56,8 @@ class ServeOptions(QueueLimits):
         prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
             too; None: nowhere.
         prefix_disk_bytes: most bytes of prefixes in this folder, and in that of each stage that keeps a part.
+        unknown_fields: what is done about fields of requests that nobody knows; known ones that would change the
+            answer are refused.
         max_body_bytes, max_header_bytes: largest request.
         max_connections: most open connections.
         read_timeout_s: seconds in which a request must have arrived.
@@ -56,12 +73,15 @@ class ServeOptions(QueueLimits):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: str | None = None
+    hosts: list[str] | None = None
+    cors_origins: list[str] = field(default_factory=list)
     chat_template: str | None = None
     model_name: str | None = None
     prefix_cache_bytes: int = 0
     prefix_host_bytes: int = 0
     prefix_folder: str | None = None
     prefix_disk_bytes: int = 64 * 2**30
+    unknown_fields: UnknownFields = UnknownFields.ignore
     max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 16 * 2**10
     max_connections: int = 512
@@ -75,8 +95,15 @@ class ServeOptions(QueueLimits):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.unknown_fields = choice("serve.unknown_fields", UnknownFields, self.unknown_fields)
         require(bool(self.host), "serve.host", self.host, "must be an address")
         require(0 <= self.port <= 65535, "serve.port", self.port, "must be from 0 (any free port) to 65535")
+        rule = "must be a list of names or addresses without ports; leave it out to have the default"
+        require(self.hosts is None or (bool(self.hosts) and all(self.hosts)), "serve.hosts", self.hosts, rule)
+        for origin in self.cors_origins:
+            is_origin = origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None
+            rule = 'must be origins such as https://example.org, without a path, or "*"'
+            require(is_origin, "serve.cors_origins", origin, rule)
         for name in ("max_body_bytes", "max_connections"):
             require(getattr(self, name) >= 1, f"serve.{name}", getattr(self, name), "must be at least 1")
         rule = "must be a number of bytes; 0 keeps no prefixes"
@@ -97,6 +124,13 @@ class ServeOptions(QueueLimits):
         for name in ("read_timeout_s", "write_timeout_s", "ping_s", "drain_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"serve.{name}", value, "must be a number of seconds above 0")
+
+    @property
+    def named_hosts(self) -> frozenset[str] | None:
+        """Names, in lower case, that the Host of a request may have; None is any."""
+        if self.hosts is not None:
+            return frozenset(host.lower() for host in self.hosts)
+        return frozenset(LOCAL_HOSTS) if self.api_key_file is None and self.host in LOCAL_HOSTS else None
 
 
 @dataclass(kw_only=True)

@@ -8,9 +8,13 @@ from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 
+from launch.program.ending import say
 from launch.server.errors import shown
 from launch.server.options import ServeOptions
 from launch.server.request.fields import ChatRequest, CompletionRequest
+
+MOST_NAMES = 100
+"""Unknown fields that are told: a client may make up any number."""
 
 
 class RequestLog:
@@ -22,6 +26,13 @@ class RequestLog:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
+        self._ignored = set[str]()
+
+    def ignored(self, name: str) -> None:
+        """Print once that a field of this name is unknown."""
+        if name not in self._ignored and len(self._ignored) < MOST_NAMES:
+            self._ignored.add(name)
+            say(f"the field '{shown(name)}' is unknown and ignored; serve.unknown_fields=refuse refuses such requests")
 
     def ended(self, request: HTTPRequest, what: str, began_s: float) -> None:
         """Print a line about a request that has ended."""

@@ -641,8 +641,8 @@ def test_metrics_count_what_was_served():
 
 
 def request_of(body: bytes) -> bytes:
-    head = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    lines = [f"POST {TEXT} HTTP/1.1", "host: localhost", "content-type: application/json"]
+    return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
 def connection_of(served: Served, body: dict[str, Any], receive_bytes: int | None = None) -> socket.socket:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import launch.server
@@ -191,7 +192,15 @@ ERRORS: dict[str, tuple[Ask, tuple[int, str, str | None, str | None]]] = {
     "missing messages": (asked({}, CHAT), (400, INVALID, "missing_required_parameter", "messages")),
     "missing prompt": (asked({}), (400, INVALID, "missing_required_parameter", "prompt")),
     "value": (asked({"prompt": "a", "temperature": "hot"}), (400, INVALID, "invalid_value", "temperature")),
-    "unknown": (asked({"prompt": "a", "colour": 1}), (400, INVALID, "unknown_parameter", "colour")),
+    "unknown": (
+        asked({"prompt": "a", "colour": 1}, unknown_fields="refuse"),
+        (400, INVALID, "unknown_parameter", "colour"),
+    ),
+    "a page's name": (asked(JSON, headers={"host": "evil.example:80"}), (403, INVALID, "unknown_host", None)),
+    "two ends of a body": (
+        sent(request_of(JSON).replace(b"content-length", b"transfer-encoding: chunked\r\ncontent-length")),
+        (400, INVALID, None, None),
+    ),
     "unsupported": (asked({"prompt": "a", "echo": True}), (400, INVALID, "unsupported_parameter", "echo")),
     "tools of no template": (asked(HELLO | {"tools": [TOOL]}, CHAT), (400, INVALID, "unsupported_parameter", "tools")),
     "modules": (
@@ -298,3 +307,63 @@ def test_an_answer_that_is_too_long_is_told_the_length_that_fits() -> None:
         refused = post(served, TEXT, {"prompt": [5] * 90, "max_tokens": 11})
         assert refused.json()["error"]["message"].endswith("; max_tokens=10 would fit")
         assert post(served, TEXT, {"prompt": [5] * 90, "max_tokens": 10}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "status"),
+    [
+        ({}, "127.0.0.1:8000", 200),
+        ({}, "LocalHost.", 200),
+        ({}, "[::1]:8000", 200),
+        ({}, "a.example", 403),
+        ({"hosts": ["A.example"]}, "a.example:80", 200),
+        ({"hosts": ["a.example"]}, "127.0.0.1", 403),
+        ({"host": "0.0.0.0"}, "a.example", 200),
+        ({"api_key_file": "keys"}, "a.example", 200),  # which no page has
+    ],
+)
+def test_a_server_without_keys_on_this_host_is_called_by_its_names_alone(
+    options: dict[str, Any], host: str, status: int
+) -> None:
+    with serving(**options) as served:
+        for path in ("/v1/models", "/state", "/metrics"):
+            assert CLIENT.get(served.url + path, headers={"host": host}).status_code == status
+
+
+def test_pages_of_named_origins_read_answers_and_others_do_not() -> None:
+    with serving(cors_origins=["https://a.example"]) as served:
+        found = {}
+        for origin in ("https://a.example", "https://b.example"):
+            asks = {"origin": origin, "access-control-request-method": "POST"}
+            asks["access-control-request-headers"] = "authorization,content-type"
+            allowed = CLIENT.options(served.url + CHAT, headers=asks)
+            answer = post(served, TEXT, JSON, headers={"origin": origin})
+            assert answer.status_code == 200
+            found[origin[8]] = allowed.status_code, answer.headers.get("access-control-allow-origin")
+        assert found == {"a": (200, "https://a.example"), "b": (400, None)}
+    with serving() as served:
+        answer = post(served, TEXT, JSON, headers={"origin": "https://a.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_field_that_nobody_knows_is_told_once_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as served:
+        plain = post(served, TEXT, {"prompt": "a"}).json()["choices"]
+        for _ in range(2):
+            assert post(served, TEXT, {"prompt": "a", "colour": 1, "echo": False}).json()["choices"] == plain
+    assert capfd.readouterr().err.count("the field 'colour' is unknown and ignored") == 1
+
+
+def test_a_seed_is_any_whole_number_of_64_bits_and_a_wrong_one_is_told_the_rule_it_breaks() -> None:
+    with serving() as served:
+        for seed in (-(2**63), -1, 0, 2**62, 2**63 - 1):
+            assert post(served, TEXT, {"prompt": "a", "seed": seed, "temperature": 1}).status_code == 200
+        for seed, rule in ((2**63, f"at most {2**63 - 1}"), (-(2**63) - 1, f"of at least {-(2**63)}")):
+            message = post(served, TEXT, {"prompt": "a", "seed": seed}).json()["error"]["message"]
+            assert rule in message
+
+
+def test_clients_find_their_words_for_a_prompt_that_is_too_long() -> None:
+    with serving(limits=FEW_TOKENS) as served:
+        message = post(served, TEXT, {"prompt": [5] * 101}).json()["error"]["message"]
+        assert message.startswith("This model's maximum context length is 100 tokens. However, ")

@@ -35,6 +35,7 @@ class Common:
         continuous_usage: every event of a stream has the usage so far.
         return_progress: a stream says how far the prefill is.
         prompt_cache: modules that stand before the messages or the prompt; None if there are none.
+        unknown: names of fields that nobody knows.
     """
 
     model: str | None
@@ -46,6 +47,7 @@ class Common:
     continuous_usage: bool
     return_progress: bool
     prompt_cache: PromptCacheFields | None
+    unknown: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,6 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
     options, length_field, chose_seed = read_generation(fields, defaults, is_chat=is_chat)
     n = fields.number("n", 1, 128, whole=True) or 1
     rows = [replace(options, seed=(options.seed + number) % (MAX_SEED + 1)) for number in range(n)]
-    fields.end()
     return {
         "model": model,
         "options": rows,
@@ -112,6 +113,7 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
         "include_usage": include_usage,
         "continuous_usage": continuous_usage,
         "return_progress": progress,
+        "unknown": fields.end(),
     }
 
 

@@ -34,7 +34,7 @@ def read_generation(
     given = {name: value for name, value in lengths.items() if value is not None}
     if len(set(given.values())) == 2:
         raise wrong("max_tokens", "and 'max_completion_tokens' differ; give one")
-    seed = fields.number("seed", 0, MAX_SEED, whole=True)
+    seed = fields.number("seed", -(2**63), 2**63 - 1, whole=True)  # OpenAI's and vLLM's range
     stops, biases, schema = _stops(fields), _biases(fields), _schema(fields, defaults.json_schema)
     ignore_eos = fields.flag("ignore_eos") or defaults.ignore_eos
     if schema is not None and ignore_eos:
@@ -51,7 +51,7 @@ def read_generation(
         presence_penalty=defaults.presence_penalty if presence is None else presence,
         frequency_penalty=defaults.frequency_penalty if frequency is None else frequency,
         logit_bias=defaults.logit_bias if biases is None else biases,
-        seed=seed or 0,
+        seed=(seed or 0) % (MAX_SEED + 1),
         stop=defaults.stop if stops is None else stops,
         ignore_eos=ignore_eos,
         json_schema=schema,

@@ -1,9 +1,8 @@
-"""Fields of a request's body: each is taken and checked once, and none is ignored silently."""
+"""Fields of a request's body: each is taken and checked once, and none is ignored without a word."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from launch.server.errors import APIError, shown, wrong
 MAX_DEPTH = 60
 """Brackets in brackets: a JSON schema nests."""
 WITHOUT_BOUND = 2**31
-"""Numbers from here on are no bounds that a message names."""
+"""From here on a message names the upper bound only to who is above it."""
 
 NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
@@ -66,7 +65,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """Fields of a body, each taken once; `end` refuses those that nobody took."""
+    """Fields of a body, each taken once; `end` looks at those that nobody took."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._left = dict(body)
@@ -86,27 +85,34 @@ class Fields:
             is_number = isinstance(value, kinds) and not isinstance(value, bool)
             return is_number and (least < value if above else least <= value) and value <= most
 
-        what = "a whole number" if whole else "a number"
-        bounds = f"above {least:g}" if above else f"of at least {least:g}"
-        upper = "" if most >= WITHOUT_BOUND or most == math.inf else f" and at most {most:g}"
+        def told(bound: float) -> str:
+            return str(bound) if whole else f"{bound:g}"
+
+        what, given = "a whole number" if whole else "a number", self._left.get(name)
+        bounds = f"above {told(least)}" if above else f"of at least {told(least)}"
+        is_above = isinstance(given, int | float) and given > most
+        upper = f" and at most {told(most)}" if is_above or most < WITHOUT_BOUND else ""
         value = self.take(name, is_right, f"must be {what} {bounds}{upper}")
         return value if whole or value is None else float(value)
 
     def flag(self, name: str) -> bool:
         return bool(self.take(name, lambda value: isinstance(value, bool), "must be true or false"))
 
-    def end(self) -> None:
-        """Raises: APIError: a field is unknown, or known and not supported."""
+    def end(self) -> list[str]:
+        """Names of the fields that nobody knows. Raises: APIError: a field is known and not supported."""
+        strangers = []
         for name, value in self._left.items():
             if name in WITHOUT_EFFECT:
                 continue
             if name not in NOT_SUPPORTED:
-                raise unknown(name)
+                strangers.append(name)
+                continue
             # True == 1 and False == 0 in Python, and either asks for something else.
             if not any(
                 (type(value) is type(idle) and value == idle) or _same(value, idle) for idle in NOT_SUPPORTED[name]
             ):
                 raise unsupported(name)
+        return strangers
 
 
 def compressed(encoding: str) -> APIError:
