@@ -60,7 +60,6 @@ class Study(Generic[S]):
         table: text to print, such as a `Table`.
         pictures: functions by file name, such as `Curves`; one may return None where there are no lines for it.
         page: page of `--out` in which the table stands between the marks BEGIN and END.
-        manual: page beside `--out`, of the manual, and what stands there between these marks: a part of the table.
         verdict: of the lines and the parsed command line, the words with which the program fails after its table; None
             if the lines are fine.
     """
@@ -75,7 +74,6 @@ class Study(Generic[S]):
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pictures: Mapping[str, Callable[[list[Line]], bytes | None]] = field(default_factory=dict)
     page: str = ""
-    manual: tuple[str, Callable[[list[Line]], str]] | None = None
     verdict: Callable[[list[Line], Namespace], str | None] = lambda found, options: None
 
     def main(self, args: Sequence[str] | None = None) -> None:
@@ -107,9 +105,6 @@ class Study(Generic[S]):
         table = self.table(found).rstrip()
         if self.page:
             write_part(Path(options.out) / self.page, table)
-        if self.manual:
-            name, part = self.manual
-            write_part(Path(options.out).parent / name, part(found).rstrip())
         print(table)
         if (wrong := self.verdict(found, options)) is not None:
             raise SystemExit(wrong)

@@ -95,8 +95,8 @@ class API:
         self._bodies, self._log = Bodies(options), RequestLog(options)
         routes = [
             *page_routes(),
-            Route("/health", self._safely(self._health, needs_key=False)),
-            Route("/ready", self._safely(self._ready, needs_key=False)),
+            Route("/health", self._safely(self._health, is_open=True)),
+            Route("/ready", self._safely(self._ready, is_open=True)),
             Route("/metrics", self._safely(self._metrics)),
             Route("/state", self._safely(self._state)),
             Route("/v1/models", self._safely(self._models)),
@@ -280,7 +280,7 @@ class API:
     # What endpoints share.
 
     def _safely(
-        self, endpoint: Callable[[HTTPRequest], Awaitable[ASGIApp]], *, needs_key: bool = True
+        self, endpoint: Callable[[HTTPRequest], Awaitable[ASGIApp]], *, is_open: bool = False
     ) -> Callable[[HTTPRequest], Awaitable[ASGIApp]]:
         """An endpoint of which whatever goes wrong is an error in OpenAI's shape."""
 
@@ -288,8 +288,7 @@ class API:
             request.state.identity = uuid.uuid4().hex
             began_s = time.monotonic()
             try:
-                self._check_host(request.headers.get("host"))
-                number = self._keys.number_of(request.headers.get("authorization")) if needs_key else 0
+                number = 0 if is_open else self._admitted(request)
                 request.state.client = f"{number} {request.client.host if request.client else ''}"
                 return await endpoint(request)
             except ClientDisconnect:
@@ -313,11 +312,13 @@ class API:
 
         return safe
 
-    def _check_host(self, host: str | None) -> None:
-        """Only a browser has a page's name here, and it always sends one; HTTP/1.0 has none."""
-        if self._hosts is not None and host is not None and _without_port(host) not in self._hosts:
+    def _admitted(self, request: HTTPRequest) -> int:
+        """Number of the key with which a request comes. Raises: APIError: a wrong key, or the name of a page's host."""
+        host = request.headers.get("host")  # which every browser sends
+        if self._hosts is not None and host and _without_port(host) not in self._hosts:
             message = f"this server is not called '{shown(host)}'; add the name to serve.hosts, or start it with a key"
             raise APIError(403, message, code="unknown_host")
+        return self._keys.number_of(request.headers.get("authorization"))
 
     def _check_model(self, name: str) -> None:
         if name not in self._names:

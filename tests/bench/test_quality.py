@@ -24,7 +24,7 @@ from benchmarks.studies.quality.methods import DROPPING, RETRIEVING, Method, ove
 from benchmarks.studies.quality.paired import rows, settings
 from benchmarks.studies.quality.pictures import picture
 from benchmarks.studies.quality.recall_picture import recall_picture
-from benchmarks.studies.quality.tables import main_tables, tables
+from benchmarks.studies.quality.tables import tables
 from launch.evaluate import EVALUATE
 from policies.duo_table import GATES
 from runahead import Model, ModelOptions, Ranks
@@ -131,24 +131,6 @@ def test_a_table_says_what_is_kept_in_host_memory_and_what_attention_saw() -> No
     assert "| `snapkv` | 20% | 50% | 20% | - | 50% | +0 | +0.00 | 2.5 x | 1 |" in text
 
 
-def test_the_manual_has_the_setting_of_most_questions_of_each_model() -> None:
-    found = [line("full", 0, 1.0), line("snapkv", 0, 1.0, budget=0.2)]
-    found += [line("full", sample, 1.0, length=2048, date=f"2026-11-2{sample}T10:00:00Z") for sample in (1, 3)]
-    found += [line("full", sample, 1.0, length=2048, date="2026-11-23T10:00:00Z") for sample in range(4, 7)]
-    found += [line("snapkv", 1, 1.0, budget=0.5, length=2048)]
-    found += [line("keydiff", sample, 1.0, budget=0.5, length=2048) for sample in (1, 3)]
-    found += [line("full", 0, 1.0, question="with_context") | {"model": "other"}]
-    found += [line("snapkv", sample, 1.0, length=4096, budget=0.2) for sample in range(3)]  # without the full cache
-    text = main_tables(found)
-    assert "| `full` | - | 50% | 100% |  |  |  | 5 |" in text and "vt" not in text  # scores by task are in the study
-    assert "keydiff" in text and "snapkv" not in text  # which was asked one question of five
-    headings = [line for line in text.splitlines() if line.startswith("**")]
-    assert headings == [
-        "**m, question not seen, 2,048 tokens**: 5 questions, 2026-11-21 to 2026-11-25, commit abc",
-        "**other, question seen, 1,024 tokens**: 1 questions, 2026-11-25, commit abc",
-    ]
-
-
 def test_sets_have_a_score_and_no_loss() -> None:
     found = [line("full", 0, 1.0), line("snapkv", 0, 0.5, budget=0.2)]
     sets = [line("full", 0, 0.5, kind="cwe"), line("snapkv", 0, 0.5, budget=0.2, kind="cwe")]
@@ -178,15 +160,13 @@ def test_a_policy_that_wraps_a_scorer_is_compared_with_the_scorers_own_choice_to
 def test_the_study_measures_goes_on_and_writes_its_page(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages = [tmp_path / "quality.md", tmp_path / "studies" / "quality.md"]
-    pages[1].parent.mkdir()
-    for page in pages:
-        page.write_text("Before.\n<!-- the table begins -->\nold\n<!-- the table ends -->\nAfter.\n")
+    page = tmp_path / "quality.md"
+    page.write_text("Before.\n<!-- the table begins -->\nold\n<!-- the table ends -->\nAfter.\n")
     lines = tmp_path / "quality.jsonl"
     options = ["--model", str(tiny_model), "--tasks", "niah_single_1", "key_value", "--policies", "snapkv"]
     options += ["{name:quest,fetch:0.3,page:4}", "--budgets", "0.4", "--lengths", "480", "--samples", "2"]
     options += ["--new-tokens", "0", "--pairs", "2", "--device", "cpu", "--lines", str(lines)]
-    options += ["--out", str(tmp_path / "studies")]
+    options += ["--out", str(tmp_path)]
     STUDY.main(options)
     found = [json.loads(text) for text in lines.read_text().splitlines()]
     assert [(each["task"], each["policy"]) for each in found] == [
@@ -195,12 +175,10 @@ def test_the_study_measures_goes_on_and_writes_its_page(
         for task in ("ruler", "key_value")
         for policy in ("full", "snapkv", "quest(fetch=0.3, page=4)")
     ]
-    assert (tmp_path / "studies" / "quality.png").read_bytes().startswith(b"\x89PNG")
-    manual, text = (page.read_text() for page in pages)
-    for each in (manual, text):
-        assert each.startswith("Before.\n") and each.endswith("After.\n") and "old" not in each
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
     assert "480 tokens**: 2 questions" in text and "2 keys**: 2 questions" in text
-    assert "480 tokens**: 2 questions" in manual and "2 keys**" not in manual
     kept = [each for each in found if (each["task"], each["case"]["sample"]) != ("ruler", 1)]
     lines.write_text("".join(json.dumps(each) + "\n" for each in kept))
     monkeypatch.setattr(machine, "hardware", lambda: {"cpu": "another"})

@@ -143,7 +143,7 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         (HELLO | {"max_tokens": POSITIONS + 1}, "max_tokens"),
         (HELLO | {"max_completion_tokens": POSITIONS + 1}, "max_completion_tokens"),
-        (HELLO | {"seed": -1}, "seed"),
+        (HELLO | {"seed": 2**63}, "seed"),
         (HELLO | {"stop": ["x"] * 17}, "stop"),
         (HELLO | {"stop": [""]}, "stop"),
         (HELLO | {"stop": 3}, "stop"),
@@ -189,7 +189,6 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         ({"messages": [calling("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [calling(["x"])]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [calling("[" * 5000)]}, "messages[0].tool_calls[0].function.arguments"),
-        (HELLO | {"colour": "red"}, "colour"),
         (HELLO | {"model": "gpt"}, "model"),
     ],
 )

@@ -14,7 +14,7 @@ that duo_attention, razor_attention and kvzap need (see methods.py) are looked f
 
 Appends a JSON line per sample, policy and budget to benchmarks/results/quality.jsonl, skipping those that are there
 already (as launch/evaluate.py does, whose lines have the same form). From all lines of the file it draws quality.png
-and quality_retrieving.png in docs/studies, and writes the tables of docs/studies/quality.md and docs/quality.md.
+and quality_retrieving.png in docs/studies, and writes the tables of docs/studies/quality.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.harness.study import Study, Variant, errors_in_one_line, option
 from benchmarks.studies.quality.methods import FAMILIES, override
 from benchmarks.studies.quality.pictures import picture
 from benchmarks.studies.quality.recall_picture import recall_picture
-from benchmarks.studies.quality.tables import main_tables, tables
+from benchmarks.studies.quality.tables import tables
 from launch.evaluate import EVALUATE
 from launch.program.ending import say
 from runahead.ranks.ranks import Ranks
@@ -144,7 +144,6 @@ STUDY = Study(
     },
     pictures={"quality.png": picture, "quality_retrieving.png": recall_picture},
     page="quality.md",
-    manual=("quality.md", main_tables),
 )
 
 if __name__ == "__main__":

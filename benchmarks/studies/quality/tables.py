@@ -28,20 +28,6 @@ def tables(found: list[Line]) -> str:
     return "\n".join([*parts, losses.tables(found)])
 
 
-def main_tables(found: list[Line]) -> str:
-    """The table of docs/quality.md for each model, of its setting with most questions.
-
-    It has no scores of single tasks, and no policies that were asked less than a quarter of the questions.
-    """
-    largest: dict[str, tuple[int, str]] = {}
-    for setting, group, of_setting in compared(found):
-        questions = num_questions(of_setting)
-        if questions > largest.get(setting[0], (0, ""))[0]:
-            asked = [row for row in of_setting if 4 * row.pairs >= questions]
-            largest[setting[0]] = questions, with_heading(setting, group, asked, of_tasks=False)
-    return "\n".join(text for _, text in largest.values())
-
-
 def compared(found: list[Line]) -> Iterator[tuple[Setting, list[Line], list[PolicyRow]]]:
     """Each setting in which the full cache answered, with its lines and rows."""
     for setting, group in settings(found).items():
@@ -50,13 +36,11 @@ def compared(found: list[Line]) -> Iterator[tuple[Setting, list[Line], list[Poli
             yield setting, group, of_setting
 
 
-def with_heading(
-    setting: Setting, group: Sequence[Line], of_setting: Sequence[PolicyRow], *, of_tasks: bool = True
-) -> str:
+def with_heading(setting: Setting, group: Sequence[Line], of_setting: Sequence[PolicyRow]) -> str:
     """A table behind a line with its setting, number of questions, and the dates and commits that measured it."""
     model, protocol, length = setting
     heading = f"**{model}, {PROTOCOLS[protocol]}, {length}**: {num_questions(of_setting)} questions, {measured(group)}"
-    return f"{heading}\n\n{markdown(table(of_setting, of_tasks=of_tasks))}"
+    return f"{heading}\n\n{markdown(table(of_setting))}"
 
 
 def num_questions(of_setting: Sequence[PolicyRow]) -> int:
@@ -64,9 +48,9 @@ def num_questions(of_setting: Sequence[PolicyRow]) -> int:
     return max(row.pairs for row in of_setting)
 
 
-def table(of_setting: Sequence[PolicyRow], *, of_tasks: bool = True) -> Rows:
-    """Rows of one setting, in Markdown's cells; with `of_tasks` a column with the score in each task."""
-    kinds = sorted({kind for row in of_setting for kind in row.scores}, key=ORDER.index) if of_tasks else []
+def table(of_setting: Sequence[PolicyRow]) -> Rows:
+    """Rows of one setting, in Markdown's cells, with a column for the score in each task."""
+    kinds = sorted({kind for row in of_setting for kind in row.scores}, key=ORDER.index)
     made: Rows = [("policy", "budget", "kept", "saw", *kinds, "score over full", "loss over full", "prompt", "n")]
     for row in of_setting:
         scores = (f"{row.scores[kind]:.0%}" if kind in row.scores else "-" for kind in kinds)
