@@ -548,6 +548,7 @@ class Model:
         index_C: Tensor | None = None,
         tokens: NewTokens | None = None,
         all_logits: bool = False,
+        logits_of: Sequence[int] = (),
     ) -> Tensor:
         """Run the model on the tokens [start, start + C) of a left-padded batch.
 
@@ -561,9 +562,10 @@ class Model:
             index_C: ascending indices of the tokens in the padded batch, if they are not contiguous.
             tokens: the tokens that layers still compute, for policies that drop some from layer to layer.
             all_logits: return the logits of all tokens. Those of tokens that a policy dropped are meaningless.
+            logits_of: places of some of these tokens, whose logits are returned.
 
         Returns:
-            Logits of the last token (B, V), or of all tokens (B, C, V), in at least float32.
+            Logits of the last token (B, V), or of all or some tokens (B, C, V), in at least float32.
 
         Raises:
             ForwardEndsHere: `attention` raised it.
@@ -585,7 +587,7 @@ class Model:
             start,
             num_new=num_new,
             tokens=tokens,
-            ends_with_last=bool(self.kv_sources) and not all_logits and num_new > 1,
+            ends_with_last=bool(self.kv_sources) and not all_logits and not logits_of and num_new > 1,
             sources=self.kv_sources,
             marker=self._marker,
             held=self.held,
@@ -600,7 +602,9 @@ class Model:
                 position_ids_BC = (index_C - row_values(pads, ids_BC.device)[:, None]).clamp_min(0)
             keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
-            keywords["logits_to_keep"] = 0 if all_logits else 1
+            keywords["logits_to_keep"] = (
+                torch.tensor(logits_of, device=ids_BC.device) if logits_of else 0 if all_logits else 1
+            )
         if self._passes_keywords:
             keywords["runahead"] = forward
         length = start + num_new if length is None else length
@@ -608,7 +612,10 @@ class Model:
             logits_BCV = self.in_step(torch.inference_mode()(lambda: self.module(input_ids=ids_BC, **keywords).logits))
         if forward.states is not None:
             forward.states.save_pending()
-        wanted = logits_BCV if all_logits else logits_BCV[:, -1]
+        if logits_of:
+            wanted = logits_BCV if "logits_to_keep" in self._optional else logits_BCV[:, list(logits_of)]
+        else:
+            wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
     def _let_layers_narrow(self) -> None:

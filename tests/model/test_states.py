@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -212,6 +213,43 @@ def test_a_rule_that_drops_a_given_state_is_refused_when_the_model_is_loaded(mon
     monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", without_given)
     with throughout(torch.float64), pytest.raises(ValueError, match="linear_attention layers that do not begin from"):
         Model(build("qwen3_next"), name="qwen3_next")
+
+
+def losing(name: str) -> Any:
+    """Zeros in place of one kind of state wherever a chunk begins from a given one."""
+    load = CausalAttention.load_state
+
+    def without(self: CausalAttention, number: int) -> StateLayer:
+        layer = load(self, number)
+        for kind, _, state in layer.tensors():
+            if kind == name and self.start:
+                state.zero_()
+        return layer
+
+    return mock.patch.object(CausalAttention, "load_state", without)
+
+
+@pytest.mark.parametrize("name", ["conv_states", "recurrent_states"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_check_at_load_finds_any_state_that_is_lost(family: str, name: str, dtype: torch.dtype) -> None:
+    """Also where it shows in the two tokens of a convolution's kernel alone, or in few bits less than rounding does."""
+    module = build(family, dtype=dtype)
+    with throughout(dtype):
+        model = Model(module, name=family)  # is not refused
+        if all(part.name != name for shape in model.state_shapes for part in shape.parts):
+            pytest.skip(f"{family} has no {name}")
+        with losing(name), pytest.raises(ValueError, match="layers that do not begin from a given state"):
+            Model(module, name=family)
+
+
+def test_the_check_at_load_computes_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all tokens would take gigabytes for large vocabularies."""
+    module, rows = build("nemotron_h"), list[int]()
+    module.lm_head.register_forward_hook(lambda _, given, out: rows.append(out.shape[1]))
+    with throughout(torch.float64):
+        Model(module, name="nemotron_h")
+    assert 40 <= max(rows) <= 60
 
 
 def test_layers_that_cannot_begin_from_a_state_are_named() -> None:
