@@ -90,11 +90,19 @@ class StateLayer(LinearAttentionLayer):
             other.hold(name, index, change(state))
         return other
 
-    def clear(self, rows: Sequence[int]) -> None:
-        """Let these rows hold the state of a text without tokens."""
-        for *_, state in self.tensors():
+    def clear(self, rows: Sequence[int], origin: StateLayer | None = None) -> None:
+        """Let these rows hold the state that they had before their first token.
+
+        Args:
+            origin: that state of all rows; None: of a text without tokens.
+        """
+        before = {} if origin is None else {(name, index): state for name, index, state in origin.tensors()}
+        for name, index, state in self.tensors():
             for row in rows:
-                state[row].zero_()
+                if origin is None:
+                    state[row].zero_()
+                else:
+                    state[row].copy_(before[name, index][row])
 
     def write(self, bytes_BZ: Tensor) -> None:
         """Write the state to these bytes."""
@@ -114,10 +122,12 @@ class States:
 
     Attributes:
         layers: in the order in which the model runs them.
+        origin: those of before the first new token, while rows may be padded; None: nothing is before it.
     """
 
     def __init__(self, layers: Sequence[StateLayer]) -> None:
         self.layers = list(layers)
+        self.origin: States | None = None
 
     @property
     def num_bytes(self) -> int:

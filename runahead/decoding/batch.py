@@ -8,7 +8,7 @@ from torch import Tensor
 
 from runahead.config import GenerationOptions
 from runahead.decoding.forward import fastest_form, forward_over
-from runahead.decoding.lanes import Lanes
+from runahead.decoding.lanes import Lane, Lanes
 from runahead.decoding.row import Row, RowId, batch_ids
 from runahead.decoding.rows import Decoded, choose_alone, decode
 from runahead.decoding.speculative.proposals import PayingDrafts
@@ -18,6 +18,7 @@ from runahead.decoding.token_stream import TokenStream
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model
 from runahead.prefill.base import Prefilled, PrefillJob, PromptBatch
+from runahead.reuse.state_rows import state_rows
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -70,8 +71,15 @@ def decode_batch(
         held = _lanes(model, list(others), prefilled, job.batch, job.own_policies, gather, may_draft=may_draft)
         return done.logits_BV, held
 
+    def keep_states(id: RowId, row: Row, lane: Lane) -> None:
+        if lane.states is not None and prefilled.prefixes and not policies:  # else answers are not stored
+            prefix = prefilled.prefixes[id[1]]
+            prefix.snapshots[prefix.num_tokens + lane.num_tokens] = state_rows(lane.states)
+
     choose = choose_alone if gather is None else choose_together(gather)
-    decoded = decode(rows, prefilled.logits_BV, hold, choose=choose, anew=anew, on_step=stream.send)
+    decoded = decode(
+        rows, prefilled.logits_BV, hold, choose=choose, anew=anew, on_step=stream.send, on_leave=keep_states
+    )
     prefilled.cache.describe_decoding(report)
     if decoded.drafts is not None:
         report.speculation = decoded.drafts.report

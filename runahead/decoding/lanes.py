@@ -52,6 +52,7 @@ class Lane:
         kept: states of the row as they were before the tokens of `since`; None: none were kept, or it has none.
         since: tokens that were stored since.
         again: tokens of the row after those that are stored: right ones of a draft that was taken back with them.
+        states: of a row that has left, until the next forward; None: no layer holds any.
     """
 
     cache: KVStore
@@ -64,6 +65,7 @@ class Lane:
     kept: States | None = None
     since: list[int] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
+    states: States | None = None
 
     def to_feed(self, ids: Sequence[int]) -> list[int]:
         """The tokens that a forward of these has to compute."""
@@ -259,10 +261,14 @@ class Lanes:
 
     def leave(self, row: RowId, last_id: int) -> Lane:
         """Let a row leave whose last token is this one. In a batch its memory stays."""
-        if self._batch is not None:
-            self._batch.last_ids[row] = last_id
-            self._batch.left.add(row)
-            return self._lanes[row]
+        lane, batch = self._lanes[row], self._batch
+        lane.states = lane.cache.states
+        if batch is not None:
+            batch.last_ids[row] = last_id
+            batch.left.add(row)
+            if lane.states is not None and not batch.is_split:
+                lane.states = lane.states.row(list(batch.pads).index(row))
+            return lane
         self._groups = []
         return self._lanes.pop(row)
 

@@ -253,6 +253,7 @@ def decode(
     choose: Choose = choose_alone,
     anew: Anew | None = None,
     on_step: Callable[[list[int | None]], Iterable[int]] = lambda tokens: (),
+    on_leave: Callable[[RowId, Row, Lane], object] = lambda id, row, lane: None,
 ) -> Decoded:
     """Generate from all rows of a batch until each has ended.
 
@@ -260,7 +261,7 @@ def decode(
         rows: one per prompt, without new tokens.
         logits_BV: of the prompts' last tokens; None on a rank that is told the tokens.
         hold: returns lanes that hold the rows, with their drafts. It is called once the first tokens are there.
-        choose, anew: as of `Rows`.
+        choose, anew, on_leave: as of `Rows`.
         on_step: called with the tokens of each step, or of each place of the drafts in it: None for rows that have none
             there. Returns the rows to cancel.
 
@@ -279,7 +280,7 @@ def decode(
 
     tell(_next(ids, rows, choose, logits_BV))
     lanes, drafts = hold()
-    live = Rows(lanes, choose=choose, drafts=drafts, anew=anew)
+    live = Rows(lanes, choose=choose, drafts=drafts, anew=anew, on_leave=on_leave)
     live.take(ids, rows)
     while live:
         live.step(tell)

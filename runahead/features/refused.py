@@ -372,8 +372,13 @@ REFUSED = (
     # reuse of prefixes
     Refused(("reuse of prefixes", "marks"), MARKED, "use no prefix tree"),
     Refused(
-        ("reuse of prefixes", "states"),
-        "{1} hold states, of which the tree keeps no copies at the ends of what it stores",
+        ("reuse of prefixes", "states", "several stages"),
+        "{1} hold states, of which the stages of a chain do not send the first one those of a stored prefix",
+        "use one rank, or leave the tree out (serve.prefix_cache_bytes=0)",
+    ),
+    Refused(
+        ("reuse of prefixes", "states", "a server"),
+        "{1} hold states, which a server does not keep for its prefix tree",
         "leave the tree out (serve.prefix_cache_bytes=0)",
     ),
     Refused(

@@ -155,5 +155,6 @@ class StatesOfForward:
     def _save(self, number: int) -> None:
         self._pending = None
         # transformers masks no forward of a single token, and padding must leave no state.
-        self._loaded[number].clear(self._unbegun)
+        origin = None if self._attention.states is None else self._attention.states.origin
+        self._loaded[number].clear(self._unbegun, None if origin is None else origin.layers[number])
         self._attention.save_state(number)

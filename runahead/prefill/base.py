@@ -14,6 +14,7 @@ from torch import Tensor
 
 from policies.base import GivenPrompt
 from policies.row_values import sent
+from runahead.attention.states import States
 from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
@@ -136,7 +137,10 @@ class PrefillJob:
         reused: keys and values of prompt segments or stored prefixes; the batch then holds the new tokens alone.
         stored: what stages of a chain have stored of the prompts, and send to the others; on all of them. What this
             rank's stage has of it is `reused`, too.
+        states: after what each row reuses, in layers that hold one; a forward changes them. None: there is nothing.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
+        stops: index in the padded batch -> rows whose states before it are kept; one rank that has the whole prompt
+            ends a piece there.
         gives_new: fill `given` of the result on the rank that decodes.
         texts: whole prompts, if some of their tokens are reused and policies decide on all.
         record: record the timeline of this rank.
@@ -153,7 +157,9 @@ class PrefillJob:
     shards: Mapping[int, Shard] | None = None
     reused: ReusedKV | None = None
     stored: StoredPrefix | None = None
+    states: States | None = None
     chunk_tokens: int | None = None
+    stops: Mapping[int, Sequence[int]] = field(default_factory=dict)
     gives_new: bool = False
     texts: PromptBatch | None = None
     record: bool = False
@@ -193,6 +199,7 @@ class Prefilled:
         cache: KV cache of the prompt, on the ranks that decode.
         given: keys and values of the tokens that were computed, where `cache` has those that are reused as well, as one
             text, in memory of its own.
+        states: index in the padded batch and row -> its states before that token, as rows; see `PrefillJob.stops`.
         is_cancelled: it was not computed to its end; there are no logits and no cache.
         prefixes: of each row, on a rank that decodes, if prefixes are reused.
         spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
@@ -204,6 +211,7 @@ class Prefilled:
     logits_BV: Tensor | None = None
     cache: KVStore | None = None
     given: KVStore | None = None
+    states: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     is_cancelled: bool = False
     prefixes: list[RowPrefix] = field(default_factory=list)
     spans: list[TraceSpan] = field(default_factory=list)

@@ -14,28 +14,23 @@ import torch
 
 from runahead.attention.base import ForwardEndsHere, LayerAttention
 from runahead.attention.op import nothing
-from runahead.attention.states import StateShape
 from runahead.cache.attention import End, LayerCall, LayerHook
 from runahead.cache.base import KVStore
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape, Slabs
+from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
 from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
+from runahead.reuse.state_rows import row_shape
 from runahead.rotary import Rotary
 from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import TraceSpan
 
 LEAST_ASIDE_S = 1e-3
 """Shorter spans are not drawn: the rank only looked whether there is something else to do."""
-
-
-def _in_slab(shape: StateShape) -> KVShape:
-    """The shape of a slab in which states take the place of tokens."""
-    return KVShape(num_kv_heads=1, key_dim=shape.num_bytes, value_dim=0, dtype=torch.uint8)
 
 
 class ChainRun(LayerHook):
@@ -80,7 +75,7 @@ class ChainRun(LayerHook):
             [place for place, (kind, _) in enumerate(order) if kind == wanted] for wanted in ("kv", "state")
         )
         slabs = Slabs.empty(
-            [model.kv_shapes[n] if kind == "kv" else _in_slab(model.state_shapes[n]) for kind, n in order],
+            [model.kv_shapes[n] if kind == "kv" else row_shape(model.state_shapes[n]) for kind, n in order],
             batch=len(job.batch.pads),
             spans=spans,
             num_slabs=num_slabs,
@@ -89,7 +84,7 @@ class ChainRun(LayerHook):
         )
         of_kv = slabs.only(self._kv_at) if self._state_at else slabs
         self.cache = KVCache(of_kv, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(of_kv))
-        self.cache.states = self._states = model.empty_states()
+        self.cache.states = self._states = model.empty_states() if job.states is None else job.states
         self._carried = KVCache(slabs) if self._state_at else self.cache
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)

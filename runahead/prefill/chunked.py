@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from itertools import count, pairwise
 
+from torch import Tensor
+
 from policies.base import Phase
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
@@ -20,6 +22,7 @@ from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.report import RankReport
 from runahead.reuse.cache import reusing
 from runahead.reuse.reused_kv import ReusedKV, WholeTexts
+from runahead.reuse.state_rows import state_rows
 from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
@@ -44,10 +47,15 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         kept.gaps, kept.stored_parts = texts.gaps, texts.stored_parts()
     seen = kept if new is None else new if reused is None else reusing(new.slabs, reused)
     assert seen is not None
+    states = model.empty_states() if job.states is None else job.states
+    for each in (seen, kept):
+        if each is not None:
+            each.states = states
 
     # The queries that policies look at are in the last chunk.
     last = num_tokens - (0 if texts is None else policies.num_observed)
-    edges = [0, *(edge for edge in range(chunk_tokens, num_tokens, chunk_tokens) if edge <= last), num_tokens]
+    whole_chunks = (edge for edge in range(chunk_tokens, num_tokens, chunk_tokens) if edge <= last)
+    edges = sorted({0, *whole_chunks, *(edge for edge in job.stops if edge <= last), num_tokens})
     layers, num_layers = count(1), model.num_layers * (len(edges) - 1)
 
     def after_layer() -> None:
@@ -59,7 +67,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
 
     began_s, clock = time.perf_counter(), clock_for(ranks.device)
     marks = [clock.mark()]
-    logits_BV = None
+    logits_BV, kept_states = None, dict[tuple[int, int], list[Tensor]]()
     for start, end in pairwise(edges):
         tokens = NewTokens(start, pads)
         is_last = end == num_tokens
@@ -93,7 +101,11 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         except PrefillCancelled:
             seconds = time.perf_counter() - began_s
             return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)
+        if states is not None:
+            kept_states |= {(end, row): state_rows(states.row(row)) for row in job.stops.get(end, ())}
         marks.append(clock.mark())
+    if states is not None:
+        states.origin = None
     if kept is not None:
         whole = job.texts or batch
         decide_on_prompt(model, policies, kept, whole.ids_BS, whole.pads, room=room, on_layer=ranks.progress)
@@ -114,7 +126,9 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         TraceSpan(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")
         for (begin, done), (start, end) in zip(pairwise(times_s), pairwise(edges), strict=True)
     ]
-    prefilled = Prefilled(logits_BV=logits_BV, cache=cache, report=report, spans=spans if job.record else [])
+    prefilled = Prefilled(
+        logits_BV=logits_BV, cache=cache, report=report, states=kept_states, spans=spans if job.record else []
+    )
     if job.gives_new and kept is not None:
         prefilled.given = new
     return prefilled

@@ -75,8 +75,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     chunk = job.partition.chunk(ranks.stage)
     if not chunk:
         return Prefilled(report=RankReport(rank=ranks.rank))
-    if job.chunk_tokens is not None:
-        return run_chunked(job, job.chunk_tokens)
+    if job.chunk_tokens is not None or job.stops:
+        return run_chunked(job, job.chunk_tokens or job.batch.num_tokens)
 
     stored = job.stored if len(job.partition.chain) > 1 else None
     num_stored = {} if stored is None else stored.num_slots(len(pads))
@@ -149,6 +149,7 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     if stored is not None:
         reused = stored.seen(run.cache, job.reused, ranks.stage, is_last=schedule.is_last)
     cache = run.cache if reused is None else reusing(run.cache.slabs, reused.without_blended())
+    cache.states = run.cache.states
     tokens, hooks, blend = NewTokens(chunk.start, pads), list[LayerHook]([run]), None
     if reused is not None and reused.blended:
         blend = Blend(

@@ -12,6 +12,8 @@ import torch
 
 from policies.base import GivenPrompt, ids_of, reuse_segments
 from runahead.attention.op import nothing
+from runahead.attention.states import States
+from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition
@@ -24,6 +26,7 @@ from runahead.report import ReuseReport
 from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.reused_kv import ReusedKV
+from runahead.reuse.state_rows import state_rows, states_of
 from runahead.reuse.store import SegmentStore
 from runahead.reuse.stored_prefix import StoredPrefix
 from runahead.thinning.rank_policies import RankPolicies
@@ -102,6 +105,9 @@ class ReusingPrefill:
         if is_alone:
             longest = max(map(len, computed))
             partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
+        stops = dict[int, list[int]]()
+        if self._prefixes is not None and self._prefixes.state_bytes and prefixes and is_alone:
+            stops = _stops(prefixes, ids, self._prefixes.tree.snapshot_tokens)
         owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
         job = self._job(
             PromptBatch.of(computed, ranks.device),
@@ -110,6 +116,7 @@ class ReusingPrefill:
             meanwhile=meanwhile,
             shards=plan.shards,
             stored=StoredPrefix.of(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
+            stops=stops,
             gives_new=bool(prefixes),
             texts=PromptBatch.of(ids, ranks.device) if prefixes and self._policies.deciding else None,
             record=plan.record,
@@ -123,14 +130,34 @@ class ReusingPrefill:
         """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
         job, reuse = ready.job, ready.reuse
         job.reused = reused_kv(ready.ids, ready.prefixes, partial(self._computed_anew, meanwhile=job.meanwhile))
+        job.states = self._states_of(ready.prefixes, job.batch.pads)
         if reuse is not None and job.partition.chunk(self._ranks.stage):
             is_last = job.partition.chain[-1] == self._ranks.stage
             job.reused = reuse.fetch(self._policies.retriever if is_last else None)  # whose indices are made there
         prefilled = self._strategy.run(job)
-        job.reused = None  # frees reused segments, of which decoding may have its own copies
+        job.reused = job.states = None  # frees reused segments, of which decoding may have its own copies
         prefilled.report.prefill_s += ready.computed_anew_s
         prefilled.prefixes = ready.prefixes
+        self._keep_states(ready, prefilled)
         return prefilled
+
+    def _states_of(self, prefixes: Sequence[RowPrefix], pads: Sequence[int]) -> States | None:
+        """The states after what the rows reuse; None if no row has any."""
+        rows, nothing = [prefix.states for prefix in prefixes], self._model.empty_states()
+        if nothing is None or all(row is None for row in rows):
+            return None
+        states = states_of(rows, self._model.state_shapes, nothing, self._ranks.device)
+        states.origin = states.fork() if any(pads) else None
+        return states
+
+    def _keep_states(self, ready: ReadyPrefill, prefilled: Prefilled) -> None:
+        """Let each row that is stored have its states after parts of its prompt, and after all of it."""
+        cache, num_tokens = prefilled.cache, ready.job.batch.num_tokens
+        for row, prefix in enumerate(prefilled.prefixes if cache is not None and cache.states is not None else []):
+            before, text = len(ready.ids[row]) - num_tokens, len(ready.ids[row])
+            prefix.snapshots = {at + before: rows for (at, of), rows in prefilled.states.items() if of == row}
+            assert cache is not None and cache.states is not None
+            prefix.snapshots[text] = state_rows(cache.states.row(row))
 
     def again(
         self,
@@ -162,6 +189,11 @@ class ReusingPrefill:
         """
         assert self._prefixes is not None
         found = self._prefixes.of(ids, most, in_parts=in_parts)
+        if self._prefixes.state_bytes:  # tokens in the middle of a text could not be computed anew without states
+            while (whole := [each.num_whole() for each in found]) != [each.num_tokens for each in found]:
+                before, found = found, self._prefixes.of(ids, whole)
+                for prefix in before:
+                    prefix.release()
         if self._ranks.num_shares == 1 and not in_parts:
             return found
         # Ranks could not compute together what only one of them finds lost later.
@@ -222,8 +254,10 @@ class ReusingPrefill:
         began_s, compute = time.perf_counter(), partial(self._computed_anew, meanwhile=meanwhile)
         for text, prefix, num in zip(ids, prefixes, num_reused, strict=True):
             if prefix.num_tokens < num:
-                reused = reused_kv([text[:num]], [prefix], compute)
-                prefix.extend(text[:num], compute(text[prefix.num_tokens : num], reused))
+                reused, states = reused_kv([text[:num]], [prefix], compute), self._states_of([prefix], [0])
+                done = self._run_alone(text[prefix.num_tokens : num], reused, states=states, meanwhile=meanwhile)
+                after = None if done.states is None else state_rows(done.states)
+                prefix.extend(text[:num], _all_kv(done, num - prefix.num_tokens), after)
         return time.perf_counter() - began_s
 
     def _computed_anew(
@@ -233,14 +267,23 @@ class ReusingPrefill:
 
         It may be called inside a layer of a prefill: other stages then wait.
         """
+        return _all_kv(self._run_alone(ids, reused, meanwhile=meanwhile), len(ids))
+
+    def _run_alone(
+        self, ids: Sequence[int], reused: ReusedKV | None, *, states: States | None = None, meanwhile: Meanwhile | None
+    ) -> KVStore:
+        """The cache of tokens that this stage computes alone, as `_computed_anew`.
+
+        Args:
+            states: after what is reused.
+        """
         batch = PromptBatch.of([list(ids)], self._ranks.device)
         alone = ContextPartition(boundaries=(0,) * self._ranks.num_stages + (len(ids),))
         others = None if meanwhile is None else ToItsEnd(meanwhile)
-        job = self._job(batch, alone, num_new=1, meanwhile=others, reused=reused, policies=RankPolicies())
-        done = self._strategy.run(job)
-        layers = None if done.cache is None else done.cache.row_kv(0, 0, len(ids))
-        assert layers is not None, "all keys and values of a prompt are on the stage that computes it alone"
-        return layers
+        given = {"meanwhile": others, "reused": reused, "states": states, "policies": RankPolicies()}
+        cache = self._strategy.run(self._job(batch, alone, num_new=1, **given)).cache
+        assert cache is not None, "it is computed to its end"
+        return cache
 
     def _job(self, batch: PromptBatch, partition: ContextPartition, num_new: int, **more: Any) -> PrefillJob:
         given: dict[str, Any] = {
@@ -265,3 +308,32 @@ class ReusingPrefill:
             return None
         self.store = self.store or SegmentStore(self._model)
         return Reuse(prompts, self.store, self._model, self._ranks, after_layer)
+
+
+def _all_kv(cache: KVStore, num_tokens: int) -> list[torch.Tensor]:
+    """Keys and values of a text of one row in all layers."""
+    layers = cache.row_kv(0, 0, num_tokens)
+    assert layers is not None, "all keys and values of a prompt are on the stage that computes it alone"
+    return layers
+
+
+def _stops(
+    prefixes: Sequence[RowPrefix], prompts: Sequence[Sequence[int]], snapshot_tokens: int
+) -> dict[int, list[int]]:
+    """Where a prefill of rows with states ends a piece, as `PrefillJob.stops`.
+
+    A row that begins from states begins with a piece, since padding before it would change them.
+
+    Args:
+        snapshot_tokens: keep states after every so many tokens of a prompt; 0: nowhere in it.
+    """
+    stops = dict[int, list[int]]()
+    longest = max(len(ids) - prefix.num_tokens for ids, prefix in zip(prompts, prefixes, strict=True))
+    for row, (ids, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
+        pad = longest - (len(ids) - prefix.num_tokens)
+        if prefix.num_tokens and pad:
+            stops.setdefault(pad, [])
+        for end in range(snapshot_tokens, len(ids), snapshot_tokens) if snapshot_tokens else ():
+            if end > prefix.num_tokens:
+                stops.setdefault(pad + end - prefix.num_tokens, []).append(row)
+    return stops

@@ -1,4 +1,4 @@
-"""A node of a prefix tree: a run of tokens, with the places of their keys and values."""
+"""A node of a prefix tree: a run of tokens, with the places of their keys and values; or states after those before."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from dataclasses import dataclass, field, replace
 from runahead.reuse.tiers.entry import Entry, Tier
 from runahead.reuse.tiers.layer_rows import NO_ROWS
 
+SNAPSHOT = -1
+"""Takes the place of a first token where a node has states."""
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PrefixNode(Entry):
     """A run of tokens. No node is used without those before it.
 
+    Of models whose layers hold states, a node may also be a snapshot: the states after the last token before it, which
+    are one row. It has no tokens, and nothing follows it.
+
     Attributes:
         key: of the texts that it belongs to.
-        ids: token ids; none in the root of a key.
+        ids: token ids; none in the root of a key, and in a snapshot.
         numbers: of those tokens whose keys and values are here, ascending; other stages have the others.
         parent: the node before; None for a root.
-        children: the nodes after it, by their first token.
+        children: the nodes after it, by their first token, and its snapshot.
         turn: number of the first text that will soon need it; None if none is known.
     """
 
@@ -33,6 +39,20 @@ class PrefixNode(Entry):
     @property
     def num_tokens(self) -> int:
         return len(self.numbers)
+
+    @property
+    def first(self) -> int:
+        """Its place among the children of the node before it."""
+        return self.ids[0] if self.ids else SNAPSHOT
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.parent is not None and not self.ids
+
+    @property
+    def snapshot(self) -> PrefixNode | None:
+        """The states after its last token, if they are kept."""
+        return self.children.get(SNAPSHOT)
 
     @property
     def path(self) -> list[PrefixNode]:
@@ -64,7 +84,7 @@ class PrefixNode(Entry):
         """Whether it is still in the tree."""
         node = self
         while node.parent is not None:
-            if node.parent.children.get(node.ids[0]) is not node:
+            if node.parent.children.get(node.first) is not node:
                 return False
             node = node.parent
         return True

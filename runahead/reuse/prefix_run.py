@@ -2,7 +2,7 @@
 
 A run is the part of a text from a token on, and its file's name a hash of the whole text up to the run's last token and
 of what keys and values depend on beside the tokens. So a file cannot be taken for that of another text or model, and
-processes that store the same write the same.
+processes that store the same write the same. States after a text are a run without tokens, of one row.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class PrefixRun:
         numbers: of those of its tokens whose keys and values the file has, ascending; () if it has all.
         around: rows of its file before and after it, which its first and last rows are read with. They may be of any
             text that goes on after it: nobody but the groups of its own rows needs them.
+        is_snapshot: the file has the states after the text.
     """
 
     key: str
@@ -40,6 +41,7 @@ class PrefixRun:
     start: int
     numbers: Sequence[int] = ()
     around: tuple[int, int] = (0, 0)
+    is_snapshot: bool = False
 
     @cached_property
     def name(self) -> str:
@@ -47,12 +49,14 @@ class PrefixRun:
         place = (FORMAT, self.key, self.start, *(self.around if any(self.around) else ()))
         if self.numbers:
             place = (*place, tuple(self.numbers))
+        if self.is_snapshot:
+            place = (*place, "states")
         return hashlib.sha256(repr(place).encode() + array("q", self.ids).tobytes()).hexdigest()
 
     @property
     def here(self) -> Sequence[int]:
         """Numbers of those of its tokens whose keys and values are in its file."""
-        return self.numbers or range(len(self.ids) - self.start)
+        return self.numbers or range(1 if self.is_snapshot else len(self.ids) - self.start)
 
     def rows(self, first: int) -> FileRows:
         """The rows of its tokens from this number on, in its file."""
@@ -68,6 +72,8 @@ class PrefixRun:
             about["around"] = self.around
         if self.numbers:
             about["numbers"] = list(self.numbers)
+        if self.is_snapshot:
+            about["states"] = True
         return {"prefix": json.dumps(about)}
 
     @classmethod
@@ -79,7 +85,15 @@ class PrefixRun:
             before, after = about.get("around", (0, 0))
             around = int(before), int(after)
             numbers = tuple(map(int, about.get("numbers", ())))
-            run = cls(key=str(about["key"]), ids=tuple(ids), start=int(about["start"]), numbers=numbers, around=around)
+            run = cls(
+                key=str(about["key"]),
+                ids=tuple(ids),
+                start=int(about["start"]),
+                numbers=numbers,
+                around=around,
+                is_snapshot=about.get("states") is True,
+            )
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
-        return run if run.name == name and 0 <= run.start < len(run.ids) and min(around) >= 0 else None
+        has_place = run.start == len(run.ids) > 0 if run.is_snapshot else 0 <= run.start < len(run.ids)
+        return run if run.name == name and has_place and min(around) >= 0 else None

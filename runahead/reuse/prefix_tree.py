@@ -8,6 +8,12 @@ nodes get memory of their own where less than half of an allocation is in the tr
 What has no room on the device is kept in host memory and then on disk, and comes back when a text begins with it (as in
 CachedAttention, Gao et al., ATC 2024). A node is never in a faster tier than the one before it.
 
+Of models whose layers hold states a text can be continued only where its states were kept. A snapshot of them is a node
+of one row without tokens, after the node with whose last token its text ends, and has places of its own: in each tier
+the least recently used nodes go first, snapshots among them, so a text may lose its snapshots one by one and keep its
+keys and values for the texts that go on after it. What follows the last snapshot of a text is used by no match, and so
+goes soon, too. A match ends at a snapshot. A split leaves it at the end of the second half.
+
 Where several stages decode together, each has a tree with the tokens that it stores of a text. Other stages have the
 others, and it depends on all of them how long a prefix is (`runahead/reuse/prefixes.py`).
 """
@@ -28,7 +34,7 @@ import torch
 from torch import Tensor
 
 from runahead.cache.slabs import KVShape
-from runahead.reuse.prefix_node import PrefixNode, moved
+from runahead.reuse.prefix_node import SNAPSHOT, PrefixNode, moved
 from runahead.reuse.prefix_run import SUFFIX, PrefixRun
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import Tier
@@ -43,15 +49,20 @@ DISK_BYTES = 64 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A text of this key is in the tree, to its last token."""
+    """A text of this key is in the tree, to its last token.
+
+    Attributes:
+        states: None: no layer holds any. Otherwise whether those after the text are in the tree, and not its tokens.
+    """
 
     key: str
     ids: tuple[int, ...]
+    states: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
-    """Only the first `num_left` tokens of a text of this key are left in the tree."""
+    """Only the first `num_left` tokens of a text of this key are left in the tree; all of them: without the states."""
 
     key: str
     ids: tuple[int, ...]
@@ -63,6 +74,9 @@ Change = Stored | Dropped
 
 class PrefixHit:
     """The stored part of a text, whose nodes stay in the tree until it is released.
+
+    Args:
+        end: its last node; a snapshot if the text is to be continued from there.
 
     Attributes:
         num_tokens: its length.
@@ -76,8 +90,18 @@ class PrefixHit:
 
     @property
     def nodes(self) -> list[PrefixNode]:
-        """Its nodes in the order of the text. Later calls may find them split."""
+        """Its nodes with tokens in the order of the text. Later calls may find them split."""
+        return [node for node in self._end.path if not node.is_snapshot]
+
+    @property
+    def all_nodes(self) -> list[PrefixNode]:
+        """Its nodes, with the snapshot if there is one."""
         return self._end.path
+
+    @property
+    def snapshot(self) -> PrefixNode | None:
+        """The states after its last token, if they are held."""
+        return self._end if self._end.is_snapshot else None
 
     def release(self) -> None:
         """Let the nodes go; a second call does nothing."""
@@ -104,7 +128,8 @@ class PrefixTree:
         on_change: called with every change of what is stored in any tier.
         option: where the folder was named, for messages.
         bits: of each number in host memory and on disk, 8, 4 or 2; None is the model's dtype. A number is quantised
-            once, when it leaves the device.
+            once, when it leaves the device. States stay as they are.
+        snapshot_tokens: keep states also after every so many tokens of a prompt; 0: after prompts and answers alone.
 
     Raises:
         ValueError: the folder cannot be created or written to.
@@ -123,8 +148,9 @@ class PrefixTree:
         on_change: Callable[[Change], object] = lambda change: None,
         option: str = "folder",
         bits: int | None = None,
+        snapshot_tokens: int = 0,
     ) -> None:
-        self.on_change, self._bits = on_change, bits
+        self.on_change, self._bits, self.snapshot_tokens = on_change, bits, snapshot_tokens
         limits = {Tier.device: limit_bytes} | ({Tier.host: host_bytes} if host_bytes else {})
         kept = None
         if folder is not None:
@@ -133,6 +159,8 @@ class PrefixTree:
             self, limits, kept, lost_on_disk="prefixes that cannot be kept on disk are computed anew"
         )
         self._opened: dict[str, TierCopies] = {}
+        self._copies_of_states: dict[str, TierCopies] = {}
+        self._with_states = set[str]()
         self._roots: dict[str, PrefixNode] = {}
         self._needed: list[PrefixNode] = []
         self.found_tokens: Counter[Tier] = Counter()
@@ -164,16 +192,24 @@ class PrefixTree:
         """Whether texts may be elsewhere than on the device."""
         return Tier.host in self._store.memory or self._store.files is not None
 
-    def open(self, key: str, shapes: Sequence[KVShape], device: torch.device) -> None:
+    def open(
+        self, key: str, shapes: Sequence[KVShape], device: torch.device, *, states: Sequence[KVShape] = ()
+    ) -> None:
         """Let texts of a key leave the device, and find those in the folder that are of this key.
 
         Args:
             shapes: of the layers.
             device: that computes.
+            states: shapes of the states of layers that hold one, as rows. Texts of this key are continued only where
+                these are kept.
         """
+        if states:
+            self._with_states.add(key)
         if key in self._opened or not self.has_tiers:
             return
         copies = self._opened[key] = self._store.copies(device, shapes, self._bits)
+        if states:
+            self._copies_of_states[key] = self._store.copies(device, states, None)
         if (files := self._store.files) is None:
             return
         runs, num_others = list[tuple[PrefixRun, int]](), 0
@@ -185,7 +221,10 @@ class PrefixTree:
                 num_others += 1
         for run, _ in sorted(runs, key=lambda each: each[0].start):
             node, at = self._walk(run.ids, key)
-            if run.start <= at < len(run.ids):
+            if run.is_snapshot:
+                if at == len(run.ids) and key in self._with_states:
+                    self._store.file_found(self._added_snapshot(node), run.rows(0))
+            elif run.start <= at < len(run.ids):
                 first = at - run.start
                 numbers = moved(run.here[bisect_left(run.here, first) :], -first)
                 new = PrefixNode(key=key, ids=run.ids[at:], numbers=numbers, copies=copies, parent=node)
@@ -203,10 +242,10 @@ class PrefixTree:
     def _read_ahead(self, key: str) -> None:
         """Let the system read the files of those texts that were used last, as many as have room in memory."""
         assert self._store.files is not None
-        copies, names = self._opened[key], dict[str, None]()
+        names, copies = dict[str, None](), self._opened[key]
         room = self.limit_bytes / copies.token_bytes + self._host_bytes / copies.stored_token_bytes
         for node in sorted(self._of_key(key), key=lambda node: -node.used):
-            room -= node.num_tokens
+            room -= self._device_bytes(node) / copies.token_bytes
             if room < 0:
                 break
             if node.tier is Tier.disk and node.file is not None:
@@ -217,17 +256,20 @@ class PrefixTree:
         """Tell of every change from now on, and first of all that is stored."""
         self.on_change = on_change
         for node in self.nodes():
-            if not node.children:
-                on_change(Stored(key=node.key, ids=node.text))
+            if node.is_snapshot or not node.children.keys() - {SNAPSHOT}:
+                on_change(self._stored(node))
 
     def match(self, ids: Sequence[int], key: str) -> PrefixHit:
-        """Find and hold the longest stored prefix of a text, and begin to bring it to the device.
+        """Find and hold the longest stored prefix after which a text can go on, and begin to bring it to the device.
 
         Its layers are waited for when they are read. What is known to be lost is dropped now, and what is found to be
         lost later raises `LostRows` in its reader and is dropped with the next call.
         """
         self._store.collect()
-        node, at = self._walk(ids, key)
+        node, at = self._walk(ids[: self.num_stored(ids, key)], key)
+        if key in self._with_states and node.snapshot is not None:
+            node = node.snapshot
+            node.used = self._store.now()
         found = [(each.tier, each.num_tokens) for each in node.path]
         self._store.touch(node)
         hit = self._raised(PrefixHit(self, node, at))
@@ -236,9 +278,14 @@ class PrefixTree:
         self.make_room()
         return hit
 
+    def hold(self, ids: Sequence[int], key: str) -> PrefixHit:
+        """Hold what is stored of a text, whether it can go on after that or not."""
+        return PrefixHit(self, *self._walk(ids, key))
+
     def num_stored(self, ids: Sequence[int], key: str) -> int:
-        """Length in tokens of the longest stored prefix of a text, which counts as no use of it."""
-        return self._known(ids, key)[1]
+        """Length in tokens of the longest stored prefix after which a text can go on; this counts as no use of it."""
+        nodes, at = self._known(ids, key)
+        return _end_of_snapshots(nodes, at) if key in self._with_states else at
 
     def insert(
         self,
@@ -295,10 +342,40 @@ class PrefixTree:
                 self._store.put(new, rows)
                 held, hit = hit, PrefixHit(self, new, len(ids))
                 held.release()
-                self.on_change(Stored(key=key, ids=tuple(ids)))
+                self.on_change(self._stored(new))
         self._store.touch(node)
         self.make_room()
         return hit
+
+    def keep_states(self, ids: Sequence[int], key: str, rows: Sequence[Tensor], *, is_needed: bool = False) -> None:
+        """Keep the states after a text, if all of it is stored.
+
+        Args:
+            rows: of each layer that holds a state, (1, 1, bytes), in memory of their own.
+            is_needed: also if they are larger than the tree may be, until room is made.
+        """
+        if self._known(ids, key)[1] < len(ids):
+            return
+        node, _ = self._walk(ids, key)
+        if node.parent is None or node.snapshot is not None:
+            return
+        given = LayerRows.of(rows)
+        if is_needed or given.num_bytes <= self.limit_bytes:
+            self._store.put(new := self._added_snapshot(node), given)
+            self.on_change(self._stored(new))
+            self._store.touch(new)
+            if not is_needed:
+                self.make_room()
+
+    def _added_snapshot(self, node: PrefixNode) -> PrefixNode:
+        """A new snapshot after a node, without a place."""
+        copies = self._copies_of_states.get(node.key)
+        new = PrefixNode(key=node.key, numbers=range(1), copies=copies, parent=node, used=self._store.now())
+        node.children[SNAPSHOT] = new
+        return new
+
+    def _stored(self, node: PrefixNode) -> Stored:
+        return Stored(key=node.key, ids=node.text, states=node.is_snapshot if node.key in self._with_states else None)
 
     def _fill(self, node: PrefixNode, given: LayerRows, numbers: Sequence[int]) -> None:
         """Let a node have tokens that are given: anew, or in place of those that another stage had stored."""
@@ -327,11 +404,17 @@ class PrefixTree:
     def apply(self, change: Change) -> None:
         """Do what another tree has done, in this one, which has its texts without keys and values."""
         if isinstance(change, Stored):
-            self.insert(change.ids, [], change.key).release()
+            if change.states is not None:
+                self._with_states.add(change.key)
+            if change.states:
+                self.keep_states(change.ids, change.key, [])
+            else:
+                self.insert(change.ids, [], change.key).release()
             return
         node, at = self._walk(change.ids[: change.num_left], change.key)
         assert at == change.num_left, (at, change.num_left)
-        if (child := node.children.get(change.ids[at])) is not None:
+        first = change.ids[at] if at < len(change.ids) else SNAPSHOT
+        if (child := node.children.get(first)) is not None:
             self._remove(child)
 
     def soon(self, texts: Sequence[Sequence[int]], key: str) -> None:
@@ -342,7 +425,7 @@ class PrefixTree:
         self._store.collect()
         for node in self._needed:
             node.turn = None
-        self._needed = list(dict.fromkeys(node for ids in texts for node in self._known(ids, key)[0]))
+        self._needed = list(dict.fromkeys(node for ids in texts for node in self._needed_by(ids, key)))
         for turn, node in enumerate(self._needed):
             node.turn = turn
         if self._store.files is not None:
@@ -350,12 +433,22 @@ class PrefixTree:
         room = self._host_bytes - sum(node.num_bytes for node in self._needed if node.tier is Tier.host)
         for node in self._needed:
             if node.tier is Tier.disk and node.is_attached:
-                room -= self._opened[key].stored_token_bytes * node.num_tokens
+                assert node.copies is not None
+                room -= node.copies.stored_token_bytes * node.num_tokens
                 if room < 0:
                     break
                 if not self._store.to_host(node):
                     self.lose(node)
         self.make_room()
+
+    def _needed_by(self, ids: Sequence[int], key: str) -> list[PrefixNode]:
+        """The nodes with which a text begins, and the states after which it can go on."""
+        nodes, at = self._known(ids, key)
+        if key not in self._with_states:
+            return nodes
+        end, nodes = _end_of_snapshots(nodes, at), self._known(ids[: _end_of_snapshots(nodes, at)], key)[0]
+        last = nodes[-1].snapshot if end else None
+        return nodes if last is None else [*nodes, last]
 
     def make_room(self) -> None:
         """Let texts that nobody holds leave, until the limits are kept."""
@@ -421,12 +514,11 @@ class PrefixTree:
 
     def _raised(self, hit: PrefixHit) -> PrefixHit:
         """Begin to bring what is held to the device. Returns what is held then: less, where a part is lost."""
-        nodes, limit, total = hit.nodes, self.limit_bytes, 0
+        nodes, limit, total = hit.all_nodes, self.limit_bytes, 0
         if all(node.tier is Tier.device for node in nodes):
             return hit
-        copies = self._opened[nodes[0].key]
         for end, node in enumerate(nodes):
-            total += copies.token_bytes * node.num_tokens
+            total += self._device_bytes(node)
             if node.tier is not Tier.device and total > limit:  # of an earlier process, whose limit was higher
                 return self._shortened(hit, nodes[:end])
         for end, node in enumerate(nodes):
@@ -437,11 +529,19 @@ class PrefixTree:
         return hit
 
     def _shortened(self, hit: PrefixHit, nodes: Sequence[PrefixNode]) -> PrefixHit:
-        """Hold only the first nodes of a hit."""
-        end = nodes[-1] if nodes else self._roots[hit.nodes[0].key]
-        shorter = PrefixHit(self, end, sum(len(node.ids) for node in nodes))
+        """Hold only the first nodes of a hit, to the last after which a text can go on."""
+        key, nodes = hit.all_nodes[0].key, list(nodes)
+        if hit.snapshot is not None:
+            while nodes and nodes[-1].snapshot in (None, hit.snapshot):
+                nodes.pop()
+            nodes += [snapshot for node in nodes[-1:] if (snapshot := node.snapshot) is not None]
+        shorter = PrefixHit(self, nodes[-1] if nodes else self._roots[key], sum(len(node.ids) for node in nodes))
         hit.release()
-        return shorter
+        return self._raised(shorter) if shorter.snapshot is not None else shorter
+
+    def _device_bytes(self, node: PrefixNode) -> int:
+        """Bytes of a node's rows on the device."""
+        return node.num_bytes if node.copies is None else node.copies.token_bytes * node.num_tokens
 
     def _stored_key(self, key: str) -> str:
         """Key of a text's files: of other bits, other numbers."""
@@ -452,7 +552,7 @@ class PrefixTree:
         for child in list(node.children.values()):
             self._remove(child)
         assert node.parent is not None
-        del node.parent.children[node.ids[0]]
+        del node.parent.children[node.first]
         self._store.remove(node)
 
     # What the store asks its finder.
@@ -470,6 +570,9 @@ class PrefixTree:
     def file_of(self, entry: PrefixNode, around: tuple[int, int]) -> FileAbout:
         """Its run begins where that before it ends: tokens between, which other stages have, are among its own."""
         text = entry.text
+        if entry.is_snapshot:
+            run = PrefixRun(key=self._stored_key(entry.key), ids=text, start=len(text), is_snapshot=True)
+            return FileAbout(name=run.name, title="states", metadata=run.metadata)
         start = first = len(text) - len(entry.ids)
         for node in reversed(entry.path[:-1]):
             if node.numbers:
@@ -498,3 +601,13 @@ class PrefixTree:
                 self._remove(node)  # of which other stages have all
                 node = node.parent
             self.on_change(Dropped(key=entry.key, ids=text, num_left=len(text) - len(entry.ids)))
+
+
+def _end_of_snapshots(nodes: Sequence[PrefixNode], at: int) -> int:
+    """Number of tokens of a text up to its last snapshot, of the nodes with its first `at` tokens."""
+    end = found = 0
+    for node in nodes:
+        end += len(node.ids)
+        if end <= at and node.snapshot is not None:
+            found = end
+    return found

@@ -2,7 +2,8 @@
 
 A prompt's last token is always computed, since its logits are needed. Keys and values stay where they were computed,
 as views. Where stages decode together, each keeps what it has of a text, and all of them agree on how much of a prompt
-they have together (`owners_of`), and which one of them gives which token.
+they have together (`owners_of`), and which one of them gives which token. Of models with states a prefix ends where its
+states were kept (`runahead/reuse/state_rows.py`).
 """
 
 # Legend: B batch, T tokens, K kv heads, X = H + V key and value dims, V vocabulary.
@@ -23,6 +24,7 @@ from runahead.model.model import Model
 from runahead.reuse.prefix_node import PrefixNode, moved
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
+from runahead.reuse.state_rows import row_shape
 from runahead.reuse.store import model_key
 from runahead.reuse.tiers.layer_rows import Layers, MendedRows
 
@@ -33,6 +35,7 @@ class RowPrefix:
     Attributes:
         num_tokens: number of tokens that it reuses.
         num_cached: of these, tokens that were there before and are not lost.
+        snapshots: number of first tokens of the row's text -> the states after them, which are kept with its prompt.
     """
 
     def __init__(self, tree: PrefixTree, key: str, ids: Sequence[int]) -> None:
@@ -40,11 +43,18 @@ class RowPrefix:
         self._hit = tree.match(ids, key)
         self.num_tokens = self.num_cached = self._hit.num_tokens
         self._given: set[int] | None = None
+        self.snapshots: dict[int, Sequence[Tensor]] = {}
 
     @property
     def nodes(self) -> list[PrefixNode]:
         """The nodes that it holds, in the order of the text."""
         return self._hit.nodes
+
+    @property
+    def states(self) -> Sequence[Tensor] | None:
+        """The states after the tokens that it reuses; None if it reuses none, or no layer holds any."""
+        snapshot = self._hit.snapshot
+        return None if snapshot is None else snapshot.layers_TKX
 
     @property
     def here(self) -> list[range]:
@@ -87,20 +97,28 @@ class RowPrefix:
         return [row for row, number in enumerate(node.numbers) if start + number in self._given]
 
     def num_whole(self) -> int:
-        """Wait for what is reused. Returns the number of first tokens of which no layer is lost."""
+        """Wait for what is reused. Returns the number of first tokens of which no layer and no state is lost."""
         there = takewhile(lambda node: node.layers_TKX.are_whole(), self.nodes)
-        return sum(len(node.ids) for node in there)
+        num_there, snapshot = sum(len(node.ids) for node in there), self._hit.snapshot
+        if snapshot is not None and not snapshot.layers_TKX.are_whole():
+            num_there = min(num_there, self.num_tokens - 1)
+        return num_there
 
-    def extend(self, ids: Sequence[int], layers_TKX: Sequence[Tensor]) -> None:
+    def extend(self, ids: Sequence[int], layers_TKX: Sequence[Tensor], states: Sequence[Tensor] | None = None) -> None:
         """Reuse a longer prefix, whose last tokens were computed for that.
 
         Args:
             ids: the whole prefix.
             layers_TKX: keys and values of its last tokens.
+            states: after it, in layers that hold one.
         """
         before = self._hit
         self._hit = self._tree.insert(ids, layers_TKX, self._key, start=self.num_tokens, is_needed=True)
         before.release()
+        if states is not None:
+            self._tree.keep_states(ids, self._key, states, is_needed=True)
+            before, self._hit = self._hit, self._tree.match(ids, self._key)
+            before.release()
         self.num_tokens = self._hit.num_tokens
 
     def mend(self, ids: Sequence[int], layers_TKX: Sequence[Tensor]) -> None:
@@ -138,11 +156,18 @@ class RowPrefix:
                 own = range(start, len(ids))  # those before them may be on other stages
             before, self._hit = self._hit, self._tree.insert(ids, layers_TKX, self._key, start=start, own=own)
             before.release()
+            for num_tokens, states in self.snapshots.items():
+                self.keep_states(ids[:num_tokens], states)
+            self.snapshots = {}
+
+    def keep_states(self, ids: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Keep the states after a text, if all of it is stored."""
+        self._tree.keep_states(ids, self._key, states)
 
     def fork(self, ids: Sequence[int]) -> RowPrefix:
         """What another row of the same prompt reuses, which holds what is stored of this text."""
         other = copy(self)
-        other._hit = self._tree.match(ids, self._key)
+        other._hit, other.snapshots = self._tree.hold(ids, self._key), {}
         return other
 
     def release(self) -> None:
@@ -160,13 +185,16 @@ class Prefixes:
     Attributes:
         key: of the model's texts.
         token_bytes: bytes of a token's keys and values in all layers.
+        state_bytes: bytes of the states after a text; 0 if no layer holds any.
     """
 
     def __init__(self, model: Model, tree: PrefixTree, *, least_new: int = 1) -> None:
         self.tree, self._least_new = tree, least_new
         self.key = f"{model_key(model)} at original positions"
         self.token_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
-        tree.open(self.key, model.kv_shapes, model.device)
+        states = [row_shape(shape) for shape in model.state_shapes]
+        self.state_bytes = sum(shape.bytes_per_token() for shape in states)
+        tree.open(self.key, model.kv_shapes, model.device, states=states)
 
     def soon(self, texts: Sequence[Sequence[int]]) -> None:
         """Keep at hand what these texts, which will be asked for next, begin with."""
@@ -226,6 +254,7 @@ def store_prompts(
     for row, (prefix, ids, length) in enumerate(zip(prefixes, prompts, lengths, strict=True)):
         if not is_wrong[row]:
             prefix.store(ids, cache.row_kv(row, max(lengths) - length, length))
+        prefix.snapshots = {}
 
 
 Compute = Callable[[Sequence[int], ReusedKV | None], Sequence[Tensor]]

@@ -179,7 +179,7 @@ def test_a_lost_state_shows(family: str, name: str) -> None:
 
 def test_a_state_of_padding_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers masks no forward of one token, so the runtime has to."""
-    monkeypatch.setattr(StateLayer, "clear", lambda self, rows: None)
+    monkeypatch.setattr(StateLayer, "clear", lambda *given: None)
     ids = prompt(3, seed=4)
     ours = in_pieces(tiny_model("qwen3_next"), [prompt(70), ids], (1,) * 67 + (3,))
     assert largest_difference(ours[1], oracle_logits("qwen3_next", tuple(ids))) > WRONG
