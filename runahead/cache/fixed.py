@@ -20,7 +20,7 @@ from policies.row_values import row_values, sent
 from runahead.attention.op import Lengths
 from runahead.attention.partial import takes_sequences
 from runahead.cache.base import KVStore
-from runahead.cache.index import ALL_TOKENS, Index, ShardIndex
+from runahead.cache.index import ALL_TOKENS, Index, ShardIndex, Write
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.cache.shard import Shard
@@ -129,8 +129,8 @@ class DeviceIndex(Index):
             rows_BTKX[row, :num] = slab.slab_TBKX[end - num : end, row]
         return KVSlab(slab_TBKX=rows_BTKX.flatten(0, 1)[:, None], key_dim=slab.key_dim, first=0)
 
-    def slot(self, tokens: NewTokens) -> Tensor:
-        return self._next_S
+    def writes(self, tokens: NewTokens, num_new: int) -> Sequence[Write]:
+        return [Write(self._next_S)]
 
     def spans(self, tokens: NewTokens, num_new: int) -> Lengths:
         return self._lengths

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,24 @@ class Block:
     has_new: bool = True
 
 
+class Write(NamedTuple):
+    """New tokens that are stored side by side.
+
+    Attributes:
+        slot: of the first one, which others follow; or that of the only one of each sequence, on the device.
+        tokens: which of the new ones, in order, as a tensor on the device; None: all.
+    """
+
+    slot: int | Tensor
+    tokens: slice | Tensor | None = None
+
+    def of(self, new_BKCX: Tensor) -> Tensor:
+        """Keys or values of these tokens."""
+        if self.tokens is None:
+            return new_BKCX
+        return new_BKCX[:, :, self.tokens] if isinstance(self.tokens, slice) else new_BKCX.index_select(2, self.tokens)
+
+
 class Index:
     """Where the tokens of a text lie in the slabs of its layers: each in the slot of its index in the padded batch.
 
@@ -55,27 +74,9 @@ class Index:
     prefix: Slabs | None = None
     shard: Shard | None = None
 
-    def slot(self, tokens: NewTokens) -> int | Tensor:
-        """Where the new tokens are stored that are stored here: see `own`.
-
-        Returns:
-            the slot of the first one, which others follow; or of the only one of each sequence, on the device.
-        """
-        return tokens.start
-
-    def own(self, tokens: NewTokens, num_new: int) -> Sequence[int] | None:
-        """The numbers of the new tokens that are stored here, if other ranks store some; None: all."""
-        return None
-
-    def write(self, slab: KVSlab, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        """Store keys and values of new tokens in a layer's own memory, but for those that other ranks store."""
-        own = self.own(tokens, k_BKCH.shape[2])
-        if own is not None:
-            if not own:
-                return
-            own_S = tokens.once((self, "own"), lambda: sent(torch.tensor(own), k_BKCH.device))
-            k_BKCH, v_BKCV = k_BKCH.index_select(2, own_S), v_BKCV.index_select(2, own_S)
-        slab.write(self.slot(tokens), k_BKCH, v_BKCV)
+    def writes(self, tokens: NewTokens, num_new: int) -> Sequence[Write]:
+        """Where new tokens are stored in a layer's own memory, but for those that other ranks store."""
+        return [Write(tokens.start)]
 
     def spans(self, tokens: NewTokens, num_new: int) -> Sequence[Span] | Lengths:
         """The stored tokens that the last `num_new` tokens see, once they are stored, in a layer's own memory."""
@@ -165,12 +166,14 @@ class ShardIndex(Index):
         self._indices = shard.indices()
         self._index_T = sent(torch.tensor(self._indices), device)
 
-    def slot(self, tokens: NewTokens) -> int:
-        return self.shard.chunk.stop + self.shard.own_before[tokens.start - self.shard.num_tokens]
-
-    def own(self, tokens: NewTokens, num_new: int) -> Sequence[int] | None:
-        numbers = self.shard.own(tokens.start, num_new)
-        return None if len(numbers) == num_new else numbers
+    def writes(self, tokens: NewTokens, num_new: int) -> Sequence[Write]:
+        own = self.shard.own(tokens.start, num_new)
+        if not own:
+            return []
+        slot = self.shard.chunk.stop + self.shard.own_before[tokens.start - self.shard.num_tokens]
+        if len(own) == num_new:
+            return [Write(slot)]
+        return [Write(slot, tokens.once((self, "own"), lambda: sent(torch.tensor(own), self._index_T.device)))]
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
         """As of `Index`; earlier tokens have spans apart from several new ones, of which each query sees some."""

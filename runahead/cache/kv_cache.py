@@ -106,7 +106,8 @@ class SlabLayer(LayerStore):
         return self.slabs.by_layer[self.number]
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        self.index.write(self.slab, k_BKCH, v_BKCV, tokens)
+        for write in self.index.writes(tokens, k_BKCH.shape[2]):
+            self.slab.write(write.slot, write.of(k_BKCH), write.of(v_BKCV))
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab = self.slab

@@ -1,9 +1,12 @@
 """Shared base of prefills that exchange keys and values between all stages in every layer (TSP, zigzag)."""
 
+# Legend: B batch, K kv heads, C tokens of this rank, H head dim, V value dim.
+
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -56,9 +59,34 @@ class Arriving:
         raise AssertionError
 
 
-class ExchangeRun(ChainRun):
-    """One rank's part of such a prefill. Messages of a layer are waited for when attention comes to their tokens."""
+@dataclass(frozen=True)
+class NewKV:
+    """A layer's keys and values of this rank's tokens, by number of the new token."""
 
+    k_BKCH: Tensor
+    v_BKCV: Tensor
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_BKCV.shape[-1]
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        return self.k_BKCH[:, :, start:end], self.v_BKCV[:, :, start:end]
+
+    @property
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """New tokens are not in tensors of fixed shape."""
+        raise AssertionError
+
+
+class ExchangeRun(ChainRun):
+    """One rank's part of such a prefill. Messages of a layer are waited for when attention comes to their tokens.
+
+    Attributes:
+        new: this rank's keys and values in the layer at work.
+    """
+
+    new: NewKV
     _arriving: Sequence[Arriving] = ()
 
     def arriving(self, layer: int, messages: Sequence[Sequence[Message]]) -> Sequence[Arriving]:
@@ -66,6 +94,10 @@ class ExchangeRun(ChainRun):
         slab = self.cache.layer(layer)
         self._arriving = [Arriving(slab, partial(self.await_messages, layer, list(each))) for each in messages]
         return self._arriving
+
+    def save(self, call: LayerCall) -> None:
+        self.new = NewKV(call.k_BKCH, call.v_BKCV)
+        super().save(call)
 
     def wait_for_load(self, call: LayerCall) -> None:
         """Wait for what no query has read, too, since it is stored."""

@@ -10,18 +10,14 @@ once takes at most two more calls: both chunks to the keys before the early one,
 two.
 """
 
-# Legend: B batch, K kv heads, C tokens of this rank, S some of them, H head dim, V value dim.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from torch import Tensor
-
 from runahead.attention.op import Run, Span, Step, rows_by_pad
-from runahead.cache.index import Index
+from runahead.cache.index import Index, Write
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.context import ContextPartition, Partitioner, even
@@ -44,16 +40,14 @@ class ZigzagIndex(Index):
         ends = accumulate(map(len, self._own), initial=0)
         self._numbers = [range(first, end) for first, end in pairwise(ends)]
         self._indices = [index for own in self._own for index in own]
-        self._new: _OwnTokens
 
-    def write(self, slab: KVSlab, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
-        for own, at in zip(self._own, self._numbers, strict=True):
-            slab.write(own.start, *(x[:, :, at.start : at.stop] for x in (k_BKCH, v_BKCV)))
-        self._new = _OwnTokens(k_BKCH, v_BKCV)
+    def writes(self, tokens: NewTokens, num_new: int) -> Sequence[Write]:
+        chunks = zip(self._own, self._numbers, strict=True)
+        return [Write(own.start, slice(at.start, at.stop)) for own, at in chunks]
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
         own, earlier = tokens.once((self, "own"), lambda: self._own_spans(tokens.row_pads))
-        steps = [Step([Run(self._new, own)], arrives=False), Step([Run(self._new, earlier)], arrives=False)]
+        steps = [Step([Run(self._run.new, each)], arrives=False) for each in (own, earlier)]
         messages = self._schedule.steps(layer)
         for arriving, each in zip(self._run.arriving(layer, messages), messages, strict=True):
             # The tokens of these messages as the fewest contiguous ranges.
@@ -117,26 +111,6 @@ def _span(
         return [replace(each, slots=at, at=own) for each, (at, own) in zip(of_chunks, chunks, strict=True)]
 
     return replace(span, apart=apart)
-
-
-@dataclass(frozen=True)
-class _OwnTokens:
-    """A layer's keys and values of a rank's chunks, by number of the new token."""
-
-    k_BKCH: Tensor
-    v_BKCV: Tensor
-
-    @property
-    def value_dim(self) -> int:
-        return self.v_BKCV.shape[-1]
-
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self.k_BKCH[:, :, start:end], self.v_BKCV[:, :, start:end]
-
-    @property
-    def sequences(self) -> tuple[Tensor, Tensor]:
-        """New tokens are not in tensors of fixed shape."""
-        raise AssertionError
 
 
 class Zigzag(ExchangingPrefill):

@@ -23,7 +23,7 @@ from torch import Tensor
 from policies.row_values import row_values, sent
 from runahead.attention.op import EVERY_ROW, Run, Span, Step, spans_of
 from runahead.cache.base import KVStore
-from runahead.cache.index import ALL_TOKENS, Block, Index
+from runahead.cache.index import ALL_TOKENS, Block, Index, Write
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab, Slabs
@@ -67,11 +67,8 @@ class ReusedIndex(Index):
         self.reused, self._device, self._inner = reused, device, inner
         self.is_part, self.prefix = inner.is_part, inner.prefix
 
-    def slot(self, tokens: NewTokens) -> int | Tensor:
-        return self._inner.slot(tokens)
-
-    def own(self, tokens: NewTokens, num_new: int) -> Sequence[int] | None:
-        return self._inner.own(tokens, num_new)
+    def writes(self, tokens: NewTokens, num_new: int) -> Sequence[Write]:
+        return self._inner.writes(tokens, num_new)
 
     def positions_BC(self, index_C: Tensor, start: int) -> Tensor:  # noqa: N802
         end, device = start + len(index_C), index_C.device
