@@ -95,7 +95,7 @@ class CausalAttention(LayerAttention):
         hooks: from the outermost to the innermost: `closed` and `attended` are called in reverse order.
         ends: where the forward ends, if not with the logits.
         attend: computes attention in place of `op.attend`.
-        on_layer: called after each layer.
+        on_layer: called after each layer that stores keys and values, and after each state.
     """
 
     _load_state: Sequence[Verb] = ()
@@ -148,6 +148,7 @@ class CausalAttention(LayerAttention):
 
     def save_state(self, number: int) -> None:
         _call_all(self._save_state, number)
+        self._on_layer()
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
@@ -166,7 +167,9 @@ class CausalAttention(LayerAttention):
             call.store.append(call.k_BKCH, call.v_BKCV, call.tokens)
         _call_all(self._save, call)
         self._end_at(layer, "saved")
-        self._see(call)
+        call.seen = call.store.seen(call.q_BNCH, call.tokens)
+        if self._attend is not None:
+            call.seen.attend_to = self._attend
         return call
 
     def attend_shared(
@@ -199,14 +202,10 @@ class CausalAttention(LayerAttention):
         """Read the keys and values of another layer, as `stored` stores a layer's own; see `attend_shared`."""
         tokens = self.tokens.after(skipped) if skipped else self.tokens
         call = LayerCall(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, tokens, self._taken_input())
+        assert self._attend is None, "layers that read others attend by `op.attend`"
         call.store = self.cache.layers[source]
-        self._see(call)
+        call.seen = call.store.seen(q_BNCH, tokens)
         return call
-
-    def _see(self, call: LayerCall) -> None:
-        call.seen = call.store.seen(call.q_BNCH, call.tokens)
-        if self._attend is not None:
-            call.seen.attend_to = self._attend
 
     def _taken_input(self) -> Tensor | None:
         """The hidden states that were shown since the last call, if any were: no other layer has the same."""

@@ -519,11 +519,26 @@ class Model:
         projections = [child for children in mixers for child in children if isinstance(child, nn.Linear)]
         return any(each.bias is not None for each in projections)
 
-    def empty_cache(self, num_tokens: int, *, batch: int = 1) -> KVCache:
-        """A KV cache with room for `num_tokens` tokens in every layer. Raises: ValueError: memory is too small."""
-        spans = [(0, num_tokens)] * self.num_layers
-        slabs = Slabs.empty(self.kv_shapes, batch=batch, spans=spans, num_slabs=self.num_layers, device=self.device)
-        cache = KVCache(slabs)
+    def empty_cache(
+        self,
+        num_tokens: int,
+        *,
+        batch: int = 1,
+        num_slabs: int | None = None,
+        rotaries: Sequence[Rotary] | None = None,
+    ) -> KVCache:
+        """A KV cache with room for `num_tokens` tokens in every layer.
+
+        Args:
+            num_slabs: number of slabs, which the layers take in turn; by default each has its own.
+            rotaries: of each layer, if keys are stored unrotated.
+
+        Raises:
+            ValueError: the memory cannot be allocated.
+        """
+        spans, num_slabs = [(0, num_tokens)] * self.num_layers, self.num_layers if num_slabs is None else num_slabs
+        slabs = Slabs.empty(self.kv_shapes, batch=batch, spans=spans, num_slabs=num_slabs, device=self.device)
+        cache = KVCache(slabs, rotaries=rotaries)
         cache.states = self.empty_states()
         return cache
 

@@ -13,7 +13,7 @@ from runahead.cache.attention import LayerCall, LayerHook
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.context import ContextPartition
-from runahead.prefill.chain_run import ChainRun
+from runahead.prefill.stage_run import StageRun
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.steps import PolicySteps
 
@@ -37,7 +37,7 @@ class ChainPolicies(LayerHook):
 
     def __init__(
         self,
-        run: ChainRun,
+        run: StageRun,
         tokens: NewTokens,
         by_layer: Sequence[ContextPartition],
         rank: int,

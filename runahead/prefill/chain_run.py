@@ -1,40 +1,27 @@
-"""Set-up and run of one rank's part of a prefill: its slabs, its transfer of keys and values, its clock and report."""
+"""One rank's part of a prefill by several stages: slabs for what it sends and receives, and the transfer."""
 
-# Legend: B batch, C tokens of this rank.
+# Legend: B batch, Z bytes of a row's state.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 
-import torch
-
-from runahead.attention.base import ForwardEndsHere, LayerAttention
-from runahead.attention.op import nothing
-from runahead.cache.attention import End, LayerCall, LayerHook
-from runahead.cache.base import KVStore
+from runahead.attention.base import ForwardEndsHere
+from runahead.cache.attention import LayerCall, LayerHook
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
 from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
-from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
-from runahead.report import RankReport
+from runahead.prefill.base import PrefillCancelled, PrefillJob
+from runahead.prefill.stage_run import StageRun
 from runahead.reuse.state_rows import row_shape
 from runahead.rotary import Rotary
-from runahead.timeline.clock import clock_for
-from runahead.timeline.trace import TraceSpan
-
-LEAST_ASIDE_S = 1e-3
-"""Shorter spans are not drawn: the rank only looked whether there is something else to do."""
 
 
-class ChainRun(LayerHook):
-    """One rank's part of a prefill, as in the figure of the KV-Runahead paper.
+class ChainRun(StageRun, LayerHook):
+    """One rank's part of a prefill by several stages, as in the figure of the KV-Runahead paper.
 
     In each layer its attention stores the chunk's keys and values, sends them on, attends to the own chunk, awaits the
     prefix, and attends to it. The state of a layer arrives from the stage before, and goes on to the next one: it is
@@ -67,7 +54,6 @@ class ChainRun(LayerHook):
         own: Slabs | None = None,
         attends_last: bool = False,
     ) -> None:
-        self.job, self.is_last, self._attends_last = job, schedule.is_last, attends_last
         if len(schedule.chain) == 1:
             carrier = NoTransfer
         model, order = job.model, job.model.order
@@ -83,36 +69,40 @@ class ChainRun(LayerHook):
             allocate=carrier.allocator(job.ranks, schedule),
         )
         of_kv = slabs.only(self._kv_at) if self._state_at else slabs
-        self.cache = KVCache(of_kv, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(of_kv))
-        self.cache.states = self._states = model.empty_states() if job.states is None else job.states
-        self._carried = KVCache(slabs) if self._state_at else self.cache
-        self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
+        cache = KVCache(of_kv, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(of_kv))
+        super().__init__(job, cache)
+        self._carried = KVCache(slabs) if self._state_at else cache
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)
-        self._layer_ends = [self._clock.mark()]
-        self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
+        self.log, self.is_last, self._attends_last = self.transfer.log, schedule.is_last, attends_last
+        self._ends_with_state = not self.is_last and len(order) - 1 in self._state_at
+        if attends_last and not self.is_last:
+            self.ends = model.last_attention
+        elif not self.is_last and not self._ends_with_state:
+            self.ends = cache.num_layers - 1, "saved"
 
     @property
-    def ends(self) -> End | None:
-        """Where the forward ends on a rank of which nobody needs more; None: with the logits."""
-        if self.is_last:
-            return None
-        if self._attends_last:
-            return self.job.model.last_attention
-        return None if self._ends_with_state else (self.cache.num_layers - 1, "saved")
+    def hooks(self) -> list[LayerHook]:
+        return [self]
 
     @property
-    def _ends_with_state(self) -> bool:
-        """Whether the last that this rank hands on is a state."""
-        return not self.is_last and self._carried.num_layers - 1 in self._state_at
+    def slab_bytes(self) -> int:
+        return self._carried.num_bytes + self.transfer.fed_bytes
+
+    def _begin(self) -> None:
+        self._feed(range(self.transfer.lead))
+
+    def _end(self) -> None:
+        """Wait until all that this rank sends or passes on has left."""
+        self.transfer.finish()
 
     def load_state(self, number: int) -> None:
         place = self._state_at[number]
         self._open(place)
         self._await_prefix(place)
         for message in self.transfer.schedule.receives(place):
-            assert self._states is not None
+            assert self.cache.states is not None
             shape, [bytes_B1Z] = self.job.model.state_shapes[number], self.transfer.part(message)
-            self._states.layers[number].read(bytes_B1Z.flatten(1), shape)
+            self.cache.states.layers[number].read(bytes_B1Z.flatten(1), shape)
 
     def save_state(self, number: int) -> None:
         """Send a layer's state on.
@@ -122,15 +112,13 @@ class ChainRun(LayerHook):
         """
         place = self._state_at[number]
         for message in self.transfer.schedule.sends(place):
-            assert self._states is not None
+            assert self.cache.states is not None
             [bytes_B1Z] = self.transfer.part(message)
-            self._states.layers[number].write(bytes_B1Z.flatten(1))
+            self.cache.states.layers[number].write(bytes_B1Z.flatten(1))
         self.transfer.send(place)
         self.transfer.close(place)
-        self.job.ranks.progress()
         if self._ends_with_state and place == self._state_at[-1]:
             raise ForwardEndsHere
-        self._done(place)
 
     def before_save(self, call: LayerCall) -> None:
         self._open(self._kv_at[call.layer])
@@ -199,44 +187,16 @@ class ChainRun(LayerHook):
             self.job.ranks.settle("the KV in flight", peers)
 
     def attended(self, call: LayerCall) -> None:
-        """Release the slab of a layer for a later one.
+        """Release the slab of a layer for a later one."""
+        if call.source == call.layer:
+            self.transfer.close(self._kv_at[call.layer])
 
-        Raises:
-            PrefillCancelled: nobody wants the prompts any more.
-        """
-        if call.source != call.layer:
-            self.job.ranks.progress()
-            return
-        place = self._kv_at[call.layer]
-        self.transfer.close(place)
-        self.job.ranks.progress()
-        self._done(place)
-
-    def _done(self, place: int) -> None:
-        """Note that a layer's part is computed, and let the rank do other work.
-
-        Raises:
-            PrefillCancelled: nobody wants the prompts any more.
-        """
-        if self.job.record:
-            self._layer_ends.append(self._clock.mark())
-        if self.job.meanwhile is not None:
-            try:
-                with self._aside(place + 1):
-                    self.job.meanwhile.after_layer(place + 1, self._carried.num_layers)
-            except PrefillCancelled:
-                self._pass_on(place + 1)
-                raise
-
-    @contextmanager
-    def _aside(self, layer: int) -> Iterator[None]:
-        """Record the time of the block as one in which this rank does not compute its part."""
-        if not self.job.record:
-            yield
-            return
-        begin = self._clock.mark()
-        yield
-        self._asides.append((layer, begin, self._clock.mark()))
+    def _after_layer(self) -> None:
+        try:
+            super()._after_layer()
+        except PrefillCancelled:
+            self._pass_on(self.num_done)
+            raise
 
     def _pass_on(self, first: int) -> None:
         """Send and receive what is left, from this layer on, without computing it.
@@ -254,102 +214,3 @@ class ChainRun(LayerHook):
                 self.transfer.await_prefix(layer)
                 self.transfer.close(layer)
             self.job.ranks.progress()
-
-    def compute(
-        self,
-        attention: LayerAttention,
-        runs: Sequence[range],
-        *,
-        store: KVStore | None = None,
-        narrowed: NewTokens | None = None,
-        finish: Callable[[], None] = nothing,
-    ) -> Prefilled:
-        """Run the model on this rank's tokens and report times and bytes.
-
-        Args:
-            attention: attention of this rank, which uses this run.
-            runs: contiguous ranges of this rank's tokens, in order.
-            store: KV cache for decoding, on the rank that decodes.
-            narrowed: the tokens that are left in each layer, if policies narrow them.
-            finish: called on the last rank once it has computed its tokens, as a part of the prefill.
-        """
-        job, ids_BS = self.job, self.job.batch.ids_BS
-        start, index_C = runs[0].start, None
-        if len(runs) == 1:
-            ids_BC = ids_BS[:, start : runs[0].stop]
-        else:
-            index_C = torch.cat([torch.arange(run.start, run.stop, device=ids_BS.device) for run in runs])
-            ids_BC = ids_BS[:, index_C]
-        logits_BV, is_cancelled = None, False
-        self._feed(range(self.transfer.lead))
-        try:
-            with job.model.ranges("chunk of tokens", *(f"{run.start}-{run.stop}" for run in runs)):
-                logits_BV = job.model.forward(
-                    ids_BC,
-                    attention,
-                    start=start,
-                    pads=job.batch.pads,
-                    length=job.batch.num_tokens,
-                    index_C=index_C,
-                    tokens=narrowed,
-                )
-                finish()
-        except ForwardEndsHere:
-            pass
-        except PrefillCancelled:
-            is_cancelled, store = True, None
-        computed = self._clock.mark()
-        self.transfer.finish()
-        computed_s, log = self._clock.seconds(computed), self.transfer.log
-        waits = [(self._clock.seconds(begin), self._clock.seconds(end)) for _, begin, end in log.waits]
-        report = RankReport(
-            rank=job.ranks.rank,
-            chunk_tokens=sum(map(len, runs)),
-            prefill_s=computed_s - self._began_s,
-            wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
-            kv_sent_bytes=log.sent_bytes,
-            kv_received_bytes=log.received_bytes,
-            kv_peak_bytes=self._carried.num_bytes + self.transfer.fed_bytes,
-            state_bytes=0 if self._states is None else self._states.num_bytes,
-        )
-        if store is not None:
-            store.describe_prompt(report)
-        if store is not None and store.peak_bytes:  # what policies left of all layers
-            if self._states is not None:
-                store.note_peak()
-            report.kv_peak_bytes += store.peak_bytes
-        else:
-            report.kv_peak_bytes += report.state_bytes
-        spans = self._spans(computed_s) if job.record else []
-        return Prefilled(logits_BV=logits_BV, cache=store, report=report, is_cancelled=is_cancelled, spans=spans)
-
-    def _spans(self, computed_s: float) -> list[TraceSpan]:
-        """Timeline: a layer's compute lasts from the end of the previous layer's attention to the end of its own.
-
-        Waits are spans of their own, and no compute.
-        """
-        seconds, log = self._clock.seconds, self.transfer.log
-        ends_s = [*map(seconds, self._layer_ends), computed_s]
-        if self._attends_last and not self.is_last:
-            ends_s.pop()  # nothing follows the last attention
-        layers = list(pairwise(ends_s))
-        asides = [(at, seconds(b), seconds(e)) for at, b, e in self._asides]
-        all_waits = [(at, seconds(b), seconds(e)) for at, b, e in log.waits]
-        all_waits += [(at, b, e) for at, b, e in asides if e - b >= LEAST_ASIDE_S]
-        all_waits.sort(key=lambda wait: wait[1])
-        names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
-        spans = []
-        for layer, (start, end) in enumerate(layers):
-            waits = [(b, e) for at, b, e in all_waits if at == layer and e <= end]  # later ones wait for the last sends
-            edges = [start, *(moment for wait in waits for moment in wait), end]
-            at, detail = None if layer in names else layer, names.get(layer, "")
-            spans += [
-                TraceSpan(kind="compute", layer=at, start_s=b, end_s=e, detail=detail)
-                for b, e in zip(edges[::2], edges[1::2], strict=True)
-            ]
-            spans += [TraceSpan(kind="wait", layer=at, start_s=b, end_s=e, detail="K,V") for b, e in waits]
-        spans += [
-            TraceSpan(kind="send", layer=sent.layer, start_s=seconds(begin), end_s=seconds(end), detail=str(sent))
-            for sent, begin, end in log.sends
-        ]
-        return spans

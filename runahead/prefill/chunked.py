@@ -56,7 +56,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     last = num_tokens - (0 if texts is None else policies.num_observed)
     whole_chunks = (edge for edge in range(chunk_tokens, num_tokens, chunk_tokens) if edge <= last)
     edges = sorted({0, *whole_chunks, *(edge for edge in job.stops if edge <= last), num_tokens})
-    layers, num_layers = count(1), model.num_layers * (len(edges) - 1)
+    layers, num_layers = count(1), len(model.order) * (len(edges) - 1)
 
     def after_layer() -> None:
         if kept is not None:

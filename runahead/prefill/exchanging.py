@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from runahead.attention.op import Part
-from runahead.cache.attention import CausalAttention, LayerCall
+from runahead.cache.attention import LayerCall
 from runahead.cache.index import Index
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab
@@ -162,12 +162,9 @@ class ExchangingPrefill(Prefill):
             num_slabs=model.num_layers if schedule.is_last else SLABS,
             depth=SLABS,
         )
-        attention = CausalAttention(
-            KVCache(run.cache.slabs, self.index(run, schedule)),
-            start=own[0].start,
-            pads=pads,
-            hooks=[run],
-            ends=run.ends,
+        return run.compute(
+            own,
+            cache=KVCache(run.cache.slabs, self.index(run, schedule)),
             attend=self.attend(job),
+            store=run.cache if schedule.is_last else None,
         )
-        return run.compute(attention, own, store=run.cache if schedule.is_last else None)

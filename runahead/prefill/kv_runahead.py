@@ -12,10 +12,10 @@ few layers ahead, and they are passed on like more chunks before all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from runahead.cache.attention import CausalAttention, LayerHook
+from runahead.cache.attention import LayerHook
 from runahead.cache.index import ShardIndex
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
@@ -28,10 +28,12 @@ from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_policies import ChainPolicies
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.chunked import run_chunked
+from runahead.prefill.stage_run import StageRun
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
 from runahead.reuse.blend import Blend
 from runahead.reuse.cache import ReusedIndex, reusing
+from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.replay import decide_on_prompt
 
 
@@ -77,80 +79,19 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         return Prefilled(report=RankReport(rank=ranks.rank))
     if job.chunk_tokens is not None or job.stops:
         return run_chunked(job, job.chunk_tokens or job.batch.num_tokens)
-
-    stored = job.stored if len(job.partition.chain) > 1 else None
-    num_stored = {} if stored is None else stored.num_slots(len(pads))
-    last = job.partition.chain[-1]
-    last_start, total = job.partition.chunk(last).start, sum(num_stored.values())
-
-    def first_needed(layer: int, start: int) -> int:
-        if stored is not None:  # in the last layer it is for the last stage alone, which has a part of it
-            needs_all = start < last_start and layer < model.num_layers - 1
-            return (0 if needs_all else num_stored.get(last, 0)) - total
-        # With reused segments, adjacent new tokens may be far apart in the prompt. And groups of quantised tokens begin
-        # at a row's first token, on whatever number of ranks.
-        needs_all = job.reused is not None or policies.storage.bits is not None
-        return 0 if needs_all else model.first_needed(layer, start, pads)
-
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
-    # A state is handed on as if it were the one token of its stage, and each stage needs that of the one before.
-    order, handed_on = model.order, job.partition.one_each()
-    chunks = [by_layer[number] if kind == "kv" else handed_on for kind, number in order]
-
-    def first_of(place: int, start: int) -> int:
-        kind, number = order[place]
-        return first_needed(number, start) if kind == "kv" else max(0, start - 1)
-
-    carrier = carrier or TRANSFERS[ranks.backend]
-    schedule = TransferSchedule(
-        job.partition,
-        ranks.rank,
-        job.options.transfer,
-        first_of,
-        chunks if policies or model.held is not None else None,
-        joined=carrier.joins_prefix,
-        mesh=ranks.mesh,
-        num_stored=num_stored,
-    )
-    # A sender that is several layers ahead needs as many more slabs here, or it would have to wait.
-    depth = job.options.layers_in_flight + schedule.layer_skew() - 1
-    is_sharded = job.shard is not None
-    # Slabs of layers that others read are needed until those have run.
-    if (policies and (schedule.is_last or is_sharded)) or (is_sharded and schedule.is_last):
-        depth = max([depth, *(model.num_layers - source for source in model.kv_sources.values())])
-    if job.shard is not None and not policies:
-        return _run_sharded(job, job.shard, carrier, schedule, depth, first_needed)
-    # Under policies the last stage has a ring, too, since each layer's kept tokens are copied to memory of their own.
-    decodes_from_slabs = schedule.is_last and not policies
-    keeps_slabs = schedule.is_last and (not policies or job.gives_new)
-    decodes = schedule.is_last or job.shard is not None
-    kept = job.own_policies.cache(model, batch=len(pads)) if policies and decodes else None
-
-    def last_of(kind: str, own: range) -> int:
-        if kind == "state":  # the last stage hands on none
-            return own.start if schedule.is_last else own.stop
-        return job.capacity if decodes_from_slabs else own.stop
-
-    own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
-    run = ChainRun(
-        job,
-        carrier,
-        schedule,
-        spans=[
-            (first_of(place, own.start), last_of(kind, own))
-            for place, ((kind, _), own) in enumerate(zip(order, own_chunks, strict=True))
-        ],
-        num_slabs=len(order) if keeps_slabs else depth,
-        depth=depth,
-        rotaries=policies.rotaries(model),
-        attends_last=kept is not None,
-    )
+    kept, chain = None, job.partition.chain
+    if policies and (ranks.stage == chain[-1] or job.shard is not None):
+        kept = job.own_policies.cache(model, batch=len(pads))
+    run = _alone(job) if len(chain) == 1 else _linked(job, carrier, by_layer, attends_last=kept is not None)
     reused = job.reused
-    if stored is not None:
-        reused = stored.seen(run.cache, job.reused, ranks.stage, is_last=schedule.is_last)
+    if job.stored is not None:
+        reused = job.stored.seen(run.cache, job.reused, ranks.stage, is_last=run.is_last)
+    if job.shard is not None and not policies:
+        return _run_sharded(run, job.shard, reused)
     cache = run.cache if reused is None else reusing(run.cache.slabs, reused.without_blended())
     cache.states = run.cache.states
-    tokens, hooks, blend = NewTokens(chunk.start, pads), list[LayerHook]([run]), None
+    tokens, hooks, blend = NewTokens(chunk.start, pads), list[LayerHook](), None
     if reused is not None and reused.blended:
         blend = Blend(
             reused,
@@ -178,45 +119,136 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
             if policies.deciding is not None:
                 kept.settle(room=room)
 
-    attention = CausalAttention(cache, start=chunk.start, pads=pads, tokens=tokens, hooks=hooks, ends=run.ends)
-    stored_in = kept if policies else cache if schedule.is_last else None
-    narrowed = tokens if policies.narrows or blend is not None else None
-    prefilled = run.compute(attention, [chunk], store=stored_in, narrowed=narrowed, finish=decide)
-    if policies and schedule.is_last and job.gives_new:
+    prefilled = run.compute(
+        [chunk],
+        cache=cache,
+        tokens=tokens,
+        narrows=policies.narrows or blend is not None,
+        hooks=hooks,
+        store=kept if policies else cache if run.is_last else None,
+        finish=decide,
+    )
+    if policies and run.is_last and job.gives_new:
         prefilled.given = run.cache
     if blend is not None:
         prefilled.recomputed_tokens = blend.mean_computed
     return prefilled
 
 
-def _run_sharded(
-    job: PrefillJob,
-    shard: Shard,
-    carrier: type[KVTransfer],
-    schedule: TransferSchedule,
-    depth: int,
-    first_needed: Callable[[int, int], int],
-) -> Prefilled:
-    """Run a rank's part, with a ring for the prefix and memory for the rank's shard, in which its chunk is computed."""
-    model, pads, chunk = job.model, job.batch.pads, shard.chunk
-    own = shard_slabs(model.kv_shapes, shard, batch=len(pads), device=job.ranks.device)
-    run = ChainRun(
+def _alone(job: PrefillJob) -> StageRun:
+    """The run of a stage that has the whole prompt."""
+    policies, model = job.policies, job.model
+    return StageRun(
+        job,
+        model.empty_cache(
+            job.batch.num_tokens if policies else job.capacity,
+            batch=len(job.batch.pads),
+            num_slabs=_layers_in_memory(job, 1, is_last=True) if policies and not job.gives_new else None,
+            rotaries=policies.rotaries(model),
+        ),
+    )
+
+
+def _layers_in_memory(job: PrefillJob, layer_skew: int, *, is_last: bool) -> int:
+    """Number of slabs of a ring.
+
+    Under policies the last stage has a ring, too, since each layer's kept tokens are copied to memory of their own.
+
+    Args:
+        layer_skew: most layers by which a sender is ahead. It needs as many slabs here, or it would have to wait.
+    """
+    model, is_sharded, num = job.model, job.shard is not None, job.options.layers_in_flight + layer_skew - 1
+    # Slabs of layers that others read are needed until those have run.
+    if (job.policies and (is_last or is_sharded)) or (is_sharded and is_last):
+        num = max([num, *(model.num_layers - source for source in model.kv_sources.values())])
+    return num
+
+
+def _linked(
+    job: PrefillJob, carrier: type[KVTransfer] | None, by_layer: Sequence[ContextPartition], *, attends_last: bool
+) -> ChainRun:
+    """The run of a stage in a chain of several.
+
+    Args:
+        by_layer: chunks of each layer.
+        attends_last: as of `ChainRun`.
+    """
+    model, pads, policies, ranks, stored = job.model, job.batch.pads, job.policies, job.ranks, job.stored
+    num_stored = {} if stored is None else stored.num_slots(len(pads))
+    last = job.partition.chain[-1]
+    is_last = ranks.stage == last
+    last_start, total = job.partition.chunk(last).start, sum(num_stored.values())
+
+    def first_needed(layer: int, start: int) -> int:
+        if stored is not None:  # in the last layer it is for the last stage alone, which has a part of it
+            needs_all = start < last_start and layer < model.num_layers - 1
+            return (0 if needs_all else num_stored.get(last, 0)) - total
+        # With reused segments, adjacent new tokens may be far apart in the prompt. And groups of quantised tokens begin
+        # at a row's first token, on whatever number of ranks.
+        needs_all = job.reused is not None or policies.storage.bits is not None
+        return 0 if needs_all else model.first_needed(layer, start, pads)
+
+    # A state is handed on as if it were the one token of its stage, and each stage needs that of the one before.
+    order, handed_on = model.order, job.partition.one_each()
+    chunks = [by_layer[number] if kind == "kv" else handed_on for kind, number in order]
+
+    def first_of(place: int, start: int) -> int:
+        kind, number = order[place]
+        return first_needed(number, start) if kind == "kv" else max(0, start - 1)
+
+    own = None
+    if job.shard is not None and not policies:  # the ring is for the prefix alone
+        own = shard_slabs(model.kv_shapes, job.shard, batch=len(pads), device=ranks.device)
+
+    def end_of(kind: str, chunk: range) -> int:
+        if own is not None or (kind == "state" and is_last):  # which hands on none
+            return chunk.start
+        return job.capacity if kind == "kv" and is_last and not policies else chunk.stop
+
+    carrier = carrier or TRANSFERS[ranks.backend]
+    schedule = TransferSchedule(
+        job.partition,
+        ranks.rank,
+        job.options.transfer,
+        first_of,
+        chunks if policies or model.held is not None else None,
+        joined=carrier.joins_prefix,
+        mesh=ranks.mesh,
+        num_stored=num_stored,
+    )
+    own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
+    keeps_all = is_last and (job.gives_new if policies else own is None)
+    depth = _layers_in_memory(job, schedule.layer_skew(), is_last=is_last)
+    return ChainRun(
         job,
         carrier,
         schedule,
-        spans=[(first_needed(layer, chunk.start), chunk.start) for layer in range(model.num_layers)],
-        num_slabs=depth,
+        spans=[
+            (first_of(place, chunk.start), end_of(kind, chunk))
+            for place, ((kind, _), chunk) in enumerate(zip(order, own_chunks, strict=True))
+        ],
+        num_slabs=len(order) if keeps_all else depth,
         depth=depth,
+        rotaries=policies.rotaries(model),
         own=own,
+        attends_last=attends_last,
     )
-    device, inner, index, reused = own.device, run.cache.slab_index, ShardIndex(shard, own.device), job.reused
-    cache, store, held = run.cache, KVCache(own, index), job.reused
-    if job.stored is not None:
-        reused = job.stored.seen(run.cache, job.reused, job.ranks.stage, is_last=schedule.is_last)
-    elif reused is not None and not schedule.is_last:  # segments are on all ranks, and decoding reads them on the last
-        held = replace(reused, parts=[])
+
+
+def _run_sharded(run: StageRun, shard: Shard, reused: ReusedKV | None) -> Prefilled:
+    """Run a rank's part, whose chunk is computed in the memory of the rank's shard.
+
+    Args:
+        reused: what the prompts reuse, as this rank reads it.
+    """
+    job, own, inner = run.job, run.cache.slabs, run.cache.slab_index
+    cache, index = run.cache, ShardIndex(shard, own.device)
+    store = KVCache(own, index)
     if reused is not None:
-        held = held or replace(reused, parts=[])
-        cache, store = (KVCache(own, ReusedIndex(*each)) for each in ((reused, device, inner), (held, device, index)))
-    attention = CausalAttention(cache, start=chunk.start, pads=pads, hooks=[run], ends=run.ends)
-    return run.compute(attention, [chunk], store=store)
+        # Segments are on all ranks, and decoding reads them on the last.
+        is_held = job.reused is not None and (job.stored is not None or run.is_last)
+        held = job.reused if is_held and job.reused is not None else replace(reused, parts=[])
+        cache, store = (
+            KVCache(own, ReusedIndex(*each)) for each in ((reused, own.device, inner), (held, own.device, index))
+        )
+    return run.compute([shard.chunk], cache=cache, store=store)

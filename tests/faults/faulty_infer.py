@@ -81,6 +81,7 @@ def inject(fault: dict[str, Any], armed: Path | None = None) -> None:
     from runahead.model import loading
     from runahead.model.model import Model
     from runahead.prefill.chain_run import ChainRun
+    from runahead.prefill.stage_run import StageRun
 
     pending = [fault["do"]]
 
@@ -107,6 +108,7 @@ def inject(fault: dict[str, Any], armed: Path | None = None) -> None:
             before(loading, "load", lambda *_, **__: once())
         case "prefill":
             before(ChainRun, "before_save", lambda _, call: at_layer(_, call.layer))
+            before(StageRun, "_after_layer", lambda run: at_layer(run, run.num_done))  # of a stage that is alone
         case "send":
             for carrier in (GlooTransfer, CopyTransfer):
                 before(carrier, "send", at_layer)

@@ -25,7 +25,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
 from runahead.config import CacheOptions
 from runahead.model.layers import narrowing
-from runahead.prefill.chain_run import ChainRun
+from runahead.prefill.stage_run import StageRun
 from runahead.reuse.blend import FIRST_LAYERS, shares_by_layer
 from runahead.reuse.reuse import encode_segment
 from runahead.thinning.rank_policies import RankPolicies
@@ -211,12 +211,12 @@ def test_no_token_sees_later_ones(published: bool, monkeypatch: pytest.MonkeyPat
     """Another token after all modules changes no keys and values before it; with the published mask it does."""
     stored = list[KVCache]()
 
-    def noted(self: ChainRun, *args: Any, **keywords: Any) -> None:
+    def noted(self: StageRun, *args: Any, **keywords: Any) -> None:
         made(self, *args, **keywords)
         stored.append(self.cache)
 
-    made = ChainRun.__init__
-    monkeypatch.setattr(ChainRun, "__init__", noted)
+    made = StageRun.__init__
+    monkeypatch.setattr(StageRun, "__init__", noted)
     if published:
         monkeypatch.setattr(*WRONG["computed tokens are the last"])
     asked = blended_prompt(3, 0.9)

@@ -13,6 +13,7 @@ from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions
 from runahead.attention.states import StateLayer
 from runahead.cache.slabs import Slabs
 from runahead.prefill.chain_run import ChainRun
+from runahead.prefill.stage_run import StageRun
 from runahead.report import RankReport
 from tests.families import throughout
 from tests.ranks import tasks
@@ -64,17 +65,17 @@ def bytes_in_layers(
         make(self, *args, **kwargs)
         layers.add(self)
 
-    def looking(name: str) -> Any:
-        verb = getattr(ChainRun, name)
+    def looking(owner: type[StageRun], name: str) -> Any:
+        verb = getattr(owner, name)
 
-        def looked(self: ChainRun, *args: Any) -> None:
+        def looked(self: StageRun, *args: Any) -> None:
             verb(self, *args)
             storages = [state.untyped_storage() for layer in layers for *_, state in layer.tensors()]
             of_states = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
             of_slabs = sum(num_bytes for storage, num_bytes in slots if not storage.expired())
             found.append((of_slabs + of_states, of_states))
 
-        return mock.patch.object(ChainRun, name, looked)
+        return mock.patch.object(owner, name, looked)
 
     gc.collect()
     partition = ContextPartition(boundaries=boundaries)
@@ -82,10 +83,10 @@ def bytes_in_layers(
     with (
         mock.patch.object(Slabs, "empty", noted_slabs),
         mock.patch.object(StateLayer, "__init__", noted_layer),
-        looking("load_state"),
-        looking("before_save"),
-        looking("attended"),
-        looking("_done"),
+        looking(ChainRun, "load_state"),
+        looking(ChainRun, "before_save"),
+        looking(ChainRun, "attended"),
+        looking(StageRun, "_after_layer"),
         throughout(engine.model.dtype),
     ):
         report = engine.generate(prompts, options).ranks[ranks.rank]

@@ -13,10 +13,9 @@ import torch
 
 from launch.infer import INFER, infer
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
-from runahead.cache.attention import LayerCall
 from runahead.config import PrefillName
 from runahead.model.shares import load_model, shard_model
-from runahead.prefill.chain_run import ChainRun
+from runahead.prefill.stage_run import StageRun
 from runahead.report import GenerationBatch
 from tests.families import build, keeping
 from tests.ranks.tasks import Steps
@@ -162,16 +161,16 @@ def generate_and_act(ranks: Ranks, num_shares: int, acting: int, layer: int, act
     """The acting rank does something in a layer of its prefill; the others tell how they end."""
     ranks.arrange(num_shares)
     model = shared_model(ranks, "llama", torch.float32, num_shares)
-    before_save = ChainRun.before_save
+    after_layer = StageRun._after_layer
 
-    def act_before(self: ChainRun, call: LayerCall) -> None:
-        if call.layer == layer:
+    def act_before(self: StageRun) -> None:
+        if self.num_done == layer:
             if action == "raise":
                 raise ValueError("out of luck")
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
-        before_save(self, call)
+        after_layer(self)
 
     if ranks.rank == acting:
-        ChainRun.before_save = act_before  # type: ignore[method-assign]
+        StageRun._after_layer = act_before  # type: ignore[method-assign]
     Engine(model, ranks).generate([list(range(30))], GenerationOptions(max_new_tokens=2))
     return "ok"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runahead import GenerationOptions, Model
 from runahead.cache.slabs import KVShape
-from runahead.prefill.chain_run import ChainRun
+from runahead.prefill.stage_run import StageRun
 from runahead.reuse import prefix_run
 from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import Change, PrefixTree, Stored
@@ -434,7 +434,7 @@ def test_a_forward_begins_before_later_layers_are_read(tmp_path: Path, monkeypat
         tree.save()
         engine = engine_of(model, PrefixTree(inf, folder=tmp_path))
         monkeypatch.setattr(tier_files, "checksum", waiting)
-        monkeypatch.setattr(ChainRun, "attended", _then(ChainRun.attended, compared.set))
+        monkeypatch.setattr(StageRun, "_after_layer", _then(StageRun._after_layer, compared.set))
         second = engine.generate([ids], OPTIONS)
     require_same(second, first)
     assert computed_and_cached(second) == (1, 39) and number == model.num_layers

@@ -262,7 +262,7 @@ def progress(reports: list[Any]) -> list[tuple[int, int, int]]:
 
 def test_a_long_prefill_is_told_by_its_layers_and_a_short_one_is_not(monkeypatch):
     monkeypatch.setattr("runahead.serving.executor.PROGRESS_S", 0.0)
-    monkeypatch.setattr("runahead.prefill.chain_run.LEAST_ASIDE_S", 0.0)
+    monkeypatch.setattr("runahead.prefill.stage_run.LEAST_ASIDE_S", 0.0)
     rank = Rank(itl_s=1e3)
     rank.inbox.put(item(1, 5, is_short=True))
     reports = rank.carry_out(item(0, 20))

@@ -13,6 +13,7 @@ from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.prefill import Prefill
 from runahead.prefill.chain_policies import ChainPolicies
+from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag
@@ -63,6 +64,7 @@ def test_a_slab_that_is_released_before_policies_have_read_it_is_seen(monkeypatc
     closed = set[tuple[NcclTransfer, int]]()
 
     def released_first(self: ChainPolicies, call: LayerCall) -> None:
+        assert isinstance(self._run, ChainRun)
         self._run.transfer.close(call.layer)
         closed_by_policies(self, call)
 

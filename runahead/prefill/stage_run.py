@@ -1,0 +1,211 @@
+"""One rank's part of a prefill: the forward over its tokens, with a clock, and what is reported of it."""
+
+# Legend: B batch, C tokens of this rank.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from runahead.attention.base import ForwardEndsHere
+from runahead.attention.op import Part, nothing
+from runahead.cache.attention import CausalAttention, End, LayerHook
+from runahead.cache.base import KVStore
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.new_tokens import NewTokens
+from runahead.kv_transfer import TransferLog
+from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
+from runahead.report import RankReport
+from runahead.timeline.clock import clock_for
+from runahead.timeline.trace import TraceSpan
+
+LEAST_ASIDE_S = 1e-3
+"""Shorter spans are not drawn: the rank only looked whether there is something else to do."""
+
+
+class StageRun:
+    """One rank's part of a prefill, and all of it where its stage is alone; in a chain it is a `ChainRun`.
+
+    Layers are numbered by `Model.order`: keys and values or a state.
+
+    Args:
+        cache: stores the keys and values of its tokens. It is given the states.
+
+    Attributes:
+        is_last: the stage computes the first token.
+        ends: where the forward ends on a rank of which nobody needs more; None: with the logits.
+        log: messages of this rank.
+        num_done: layers so far.
+    """
+
+    is_last = True
+    ends: End | None = None
+
+    def __init__(self, job: PrefillJob, cache: KVCache) -> None:
+        self.job, self.cache, self.log, self.num_done = job, cache, TransferLog(), 0
+        cache.states = job.model.empty_states() if job.states is None else job.states
+        self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
+        self._layer_ends = [self._clock.mark()]
+        self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
+
+    @property
+    def hooks(self) -> list[LayerHook]:
+        """Hooks of its own."""
+        return []
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes that it has allocated, without states."""
+        return self.cache.slabs.num_bytes
+
+    def await_device(self) -> None:
+        """Called before the host asks the device for a value after messages of other ranks."""
+
+    def compute(
+        self,
+        runs: Sequence[range],
+        *,
+        cache: KVStore | None = None,
+        tokens: NewTokens | None = None,
+        narrows: bool = False,
+        hooks: Sequence[LayerHook] = (),
+        attend: Callable[..., Part] | None = None,
+        store: KVStore | None = None,
+        finish: Callable[[], None] = nothing,
+    ) -> Prefilled:
+        """Run the model on this rank's tokens and report times and bytes.
+
+        Args:
+            runs: contiguous ranges of this rank's tokens, in order.
+            cache: the cache of this run as its tokens see it, if they see more.
+            tokens, attend: as of `CausalAttention`.
+            narrows: policies leave fewer of the tokens in each layer.
+            hooks: inside those of its own.
+            store: KV cache for decoding, on the rank that decodes.
+            finish: called on the last rank once it has computed its tokens, as a part of the prefill.
+        """
+        job, start, pads = self.job, runs[0].start, self.job.batch.pads
+        attention = CausalAttention(
+            self.cache if cache is None else cache,
+            start=start,
+            pads=pads,
+            tokens=tokens,
+            hooks=[*self.hooks, *hooks],
+            ends=self.ends,
+            attend=attend,
+            on_layer=self._after_layer,
+        )
+        ids_BS, index_C = job.batch.ids_BS, None
+        if len(runs) == 1:
+            ids_BC = ids_BS[:, start : runs[0].stop]
+        else:
+            index_C = torch.cat([torch.arange(run.start, run.stop, device=ids_BS.device) for run in runs])
+            ids_BC = ids_BS[:, index_C]
+        logits_BV, is_cancelled = None, False
+        self._begin()
+        try:
+            with job.model.ranges("chunk of tokens", *(f"{run.start}-{run.stop}" for run in runs)):
+                logits_BV = job.model.forward(
+                    ids_BC,
+                    attention,
+                    start=start,
+                    pads=pads,
+                    length=job.batch.num_tokens,
+                    index_C=index_C,
+                    tokens=tokens if narrows else None,
+                )
+                finish()
+        except ForwardEndsHere:
+            pass
+        except PrefillCancelled:
+            is_cancelled, store = True, None
+        computed = self._clock.mark()
+        self._end()
+        computed_s, log = self._clock.seconds(computed), self.log
+        waits = [(self._clock.seconds(begin), self._clock.seconds(end)) for _, begin, end in log.waits]
+        report = RankReport(
+            rank=job.ranks.rank,
+            chunk_tokens=sum(map(len, runs)),
+            prefill_s=computed_s - self._began_s,
+            wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
+            kv_sent_bytes=log.sent_bytes,
+            kv_received_bytes=log.received_bytes,
+            kv_peak_bytes=self.slab_bytes,
+            state_bytes=self.cache.state_bytes,
+        )
+        if store is not None:
+            store.describe_prompt(report)
+        if store is not None and store.peak_bytes:  # what policies left of all layers
+            if store.states is not None:
+                store.note_peak()
+            report.kv_peak_bytes += store.peak_bytes
+        else:
+            report.kv_peak_bytes += report.state_bytes
+        spans = self._spans(computed_s) if job.record else []
+        return Prefilled(logits_BV=logits_BV, cache=store, report=report, is_cancelled=is_cancelled, spans=spans)
+
+    def _begin(self) -> None:
+        """Called before the forward."""
+
+    def _end(self) -> None:
+        """Called after the forward."""
+
+    def _after_layer(self) -> None:
+        """Note that a layer's part is computed, and let the rank do other work.
+
+        Raises:
+            PrefillCancelled: nobody wants the prompts any more.
+        """
+        job = self.job
+        job.ranks.progress()
+        self.num_done += 1
+        if job.record:
+            self._layer_ends.append(self._clock.mark())
+        if job.meanwhile is not None:
+            with self._aside(self.num_done):
+                job.meanwhile.after_layer(self.num_done, len(job.model.order))
+
+    @contextmanager
+    def _aside(self, layer: int) -> Iterator[None]:
+        """Record the time of the block as one in which this rank does not compute its part."""
+        if not self.job.record:
+            yield
+            return
+        begin = self._clock.mark()
+        yield
+        self._asides.append((layer, begin, self._clock.mark()))
+
+    def _spans(self, computed_s: float) -> list[TraceSpan]:
+        """Timeline: a layer's compute lasts from the end of the previous layer's attention to the end of its own.
+
+        Waits are spans of their own, and no compute.
+        """
+        seconds, log = self._clock.seconds, self.log
+        ends_s = [*map(seconds, self._layer_ends), computed_s]
+        if self.ends is not None and self.ends[1] == "attended":
+            ends_s.pop()  # nothing follows the last attention
+        layers = list(pairwise(ends_s))
+        asides = [(at, seconds(b), seconds(e)) for at, b, e in self._asides]
+        all_waits = [(at, seconds(b), seconds(e)) for at, b, e in log.waits]
+        all_waits += [(at, b, e) for at, b, e in asides if e - b >= LEAST_ASIDE_S]
+        all_waits.sort(key=lambda wait: wait[1])
+        names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
+        spans = []
+        for layer, (start, end) in enumerate(layers):
+            waits = [(b, e) for at, b, e in all_waits if at == layer and e <= end]  # later ones wait for the last sends
+            edges = [start, *(moment for wait in waits for moment in wait), end]
+            at, detail = None if layer in names else layer, names.get(layer, "")
+            spans += [
+                TraceSpan(kind="compute", layer=at, start_s=b, end_s=e, detail=detail)
+                for b, e in zip(edges[::2], edges[1::2], strict=True)
+            ]
+            spans += [TraceSpan(kind="wait", layer=at, start_s=b, end_s=e, detail="K,V") for b, e in waits]
+        spans += [
+            TraceSpan(kind="send", layer=sent.layer, start_s=seconds(begin), end_s=seconds(end), detail=str(sent))
+            for sent, begin, end in log.sends
+        ]
+        return spans
