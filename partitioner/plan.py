@@ -99,7 +99,7 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
     from partitioner.meshes.plan import make_plan, meshes
     from partitioner.meshes.request import machine_of, workload_of
 
-    size = ModelSize.read(run.model, on_gpus=run.on_gpus)
+    size = ModelSize.read(run.model, on_gpus=run.on_gpus, decode=run.decode)
     machine, work = machine_of(run, size), workload_of(run)
     total = len(list(meshes(size, machine, work)))
     with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:

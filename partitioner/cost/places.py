@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from runahead.model.held import Held
     from runahead.model.model import Model
 
 
@@ -36,10 +37,18 @@ class Places:
         Raises:
             ValueError: a type of layers that the loaded model lacks.
         """
-        held = model.held
-        if held is None:
-            number = num_layers or model.num_layers
-            return cls(num_layers=number, state_bytes=(0,) * number, steps=((),) * number)
+        if model.held is None:
+            return cls.of_attention(num_layers or model.num_layers)
+        return cls.of_held(model.held, layer_types)
+
+    @classmethod
+    def of_attention(cls, num_layers: int) -> Places:
+        """The places of a model whose layers all attend, each to keys and values."""
+        return cls(num_layers=num_layers, state_bytes=(0,) * num_layers, steps=((),) * num_layers)
+
+    @classmethod
+    def of_held(cls, held: Held, layer_types: Sequence[str] = ()) -> Places:
+        """The places of layers some of which hold states, or of more of these types. Raises: as `of_model`."""
         types, found = list(layer_types or held.kinds), dict[str, dict[int, list[int]]]()
         layer_of = {("kv", number): layer for layer, number in held.kv_of.items()}
         layer_of |= {("state", number): layer for layer, number in held.state_of.items()}

@@ -30,7 +30,8 @@ def token_s(
     """
     shape, device, chain = size.shape, machine.device, partition.chain
     tokens = max(len(partition.chunk(stage)) for stage in chain) if sharded else partition.num_tokens
-    read = size.read_bytes(num_shares) + shape.num_layers * batch * tokens * size.kv_bytes_per_token(num_shares)
+    kv = size.num_attending * batch * tokens * size.kv_bytes_per_token(num_shares)
+    read = size.read_bytes(num_shares, batch) + kv + 2 * batch * shape.state_bytes  # a state is read and written
     layer_s = STEPS * device.step_s
     layer_s += ALLREDUCES * allreduce_s(batch * shape.model_dim * size.item_bytes, num_shares, machine.inside)
     told_s = 0.0
@@ -40,4 +41,4 @@ def token_s(
         part = batch * shape.num_heads // num_shares * (shape.head_dim + 1) * WIDE_BYTES
         layer_s += device.step_s + allgather_s(part, len(chain), link)
         told_s = ceil(log2(len(chain))) * link.latency_s
-    return read / device.memory_Bps + shape.num_layers * layer_s + told_s
+    return read / device.memory_Bps + len(size.places) * layer_s + told_s

@@ -8,7 +8,7 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import WeightBoundCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.stage import StageCost
-from partitioner.meshes.model_size import ModelSize
+from partitioner.meshes.model_size import STATE_FLOPS, ModelSize
 from partitioner.simulation.cluster import Cluster
 
 
@@ -95,24 +95,41 @@ class Machine:
             speed=[1.0] * num_stages,
             links=self.links(num_stages, num_shares),
             kv_bytes_per_token=batch * size.kv_bytes_per_token(num_shares),
+            state_bytes=batch * size.places.bytes_of_state,
             pass_on_as_landed=self.pass_on_as_landed,
         )
 
 
 def counted_cost(size: ModelSize, device: PlannedDevice, num_shares: int = 1, batch: int = 1) -> WeightBoundCost:
     """Compute of one share, counted from the model's shape."""
-    shape = size.shape
+    shape, attention = size.shape, size.attention_weights(num_shares)
+    heads = shape.num_heads // num_shares
     cost = WeightBoundCost.from_shape(
-        num_layers=shape.num_layers,
+        num_layers=len(size.places),
         model_dim=shape.model_dim,
-        query_dim=shape.num_heads // num_shares * shape.head_dim,
+        query_dim=heads * shape.head_dim,
         kv_dim=size.kv_heads(num_shares) * shape.head_dim,
-        mlp_dim=size.mlp_dim(num_shares),
+        mlp_dim=max(0.0, size.mlp_dim(num_shares)),
         vocab_size=shape.vocab_size / num_shares,
         matmul_flops=device.matmul_flops,
         attention_flops=device.attention_flops,
         step_s=device.step_s,
         batch=batch,
     )
+    # Projections through few dims have fewer weights than their inputs and outputs say; values may have fewer dims.
+    fewer = min(1.0, size.active_weights(num_shares) / attention)
+    narrower = (shape.head_dim + size.value_dim) / (2 * shape.head_dim)
+    state_s = STATE_FLOPS * batch * size.state_numbers / device.attention_flops
     # A weight is read in item_bytes / memory_Bps and multiplied with a token in 2 / matmul_flops.
-    return replace(cost, weight_tokens=device.matmul_flops * size.item_bytes / (2 * device.memory_Bps) / batch)
+    read_tokens = device.matmul_flops * size.item_bytes / (2 * device.memory_Bps) / batch
+    return replace(
+        cost,
+        first_s=(cost.first_s[0], fewer * cost.first_s[1]),
+        between_s=(cost.between_s[0], fewer * cost.between_s[1]),
+        last_s=(cost.last_s[0], fewer * cost.last_s[1]),
+        own_s=(*cost.own_s[:2], narrower * cost.own_s[2]),
+        prefix_s=(*cost.prefix_s[:3], narrower * cost.prefix_s[3]),
+        states=size.places.states,
+        state_s=(device.step_s if state_s else 0.0, state_s),
+        weight_tokens=read_tokens * size.read_per_active(num_shares),
+    )

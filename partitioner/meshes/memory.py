@@ -79,14 +79,16 @@ class Held:
 def kv_bytes(
     size: ModelSize, work: Workload, num_shares: int, partition: ContextPartition, *, sharded: bool
 ) -> list[int]:
-    """Bytes of keys and values that a rank of each stage holds, as the runtime allocates them.
+    """Bytes of keys and values, and states, that a rank of each stage holds, as the runtime allocates them.
 
     A stage has a ring of `layers_in_flight` slabs for its prefix and chunk, the last one a slab per layer for all
     tokens (runahead/prefill/kv_runahead.py). If decoding is sharded, each stage has a ring for its prefix, and slabs of
-    all layers for its chunk and some new tokens.
+    all layers for its chunk and some new tokens. A state is where the model computes with it, and in a slab as it
+    arrives from the stage before and as it goes to the next one.
     """
-    layers, each = size.shape.num_layers, work.batch * size.kv_bytes_per_token(num_shares)
-    ring = min(work.layers_in_flight, layers)
+    layers, each = size.num_attending, work.batch * size.kv_bytes_per_token(num_shares)
+    ring = min(work.layers_in_flight, len(size.places))
+    states = [work.batch * num_bytes for num_bytes in size.places.state_bytes]
     room = work.new_tokens - 1  # the last new token is not computed
     new = new_by_stage(partition, room)
     held = []
@@ -101,7 +103,13 @@ def kv_bytes(
             tokens = ring * chunk.start + layers * (len(chunk) + new[stage] + (1 if room else 0))
         elif chunk:
             tokens = ring * chunk.stop
-        held.append(tokens * each)
+        num_bytes = tokens * each
+        if chunk and size.places.states:
+            copies = (chunk.start > 0) + (not is_last)
+            kv_tokens = tokens // (layers if is_last else ring)
+            slabs = [copies * state if state else kv_tokens * each for state in states]
+            num_bytes = sum(states) + sum(slabs if is_last else (max(slabs[slot::ring]) for slot in range(ring)))
+        held.append(num_bytes)
     return held
 
 
@@ -124,7 +132,7 @@ def activation_bytes(size: ModelSize, num_shares: int, num_tokens: int, batch: i
     product.
     """
     shape, item = size.shape, size.item_bytes
-    D, F = shape.model_dim, size.mlp_dim(num_shares)
+    D, F = shape.model_dim, max(0.0, size.mlp_dim(num_shares))
     queries = shape.num_heads // num_shares * shape.head_dim
     keys = size.kv_heads(num_shares) * shape.head_dim
     attention = item * (D + 4 * queries + 4 * keys)
@@ -162,7 +170,8 @@ def ways(
 ) -> Iterator[Held]:
     """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
     is_single = len(partition.chain) == 1
-    either = [False, True] if work.sharded is None else [work.sharded]
+    # Only the last stage has the states of the whole prompt.
+    either = [False, True] if work.sharded is None and not size.places.states else [work.sharded or False]
     for sharded in [False] if is_single else either:
         pieces: list[int | None] = [None]
         if is_single:

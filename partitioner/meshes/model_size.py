@@ -1,7 +1,8 @@
 """Sizes of a model from its config alone: bytes of weights and of keys and values per share, and its matrix products.
 
-A share is what one of t ranks has of every layer, by transformers' plan for the family. Layers are taken for alike, and
-every query for attending to all tokens before it.
+A share is what one of t ranks has of every layer, by transformers' plan for the family. Layers are taken for alike, but
+for the states that some hold, and every query for attending to all tokens before it. Of experts those count for the
+compute that a token is sent to.
 """
 
 # Legend: D model dim, N query heads, K kv heads, H head dim, F width of the MLP.
@@ -19,23 +20,33 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from partitioner.cost.places import Places
 from partitioner.table.fingerprint import ModelShape, mlp_dim_of
-from runahead.config import ModelOptions
+from runahead.attention.base import Recording
+from runahead.cache.slabs import KVShape
+from runahead.config import DecodeOptions, ModelOptions
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
+from runahead.model.held import Held
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import hf
 from runahead.model.loading.position_limit import max_positions
+from runahead.model.loading.quiet import one_line
+from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.shares import check_shares
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of a config for the number of experts."""
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+"""Names of a config for the number of experts that a token is sent to."""
 
 SPLIT_FIRST = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
 SPLIT_LAST = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise")
 """Styles of transformers' plans, by the dim of a weight that they split."""
+
+
+STATE_FLOPS = 10
+"""Operations per number of a state and token beside matrix products: about those of a delta rule in chunks of 64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,8 @@ class Weight:
         is_head: whether it multiplies the last hidden state to logits.
         is_embedding: whether it holds the embeddings of tokens.
         is_tied: whether it is the same memory as one before it. Shares have such parameters each.
+        is_matrix: whether tokens are multiplied with it, in one of the layers.
+        active: share of it with which a token is multiplied: of experts those that it is sent to.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +73,8 @@ class Weight:
     is_head: bool = False
     is_embedding: bool = False
     is_tied: bool = False
+    is_matrix: bool = False
+    active: float = 1.0
 
     def elements(self, num_shares: int) -> int:
         """Elements of the largest share of all of them. Where shares are more than KV heads, some have the same."""
@@ -81,6 +96,9 @@ class ModelSize:
         item_bytes: bytes of a number in weights, activations, keys and values.
         weights: all parameters, those that are alike together.
         share_counts: numbers of ranks that the runtime can share its layers out to.
+        places: of its layers.
+        value_dim: dims of a head's values; those of its keys are in `shape`.
+        state_numbers: numbers in the state of a place, their mean.
         max_positions: longest text in tokens, if the config says so.
         notes: what the plan takes otherwise than it is.
     """
@@ -90,15 +108,19 @@ class ModelSize:
     item_bytes: int
     weights: tuple[Weight, ...]
     share_counts: tuple[int, ...]
+    places: Places
+    value_dim: int
+    state_numbers: float = 0.0
     max_positions: int | None = None
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, options: ModelOptions, *, on_gpus: bool = False) -> ModelSize:
+    def read(cls, options: ModelOptions, *, on_gpus: bool = False, decode: DecodeOptions | None = None) -> ModelSize:
         """Read the sizes from a model's config, without its weights.
 
         Args:
             on_gpus: it will run on GPUs, which have another dtype than CPUs for quantised weights.
+            decode: how new tokens are to be computed, if that is not left to the plan.
 
         Raises:
             ValueError, OSError: there is no such model, or it is one that cannot be planned for; one line.
@@ -106,38 +128,63 @@ class ModelSize:
         config = loading.load_config(options, progress=True)
         text = decoder_config(config)
         label = f"model {options.path or options.config or options.name.name} ({text.model_type})"
-        check(Setup(config=text, options={"a search or a plan": True}))
-        if any(getattr(text, name, None) for name in EXPERTS):
-            raise ValueError(
-                f"{label} is a mixture of experts, whose compute depends on the text; measure it with "
-                "python -m partitioner.search"
-            )
+        check(Setup(config=text, decode=decode))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
         heads = int(text.num_attention_heads)
         kv_heads = _kv_heads(text) or heads
+        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        places, value_dim, numbers, notes = Places.of_attention(int(text.num_hidden_layers)), head_dim, 0.0, []
+        experts = _experts(module)
+        if experts or Held.by_config(text) is not None:  # whose sizes are not under the same names in all configs
+            first, held = _looked_at(module, text, label)
+            kv_heads, head_dim, value_dim = first.num_kv_heads, first.key_dim, first.value_dim
+            if held is not None:
+                places = Places.of_held(held)
+                sizes = [prod(part.shape) for each in held.shapes for part in each.parts]
+                numbers = sum(sizes) / len(held.shapes)
+                notes.append(
+                    f"what its {len(held.shapes)} states cost beside matrix products is taken for {STATE_FLOPS} "
+                    "operations per number and token, at the rate of attention"
+                )
+        active = 1.0
+        if experts:
+            chosen = next((int(each) for name in CHOSEN if isinstance(each := getattr(text, name, None), int)), None)
+            if chosen is None:
+                raise ValueError(
+                    f"{label} has experts, and its config does not say how many a token is sent to by a name that is "
+                    f"known ({', '.join(CHOSEN)}); measure it with python -m partitioner.search"
+                )
+            active = min(1.0, chosen / experts)
+            notes.append(f"of its {experts} experts the {chosen} count that a token is sent to, on all ranks alike")
         shape = ModelShape(
             type=str(text.model_type),
-            num_layers=int(text.num_hidden_layers),
+            num_layers=places.num_layers,
             model_dim=int(text.hidden_size),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            head_dim=head_dim,
             vocab_size=int(text.vocab_size),
             mlp_dim=mlp_dim_of(text),
+            num_states=len(places.states),
+            state_bytes=sum(places.state_bytes),
         )
         plan = {} if text.model_type in ADAPTERS else dict(getattr(module, "_tp_plan", None) or {})
-        window = getattr(text, "sliding_window", None)
+        if window := getattr(text, "sliding_window", None):
+            notes.append(f"its sliding window of {window:,} tokens is taken for full attention")
         return cls(
             shape=shape,
             dtype=str(dtype).removeprefix("torch."),
             item_bytes=dtype.itemsize,
             weights=tuple(
-                replace(each, count=count) for each, count in Counter(_weights(module, plan, kv_heads)).items()
+                replace(each, count=count) for each, count in Counter(_weights(module, plan, kv_heads, active)).items()
             ),
             share_counts=tuple(_share_counts(text, heads)),
+            places=places,
+            value_dim=value_dim,
+            state_numbers=numbers,
             max_positions=max_positions(text),
-            notes=(f"its sliding window of {window:,} tokens is taken for full attention",) if window else (),
+            notes=tuple(notes),
         )
 
     def fits(self, num_shares: int) -> bool:
@@ -150,16 +197,24 @@ class ModelSize:
 
     def kv_bytes_per_token(self, num_shares: int = 1) -> int:
         """Bytes of the keys and values of one token in one layer of a share."""
-        return 2 * self.kv_heads(num_shares) * self.shape.head_dim * self.item_bytes
+        return self.kv_heads(num_shares) * (self.shape.head_dim + self.value_dim) * self.item_bytes
+
+    @property
+    def num_attending(self) -> int:
+        """Places with keys and values."""
+        return len(self.places) - len(self.places.states)
 
     def weight_bytes(self, num_shares: int = 1) -> int:
         """Bytes of the weights of the largest share."""
         return sum(weight.num_bytes(num_shares) for weight in self.weights)
 
-    def read_bytes(self, num_shares: int = 1) -> int:
-        """Bytes of weights that one forward of one token reads: all but the embeddings, of which it reads a row."""
+    def read_bytes(self, num_shares: int = 1, batch: int = 1) -> int:
+        """Bytes of weights that one forward of a token of each row reads: all but the embeddings, of which it reads a
+        row, and the experts that no row's token is sent to, if rows choose differently."""
         read = (weight for weight in self.weights if weight.in_layers or weight.is_head)
-        return sum(weight.elements(num_shares) * weight.item_bytes for weight in read)
+        return sum(
+            int(weight.elements(num_shares) * min(1.0, batch * weight.active)) * weight.item_bytes for weight in read
+        )
 
     @property
     def splits_embeddings(self) -> bool:
@@ -167,12 +222,28 @@ class ModelSize:
         return any(weight.is_embedding and weight.split_dim is not None for weight in self.weights)
 
     def mlp_dim(self, num_shares: int = 1) -> float:
-        """Width of a gated MLP whose three matrices have as many weights as a layer of a share has beside attention."""
+        """Width of a gated MLP whose three matrices have as many weights as a place of a share has beside attention.
+
+        It is below 0 if the projections of attention have fewer weights than their inputs and outputs say.
+        """
+        attention = self.attention_weights(num_shares)
+        return (self.active_weights(num_shares) - attention) / (3 * self.shape.model_dim)
+
+    def attention_weights(self, num_shares: int = 1) -> int:
+        """Weights of the projections of attention if these are matrices of all inputs and outputs."""
         shape = self.shape
-        matrices = sum(each.elements(num_shares) for each in self.weights if each.in_layers and len(each.shape) == 2)
         heads = 2 * (shape.num_heads // num_shares + self.kv_heads(num_shares))
-        attention = shape.model_dim * heads * shape.head_dim
-        return (matrices / shape.num_layers - attention) / (3 * shape.model_dim)
+        return shape.model_dim * heads * shape.head_dim
+
+    def active_weights(self, num_shares: int = 1) -> float:
+        """Weights that a token is multiplied with in a place, their mean."""
+        matrices = (weight for weight in self.weights if weight.is_matrix)
+        return sum(weight.elements(num_shares) * weight.active for weight in matrices) / len(self.places)
+
+    def read_per_active(self, num_shares: int = 1) -> float:
+        """Weights that many tokens read for each that one of them is multiplied with: more than 1 with experts."""
+        matrices = sum(weight.elements(num_shares) for weight in self.weights if weight.is_matrix)
+        return matrices / (self.active_weights(num_shares) * len(self.places))
 
 
 def _share_counts(config: Any, most: int) -> Iterator[int]:
@@ -189,28 +260,82 @@ def _kv_heads(config: Any) -> int | None:
     return getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
 
 
-def _weights(module: PreTrainedModel, plan: Mapping[str, str], kv_heads: int) -> Iterator[Weight]:
-    """Parameters of a model in the order of its modules, tied ones each time that they occur."""
+def _experts(module: PreTrainedModel) -> int:
+    """Number of experts among which layers choose; 0 if there are none."""
+    shapes = (parameter.shape for name, parameter in module.named_parameters() if _is_of_experts(name, parameter.ndim))
+    listed = [int(found[1]) + 1 for name, _ in module.named_parameters() if (found := _LISTED.search(name))]
+    return max([*listed, *(shape[0] for shape in shapes if len(shape) == 3)], default=0)
+
+
+_LISTED = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+"""Name of a weight of one expert of a list."""
+
+
+def _is_of_experts(name: str, ndim: int) -> bool:
+    """Whether a parameter holds the weights of all experts of a layer, or a matrix of one of them."""
+    return _LISTED.search(name) is not None or (ndim == 3 and re.search(r"(?:^|\.)experts\.", name) is not None)
+
+
+def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShape, Held | None]:
+    """Keys and values of the first layer that attends, and what layers with states hold, by a forward without memory.
+
+    Raises:
+        ValueError: the model's code needs the values of its tensors.
+    """
+    register()
+    for child in module.modules():
+        if isinstance(child, PreTrainedModel):  # other forms ask for values: which experts are chosen
+            child.config._experts_implementation = decoder_config(child.config)._experts_implementation = "batched_mm"
+    set_attention(module, ATTENTION_NAME)
+    held, recording = Held.by_config(config), Recording(start=0, pads=[0])
+    recording.states = None if held is None else held.nothing()
+    forward = SeamCache(recording, 0, num_new=1, held=held)
+    ids_11 = torch.zeros((1, 1), dtype=torch.long, device=module.device)
+    try:
+        with torch.inference_mode():
+            module(input_ids=ids_11, past_key_values=forward, use_cache=True, runahead=forward)
+        if forward.states is not None:
+            forward.states.save_pending()
+        _, _, k_BKCH, v_BKCV, _ = recording.calls[0]
+        held = held and held.as_called([layer for layer, *_ in recording.calls], recording)
+    except Exception as error:  # the family's own code
+        raise ValueError(
+            f"{label} cannot be planned by its config alone ({one_line(error)}); measure it with "
+            "python -m partitioner.search"
+        ) from error
+    heads, key_dim, value_dim = k_BKCH.shape[1], k_BKCH.shape[-1], v_BKCV.shape[-1]
+    return KVShape(num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim, dtype=k_BKCH.dtype), held
+
+
+def _weights(module: PreTrainedModel, plan: Mapping[str, str], kv_heads: int, active: float) -> Iterator[Weight]:
+    """Parameters of a model in the order of its modules, tied ones each time that they occur.
+
+    Args:
+        active: share of the experts that a token is sent to.
+    """
     names = {child: name for name, child in module.named_modules()}
     head, embedding = (names.get(each) for each in (module.get_output_embeddings(), module.get_input_embeddings()))
     seen: set[int] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        style = _style(name, plan)
+        style, in_layers = _style(name, plan), re.search(r"\.\d+\.", name) is not None
+        of_experts = _is_of_experts(name, parameter.ndim)
         split_dim = None
         if style in SPLIT_FIRST:
-            split_dim = 0
-        elif style in SPLIT_LAST and parameter.ndim == 2:
-            split_dim = 1
+            split_dim = max(0, parameter.ndim - 2)  # before it, experts
+        elif style in SPLIT_LAST and parameter.ndim >= 2:
+            split_dim = parameter.ndim - 1
         yield Weight(
             shape=tuple(parameter.shape),
             item_bytes=parameter.element_size(),
             split_dim=split_dim,
             kv_heads=kv_heads if owner.endswith(("k_proj", "v_proj")) else 0,
-            in_layers=re.search(r"\.\d+\.", name) is not None,
+            in_layers=in_layers,
             is_head=owner == head,
             is_embedding=owner == embedding,
             is_tied=id(parameter) in seen,
+            is_matrix=in_layers and not name.endswith("bias") and (parameter.ndim == 2 or of_experts),
+            active=active if of_experts else 1.0,
         )
         seen.add(id(parameter))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from partitioner.cost.compute import ComputeCost
+from partitioner.cost.compute import ComputeCost, layer_s
 from partitioner.cost.stage import ALLREDUCES, StageCost
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Machine
@@ -235,8 +235,7 @@ def _ttft(partition: ContextPartition, cluster: Cluster, piece_tokens: int | Non
     total_s = allreduce_s = 0.0
     for start, end in pairwise([*range(0, partition.num_tokens, piece_tokens), partition.num_tokens]):
         c, layers = end - start, compute.num_layers
-        attention_s = compute.own(c) + compute.prefix(c, start)
-        total_s += compute.first(c) + (layers - 1) * compute.between(c) + layers * attention_s + compute.last(c)
+        total_s += compute.first(c) + layers * layer_s(compute, c, start) - compute.between(c) + compute.last(c)
         allreduce_s += _allreduce_s(compute, c)
     return Seconds(compute=total_s - allreduce_s, allreduce=allreduce_s, wait=0.0)
 

@@ -452,7 +452,6 @@ FACTS: dict[str, Fact] = {
     "prompt.chat": _option("prompt.chat"),
     "a server": _option("a server"),
     "serve.decode_ranks": _option("serve.decode_ranks"),
-    "a search or a plan": _option("a search or a plan"),
     # of texts
     "reuse of prefixes": lambda setup: setup.prefixes,
     "policy=prompt_cache": lambda setup: setup.segments,

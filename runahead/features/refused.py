@@ -435,12 +435,6 @@ REFUSED = (
         "serve.decode_ranks=1 needs a second stage, which computes the prompts",
         "start more ranks",
     ),
-    # searches and plans
-    Refused(
-        ("a search or a plan", "states"),
-        "{1} hold states, which plans do not count yet",
-        "use python -m partitioner.search",
-    ),
     # a policy and a model
     Refused(
         ("a policy that narrows", "states"),

@@ -137,7 +137,6 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prompt.random_tokens": lambda: {"options": {"prompt.random_tokens": 9}},
     "prompt.chat": lambda: {"options": {"prompt.chat": "true"}},
     "serve.decode_ranks": lambda: {"options": {"serve.decode_ranks": 1}},
-    "a search or a plan": lambda: {"options": {"a search or a plan": True}},
     "reuse of prefixes": lambda: {"prefixes": "reuse of prefixes"},
     "policy=prompt_cache": lambda: {"segments": "policy=prompt_cache"},
     "policy.recompute": lambda: {"blends": True},

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from launch.infer import INFER
 from launch.program.compose import CONF, FLAGS_HELP
@@ -28,6 +29,7 @@ from launch.program.typed_options import leaf_names, option_kinds
 from partitioner.cost.collectives import allgather_s, allreduce_s, allreduce_sent_bytes
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
+from partitioner.cost.places import Places
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Machine, PlannedDevice, counted_cost
 from partitioner.meshes.memory import Workload, activation_bytes, kv_bytes
@@ -41,13 +43,16 @@ from partitioner.searches.best_split import best_split
 from partitioner.searches.equal_work import equal_work
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
-from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, RanksOptions
+from partitioner.table.fingerprint import Fingerprint
+from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
 from runahead.config import ModelName
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
-from tests.families import build, prompt
+from tests.conftest import RankPools
+from tests.families import HYBRIDS, build, prompt, throughout
 from tests.model.test_loading_gguf import write_gguf
+from tests.ranks.tasks import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "benchmarks" / "models"
@@ -133,10 +138,106 @@ def test_a_gguf_file_is_planned_in_the_dtype_that_it_runs_in(
     assert {weight.item_bytes for weight in size.weights} == {expected[1]}
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    build("mixtral", dtype=torch.float32).config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="mixture of experts"):
-        ModelSize.read(ModelOptions(name="random", config=str(tmp_path)))  # type: ignore[arg-type]
+def read_size(module: torch.nn.Module, folder: Path) -> ModelSize:
+    module.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
+    return ModelSize.read(ModelOptions(name="random", config=str(folder), dtype="float32"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(family: str, tmp_path: Path) -> None:
+    """Operations of a forward of one token, counted by torch."""
+    module = build(family, dtype=torch.float64, attention="eager")
+    size = read_size(module, tmp_path)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(input_ids=torch.tensor([[5]]), use_cache=False)
+    shape, layers = size.shape, size.shape.num_layers
+    attention = 2 * layers * shape.num_heads * (shape.head_dim + size.value_dim)
+    logits = 2 * shape.model_dim * shape.vocab_size
+    assert counter.get_total_flops() == 2 * layers * size.active_weights() + attention + logits
+    if family != "llama":
+        assert size.read_per_active() > 1.1 and size.read_bytes(batch=4) > size.read_bytes()
+    device = machine().device
+    cost = counted_cost(size, device)
+    assert cost.between_s[1] == pytest.approx(2 * size.active_weights() / device.matmul_flops, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "billions", "active"),
+    [("mixtral", 46.7, 12.9), ("qwen3_next", 79.7, 3.9), ("deepseek_v3", 671, 37.5)],
+)
+@pytest.mark.sampled(1)
+def test_experts_are_as_many_as_is_published(model_type: str, billions: float, active: float, tmp_path: Path) -> None:
+    """transformers' defaults are the published models. Active: as published, with logits (and embeddings at most)."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    options = ModelOptions(name="random", config=str(tmp_path), dtype="bfloat16")  # type: ignore[arg-type]
+    size = ModelSize.read(options)
+    assert size.weight_bytes() / 2e9 == pytest.approx(billions, rel=0.01)
+    assert size.read_bytes() / 2e9 == pytest.approx(active, rel=0.15)
+    if model_type == "qwen3_next":
+        assert (len(size.places), size.num_attending) == (48, 12)
+        assert size.shape.state_bytes == 36 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2)
+
+
+@pytest.mark.parametrize("family", sorted(HYBRIDS))
+def test_sizes_of_hybrids_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+    module = build(family, dtype=torch.float32)
+    size, model = read_size(module, tmp_path), Model(module)
+    assert size.places == Places.of_model(model)
+    assert size.kv_bytes_per_token() == model.kv_shapes[0].bytes_per_token()
+    assert size.weight_bytes() == sum(parameter.nbytes for parameter in module.parameters())
+    fingerprint = Fingerprint.of_model(model, device=torch.device("cpu"), backend="gloo", prefill=PrefillOptions())
+    assert size.shape == fingerprint.model and size.share_counts == (1,)
+    assert size.active_weights() > 0 and counted_cost(size, machine().device).states == size.places.states
+
+
+def peaks(ranks: Ranks, family: str, bounds: tuple[int, ...], new_tokens: int) -> int:
+    """Runs on a rank: peak of its slabs and its states."""
+    model = tiny_model(family, torch.float32)
+    options = GenerationOptions(max_new_tokens=new_tokens, ignore_eos=True)
+    with throughout(torch.float32):
+        engine = Engine(model, ranks, partition=lambda *_: ContextPartition(boundaries=bounds))
+        batch = engine.generate([prompt(bounds[-1]), prompt(bounds[-1], seed=1)], options)
+    return batch.ranks[ranks.rank].kv_peak_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("bounds", [(0, 40), (0, 30, 40), (0, 10, 20, 40)], ids=str)
+def test_states_of_hybrids_are_held_as_the_runtime_holds_them(
+    family: str, bounds: tuple[int, ...], rank_pools: RankPools, tmp_path: Path
+) -> None:
+    size = read_size(build(family, dtype=torch.float32), tmp_path)
+    work, split = Workload(tokens=40, new_tokens=3, batch=2), ContextPartition(boundaries=bounds)
+    expected = kv_bytes(size, work, 1, split, sharded=False)
+    assert rank_pools.run(len(bounds) - 1, peaks, family, bounds, 3) == expected
+
+
+def test_a_plan_of_a_hybrid_decodes_on_the_last_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
+    args = ["model=random", f"model.config={tmp_path}", "model.dtype=bfloat16", "gpus=8", "tokens=131072"]
+    args += ["device=b200", f"report={tmp_path / 'plan.json'}"]
+    assert main(args) == 0, capsys.readouterr().err
+    said = " ".join(capsys.readouterr().out.split())
+    assert "48 layers with 36 states" in said and "of its 512 experts the 10 count" in said
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert {each["shares"] for each in report["candidates"]} == {1}
+    assert not any(each["decode"] == "sharded" for each in report["candidates"])
+    assert main([*args, "decode=sharded"]) == 2
+    assert "decode=sharded" in capsys.readouterr().err
+
+
+def test_a_hybrid_sends_less_and_splits_more_evenly_than_attention_of_its_widths() -> None:
+    size, alone = size_of("llama-8b"), size_of("llama-8b")
+    states = tuple(0 if layer % 4 == 3 else 1 << 20 for layer in range(32))
+    kinds = tuple(("some",) for _ in range(32))
+    size = replace(size, places=Places(num_layers=32, state_bytes=states, steps=kinds), state_numbers=1 << 18)
+    work = Workload(tokens=131072, tensor=1)
+    ends, sent = [], []
+    for each in (alone, size):
+        best = next(found for found in make_plan(each, machine(2), work).candidates if found.num_stages == 2)
+        ends.append(best.partition.boundaries[1] / 131072)
+        sent.append(sum(simulate(best.partition, machine(2).cluster(each, 2, 1)).sent_bytes))
+    assert 0.5 < ends[1] < ends[0] - 0.02
+    assert 0.2 < sent[1] / sent[0] < 0.3
 
 
 # --- memory
@@ -512,7 +613,7 @@ def test_compute_that_a_search_measured_is_used_for_its_model_alone(
         **{name: sorted(points.items()) for name in ("first_s", "between_s", "own_s", "last_s")},
         "prefix_s": [[c, P, 1e-6 * c] for c in points for P in points],
     }
-    key = "|".join(str(value) for value in (*vars(size.shape).values(), "bfloat16", "H100"))
+    key = "|".join(str(value) for value in (*size.shape.known.values(), "bfloat16", "H100"))
     path = tmp_path / "t.compute.json"
     path.write_text(f"{key} [256]\n{json.dumps(measured)}\n", encoding="utf-8")
     assert main(options(f"compute={path}")) == 0
