@@ -142,4 +142,4 @@ def skew_of(
         model.forward(ids_1C, attention, start=start, pads=[0], length=len(ids))
         if bar is not None:
             bar.advance(ids_1C.shape[1] / len(ids))
-    return Skew.of(products, len(ids), at_position_0=rotaries is not None)
+    return Skew.from_products(products, len(ids), at_position_0=rotaries is not None)

@@ -31,7 +31,7 @@ class CoarseClusters:
     of_BKP: Tensor
 
     @classmethod
-    def of(cls, clusters: TokenClusters, size: int, first: int = 0) -> CoarseClusters:
+    def from_clusters(cls, clusters: TokenClusters, size: int, first: int = 0) -> CoarseClusters:
         """Cluster clusters, from the one with number `first` on, `size` of them together on average."""
         means_BKPH, sizes_BKP = clusters.means_BKPH[:, :, first:], clusters.sizes_BKP[:, :, first:]
         batch, heads, num_clusters, _ = means_BKPH.shape

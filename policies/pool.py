@@ -52,7 +52,7 @@ class Pool:
             )
 
     @classmethod
-    def of(cls, value: Any) -> Pool:
+    def from_options(cls, value: Any) -> Pool:
         """Options from a dictionary. Raises: ValueError."""
         if isinstance(value, Pool):
             return value

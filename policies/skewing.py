@@ -62,7 +62,7 @@ class Skew:
     at_position_0: bool
 
     @classmethod
-    def of(cls, products: list[Tensor], num_tokens: int, *, at_position_0: bool) -> Skew:
+    def from_products(cls, products: list[Tensor], num_tokens: int, *, at_position_0: bool) -> Skew:
         """Typical queries from the products (K, H, H) of each layer's queries, summed over `num_tokens` tokens."""
         queries = [typical_queries(products_KHH / num_tokens).float().cpu() for products_KHH in products]
         return cls(queries=queries, at_position_0=at_position_0)

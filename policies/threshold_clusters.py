@@ -49,7 +49,7 @@ class ThresholdClusters(Clusters):
     def __init__(self, view: PromptView, how: Clustering, thresholds: Thresholds) -> None:
         super().__init__(view, how)
         self.thresholds, size = thresholds, thresholds.coarse
-        self.coarse = CoarseClusters.of(self._clusters, size) if size else None
+        self.coarse = CoarseClusters.from_clusters(self._clusters, size) if size else None
         self.set_least(view)
 
     @property
@@ -60,7 +60,9 @@ class ThresholdClusters(Clusters):
         num_before = self._clusters.sizes_BKP.shape[2]
         super().append(k_BKCH, v_BKCV)
         if self.coarse is not None and self._clusters.sizes_BKP.shape[2] > num_before:
-            self.coarse = self.coarse.joined(CoarseClusters.of(self._clusters, self.thresholds.coarse, num_before))
+            self.coarse = self.coarse.joined(
+                CoarseClusters.from_clusters(self._clusters, self.thresholds.coarse, num_before)
+            )
 
     def set_least(self, view: PromptView) -> None:
         """Set the thresholds by the queries of `view`, whose slots are those of this index."""

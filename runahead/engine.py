@@ -190,7 +190,7 @@ class Engine:
                 prefilled = self.prefills.run(ready)
                 self.prefills.store_prompts(ready, prefilled)
                 # Under policies the cache has what is reused, too, as one text with what was computed.
-                batch = PromptBatch.of(ids, self.ranks.device) if self.policies else ready.job.batch
+                batch = PromptBatch.from_prompts(ids, self.ranks.device) if self.policies else ready.job.batch
                 decoded = decode_batch(
                     self.model,
                     ids,

@@ -311,7 +311,7 @@ class Turns:
             base.num_slots = self.context
             host = None
             if copies is not None:
-                host = HostLayer.of(replace(base), copies, room=self.room, spare=self.room)
+                host = HostLayer.copied_from(replace(base), copies, room=self.room, spare=self.room)
             q_BNwH = torch.randn(self.batch, heads, observed, shape.key_dim, dtype=shape.dtype, device=device)
             for variant in self.variants.values():
                 variant.take(layer, base, host, q_BNwH)

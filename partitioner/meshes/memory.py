@@ -60,7 +60,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class MeshMemory:
     """Memory of the ranks of a mesh under one way to decode.
 
     Attributes:
@@ -167,7 +167,7 @@ def rank_memory(
 
 def ways(
     size: ModelSize, memory_bytes: int, work: Workload, num_shares: int, partition: ContextPartition
-) -> Iterator[Held]:
+) -> Iterator[MeshMemory]:
     """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
     is_single = len(partition.chain) == 1
     # Only the last stage has the states of the whole prompt.
@@ -178,7 +178,7 @@ def ways(
             pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < work.tokens]
         for piece in pieces:
             memory = rank_memory(size, work, num_shares, partition, sharded=sharded, piece_tokens=piece)
-            held = Held(
+            held = MeshMemory(
                 sharded=sharded,
                 piece_tokens=piece,
                 memory=memory,

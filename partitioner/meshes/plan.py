@@ -14,7 +14,7 @@ from partitioner.cost.compute import ComputeCost, layer_s
 from partitioner.cost.stage import ALLREDUCES, StageCost
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Machine
-from partitioner.meshes.memory import Held, RankMemory, Workload, ways
+from partitioner.meshes.memory import MeshMemory, RankMemory, Workload, ways
 from partitioner.meshes.model_size import ModelSize
 from partitioner.searches.best_split import Effort
 from partitioner.searches.equal_work import equal_work
@@ -68,7 +68,7 @@ class Candidate:
     num_stages: int
     num_shares: int
     partition: ContextPartition
-    held: Held
+    held: MeshMemory
     is_best_split: bool
     ttft: Seconds | None
     last_s: float
@@ -213,10 +213,12 @@ def _evened(partition: ContextPartition, fits: Callable[[ContextPartition], bool
     return mixed(high)
 
 
-def _fitting(size: ModelSize, machine: Machine, work: Workload, num_shares: int, partition: ContextPartition) -> Held:
+def _fitting(
+    size: ModelSize, machine: Machine, work: Workload, num_shares: int, partition: ContextPartition
+) -> MeshMemory:
     """The faster of the ways to decode that fit; if none fits, the one that needs less."""
 
-    def order(held: Held) -> tuple[bool, float]:
+    def order(held: MeshMemory) -> tuple[bool, float]:
         if held.room < 0:
             return True, -held.room
         return False, token_s(size, machine, num_shares, partition, sharded=held.sharded, batch=work.batch)

@@ -46,7 +46,7 @@ class MergedTokens:
     """Tokens that two layers share.
 
     Attributes:
-        options: of `SharedDirections.of`.
+        options: of `SharedDirections.merge`.
         parts: the merged tokens of all rows.
         end: number of the slot after them.
     """
@@ -68,8 +68,8 @@ class MergedTokens:
                 [x[rows] for x in slab.read(start, slab.end)] for slab in (lower, upper)
             )
             keys, values = (
-                SharedDirections.of(k_lower, k_upper, **self.options),
-                SharedDirections.of(v_lower, v_upper, **self.options),
+                SharedDirections.merge(k_lower, k_upper, **self.options),
+                SharedDirections.merge(v_lower, v_upper, **self.options),
             )
             if self.parts:
                 keys, values = self.parts[place].keys.followed_by(keys), self.parts[place].values.followed_by(values)
@@ -163,7 +163,7 @@ class MergedLayers:
 
     Args:
         pairs: layers that are merged, lower and upper one.
-        options: of `SharedDirections.of`.
+        options: of `SharedDirections.merge`.
     """
 
     def __init__(self, pairs: Sequence[tuple[int, int]], options: Mapping[str, float]) -> None:

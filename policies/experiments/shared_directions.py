@@ -38,7 +38,7 @@ class SharedDirections:
     upper_BKmD: Tensor
 
     @classmethod
-    def of(
+    def merge(
         cls, lower_BKnD: Tensor, upper_BKnD: Tensor, *, towards_upper: float, exact_share: float
     ) -> SharedDirections:
         """Merge the vectors of both layers.

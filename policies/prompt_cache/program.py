@@ -122,11 +122,11 @@ class PromptProgram:
 
     @cached_property
     def _read(self) -> tuple[tuple[Node, ...], dict[str, Entering]]:
-        reader = _Reader(self, (), {})
+        reader = _ProgramReader(self, (), {})
         return reader.read(), reader.entering
 
 
-class _Reader:
+class _ProgramReader:
     """Reader of a program's syntax tree.
 
     Args:
@@ -250,7 +250,7 @@ class _Reader:
         if len(given) < len(call.args) + len(call.keywords):
             self._refuse(call, f"{called.name} does not take these arguments")
         sources = {key: self._value(value) for key, value in given.items()}
-        children = _Reader(called, self._calls, self.entering).read()
+        children = _ProgramReader(called, self._calls, self.entering).read()
         if not children:
             self._refuse(call, f"{called.name} has no text")
         module = Module(name=self._named(called.name, call), children=children, line=call.lineno)

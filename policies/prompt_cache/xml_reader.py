@@ -100,10 +100,10 @@ def read_xml(text: str | bytes, *, source: str) -> Element:
         raise PMLError(source, None, None, "is not UTF-8 text; convert it") from error
     if len(data) > MAX_BYTES:
         raise PMLError(source, None, None, f"is larger than {MAX_BYTES // 2**20} MiB; split it")
-    return _Reader(data, source).read()
+    return _XMLReader(data, source).read()
 
 
-class _Reader:
+class _XMLReader:
     """Builder of the tree from expat's events. Text up to the next tag is collected as (characters, whether kept)."""
 
     def __init__(self, data: bytes, source: str) -> None:

@@ -26,7 +26,7 @@ class DroppedTokens:
     count_BK: Tensor
 
     @classmethod
-    def of(
+    def from_slots(
         cls, kv_BKnX: Tensor, is_token_BKn: Tensor, slots_BKm: Tensor, before: DroppedTokens | None
     ) -> DroppedTokens:
         """The tokens of a layer that are in no slot of `slots_BKm`, and those that it dropped before."""

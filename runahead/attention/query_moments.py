@@ -33,7 +33,7 @@ class QueryMoments:
     scatter_BNHH: Tensor
 
     @classmethod
-    def of(cls, q_BNCH: Tensor, rotary: Rotary, *, positions_BC: Tensor, counts_BC: Tensor) -> QueryMoments:
+    def from_queries(cls, q_BNCH: Tensor, rotary: Rotary, *, positions_BC: Tensor, counts_BC: Tensor) -> QueryMoments:
         """Moments of rotated queries before their rotation.
 
         Args:

@@ -40,7 +40,7 @@ class HostLayer(KeptLayer):
         return True
 
     @classmethod
-    def of(cls, layer: KeptLayer, copies: CopyStream, *, room: int, spare: int) -> HostLayer:
+    def copied_from(cls, layer: KeptLayer, copies: CopyStream, *, room: int, spare: int) -> HostLayer:
         """Copy a layer to the host in the background.
 
         Args:

@@ -30,7 +30,7 @@ from runahead.cache.base import KVStore, LayerStore, SeenKV
 from runahead.cache.kv_cache import seen_in, seen_in_part
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import GappedRows
-from runahead.cache.quantised.few_bits import FewBits, Window
+from runahead.cache.quantised.few_bits import ExactWindow, FewBits
 from runahead.cache.quantised.groups import GROUP, narrowed
 from runahead.cache.quantised.rows import Codes
 from runahead.cache.slabs import KVShape, KVSlab, Wanted, taken
@@ -170,7 +170,7 @@ class KeptLayer(LayerStore):
         key_dim, first, dtype = self.shape.key_dim, self.first + self.start, self.shape.dtype
         if self.few is None or slab_TBKX.dtype == dtype:
             return KVSlab(slab_TBKX=slab_TBKX, key_dim=key_dim, first=first)
-        return Window(slab_TBKX=slab_TBKX, key_dim=key_dim, first=first, dtype=dtype)
+        return ExactWindow(slab_TBKX=slab_TBKX, key_dim=key_dim, first=first, dtype=dtype)
 
     def slab(self) -> KVSlab:
         """The slots in use: in place, or dequantised in new memory, with 0 in padding."""
@@ -318,7 +318,7 @@ class KeptLayer(LayerStore):
 
     def all_but(self, slots_BKm: Tensor) -> DroppedTokens:
         """What stands for the tokens that are in none of these slots, and for those that were dropped before."""
-        return DroppedTokens.of(self.kv_BKnX(), self.positions_BKn() >= 0, slots_BKm, self.dropped)
+        return DroppedTokens.from_slots(self.kv_BKnX(), self.positions_BKn() >= 0, slots_BKm, self.dropped)
 
     def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> KeptLayer:
         """Keep the tokens in these slots, (B, K, m) or (B, 1, m), free all others, and make room for `room` more.

@@ -79,7 +79,7 @@ class Conversation:
         self._setup = Setup(policies=policies, cache=policies.storage, model=model, num_shares=model.num_shards, rows=0)
         check(self._setup)
         policies.read_files(model)
-        self.model, self.policies = model, policies.of(is_last=True)
+        self.model, self.policies = model, policies.on_rank(is_last=True)
         self._between_turns, self.rank_policies = policies.between_turns, policies
         self._speculator = Speculator(model, draft, on_layer=nothing)
         self.speculation: SpeculationReport | None = None

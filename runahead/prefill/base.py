@@ -42,7 +42,7 @@ class PromptBatch:
     pads: list[int]
 
     @classmethod
-    def of(cls, prompts: list[list[int]], device: torch.device) -> PromptBatch:
+    def from_prompts(cls, prompts: list[list[int]], device: torch.device) -> PromptBatch:
         """Create from token ids."""
         longest = max(len(prompt) for prompt in prompts)
         pads = [longest - len(prompt) for prompt in prompts]

@@ -56,7 +56,7 @@ class ChainPolicies(LayerHook):
                 kept.gaps, kept.stored_parts = self._texts.gaps, self._texts.stored_parts()
         self._steps = PolicySteps(
             job.model,
-            policies.of(is_last=run.is_last),
+            policies.on_rank(is_last=run.is_last),
             tokens,
             prompt_tokens=prompt_tokens,
             room=policies.room(job.own_new_tokens),

@@ -110,7 +110,7 @@ class ReusingPrefill:
             stops = _stops(prefixes, ids, self._prefixes.tree.snapshot_tokens)
         owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
         job = self._job(
-            PromptBatch.of(computed, ranks.device),
+            PromptBatch.from_prompts(computed, ranks.device),
             partition,
             plan.num_new,
             meanwhile=meanwhile,
@@ -118,7 +118,7 @@ class ReusingPrefill:
             stored=StoredPrefix.of(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
             stops=stops,
             gives_new=bool(prefixes),
-            texts=PromptBatch.of(ids, ranks.device) if prefixes and self._policies.deciding else None,
+            texts=PromptBatch.from_prompts(ids, ranks.device) if prefixes and self._policies.deciding else None,
             record=plan.record,
         )
         with ranks.busy():
@@ -175,7 +175,7 @@ class ReusingPrefill:
             shards: what each of several stages stores.
             meanwhile: what this rank does besides.
         """
-        batch = PromptBatch.of(texts, self._ranks.device)
+        batch = PromptBatch.from_prompts(texts, self._ranks.device)
         job = self._job(batch, partition, num_new, shards=shards, meanwhile=meanwhile)
         return job, self._alone.run(job)
 
@@ -277,7 +277,7 @@ class ReusingPrefill:
         Args:
             states: after what is reused.
         """
-        batch = PromptBatch.of([list(ids)], self._ranks.device)
+        batch = PromptBatch.from_prompts([list(ids)], self._ranks.device)
         alone = ContextPartition(boundaries=(0,) * self._ranks.num_stages + (len(ids),))
         others = None if meanwhile is None else ToItsEnd(meanwhile)
         given = {"meanwhile": others, "reused": reused, "states": states, "policies": RankPolicies()}

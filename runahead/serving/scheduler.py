@@ -184,7 +184,7 @@ class Scheduler:
     def state(self) -> ServerState:
         """Return the server's present state."""
         with self._lock:
-            return ServerState.of(self._engine, self._queue, self._last_recorded, self._parts)
+            return ServerState.from_queue(self._engine, self._queue, self._last_recorded, self._parts)
 
     def predicted_ttft_s(self, request: Request) -> float:
         """Seconds until the first token of a request that would come now."""
@@ -415,7 +415,7 @@ class Scheduler:
         if any(each.is_cancelled for each in batch.parts.values()):
             return
         if isinstance(batch.item, PrefillItem) and batch.item.record_timeline:
-            self._last_recorded = PrefillState.of(batch)
+            self._last_recorded = PrefillState.from_batch(batch)
         lesson = learn_prefill(batch, self.estimate, self._queue.times(is_short=batch.is_short))
         if lesson is not None:
             self._lessons.append(lesson)

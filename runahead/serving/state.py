@@ -36,7 +36,7 @@ class PrefillState:
     parts: Mapping[int, Part]
 
     @classmethod
-    def of(cls, batch: Batch) -> PrefillState:
+    def from_batch(cls, batch: Batch) -> PrefillState:
         """The state of a batch now."""
         return cls(
             number=batch.item.number,
@@ -95,7 +95,7 @@ class ServerState:
     stored: StoredState | None
 
     @classmethod
-    def of(
+    def from_queue(
         cls, engine: Engine, queue: RequestQueue, last: PrefillState | None, parts: Mapping[int, Part]
     ) -> ServerState:
         """The state of a queue now."""
@@ -117,7 +117,7 @@ class ServerState:
                 for row in sorted(batch.left)
             ],
             num_tokens=sum(batch.num_tokens for batch in batches),
-            prefills=[PrefillState.of(batch) for batch in batches if not batch.is_decoded],
+            prefills=[PrefillState.from_batch(batch) for batch in batches if not batch.is_decoded],
             last=last,
             parts=dict(parts),
             stored=stored,

@@ -55,7 +55,7 @@ def _cut(
         kept_S, tokens_S = _counts(layer, slots_BKm)
         slots_BKm = slots_BKm[..., slots_BKm.shape[2] - max(1, *kept_S) :]
         if compensates or min(kept_S) < slots_BKm.shape[2]:
-            return RaggedLayer.of(layer, slots_BKm, room=room, compensates=compensates, lengths=kept_S)
+            return RaggedLayer.from_slots(layer, slots_BKm, room=room, compensates=compensates, lengths=kept_S)
         heads = len(tokens_S) // len(slots_BKm)
         tokens_B = tokens_S[::heads]
         assert tokens_S == [tokens for tokens in tokens_B for _ in range(heads)], "heads of a row keep equally many"

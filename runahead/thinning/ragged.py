@@ -60,7 +60,7 @@ class RaggedLayer(KeptLayer):
         self._count()
 
     @classmethod
-    def of(
+    def from_slots(
         cls,
         layer: KeptLayer,
         slots_BKm: Tensor,
@@ -142,7 +142,7 @@ class RaggedLayer(KeptLayer):
             lengths=[by_row[row].num_tokens for row in range(batch) for _ in range(heads)],
             scales=ChannelScales.joined(scales) if scales else None,
         )
-        return cls.of(window, slots_BKn, room=0, lengths=exact).after(layer.few, coded)
+        return cls.from_slots(window, slots_BKn, room=0, lengths=exact).after(layer.few, coded)
 
     def after(self, few: FewBits | None, coded: QuantisedSequences | None) -> RaggedLayer:
         """The same tokens, with those in few bits before them."""
@@ -172,7 +172,7 @@ class RaggedLayer(KeptLayer):
     def _coded(self, counts: Sequence[int], few: FewBits, before: QuantisedSequences | None) -> QuantisedSequences:
         """The first exact tokens of each sequence, so many, in few bits; they come after those of `before`."""
         rows_Y = rows_of(self.starts, counts, self.slab_TBKX.device)
-        return QuantisedSequences.of(
+        return QuantisedSequences.quantise(
             self.slab_TBKX[rows_Y, 0, 0],
             self.positions_TBK[rows_Y, 0, 0],
             {policy: each_TBK[rows_Y, 0, 0] for policy, each_TBK in self.carried.items()},
@@ -205,7 +205,7 @@ class RaggedLayer(KeptLayer):
         counts, kept = torch.stack([is_coded_BKm, slots_BKm >= 0]).sum(dim=-1).flatten(1).tolist()
         exact = [num - coded for num, coded in zip(kept, counts, strict=True)]
         dropped = self.all_but(slots_BKm) if compensates else None
-        window = RaggedLayer.of(self, slots_BKm.masked_fill(is_coded_BKm, -1), room=room, lengths=exact)
+        window = RaggedLayer.from_slots(self, slots_BKm.masked_fill(is_coded_BKm, -1), room=room, lengths=exact)
         window.dropped = dropped
         # Of a sequence's slots those in codes come before the exact ones.
         coded_Y = rows_of(last_places(slots_BKm.shape[2], kept), counts, device)
@@ -383,7 +383,7 @@ class RaggedLayer(KeptLayer):
             return self
         positions_BKn, slots_n = self.positions_BKn(), torch.arange(self.num_slots, device=self.slab_TBKX.device)
         slots_BKn = slots_n.expand(positions_BKn.shape).masked_fill(positions_BKn < 0, -1)
-        return RaggedLayer.of(self._padded_to_longest(), slots_BKn, room=0, lengths=self.stored)
+        return RaggedLayer.from_slots(self._padded_to_longest(), slots_BKn, room=0, lengths=self.stored)
 
     def _padded_to_longest(self) -> KeptLayer:
         """The tokens as they are read, in new memory, as slots of equal heads: others are padded on the left."""

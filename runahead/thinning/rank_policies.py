@@ -96,7 +96,7 @@ class RankPolicies:
         observed = (num_observed(each) if isinstance(each, Retriever) else each.last_queries or 0 for each in self.last)
         return max(observed, default=0)
 
-    def of(self, *, is_last: bool) -> list[Policy]:
+    def on_rank(self, *, is_last: bool) -> list[Policy]:
         """The policies that run on a rank."""
         if is_last or self.part is not None:
             return self.last
@@ -280,7 +280,7 @@ class RankPolicies:
             chunk = len(partition.chunk(rank))
             left = [chunk] * num_layers
             before, is_last = [sum(each) for each in lengths], rank == chain[-1]
-            policies = self.of(is_last=is_last)
+            policies = self.on_rank(is_last=is_last)
             if keep_parts:
                 part = PromptPart(chunk=partition.chunk(rank), num_tokens=partition.num_tokens, row_pads=[])
                 before, policies = [0] * num_layers, self.of_part(part, is_last=is_last).last

@@ -268,7 +268,7 @@ class PolicySteps:
             slots_C = torch.arange(kept.end - q_BNCH.shape[2], kept.end, device=q_BNCH.device)
             turned_BC = slots_C - row_values(kept.pads, q_BNCH.device)[:, None]
         new = {  # padding is below 0
-            first: QueryMoments.of(q_BNCH, rotary, positions_BC=turned_BC, counts_BC=positions_BC >= first)
+            first: QueryMoments.from_queries(q_BNCH, rotary, positions_BC=turned_BC, counts_BC=positions_BC >= first)
             for first in self._counts_from
         }
         before = kept.queries

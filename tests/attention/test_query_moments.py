@@ -44,7 +44,7 @@ def test_they_are_those_of_the_queries_before_rope(by: Rotary, block: int, monke
     positions_BC = torch.arange(11) - torch.tensor([[0], [4], [10]])
     counts_BC = positions_BC >= 2  # of the last row none
     given = rotated(q_BNCH, positions_BC, by).masked_fill(~counts_BC[:, None, :, None], 1e6)
-    moments = QueryMoments.of(given, by, positions_BC=positions_BC, counts_BC=counts_BC)
+    moments = QueryMoments.from_queries(given, by, positions_BC=positions_BC, counts_BC=counts_BC)
     assert moments.count_B.tolist() == [9, 5, 0]
     for row in range(2):
         for head in range(2):
@@ -62,7 +62,7 @@ def test_sets_of_queries_are_merged_as_if_they_were_one(split: int) -> None:
     none = Rotary(torch.empty(0))
 
     def of(part: slice) -> QueryMoments:
-        return QueryMoments.of(
+        return QueryMoments.from_queries(
             q_BNCH[:, :, part], none, positions_BC=positions_BC[:, part], counts_BC=counts_BC[:, part]
         )
 
@@ -76,7 +76,7 @@ def test_float32_keeps_the_covariance_of_long_queries() -> None:
     """E[q q] - E[q] E[q] would lose it: the squares of the mean are 10,000 times as large."""
     q_BNCH, none = 70 + queries(1, 500), Rotary(torch.empty(0))
     places = {"positions_BC": torch.zeros(1, 500), "counts_BC": torch.ones(1, 500, dtype=torch.bool)}
-    ours, exact = (QueryMoments.of(q, none, **places) for q in (q_BNCH.float(), q_BNCH))
+    ours, exact = (QueryMoments.from_queries(q, none, **places) for q in (q_BNCH.float(), q_BNCH))
     assert ours.scatter_BNHH.dtype == torch.float32
     torch.testing.assert_close(ours.scatter_BNHH.double(), exact.scatter_BNHH, atol=0.05, rtol=1e-3)  # of some 500
 
@@ -85,7 +85,7 @@ def test_float32_keeps_the_covariance_of_long_queries() -> None:
 def test_they_are_turned_by_the_mean_of_the_rotations(by: Rotary) -> None:
     """Expected by matrices that are written out, for each row's next positions."""
     start_B, num_positions = torch.tensor([7, 3]), 5
-    moments = QueryMoments.of(
+    moments = QueryMoments.from_queries(
         queries(2, 11),
         by,
         positions_BC=torch.arange(11).expand(2, -1),
@@ -104,7 +104,7 @@ def test_they_are_turned_by_the_mean_of_the_rotations(by: Rotary) -> None:
 
 
 def test_bytes_are_counted() -> None:
-    moments = QueryMoments.of(
+    moments = QueryMoments.from_queries(
         queries(3, 4).float(),
         rotary(),
         positions_BC=torch.zeros(3, 4, dtype=torch.long),

@@ -32,7 +32,7 @@ def test_numbers_that_are_codes_come_back_as_they_were(kind: type, bits: int, di
     codes[..., ::GROUP], codes[..., 1::GROUP] = 0, most
     if dim % GROUP == 1:  # a group of one channel
         codes[..., -1] = most
-    assert torch.equal(kind.of(codes.double(), bits).read(0, codes.shape[2], torch.float64), codes.double())
+    assert torch.equal(kind.quantise(codes.double(), bits).read(0, codes.shape[2], torch.float64), codes.double())
 
 
 @every_kind
@@ -40,7 +40,7 @@ def test_numbers_that_are_codes_come_back_as_they_were(kind: type, bits: int, di
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_no_number_is_off_by_more_than_half_a_step(kind: type, bits: int, dtype: torch.dtype) -> None:
     x = numbers(64, dtype=dtype)
-    found = kind.of(x, bits).read(0, x.shape[2], torch.float32).double()
+    found = kind.quantise(x, bits).read(0, x.shape[2], torch.float32).double()
     dims = (2, (3, GROUP)) if kind is ChannelGroups else (3, (2, GROUP))
     grouped = x.double().unflatten(2 if kind is ChannelGroups else 3, (-1, GROUP))
     span = grouped.amax(dims[0] + 1) - grouped.amin(dims[0] + 1)
@@ -54,7 +54,7 @@ def test_no_number_is_off_by_more_than_half_a_step(kind: type, bits: int, dtype:
 def test_codes_are_those_of_fake_quantisation(bits: int) -> None:
     """PyTorch's own kernel for steps of one size: of a group's numbers above its zero point, as they are stored."""
     x_BKTD = numbers(64, dtype=torch.float32)
-    by_channel, by_token = ChannelGroups.of(x_BKTD, bits), TokenGroups.of(x_BKTD, bits)
+    by_channel, by_token = ChannelGroups.quantise(x_BKTD, bits), TokenGroups.quantise(x_BKTD, bits)
     of_channels = x_BKTD.unflatten(2, (-1, GROUP)).transpose(3, 4), by_channel.scale, by_channel.zero
     for grouped, scale, zero in (of_channels, (x_BKTD.unflatten(3, (-1, GROUP)), by_token.scale, by_token.zero)):
         above, steps = (grouped - zero.float()[..., None]).reshape(-1, GROUP), scale.float().flatten()
@@ -72,7 +72,7 @@ def test_codes_are_those_of_fake_quantisation(bits: int) -> None:
 def test_more_bits_are_closer(kind: type, dtype: torch.dtype) -> None:
     """By the number of steps: 15 in place of 3, 255 in place of 15. bfloat16 scales are off by 1 / 256 themselves."""
     x = numbers(64, dtype=dtype)
-    off = {bits: (kind.of(x, bits).read(0, x.shape[2], torch.float64) - x.double()).norm() for bits in (8, 4, 2)}
+    off = {bits: (kind.quantise(x, bits).read(0, x.shape[2], torch.float64) - x.double()).norm() for bits in (8, 4, 2)}
     assert off[4] < off[2] / 4
     assert off[8] < off[4] / (14 if dtype == torch.float64 else 4)
 
@@ -81,20 +81,20 @@ def test_more_bits_are_closer(kind: type, dtype: torch.dtype) -> None:
 @every_bits
 @pytest.mark.parametrize("value", [0.0, 0.1, -3e4, 5000.7, 1e-9])
 def test_a_group_of_equal_numbers_is_finite_and_itself(kind: type, bits: int, value: float) -> None:
-    found = kind.of(torch.full((1, 1, GROUP, 40), value, dtype=torch.float64), bits).read(0, GROUP, torch.float64)
+    found = kind.quantise(torch.full((1, 1, GROUP, 40), value, dtype=torch.float64), bits).read(0, GROUP, torch.float64)
     torch.testing.assert_close(found, torch.full_like(found, value), atol=1e-8, rtol=2**-11)  # float16's own error
 
 
 @every_kind
 def test_numbers_beyond_float16_stay_finite(kind: type) -> None:
-    found = kind.of(numbers(8, dtype=torch.float32) * 1e6, 4).read(0, 3 * GROUP, torch.float32)
+    found = kind.quantise(numbers(8, dtype=torch.float32) * 1e6, 4).read(0, 3 * GROUP, torch.float32)
     assert found.isfinite().all()
 
 
 @every_kind
 def test_the_least_number_of_bfloat16_keys_is_exact(kind: type) -> None:
     x = numbers(GROUP, GROUP, torch.bfloat16) + 100
-    found = kind.of(x, 2).read(0, GROUP, torch.bfloat16)
+    found = kind.quantise(x, 2).read(0, GROUP, torch.bfloat16)
     dim = 2 if kind is ChannelGroups else 3
     assert torch.equal(found.amin(dim), x.amin(dim))
 
@@ -103,7 +103,7 @@ def test_the_least_number_of_bfloat16_keys_is_exact(kind: type) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 def test_products_with_codes_are_those_with_the_numbers(bits: int, dim: int) -> None:
     x, size = numbers(dim), 3 * GROUP
-    keys, values = ChannelGroups.of(x, bits), TokenGroups.of(x, bits)
+    keys, values = ChannelGroups.quantise(x, bits), TokenGroups.quantise(x, bits)
     q, weights = numbers(dim, 5), numbers(size, 5).abs()
     k, v = keys.read(0, size, torch.float64), values.read(0, size, torch.float64)
     torch.testing.assert_close(keys.dot(q, GROUP, size), q @ k[:, :, GROUP:].transpose(2, 3))
@@ -116,7 +116,8 @@ def test_keys_with_outlier_channels_are_closer_by_channel_than_by_token(dim: int
     keys = numbers(dim)
     keys[..., 3::17] += 25 * torch.randn(len(range(3, dim, 17)), generator=torch.Generator().manual_seed(0))
     by_channel, by_token = (
-        (kind.of(keys, 2).read(0, keys.shape[2], torch.float64) - keys).norm() for kind in (ChannelGroups, TokenGroups)
+        (kind.quantise(keys, 2).read(0, keys.shape[2], torch.float64) - keys).norm()
+        for kind in (ChannelGroups, TokenGroups)
     )
     assert by_channel < by_token / 3
 
@@ -125,7 +126,7 @@ def test_keys_with_outlier_channels_are_closer_by_channel_than_by_token(dim: int
 @every_bits
 @pytest.mark.parametrize("dim", DIMS)
 def test_bytes_are_known_ahead(kind: type, bits: int, dim: int) -> None:
-    stored = kind.of(numbers(dim), bits)
+    stored = kind.quantise(numbers(dim), bits)
     assert stored.num_bytes == 2 * 3 * group_bytes(kind, 3 * GROUP, dim, bits)
     if dim == 64:  # 64 codes, and 2 groups per token, or 64 per 32 tokens, of 4 bytes each
         assert group_bytes(kind, GROUP, 64, bits) == GROUP * (64 * bits // 8 + 8)
@@ -134,14 +135,14 @@ def test_bytes_are_known_ahead(kind: type, bits: int, dim: int) -> None:
 @every_kind
 def test_blocks_do_not_matter(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     x = numbers(64)
-    whole = kind.of(x, 4)
+    whole = kind.quantise(x, 4)
     monkeypatch.setattr(groups, "BLOCK_TOKENS", GROUP)
-    assert torch.equal(kind.of(x, 4).read(GROUP, 96, x.dtype), whole.read(GROUP, 96, x.dtype))
+    assert torch.equal(kind.quantise(x, 4).read(GROUP, 96, x.dtype), whole.read(GROUP, 96, x.dtype))
 
 
 def test_tokens_are_taken_by_head() -> None:
     x = numbers(40)
-    stored = TokenGroups.of(x, 4)
+    stored = TokenGroups.quantise(x, 4)
     slots = torch.randint(0, 96, (2, 3, 11), generator=torch.Generator().manual_seed(0))
     taken = stored.take(slots)
     assert torch.equal(taken.read(0, 11, x.dtype), stored.read(0, 96, x.dtype).take_along_dim(slots[..., None], dim=2))

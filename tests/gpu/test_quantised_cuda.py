@@ -79,7 +79,7 @@ def test_heads_of_different_lengths_are_those_of_a_cpu_without_a_wait(dtype: tor
         exact = KeptLayer.empty(shape, batch=batch, room=0, device=device)
         exact.append(kv[0].to(device), kv[1].to(device), NewTokens(0, pads))
         given = [tuple(x.to(device) for x in (q, k, v)) for q, (k, v) in zip(queries, new, strict=True)]
-        ragged = RaggedLayer.of(exact, slots_BKn.to(device), room=0)
+        ragged = RaggedLayer.from_slots(exact, slots_BKn.to(device), room=0)
         outputs, at = list[torch.Tensor](), prompt
         torch.cuda.set_sync_debug_mode("error")
         try:

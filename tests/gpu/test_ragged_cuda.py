@@ -38,7 +38,7 @@ def test_attention_is_that_of_float64_on_a_cpu(dtype: torch.dtype, num_new: int,
         shape = KVShape(num_kv_heads=heads, key_dim=dim, value_dim=dim, dtype=kind)
         layer = KeptLayer.empty(shape, batch=batch, room=0, device=device)
         layer.append(kv[0].to(device, kind), kv[1].to(device, kind), tokens)
-        ragged = RaggedLayer.of(layer, slots_BKn.to(device), room=2, compensates=compensates)
+        ragged = RaggedLayer.from_slots(layer, slots_BKn.to(device), room=2, compensates=compensates)
         after = NewTokens(prompt, [0, 0], Phase.decode)
         for is_here in (False, True) if num_new == 1 else (True,):
             if is_here:

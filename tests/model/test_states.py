@@ -40,7 +40,7 @@ def in_pieces(
     between: Callable[[States], None] = lambda states: None,
 ) -> Tensor:
     """Logits (B, V) behind prompts that are padded and computed in pieces. `between` sees the states after each."""
-    batch, start = PromptBatch.of(list(prompts), torch.device("cpu")), 0
+    batch, start = PromptBatch.from_prompts(list(prompts), torch.device("cpu")), 0
     cache = model.empty_cache(batch.num_tokens, batch=len(prompts))
     with throughout(model.dtype), torch.inference_mode():
         for num_tokens in pieces:

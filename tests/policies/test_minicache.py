@@ -49,7 +49,7 @@ def units(x: Tensor) -> Tensor:
 def test_a_direction_divides_the_angle_and_lengths_stay(towards_upper: float) -> None:
     """Along the line between the two directions, or by their mean, the angle is divided otherwise."""
     lower, upper = vectors()
-    shared = SharedDirections.of(lower, upper, towards_upper=towards_upper, exact_share=0)
+    shared = SharedDirections.merge(lower, upper, towards_upper=towards_upper, exact_share=0)
     whole = angles(units(lower), units(upper))
     for layer, exact, share in ((False, lower, towards_upper), (True, upper, 1 - towards_upper)):
         read = shared.read(upper=layer)
@@ -60,7 +60,7 @@ def test_a_direction_divides_the_angle_and_lengths_stay(towards_upper: float) ->
 def test_vectors_on_a_line_or_of_length_zero_are_finite() -> None:
     x, zero = torch.tensor([3.0, 4.0]), torch.zeros(2)
     lower, upper = torch.stack([x, x, zero, zero, x])[None, None], torch.stack([2 * x, -x, x, zero, zero])[None, None]
-    shared = SharedDirections.of(lower, upper, towards_upper=0.6, exact_share=0)
+    shared = SharedDirections.merge(lower, upper, towards_upper=0.6, exact_share=0)
     below, above = shared.read(upper=False)[0, 0], shared.read(upper=True)[0, 0]
     assert torch.allclose(below[0], x) and torch.allclose(above[0], 2 * x)
     assert torch.allclose(above[1], -x)  # nearer to the upper one
@@ -73,7 +73,7 @@ def test_vectors_on_a_line_or_of_length_zero_are_finite() -> None:
 def test_tokens_at_the_largest_angles_are_exact(dtype: torch.dtype) -> None:
     """Where published code retains those at the smallest (xKV), and where an exact vector is read by its length."""
     lower, upper = (x.to(dtype) for x in vectors())
-    shared = SharedDirections.of(lower, upper, towards_upper=0.6, exact_share=0.25)
+    shared = SharedDirections.merge(lower, upper, towards_upper=0.6, exact_share=0.25)
     exact = [set(head) for head in shared.exact_BKm[0].tolist()]
     for head, of_head in enumerate(angles(units(lower.double()), units(upper.double()))[0].tolist()):
         assert exact[head] == set(sorted(range(40), key=lambda token: -of_head[token])[:10])

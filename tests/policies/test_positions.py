@@ -280,7 +280,7 @@ def test_in_few_bits_keys_are_stored_as_they_are_before_they_are_rotated(policie
             reference.keep(number, kept.positions_BKn()[0].long())
             if isinstance(part.keys, ChannelGroups):
                 exact_1KnH = reference.k_KnH[number][None, :, : part.num_tokens]
-                keys = ChannelGroups.of(exact_1KnH, 4).read(0, part.num_tokens, torch.float64)
+                keys = ChannelGroups.quantise(exact_1KnH, 4).read(0, part.num_tokens, torch.float64)
                 assert largest_difference(kept.kv_BKnX()[0, :, : part.num_tokens, : keys.shape[3]], keys[0]) < TOLERANCE
         for token in [*GENERATED, *range(20, 52)]:
             for number, kept in enumerate(talk.cache.layers):

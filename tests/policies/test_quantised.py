@@ -228,7 +228,7 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
     layer = talk.layer()
     scales = talk.part().scales
     assert scales is not None
-    keys, values = scales.groups(k, bits), TokenGroups.of(v, bits)
+    keys, values = scales.groups(k, bits), TokenGroups.quantise(v, bits)
     num_tokens = k.shape[2]
     rounded_BKnX = torch.cat([scales.read(keys, 0, num_tokens, k.dtype), values.read(0, num_tokens, v.dtype)], dim=3)
     positions = layer.positions_BKn()[..., None].long()

@@ -51,7 +51,7 @@ def dequantised(layer: RaggedLayer) -> RaggedLayer:
         num_slots=layer.num_slots,
     )
     slots_BKn = torch.arange(layer.num_slots).masked_fill(positions_BKn < 0, -1)
-    exact = RaggedLayer.of(padded, slots_BKn, room=0)
+    exact = RaggedLayer.from_slots(padded, slots_BKn, room=0)
     exact.dropped = layer.dropped
     return exact
 
@@ -124,7 +124,7 @@ def test_kept_tokens_are_quantised_once(name: str, bits: int) -> None:
     scales, num_tokens = layer.coded.scales, exact_BKnX.shape[2]
     k_K1nH, v_K1nV = k_KnH.unsqueeze(1), v_KnV.unsqueeze(1)  # a head is a row
     keys = scales.read(scales.groups(k_K1nH, bits), 0, num_tokens, k_KnH.dtype)
-    rounded_K1nX = torch.cat([keys, TokenGroups.of(v_K1nV, bits).read(0, num_tokens, v_KnV.dtype)], dim=3)
+    rounded_K1nX = torch.cat([keys, TokenGroups.quantise(v_K1nV, bits).read(0, num_tokens, v_KnV.dtype)], dim=3)
     positions_BKn = layer.positions_BKn()
     for head, (coded, window) in enumerate(zip(layer.coded.lengths, layer.lengths, strict=True)):
         is_token_n = positions_BKn[0, head] >= 0

@@ -228,8 +228,8 @@ class TestTwoBits:
             return losses_with(lambda: Conversation(model(), RankPolicies(last=last, storage=storage)))
 
         by_channel, scaled = found([]), found([StreamingLLM(budget=4096)])
-        of = ChannelScales.of
-        monkeypatch.setattr(ChannelScales, "of", lambda k_BKTD: of(k_BKTD[:, :, :0]))  # all of them 1
+        of = ChannelScales.from_keys
+        monkeypatch.setattr(ChannelScales, "from_keys", lambda k_BKTD: of(k_BKTD[:, :, :0]))  # all of them 1
         by_token = found([StreamingLLM(budget=4096)])
         # Seen: 1.33, 1.16 and 2.26 nats of the passage, 3.80, 3.81 and 3.93 of the text that follows.
         assert losses(None).copy + 0.3 < by_channel.copy < by_token.copy - 0.3
@@ -239,7 +239,7 @@ class TestTwoBits:
 
 def relative_error(groups: type[ChannelGroups | TokenGroups], x_BKnD: Tensor) -> float:
     """Length of the error of numbers in 2 bits, over that of the numbers."""
-    read_BKnD = groups.of(x_BKnD, 2).read(0, x_BKnD.shape[2], x_BKnD.dtype)
+    read_BKnD = groups.quantise(x_BKnD, 2).read(0, x_BKnD.shape[2], x_BKnD.dtype)
     return float((read_BKnD - x_BKnD).norm() / x_BKnD.norm())
 
 

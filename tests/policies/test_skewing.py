@@ -83,7 +83,7 @@ def test_a_column_that_is_the_same_in_all_keys_has_no_weight() -> None:
 
 def made_skew(layers: int = 3, kv_heads: int = 2, dim: int = 8) -> Skew:
     products = [query_products(made_queries(4, 30, dim, seed), kv_heads) for seed in range(layers)]
-    return Skew.of(products, 30, at_position_0=True)
+    return Skew.from_products(products, 30, at_position_0=True)
 
 
 @pytest.mark.parametrize("at_position_0", [True, False])

@@ -136,7 +136,7 @@ def serve(
         reuse = Reuse(prompts, store, model, ranks)
         reuse.encode_missing()
         reused = reuse.fetch(policies.retriever)
-        batch = PromptBatch.of([list(prompt.new_ids) for prompt in prompts], ranks.device)
+        batch = PromptBatch.from_prompts([list(prompt.new_ids) for prompt in prompts], ranks.device)
         boundaries = (0, *accumulate(lengths or [batch.num_tokens]))
         job = PrefillJob(
             model=model,
@@ -156,7 +156,7 @@ def serve(
         with patch.object(reused_kv, "FEW_PARTS", few_parts):
             cache = done.cache.for_decoding()
         if policies:  # under which a text is one, with what it reuses
-            batch = PromptBatch.of([list(prompt.ids) for prompt in prompts], ranks.device)
+            batch = PromptBatch.from_prompts([list(prompt.ids) for prompt in prompts], ranks.device)
         forward = forward_over(model, cache, policies.while_decoding, pads=batch.pads, prompt_tokens=batch.num_tokens)
         for step, token in enumerate(following):
             start = batch.num_tokens + step

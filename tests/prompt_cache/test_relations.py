@@ -122,7 +122,7 @@ def loss(model: Model, ranks: Ranks, store: SegmentStore, prompt: ReusingPrompt,
     job = PrefillJob(
         model=model,
         ranks=ranks,
-        batch=PromptBatch.of([list(context.new_ids)], model.device),
+        batch=PromptBatch.from_prompts([list(context.new_ids)], model.device),
         partition=ContextPartition(boundaries=(0, start)),
         capacity=len(prompt.new_ids),
         options=PrefillOptions(),

@@ -19,7 +19,7 @@ from tests.ranks.tasks import generate, tiny_model
 
 
 def prefilled(ranks: Ranks, family: str, ids: list[int]) -> Prefilled:
-    options, batch = PrefillOptions(carrier=Carrier.copy), PromptBatch.of([ids], ranks.device)
+    options, batch = PrefillOptions(carrier=Carrier.copy), PromptBatch.from_prompts([ids], ranks.device)
     model = tiny_model(family)
     job = PrefillJob(
         model=model,

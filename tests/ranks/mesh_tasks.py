@@ -37,7 +37,7 @@ def first_logits(
     outcomes = []
     with arranged(ranks, num_shares):
         model = shared_model(ranks, family, torch.float64, num_shares, **sizes)
-        batch = PromptBatch.of([ids], ranks.device)
+        batch = PromptBatch.from_prompts([ids], ranks.device)
         for options, boundaries in cases:
             strategy = PREFILLS[options.name]
             chosen = even if boundaries is None else lambda *_, to=boundaries: ContextPartition(boundaries=to)

@@ -31,7 +31,7 @@ def prefill_each(
     dtype: torch.dtype = torch.float64,
 ) -> list[PrefillOutcome]:
     """Prefill the prompts in several ways, each with the strategy's own split."""
-    model, batch = tiny_model(family, dtype), PromptBatch.of(prompts, ranks.device)
+    model, batch = tiny_model(family, dtype), PromptBatch.from_prompts(prompts, ranks.device)
     outcomes = []
     for options in variants:
         strategy = PREFILLS[options.name]

@@ -44,7 +44,7 @@ def kept_by(
     found = []
     with arranged(ranks, num_shares), throughout(torch.float64), torch.inference_mode():
         model = shared_model(ranks, "llama", torch.float64, num_shares)
-        batch = PromptBatch.of(prompts, ranks.device)
+        batch = PromptBatch.from_prompts(prompts, ranks.device)
         for policy in policies:
             each = RankPolicies(last=[policy])
             each.check(model)

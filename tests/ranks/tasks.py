@@ -71,7 +71,7 @@ def prefill(
     dtype: torch.dtype = torch.float64,
 ) -> PrefillOutcome:
     """Prefill prompts, split as the boundaries say, with room for new tokens."""
-    batch = PromptBatch.of(prompts, ranks.device)
+    batch = PromptBatch.from_prompts(prompts, ranks.device)
     job = PrefillJob(
         model=tiny_model(family, dtype),
         ranks=ranks,

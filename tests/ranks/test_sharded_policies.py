@@ -244,8 +244,8 @@ def in_few_bits(parts: Sequence[Sequence[int]], few: FewBits) -> Callable[[Tenso
             at = at[: few.leaving(len(at))]
             if at:
                 keys, values = (
-                    ChannelGroups.of(k_KSH[None, :, at], few.bits),
-                    TokenGroups.of(v_KSV[None, :, at], few.bits),
+                    ChannelGroups.quantise(k_KSH[None, :, at], few.bits),
+                    TokenGroups.quantise(v_KSV[None, :, at], few.bits),
                 )
                 k_KSH[:, at] = keys.read(0, len(at), k_KSH.dtype)[0]
                 v_KSV[:, at] = values.read(0, len(at), v_KSV.dtype)[0]

@@ -90,9 +90,9 @@ def test_records_are_groups_of_32_tokens_of_keys_and_32_channels_of_values(bits:
     [kv_TKX] = numbers(shapes=[shape])
     [kept_TKX] = stored([kv_TKX], bits, [shape])
     kv_1KTX, whole = kv_TKX.transpose(0, 1)[None], NUM_TOKENS // GROUP * GROUP
-    keys = ChannelGroups.of(kv_1KTX[:, :, :whole, :dim], bits).read(0, whole, torch.float32)
-    rest = TokenGroups.of(kv_1KTX[:, :, whole:, :dim], bits).read(0, NUM_TOKENS - whole, torch.float32)
-    values = TokenGroups.of(kv_1KTX[..., dim:], bits).read(0, NUM_TOKENS, torch.float32)
+    keys = ChannelGroups.quantise(kv_1KTX[:, :, :whole, :dim], bits).read(0, whole, torch.float32)
+    rest = TokenGroups.quantise(kv_1KTX[:, :, whole:, :dim], bits).read(0, NUM_TOKENS - whole, torch.float32)
+    values = TokenGroups.quantise(kv_1KTX[..., dim:], bits).read(0, NUM_TOKENS, torch.float32)
     expected_1KTX = torch.cat([torch.cat([keys, rest], dim=2), values], dim=3)
     assert torch.equal(kept_TKX, expected_1KTX[0].transpose(0, 1))
     if dim % GROUP == 0:

@@ -55,9 +55,9 @@ class Text:
         self.layer: KeptLayer = self.dense
         self.append(PROMPT)
         shares_BK1 = torch.linspace(0.1, 1.0, batch * heads).view(batch, heads, 1)
-        self.exact = RaggedLayer.of(self.dense, self.slots(1.0 if keeps_all else shares_BK1), room=3)
+        self.exact = RaggedLayer.from_slots(self.dense, self.slots(1.0 if keeps_all else shares_BK1), room=3)
         if compensates:
-            self.exact = RaggedLayer.of(self.dense, self.slots(shares_BK1), room=3, compensates=True)
+            self.exact = RaggedLayer.from_slots(self.dense, self.slots(shares_BK1), room=3, compensates=True)
         self.few = FewBits(**self.made)
         self.layer = self.exact.in_bits(self.few, room=5)
 
@@ -153,11 +153,11 @@ def test_each_head_is_stored_as_it_is_alone(batch: int, heads: int, group: int, 
             k_11nH, v_11nV = k_nH[None, None, :end], v_nV[None, None, :end]
             if keys_by_token:  # its first groups set the scales of its channels
                 first = max(GROUP, (text.exact.lengths[number] - RESIDUAL) // GROUP * GROUP)
-                scales = ChannelScales.of(k_11nH[:, :, :first])
+                scales = ChannelScales.from_keys(k_11nH[:, :, :first])
                 keys = scales.read(scales.groups(k_11nH, bits), 0, end, k_nH.dtype)
             else:
-                keys = ChannelGroups.of(k_11nH, bits).read(0, end, k_nH.dtype)
-            values = TokenGroups.of(v_11nV, bits).read(0, end, v_nV.dtype)
+                keys = ChannelGroups.quantise(k_11nH, bits).read(0, end, k_nH.dtype)
+            values = TokenGroups.quantise(v_11nV, bits).read(0, end, v_nV.dtype)
             ours_nX = ours_BKnX[row, head, is_token_n]
             assert torch.equal(ours_nX[:end], torch.cat([keys, values], dim=3)[0, 0])
             assert torch.equal(ours_nX[end:], torch.cat([k_nH, v_nV], dim=1)[end:])

@@ -133,7 +133,7 @@ def test_a_query_whose_token_is_stored_elsewhere_sees_all_tokens(terms: Attentio
     slots_BKm = torch.arange(layer.num_slots).masked_fill(layer.positions_BKn() < 0, -1)
     slots_BKm[1, 0], both.dense.seen_BKn[1, 0] = -1, False
     for _ in range(2):
-        layer = RaggedLayer.of(layer, slots_BKm, room=1)
+        layer = RaggedLayer.from_slots(layer, slots_BKm, room=1)
         q_BNCH = both.random(2, 4, 1, KEY_DIM)
         out_BNCV, lse_BNC = layer.seen(q_BNCH, tokens).attend(terms)
         expected_BNCV, expected_BNC = both.dense.attend(q_BNCH, terms)

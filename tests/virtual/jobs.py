@@ -105,7 +105,7 @@ def prefill(
 
     def body(ranks: VirtualRanks) -> None:
         strategy.connect(ranks, partition, options)
-        batch = PromptBatch.of([ids] * rows, ranks.device)
+        batch = PromptBatch.from_prompts([ids] * rows, ranks.device)
         model, thinning = tiny_llama(ranks.rank, num_layers), RankPolicies.everywhere(policies)
         thinning.check(model)  # as `Engine` does before the first prompt
         before = ranks.accelerator.num_kernels

@@ -79,7 +79,7 @@ def answers(
             job = PrefillJob(
                 model=model,
                 ranks=ranks,
-                batch=PromptBatch.of([IDS], ranks.device),
+                batch=PromptBatch.from_prompts([IDS], ranks.device),
                 partition=partition,
                 capacity=NUM_TOKENS + NUM_NEW - 1,
                 options=options,

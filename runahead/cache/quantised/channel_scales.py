@@ -28,7 +28,7 @@ class ChannelScales:
     scale_BK1D: Tensor
 
     @classmethod
-    def of(cls, k_BKTD: Tensor) -> ChannelScales:
+    def from_keys(cls, k_BKTD: Tensor) -> ChannelScales:
         """By the range of these tokens. A channel without one, as of no tokens, has scale 1."""
         dtype = dtype_of_16_bits(k_BKTD.dtype)
         if not k_BKTD.shape[2]:
@@ -65,7 +65,7 @@ class ChannelScales:
         """Quantise keys, a block of tokens at a time."""
         parts_BKSD = (k_BKTD[:, :, first:end] for first, end in blocks(k_BKTD.shape[2]))
         scaled = ((_wide(each_BKSD) - self.middle_BK1D) / self.scale_BK1D for each_BKSD in parts_BKSD)
-        return TokenGroups.joined([TokenGroups.of(each_BKSD, bits) for each_BKSD in scaled])
+        return TokenGroups.joined([TokenGroups.quantise(each_BKSD, bits) for each_BKSD in scaled])
 
     def read(self, keys: TokenGroups, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """The keys (B, K, S, D) of the tokens [start, end)."""

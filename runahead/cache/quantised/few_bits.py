@@ -42,7 +42,7 @@ class FewBits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window(KVSlab):
+class ExactWindow(KVSlab):
     """Slots that are read in another dtype than they are stored in."""
 
     dtype: torch.dtype

@@ -49,7 +49,7 @@ class Groups(ABC):
     zero: Tensor
 
     @classmethod
-    def of(cls, x_BKTD: Tensor, bits: int, *, sequences: int = 1) -> Self:
+    def quantise(cls, x_BKTD: Tensor, bits: int, *, sequences: int = 1) -> Self:
         """Quantise, a block of tokens at a time. `sequences` is as of `blocks`."""
         ranges = blocks(x_BKTD.shape[2], sequences)
         return cls.joined([cls._quantised(x_BKTD[:, :, first:end], bits) for first, end in ranges])

@@ -72,8 +72,8 @@ class PooledCodes(Codes):
         return self.words.fetched_bytes(num_slots, room=0)
 
     def to_host(self, copies: CopyStream, *, room: int, spare: int) -> PooledCodes:
-        """The same codes with their words in host memory; see `HostLayer.of`. `room` and `spare` are words."""
-        return self._over(HostLayer.of(self.words, copies, room=room, spare=spare), self.scales)
+        """The same codes with their words in host memory; see `HostLayer.copied_from`. `room` and `spare` are words."""
+        return self._over(HostLayer.copied_from(self.words, copies, room=room, spare=spare), self.scales)
 
     def brought(self) -> PooledCodes:
         return self._over(self.words.brought(), self.scales) if self.on_host else self
@@ -143,7 +143,7 @@ class PooledCodes(Codes):
 
     def _add(self, place: int, k_BKSH: Tensor, v_BKSV: Tensor) -> None:
         part = self.parts[place]
-        keys, values = ChannelGroups.of(k_BKSH, self.few.bits), TokenGroups.of(v_BKSV, self.few.bits)
+        keys, values = ChannelGroups.quantise(k_BKSH, self.few.bits), TokenGroups.quantise(v_BKSV, self.few.bits)
         self._put_words(replace(part, keys=keys, values=values), first=part.end)
         self.parts = self._over(self.words, self.scales).parts  # memory may have moved
         self.parts[place] = self._viewed(part, part.num_tokens + values.num_tokens)
@@ -200,10 +200,10 @@ def pooled(layer: KeptLayer, *, room: int) -> KeptLayer:
 
 
 def to_host(layer: KeptLayer, copies: CopyStream, *, room: int, spare: int) -> KeptLayer:
-    """A layer in host memory, or with its codes there if older tokens are in few bits; see `HostLayer.of`."""
+    """A layer in host memory, or with its codes there if older tokens are in few bits; see `HostLayer.copied_from`."""
     codes = layer.codes
     if codes is None:
-        return HostLayer.of(layer, copies, room=room, spare=spare)
+        return HostLayer.copied_from(layer, copies, room=room, spare=spare)
     assert isinstance(codes, PooledCodes), "codes become a pool first"
     used = codes.words.num_slots
     room, spare = (max(0, codes.end_after(layer.num_slots + num) - used) for num in (room, spare))

@@ -72,11 +72,11 @@ class KVRecords:
         return packed_bytes(dim, self.bits) + 2 * SCALE_BYTES * channel_groups(dim)
 
     def _by_token(self, x_1KTD: Tensor) -> Tensor:
-        groups = TokenGroups.of(x_1KTD, self.bits)
+        groups = TokenGroups.quantise(x_1KTD, self.bits)
         return torch.cat([groups.codes_BKTW, groups.scale.view(torch.uint8), groups.zero.view(torch.uint8)], dim=3)
 
     def _by_channel(self, x_1KTD: Tensor) -> Tensor:
-        groups, dim = ChannelGroups.of(x_1KTD, self.bits), x_1KTD.shape[3]
+        groups, dim = ChannelGroups.quantise(x_1KTD, self.bits), x_1KTD.shape[3]
         scales_1KgW = torch.cat([groups.scale, groups.zero], dim=3).view(torch.uint8)
         token_bytes = 2 * SCALE_BYTES * channel_groups(dim)
         scales_1KgW = pad(scales_1KgW, (0, GROUP * token_bytes - scales_1KgW.shape[3]))

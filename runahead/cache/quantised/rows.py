@@ -51,9 +51,9 @@ class QuantisedRows(Codec):
         cls, k_BK0H: Tensor, v_BK0V: Tensor, bits: int, *, rows: slice, pad: int, by_token: bool
     ) -> QuantisedRows:
         """Rows without quantised tokens."""
-        scales = ChannelScales.of(k_BK0H) if by_token else None
-        keys = ChannelGroups.of(k_BK0H, bits) if scales is None else scales.groups(k_BK0H, bits)
-        return cls(rows=rows, pad=pad, keys=keys, values=TokenGroups.of(v_BK0V, bits), scales=scales)
+        scales = ChannelScales.from_keys(k_BK0H) if by_token else None
+        keys = ChannelGroups.quantise(k_BK0H, bits) if scales is None else scales.groups(k_BK0H, bits)
+        return cls(rows=rows, pad=pad, keys=keys, values=TokenGroups.quantise(v_BK0V, bits), scales=scales)
 
     @property
     def num_bytes(self) -> int:
@@ -73,9 +73,9 @@ class QuantisedRows(Codec):
         """With more tokens, which come after the others."""
         bits, scales = self.values.bits, self.scales
         if scales is not None and not self.num_tokens:
-            scales = ChannelScales.of(k_BKSH)
-        new = ChannelGroups.of(k_BKSH, bits) if scales is None else scales.groups(k_BKSH, bits)
-        values = TokenGroups.joined([self.values, TokenGroups.of(v_BKSV, bits)])
+            scales = ChannelScales.from_keys(k_BKSH)
+        new = ChannelGroups.quantise(k_BKSH, bits) if scales is None else scales.groups(k_BKSH, bits)
+        values = TokenGroups.joined([self.values, TokenGroups.quantise(v_BKSV, bits)])
         return replace(self, keys=Groups.joined([self.keys, new]), values=values, scales=scales)
 
     def row(self, row: int) -> QuantisedRows:

@@ -50,7 +50,7 @@ class QuantisedSequences(Codec):
     scales: ChannelScales | None = None
 
     @classmethod
-    def of(
+    def quantise(
         cls,
         kv_YX: Tensor,
         positions_Y: Tensor,
@@ -64,16 +64,16 @@ class QuantisedSequences(Codec):
     ) -> QuantisedSequences:
         """Quantise tokens, which lie sequence by sequence, and come after the tokens of `before`."""
         k_YH, v_YV = kv_YX.to(shape.dtype).split([shape.key_dim, shape.value_dim], dim=1)
-        values = TokenGroups.of(v_YV[None, None], bits, sequences=len(lengths))
+        values = TokenGroups.quantise(v_YV[None, None], bits, sequences=len(lengths))
         keys: Groups
         if keys_by_token:
             parts = k_YH[None, None].split(list(lengths), dim=2)
-            scales = [ChannelScales.of(k_11SH) for k_11SH in parts]
+            scales = [ChannelScales.from_keys(k_11SH) for k_11SH in parts]
             if before is not None and before.scales is not None:
                 scales = [before.scales.row(row) if num else scales[row] for row, num in enumerate(before.lengths)]
             keys = TokenGroups.joined([each.groups(k_11SH, bits) for each, k_11SH in zip(scales, parts, strict=True)])
         else:
-            scales, keys = [], ChannelGroups.of(k_YH[None, None], bits, sequences=len(lengths))
+            scales, keys = [], ChannelGroups.quantise(k_YH[None, None], bits, sequences=len(lengths))
         return cls(
             keys=keys,
             values=values,
