@@ -431,12 +431,13 @@ class Policy:
         """
         return None
 
-    def layer_form(self, shapes: Sequence[Any], sees_all: Sequence[bool]) -> LayerForm | None:
+    def layer_form(self, shapes: Sequence[Any], sees_all: Sequence[bool], numbers: Sequence[int]) -> LayerForm | None:
         """How a policy with `merges_layers` stores the layers of a model; None: no layers can be merged.
 
         Args:
             shapes: of each layer's keys and values.
             sees_all: whether each layer sees the whole text.
+            numbers: of these layers in the model, others of which store no keys and values.
         """
         return None
 

@@ -198,16 +198,20 @@ class MergedLayers:
             layers[lower], layers[upper] = MergedLayer.pair_of(layers[lower], above, self._options, room=room)
 
 
-def paired_layers(shapes: Sequence[KVShape], sees_all: Sequence[bool], first_share: float) -> list[tuple[int, int]]:
+def paired_layers(
+    shapes: Sequence[KVShape], sees_all: Sequence[bool], first_share: float, numbers: Sequence[int]
+) -> list[tuple[int, int]]:
     """Pairs (lower, upper) of neighbours that see the whole text and have the same shape, each layer in one pair.
 
     Args:
         sees_all: whether each layer sees the whole text.
         first_share: of all layers, that are left as they are.
+        numbers: of these layers in the model; those between which another layer lies are no neighbours.
     """
     pairs, layer = [], int(first_share * len(shapes))
     while layer + 1 < len(shapes):
-        if sees_all[layer] and sees_all[layer + 1] and shapes[layer] == shapes[layer + 1]:
+        are_alike = sees_all[layer] and sees_all[layer + 1] and shapes[layer] == shapes[layer + 1]
+        if are_alike and numbers[layer + 1] == numbers[layer] + 1:
             pairs.append((layer, layer + 1))
             layer += 1
         layer += 1

@@ -59,7 +59,7 @@ class MiniCache(Policy, name="minicache"):
     def last_queries(self) -> int:
         return 0
 
-    def layer_form(self, shapes: Sequence[Any], sees_all: Sequence[bool]) -> LayerForm | None:
-        pairs = paired_layers(shapes, sees_all, self.start_share)
+    def layer_form(self, shapes: Sequence[Any], sees_all: Sequence[bool], numbers: Sequence[int]) -> LayerForm | None:
+        pairs = paired_layers(shapes, sees_all, self.start_share, numbers)
         options = {"towards_upper": self.interpolation, "exact_share": self.retain_share}
         return MergedLayers(pairs, options) if pairs else None

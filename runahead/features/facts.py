@@ -473,6 +473,9 @@ FACTS: dict[str, Fact] = {
         _step(lambda step: not step.retrieves and (step.while_decoding or step.carries_generated))
     ),
     "a policy that decides on the whole prompt": _of_last(_policies(lambda policies: _named(policies.deciding))),
+    "a policy that repeats the prompt": _of_last(
+        _policies(lambda policies: _named(next((each for each in policies.last if each.replay is not None), None)))
+    ),
     "a policy that merges layers": _of_last(_policies(lambda policies: _named(policies.merging))),
     "a policy that needs all tokens of a prompt": _of_last(
         _step(lambda step: not step.retrieves and step.last_queries is None)

@@ -447,9 +447,8 @@ REFUSED = (
         "use policy.ahead=false",
     ),
     Refused(
-        ("a policy that decides on the whole prompt", "states"),
-        "policy {0} decides once all layers have the whole prompt, which may be computed again for it, and {1} hold "
-        "states that would take it in twice",
+        ("a policy that repeats the prompt", "states"),
+        "policy {0} scores tokens by how the model repeats the prompt, and {1} hold states that would take it in twice",
         OTHER_POLICY,
     ),
     Refused(
@@ -536,8 +535,8 @@ REFUSED = (
     ),
     Refused(
         ("a policy that merges layers", "no layers to merge"),
-        "policy {0} merges neighbouring layers that see the whole text, and {1} has none among its layers from "
-        "policy.start_share on",
+        "policy {0} merges neighbouring layers that see the whole text, and {1} has none among its layers with "
+        "attention from policy.start_share on",
         "use a smaller policy.start_share, or another policy",
     ),
     # policies in a chain

@@ -278,6 +278,11 @@ class Model:
         return len(self.kv_shapes)
 
     @property
+    def kv_layers(self) -> Sequence[int]:
+        """Numbers in the model of the layers that store keys and values."""
+        return range(self.num_layers) if self.held is None else list(self.held.kv_of)[: self.num_layers]
+
+    @property
     def last_attention(self) -> tuple[int, Literal["attended"]]:
         """What ends a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
         return self.num_layers + len(self.kv_sources) - 1, "attended"
@@ -679,6 +684,11 @@ class Model:
         if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
             raise ValueError(f"{family} attends to later tokens, as an encoder does, which is not supported")
         sources = find_sources(calls)
+        if sources and held is not None:
+            raise ValueError(
+                f"{family} has layers that read keys and values of others, beside {' and '.join(held.kinds_with_states)} "
+                "layers that hold states, which is not supported"
+            )
         storing = calls[: len(calls) - len(sources)]
         self.kv_shapes = [
             KVShape(

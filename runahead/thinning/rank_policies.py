@@ -259,7 +259,7 @@ class RankPolicies:
         if self.merging is None:
             return None
         sees_all = [rule is None for rule in model.rules]
-        return self.merging.layer_form(model.kv_shapes, sees_all)
+        return self.merging.layer_form(model.kv_shapes, sees_all, model.kv_layers)
 
     def by_layer(
         self, partition: ContextPartition, num_layers: int, *, keep_parts: bool = False

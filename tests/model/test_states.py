@@ -257,6 +257,15 @@ def test_layers_that_cannot_begin_from_a_state_are_named() -> None:
         Model(build("jamba", attention="eager"), name="jamba")
 
 
+def test_layers_that_read_those_of_others_are_refused_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family of transformers has both: here the second layer with attention reads the first one's."""
+    monkeypatch.setattr("runahead.model.model.find_sources", lambda calls: {1: 0})
+    with pytest.raises(
+        ValueError, match="qwen3_next .* read keys and values of others, beside linear_attention layers"
+    ):
+        Model(build("qwen3_next"), name="qwen3_next")
+
+
 def test_rows_of_other_lengths_are_refused_where_padding_becomes_a_bias() -> None:
     """It would enter the convolution before a row's first token; LFM has such a bias if its config says so."""
     assert tiny_model("lfm2").uneven_limit is None

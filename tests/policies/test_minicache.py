@@ -96,12 +96,15 @@ def test_merging_rotated_or_unrotated_keys_is_the_same() -> None:
 def test_layers_are_paired_in_the_upper_half() -> None:
     shapes = [KVShape(num_kv_heads=2, key_dim=8, value_dim=8, dtype=torch.float32)] * 9
     every = [True] * 9
-    assert paired_layers(shapes, every, 0.5) == [(4, 5), (6, 7)]
-    assert paired_layers(shapes, every, 0.0)[0] == (0, 1)
+    assert paired_layers(shapes, every, 0.5, range(9)) == [(4, 5), (6, 7)]
+    assert paired_layers(shapes, every, 0.0, range(9))[0] == (0, 1)
     windows = [True, True, False, True, True, True, False, True, True]
-    assert paired_layers(shapes, windows, 0.0) == [(0, 1), (3, 4), (7, 8)]
+    assert paired_layers(shapes, windows, 0.0, range(9)) == [(0, 1), (3, 4), (7, 8)]
     wider = [*shapes[:5], KVShape(num_kv_heads=2, key_dim=16, value_dim=8, dtype=torch.float32), *shapes[6:]]
-    assert paired_layers(wider, every, 0.5) == [(6, 7)]
+    assert paired_layers(wider, every, 0.5, range(9)) == [(6, 7)]
+    with_others_between = [0, 1, 3, 7, 8, 9, 10, 20, 21]
+    assert paired_layers(shapes, every, 0.0, with_others_between) == [(0, 1), (3, 4), (5, 6), (7, 8)]
+    assert paired_layers(shapes, every, 0.0, range(3, 39, 4)) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "deepseek_v3"])
@@ -128,7 +131,7 @@ def test_bytes_are_known_to_the_byte(family: str) -> None:
 def test_bytes_of_a_model_are_three_quarters_and_a_bit() -> None:
     """Half of the layers at little more than half of their bytes: keys and values in 16 bits, lengths in 32."""
     shapes = [KVShape(num_kv_heads=8, key_dim=128, value_dim=128, dtype=torch.bfloat16)] * 32
-    pairs = paired_layers(shapes, [True] * 32, 0.5)
+    pairs = paired_layers(shapes, [True] * 32, 0.5, range(32))
     full = sum(shape.bytes_per_token() * 8000 for shape in shapes)
     assert len(pairs) == 8
     assert merged_bytes(shapes, pairs, 8000, exact_share=0.05) / full == pytest.approx(0.772, abs=1e-3)

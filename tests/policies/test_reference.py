@@ -28,8 +28,9 @@ from tests.ranks.tasks import tiny_model
 BUDGET, WINDOW, KERNEL, SINKS, CHUNK = 16, 4, 3, 3, 5
 BUDGET, WINDOW, KERNEL, SINKS, CHUNK, VOTERS = 16, 4, 3, 3, 5, 12
 LENGTHS = (40, 23, 9)
-FAMILIES = ["llama", "gpt2", "gpt_bigcode", "bloom"]
-"""Two query heads per KV head, a KV head for each, one for all; ALiBi."""
+FAMILIES = ["llama", "gpt2", "gpt_bigcode", "bloom", "qwen3_next", "falcon_h1"]
+"""Two query heads per KV head, a KV head for each, one for all; ALiBi; layers with states between, and in one with
+attention."""
 
 
 @cache
@@ -38,7 +39,7 @@ def attention_NSS(family: str, row: int) -> list[Tensor]:  # noqa: N802
     module = build(family, attention="eager")
     with torch.inference_mode(), throughout(module.dtype):
         output = module(input_ids=torch.tensor([prompt(LENGTHS[row], row)]), output_attentions=True, use_cache=False)
-    return [layer[0] for layer in output.attentions]
+    return [layer[0] for layer in output.attentions if layer is not None]
 
 
 def streaming_llm(attention: Tensor, heads: range) -> list[float]:
