@@ -685,9 +685,10 @@ class Model:
             raise ValueError(f"{family} attends to later tokens, as an encoder does, which is not supported")
         sources = find_sources(calls)
         if sources and held is not None:
+            kinds = " and ".join(held.kinds_with_states)
             raise ValueError(
-                f"{family} has layers that read keys and values of others, beside {' and '.join(held.kinds_with_states)} "
-                "layers that hold states, which is not supported"
+                f"{family} has layers that read keys and values of others, beside {kinds} layers that hold states, "
+                "which is not supported"
             )
         storing = calls[: len(calls) - len(sources)]
         self.kv_shapes = [
