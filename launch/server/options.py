@@ -56,6 +56,8 @@ class ServeOptions(QueueLimits):
         prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
             too; None: nowhere.
         prefix_disk_bytes: most bytes of prefixes in this folder, and in that of each stage that keeps a part.
+        snapshot_tokens: of models whose layers hold states, keep these after every so many tokens of a prompt, too; 0:
+            after prompts and answers alone.
         unknown_fields: what is done about fields of requests that nobody knows; known ones that would change the
             answer are refused.
         max_body_bytes, max_header_bytes: largest request.
@@ -81,6 +83,7 @@ class ServeOptions(QueueLimits):
     prefix_host_bytes: int = 0
     prefix_folder: str | None = None
     prefix_disk_bytes: int = 64 * 2**30
+    snapshot_tokens: int = 0
     unknown_fields: UnknownFields = UnknownFields.ignore
     max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 16 * 2**10
@@ -112,11 +115,14 @@ class ServeOptions(QueueLimits):
         require(self.prefix_host_bytes >= 0, "serve.prefix_host_bytes", self.prefix_host_bytes, rule)
         rule = "must be at least 1; without serve.prefix_folder nothing is kept on disk"
         require(self.prefix_disk_bytes >= 1, "serve.prefix_disk_bytes", self.prefix_disk_bytes, rule)
+        rule = "must be a number of tokens; 0 keeps states after prompts and answers alone"
+        require(self.snapshot_tokens >= 0, "serve.snapshot_tokens", self.snapshot_tokens, rule)
         require(self.prefix_folder != "", "serve.prefix_folder", "", "must name a folder; leave it out to keep none")
         if not self.prefix_cache_bytes:
             rule = "has no effect without serve.prefix_cache_bytes, which prefixes are in first; set that, too"
             require(not self.prefix_host_bytes, "serve.prefix_host_bytes", self.prefix_host_bytes, rule)
             require(self.prefix_folder is None, "serve.prefix_folder", self.prefix_folder, rule)
+            require(not self.snapshot_tokens, "serve.snapshot_tokens", self.snapshot_tokens, rule)
         require(self.max_header_bytes >= 1024, "serve.max_header_bytes", self.max_header_bytes, "must be at least 1024")
         require(
             self.schema_tokens >= 0, "serve.schema_tokens", self.schema_tokens, "must not be negative; 0 takes none"

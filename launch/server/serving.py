@@ -225,7 +225,7 @@ def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
     if not options.prefix_cache_bytes:
         return None
     if run.decode.name is DecodeName.last and not is_last:
-        return PrefixTree(options.prefix_cache_bytes)
+        return PrefixTree(options.prefix_cache_bytes, snapshot_tokens=options.snapshot_tokens)
     folder = options.prefix_folder
     if folder is not None and not is_last:
         folder = str(Path(folder) / f"stage-{ranks.stage}-of-{ranks.num_stages}")
@@ -236,6 +236,7 @@ def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
         disk_bytes=options.prefix_disk_bytes,
         option="serve.prefix_folder",
         bits=run.cache.tier_bits,
+        snapshot_tokens=options.snapshot_tokens,
     )
 
 

@@ -377,11 +377,6 @@ REFUSED = (
         "use one rank, or leave the tree out (serve.prefix_cache_bytes=0)",
     ),
     Refused(
-        ("reuse of prefixes", "states", "a server"),
-        "{1} hold states, which a server does not keep for its prefix tree",
-        "leave the tree out (serve.prefix_cache_bytes=0)",
-    ),
-    Refused(
         ("reuse of prefixes", "a policy that narrows"),
         "policy {1} leaves tokens out of deeper layers, so that no prompt is stored whole",
         "use one that only evicts, such as snapkv, or leave the tree out (serve.prefix_cache_bytes=0)",

@@ -255,9 +255,10 @@ class PrefixTree:
     def listen(self, on_change: Callable[[Change], object]) -> None:
         """Tell of every change from now on, and first of all that is stored."""
         self.on_change = on_change
-        for node in self.nodes():
-            if node.is_snapshot or not node.children.keys() - {SNAPSHOT}:
-                on_change(self._stored(node))
+        nodes = list(self.nodes())
+        leaves = [node for node in nodes if not node.is_snapshot and not node.children.keys() - {SNAPSHOT}]
+        for node in (*leaves, *(node for node in nodes if node.is_snapshot)):
+            on_change(self._stored(node))
 
     def match(self, ids: Sequence[int], key: str) -> PrefixHit:
         """Find and hold the longest stored prefix after which a text can go on, and begin to bring it to the device.

@@ -27,6 +27,7 @@ from runahead.features.slower import Way
 from runahead.prefill.base import PrefillCancelled, PrefillPlan, ToItsEnd
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefixes import RowPrefix, store_prompts
+from runahead.reuse.state_rows import state_rows
 from runahead.serving.items import (
     PROGRESS_S,
     Alive,
@@ -279,6 +280,8 @@ class Executor:
             num_stored = prefix.num_tokens + lane.num_shared + lane.num_tokens
             if num_stored < len(row.ids):  # else the last forward gave no token, as its logits are no numbers
                 own = lane.cache.row_kv(0, 0, lane.num_tokens)
+                if lane.states is not None:
+                    prefix.snapshots[num_stored] = state_rows(lane.states)
                 prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared)
             prefix.release()
 

@@ -19,10 +19,11 @@ class KnownTexts:
 
     Args:
         least_new: last tokens of a prompt that are always computed.
+        step: as of `Prefixes`.
     """
 
-    def __init__(self, least_new: int = 1) -> None:
-        self._texts, self._num_changes, self._least_new = PrefixTree(math.inf), 0, least_new
+    def __init__(self, least_new: int = 1, step: int = 1) -> None:
+        self._texts, self._num_changes, self._least_new, self._step = PrefixTree(math.inf), 0, least_new, step
         self._found: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
         self._common: WeakKeyDictionary[Request, WeakKeyDictionary[Request, list[int]]] = WeakKeyDictionary()
 
@@ -57,13 +58,17 @@ class KnownTexts:
         return found
 
     def _in_common(self, request: Request, other: Request) -> list[int]:
-        """Tokens with which each of a request's different prompts begins as one of another request's does."""
+        """Tokens after which each of a request's different prompts can go on as one of another request's begins."""
         known = self._common.setdefault(request, WeakKeyDictionary())
         if other not in known:
             texts = PrefixTree(math.inf)
             for prompt in other.different:
                 texts.insert(ids_of(prompt), [], "").release()
-            known[other] = [texts.num_stored(ids_of(prompt), "") for prompt in request.different]
+            common = [texts.num_stored(ids_of(prompt), "") for prompt in request.different]
+            ends = {len(ids_of(prompt)) for prompt in other.different}
+            known[other] = [
+                num if num in ends else num // self._step * self._step if self._step else 0 for num in common
+            ]
         return known[other]
 
     def _but_last(self, found: Sequence[int], prompts: Sequence[GivenPrompt]) -> list[int]:

@@ -66,7 +66,8 @@ class RequestQueue:
         self.running: list[Request] = []
         self.batches: dict[int, Batch] = {}
         self._encoded: OrderedDict[str, None] = OrderedDict()
-        self.stored = KnownTexts(max(1, engine.policies.num_observed))
+        step = 1 if engine.prefixes is None else engine.prefixes.step
+        self.stored = KnownTexts(max(1, engine.policies.num_observed), step)
 
     @property
     def num_rows(self) -> int:

@@ -275,7 +275,7 @@ class Load:
         short: prompts up to this length are computed by one stage.
         chain_token_s: seconds per token of prompts that all stages compute, as they are estimated; 0 is unknown.
         store_bytes: size of the store of reused segments; None is the default.
-        tree_bytes: of prefixes that are reused.
+        tree_bytes, snapshot_tokens: of prefixes that are reused.
         num_answers: to each prompt, with seeds that count up.
         awaits: by the items that a rank was told, whether what the test is about has come to it. Until then it decodes
             slowly after its first steps, so that rows do not end before, however late another rank is.
@@ -294,6 +294,7 @@ class Load:
     short: int = 0
     store_bytes: int | None = None
     tree_bytes: int = 0
+    snapshot_tokens: int = 0
     chain_token_s: float = 0.0
     num_answers: int = 1
     awaits: Callable[[Sequence[Item]], bool] | None = None
@@ -344,7 +345,7 @@ def serve(ranks: Ranks, load: Load) -> Served:
             prefill=load.prefill,
             decode=DecodeOptions(name=load.decode),
             store=store,
-            tree=PrefixTree(load.tree_bytes) if load.tree_bytes else None,
+            tree=PrefixTree(load.tree_bytes, snapshot_tokens=load.snapshot_tokens) if load.tree_bytes else None,
         )
         with throughout(model.dtype):
             if ranks.rank == 0:

@@ -457,7 +457,10 @@ def queue_with_prefixes(num_stages: int = 1, **limits: Any) -> RequestQueue:
     A byte of what is stored takes 1 ms on its way to all stages, which is 10 ms per token.
     """
     engine: Any = FakeEngine()
-    engine.prefixes, engine.ranks = SimpleNamespace(key="a", token_bytes=10), SimpleNamespace(num_stages=num_stages)
+    engine.prefixes, engine.ranks = (
+        SimpleNamespace(key="a", token_bytes=10, step=1),
+        SimpleNamespace(num_stages=num_stages),
+    )
     estimate = TimeEstimate()
     estimate.alone.learn([100], 100.0)
     estimate.chain.learn([100], 50.0)
