@@ -49,7 +49,7 @@ def calibrated_clusters(
             compute,
             count,
             link,
-            kv_bytes_per_token=model.kv_shapes[0].bytes_per_token(),
+            kv_bytes_per_token=model.layer_kv_bytes,
             state_bytes=places.bytes_of_state,
             prefill=run.prefill,
             backend=ranks.backend,

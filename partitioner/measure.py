@@ -230,7 +230,7 @@ def _mean(seconds: Mapping[int, float], kind_of: Callable[[int], T], numbers: Ma
 
 
 def _weighted(seconds: list[float], kinds: list[list[int]]) -> float:
-    return sum(each * len(layers) for each, layers in zip(seconds, kinds, strict=True)) / sum(map(len, kinds))
+    return sum(each * len(layers) for each, layers in zip(seconds, kinds, strict=True)) / max(1, sum(map(len, kinds)))
 
 
 def ping(

@@ -355,6 +355,18 @@ HYBRIDS: dict[str, Family] = {
             "num_key_value_heads": 4,
         },
     ),
+    "mamba2": Family(  # states alone
+        model_type="mamba2",
+        config={
+            "num_hidden_layers": 3,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+        oracle="eager",
+    ),
     "lfm2": Family(model_type="lfm2", config={"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
     "lfm2_moe": Family(
         model_type="lfm2_moe",
@@ -385,8 +397,8 @@ MARKING: dict[str, Family] = {
 
 REFUSED: dict[str, Family] = {
     "bert": Family(model_type="bert"),  # attends to later tokens
-    "mamba": Family(model_type="mamba"),  # no attention
-    "jamba": Family(  # layers that do not begin from a given state
+    "mamba": Family(model_type="mamba", oracle="eager"),  # layers that do not begin from a given state
+    "jamba": Family(  # the same, beside attention
         model_type="jamba",
         config={"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
     ),

@@ -83,7 +83,7 @@ def small_model(
             for name, parameter in module.named_parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(std=0.2)
-                elif "norm" not in name:
+                elif "norm" not in name or not parameter.any():  # zeros would hide what they are multiplied with
                     parameter.add_(0.1 * torch.randn_like(parameter))
     return module.to(dtype).eval().requires_grad_(False)
 

@@ -25,7 +25,7 @@ from partitioner.table.fingerprint import ModelShape, mlp_dim_of
 from runahead.attention.base import Recording
 from runahead.cache.slabs import KVShape
 from runahead.config import DecodeOptions, ModelOptions
-from runahead.features.facts import Setup
+from runahead.features.facts import FACTS, Setup
 from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
@@ -131,6 +131,11 @@ class ModelSize:
         check(Setup(config=text, decode=decode))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
+        if FACTS["states alone"](Setup(config=text)):
+            raise ValueError(
+                f"{label} has no layer with attention, and plans reckon with its heads; measure it with "
+                "python -m partitioner.search"
+            )
         heads = int(text.num_attention_heads)
         kv_heads = _kv_heads(text) or heads
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)

@@ -26,6 +26,10 @@ LINK_FACTOR = 2.0
 best split changes little in this range. Bandwidths that were both given must be equal."""
 
 
+OF_STATES = ("num_states", "state_bytes")
+"""Sizes that a table of a model without states does not have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a model that determine its compute and the size of its KV cache.
@@ -49,14 +53,17 @@ class ModelShape:
     @property
     def known(self) -> dict[str, Any]:
         """The sizes by name; a model without states has none of theirs."""
-        return {name: size for name, size in vars(self).items() if size != 0}
+        return {name: size for name, size in vars(self).items() if size != 0 or name not in OF_STATES}
 
     def __str__(self) -> str:
         mlp = "" if self.mlp_dim is None else f", MLP {self.mlp_dim:,}"
         states = f" with {self.num_states} states" if self.num_states else ""
+        heads = f"{self.num_heads} heads of {self.head_dim} ({self.num_kv_heads} for KV)"
+        if self.num_heads == 0:
+            heads = "no attention"
         return (
-            f"{self.type}, {self.num_layers} layers{states}, {self.model_dim:,} wide, {self.num_heads} heads of "
-            f"{self.head_dim} ({self.num_kv_heads} for KV){mlp}, vocabulary {self.vocab_size:,}"
+            f"{self.type}, {self.num_layers} layers{states}, {self.model_dim:,} wide, {heads}{mlp}, "
+            f"vocabulary {self.vocab_size:,}"
         )
 
 
@@ -259,14 +266,14 @@ def mlp_dim_of(config: Any) -> int | None:
 
 
 def _shape(model: Model, places: Places) -> ModelShape:
-    config, first = model.config, model.kv_shapes[0]
+    config, first = model.config, next(iter(model.kv_shapes), None)
     return ModelShape(
         type=str(config.model_type),
         num_layers=places.num_layers,
         model_dim=int(config.hidden_size),
-        num_heads=int(config.num_attention_heads),
-        num_kv_heads=first.num_kv_heads * model.num_shards,
-        head_dim=first.key_dim,
+        num_heads=0 if first is None else int(config.num_attention_heads),
+        num_kv_heads=0 if first is None else first.num_kv_heads * model.num_shards,
+        head_dim=0 if first is None else first.key_dim,
         vocab_size=model.vocab_size,
         mlp_dim=mlp_dim_of(config),
         num_states=len(places.states),

@@ -120,8 +120,10 @@ def _fingerprint(value: Any) -> Fingerprint:
     if any(not 0 < speed < inf for speed in fingerprint.speeds or ()):
         raise ValueError(f"fingerprint: speeds {shown(list(fingerprint.speeds or ()))} must be above 0")
     for name in ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
-        if (number := getattr(fingerprint.model, name)) < 1:
-            raise ValueError(f"fingerprint.model: {name} {number} must be at least 1")
+        of_attention = name in ("num_heads", "num_kv_heads", "head_dim")
+        least = 0 if of_attention and fingerprint.model.num_states else 1
+        if (number := getattr(fingerprint.model, name)) < least:
+            raise ValueError(f"fingerprint.model: {name} {number} must be at least {least}")
     return fingerprint
 
 

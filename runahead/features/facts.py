@@ -20,9 +20,15 @@ from runahead.config import (
 NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
 """By model_type: the option with which norms of queries and keys have weights by head, which plans leave whole."""
 
-WITH_STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Layer types of transformers' configs that hold a state: of linear attention, state spaces or a convolution, the last
-two beside attention."""
+STATES_ALONE = ("linear_attention", "conv")
+"""Layer types of transformers' configs that hold a state in place of keys and values: of linear attention, state spaces
+or a convolution."""
+
+WITH_STATES = (*STATES_ALONE, "hybrid", "hybrid_sliding")
+"""All layer types that hold a state, the last two beside attention."""
+
+WITHOUT_CACHE = ("moe", "mlp")
+"""Layer types that hold nothing of earlier tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +383,13 @@ def _states(setup: Setup) -> Words:
     return None if config is None else _if(kinds, f"{' and '.join(kinds)} layers of {setup.model_name}")
 
 
+def _states_alone(setup: Setup) -> Words:
+    """The model, if none of its layers stores keys and values."""
+    config = setup.text_config
+    kinds = set(getattr(config, "layer_types", None) or [])
+    return None if config is None else _if(kinds and kinds <= {*STATES_ALONE, *WITHOUT_CACHE}, setup.model_name)
+
+
 def _norms_by_head(setup: Setup) -> Words:
     config = setup.text_config
     option = "" if config is None else NORMS_BY_HEAD.get(config.model_type, "")
@@ -392,6 +405,7 @@ OF_MODEL: dict[str, Fact] = {
     "no marks": _no_marks,
     "shared KV layers": _shared_kv,
     "states": _states,
+    "states alone": _states_alone,
     "norms by head": _norms_by_head,
     "windows": _model(_windows),
     "ALiBi": _model(lambda model: model.has_key_bias),

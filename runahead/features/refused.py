@@ -432,6 +432,16 @@ REFUSED = (
     ),
     # a policy and a model
     Refused(
+        ("a policy", "states alone"),
+        "{1} stores no keys and values, of which {0} would keep or read fewer",
+        "use policy=full",
+    ),
+    Refused(
+        ("cache.bits", "states alone"),
+        "{1} stores no keys and values, which {0} would quantise",
+        "use cache.bits=null",
+    ),
+    Refused(
         ("a policy that narrows", "states"),
         "policy {0} drops tokens between layers, and the states of {1} are of all tokens",
         "use a policy that only evicts, such as snapkv",

@@ -12,13 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from runahead.features.facts import WITH_STATES
+from runahead.features.facts import WITH_STATES, WITHOUT_CACHE
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types of transformers' configs that attend to keys and values alone."""
-
-WITHOUT_CACHE = ("moe", "mlp")
-"""Layer types that hold nothing of earlier tokens."""
 
 COMPUTED = (*KINDS, *WITH_STATES, *WITHOUT_CACHE)
 """Layer types that the runtime computes."""
@@ -84,7 +81,7 @@ def unsupported_calls(layers: Sequence[int], num_layers: int, others: Collection
     """
     called = set(layers)
     if list(layers) == [layer for layer in range(num_layers) if layer in called or layer not in others]:
-        return None if layers else "has no layer with attention, which is not supported"
+        return None if layers or others else "has no layer with attention, which is not supported"
     if len(layers) > len(called):
         what = f"calls attention {len(layers)} times in {len(called)} layers"
     elif silent := len(set(range(num_layers)) - called - set(others)):

@@ -109,6 +109,7 @@ class Model:
         if not self._passes_keywords:
             adapt(module, self.config.model_type)
         parameters = inspect.signature(module.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
         self._narrows = False
@@ -131,10 +132,10 @@ class Model:
             has_no_memory = isinstance(error.__cause__, RuntimeError)  # for keys and values
             if isinstance(error, ValueError) and (has_no_memory or reason.startswith(f"model {self.name} ")):
                 raise
-            if getattr(self.config, "num_attention_heads", None) is None:
-                reason = "its config has no attention heads"
-            elif SeamCache.__name__ in reason:
+            if SeamCache.__name__ in reason:
                 reason = "its layers keep what they store in a cache of their own, outside transformers' interface"
+            elif getattr(self.config, "num_attention_heads", None) is None:
+                reason = "its config has no attention heads"
             elif MaskRule.__name__ in reason:
                 reason = "its own code computes attention with a mask, outside transformers' attention interface"
             if shares is not None:
@@ -281,6 +282,11 @@ class Model:
     def kv_layers(self) -> Sequence[int]:
         """Numbers in the model of the layers that store keys and values."""
         return range(self.num_layers) if self.held is None else list(self.held.kv_of)[: self.num_layers]
+
+    @property
+    def layer_kv_bytes(self) -> int:
+        """Bytes of a token's keys and values in the first layer that stores any; 0 if none does."""
+        return next((shape.bytes_per_token() for shape in self.kv_shapes), 0)
 
     @property
     def last_attention(self) -> tuple[int, Literal["attended"]]:
@@ -505,7 +511,8 @@ class Model:
         Some families count positions from the start of the padded batch, at least beyond some length, whatever position
         ids they are given.
         """
-        if "position_ids" not in self._optional and self.config.model_type not in ADAPTERS:
+        counts_itself = "position_ids" not in self._optional and self.config.model_type not in ADAPTERS
+        if counts_itself and self.kv_shapes:  # a state knows no positions
             return 0
         if self._padding_enters_states:
             return 0
@@ -613,7 +620,7 @@ class Model:
             held=self.held,
             unbegun=unbegun,
         )
-        keywords: dict[str, Any] = {"past_key_values": forward, "use_cache": True}
+        keywords: dict[str, Any] = {self._cache_name: forward, "use_cache": True}
         if self.held is not None and max(pads) > start:  # layers with states leave out padding by this alone
             keywords["attention_mask"] = (index_C >= row_values(pads, ids_BC.device)[:, None]).long()
         if "position_ids" in self._optional:
@@ -703,7 +710,7 @@ class Model:
         ]
         self.rules: list[MaskRule | None] = [terms.rule for *_, terms in storing]
         self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
-        self.num_query_heads = max(q.shape[1] for _, q, *_ in calls)
+        self.num_query_heads = max((q.shape[1] for _, q, *_ in calls), default=0)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
         self.kv_sources = sources

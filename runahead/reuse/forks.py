@@ -48,7 +48,7 @@ def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: in
         the caches, and how many of the `num_tokens` they share.
     """
     layers_TKX = row.row_kv(0, 0, num_tokens) if attends_together(model) else None
-    if layers_TKX is None:
+    if not layers_TKX:
         return [row, *(row.fork() for _ in range(count - 1))], 0
     reused = reused_by(row)
     if reused is None:

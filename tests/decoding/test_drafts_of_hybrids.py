@@ -37,8 +37,8 @@ from tests.decoding.test_speculation import (
 from tests.families import HYBRIDS, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
 from tests.ranks.tasks import tiny_model
 
-FEW = ["qwen3_next", "falcon_h1", "lfm2"]
-"""Recurrent states, states beside attention in a layer, convolution states alone."""
+FEW = ["qwen3_next", "falcon_h1", "lfm2", "mamba2"]
+"""Recurrent states, states beside attention in a layer, convolution states alone, no layer with attention."""
 
 LENGTHS = [replace(PLAIN, max_new_tokens=num, logprobs=2) for num in (20, 5, 14)]
 """With log-probabilities, in which a wrong state shows where the tokens stay the same."""

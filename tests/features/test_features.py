@@ -85,8 +85,8 @@ def with_config(**values: Any) -> Any:
     return config
 
 
-def with_states() -> Model:
-    return altered(config=with_config(layer_types=["linear_attention"] * 4))
+def with_states(*others: str) -> Model:
+    return altered(config=with_config(layer_types=["linear_attention", *others]))
 
 
 def speculating(kind: Speculate) -> dict[str, Any]:
@@ -184,7 +184,8 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "marks": lambda: {"model": altered(marks=object())},
     "no marks": lambda: {"config": with_config()},
     "shared KV layers": lambda: {"model": altered(kv_sources={3: 2})},
-    "states": lambda: {"model": with_states()},
+    "states": lambda: {"model": with_states("full_attention")},
+    "states alone": lambda: {"model": with_states()},
     "norms by head": lambda: {"config": with_config(model_type="cohere", use_qk_norm=True)},
     "windows": lambda: {"model": altered(rules=[None, WINDOW])},
     "ALiBi": lambda: {"model": altered(has_key_bias=True)},

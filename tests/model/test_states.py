@@ -16,6 +16,7 @@ from torch import Tensor
 from runahead import Conversation, GenerationOptions, Model
 from runahead.attention.states import StateLayer, States
 from runahead.cache.attention import CausalAttention
+from runahead.config import CacheOptions
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, RowId
 from runahead.prefill.base import PromptBatch
@@ -86,7 +87,7 @@ def test_answers_and_later_turns_are_those_of_one_text(family: str) -> None:
     assert largest_difference(after_fork[0], oracle_logits(family, (*ids, *more))) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2", "mamba2"])
 def test_rows_that_join_and_leave_have_states_of_their_own(family: str) -> None:
     """Rows after one prompt, too. Seen to fail: rows that share a state, and states of rows in another order."""
     model, lanes, live, ended = tiny_model(family), Lanes(tiny_model(family)), dict[RowId, Row](), dict[RowId, Row]()
@@ -252,9 +253,27 @@ def test_the_check_at_load_computes_few_logits(monkeypatch: pytest.MonkeyPatch) 
     assert 40 <= max(rows) <= 60
 
 
-def test_layers_that_cannot_begin_from_a_state_are_named() -> None:
-    with pytest.raises(ValueError, match="jamba .* linear_attention layers that do not begin from a given state"):
-        Model(build("jamba", attention="eager"), name="jamba")
+@pytest.mark.parametrize("family", ["jamba", "mamba"])
+def test_layers_that_cannot_begin_from_a_state_are_named(family: str) -> None:
+    with pytest.raises(ValueError, match=f"{family} .* linear_attention layers that do not begin from a given state"):
+        Model(build(family, attention="eager"), name=family)
+
+
+def test_states_alone_take_the_bytes_that_are_told() -> None:
+    """A model without attention stores no keys and values, and no policy has anything to choose."""
+    model, ids = tiny_model("mamba2"), prompt(70)
+    assert model.num_layers == 0 and model.uneven_limit is None
+    talking = Conversation(model)
+    with throughout(model.dtype):
+        talking.feed(torch.tensor([ids]))
+    states = sum(shape.num_bytes for shape in model.state_shapes)
+    assert talking.kv_bytes == talking.full_kv_bytes == states > 0 and talking.kept_tokens == []
+    for policies, message in (
+        (RankPolicies.everywhere([test_matrix.policy("snapkv")]), "stores no keys and values, of which policy SnapKV"),
+        (RankPolicies(storage=CacheOptions(bits=4)), "stores no keys and values, which cache.bits=4 would quantise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Conversation(model, policies)
 
 
 def test_layers_that_read_those_of_others_are_refused_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,12 @@ def test_experts_are_as_many_as_is_published(model_type: str, billions: float, a
         assert size.shape.state_bytes == 36 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2)
 
 
-@pytest.mark.parametrize("family", sorted(HYBRIDS))
+def test_a_model_without_attention_is_not_planned(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no layer with attention, and plans reckon with its heads; measure it"):
+        read_size(build("mamba2", dtype=torch.float32), tmp_path)
+
+
+@pytest.mark.parametrize("family", sorted({*HYBRIDS} - {"mamba2"}))
 def test_sizes_of_hybrids_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
     module = build(family, dtype=torch.float32)
     size, model = read_size(module, tmp_path), Model(module)

@@ -39,7 +39,9 @@ def alone(load: Load) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", *slowly("granitemoehybrid", "falcon_h1", "nemotron_h")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "lfm2", "mamba2", *slowly("granitemoehybrid", "falcon_h1", "nemotron_h")]
+)
 def test_forty_requests_at_once_are_answered_as_alone(rank_pools: RankPools, family: str, size: int) -> None:
     load = replace(FORTY, family=family)
     by_rank = rank_pools.run(size, rank_tasks.serve, load)
