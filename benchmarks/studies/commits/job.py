@@ -24,17 +24,18 @@ class RankPair:
     Args:
         checkout: folder of the commit. Its own `rank.py` runs, which knows its modules; an older commit that has none
             runs this checkout's.
+        program: what a rank runs, a path in the checkout.
     """
 
-    def __init__(self, checkout: Path) -> None:
-        self._checkout, port, program = checkout, str(free_port()), checkout / RANK
+    def __init__(self, checkout: Path, *, program: Path = RANK) -> None:
+        self._checkout, port, own = checkout, str(free_port()), checkout / program
         self._ranks = []
         for rank in range(NUM_RANKS):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS}
             environment = os.environ | {name: str(value) for name, value in place.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(checkout)}
             environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-            command = [sys.executable, str(program if program.is_file() else ROOT / RANK)]
+            command = [sys.executable, str(own if own.is_file() else ROOT / program)]
             self._ranks.append(
                 subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=checkout, env=environment, text=True
@@ -42,7 +43,7 @@ class RankPair:
             )
         self._answers(self._ranks)
 
-    def ask(self, request: dict[str, Any], *, ranks: int = NUM_RANKS) -> float | None:
+    def ask(self, request: dict[str, Any], *, ranks: int = NUM_RANKS) -> Any:
         """Send a request to the first ranks, and wait for their answers. Returns: the first rank's.
 
         Raises:
@@ -58,8 +59,8 @@ class RankPair:
                 pass  # its answer is missing, too
         return self._answers(asked)[0]
 
-    def _answers(self, asked: Sequence[subprocess.Popen[str]]) -> list[float | None]:
-        found = list[float | None]()
+    def _answers(self, asked: Sequence[subprocess.Popen[str]]) -> list[Any]:
+        found = list[Any]()
         for rank in asked:
             assert rank.stdout is not None
             line = rank.stdout.readline()
