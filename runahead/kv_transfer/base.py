@@ -141,13 +141,13 @@ class KVTransfer(ABC):
 
     def sending(self, message: Message) -> AbstractContextManager[object]:
         """Context manager in which a message is posted that is sent: a range of a profile."""
-        return self.clock.ranges("send layer", message.layer, message)
+        return self.clock.ranges("send layer", self.schedule.number(message.layer), message)
 
     @contextmanager
     def standing_still(self, layer: int) -> Iterator[None]:
         """Context manager in which this rank, or its device, waits for others: logged, and a range of a profile."""
         begin = self.clock.mark()
-        with self.clock.ranges("wait in layer", layer):
+        with self.clock.ranges("wait in layer", self.schedule.number(layer)):
             yield
         self.log.waits.append((layer, begin, self.clock.mark()))
 
@@ -156,7 +156,8 @@ class KVTransfer(ABC):
         record = TransferRecord(
             direction=direction,
             peer=message.peer,
-            layer=message.layer,
+            layer=self.schedule.number(message.layer),
+            kind=self.schedule.kind(message.layer),
             start=message.start,
             end=message.end,
             num_bytes=self.part(message).nbytes,
@@ -169,7 +170,8 @@ class KVTransfer(ABC):
         messages = list(messages)
         num_bytes = sum(self.part(message).nbytes for message in messages)
         peers = {message.peer for message in messages}
-        return self.ranks.records.state(self._prefill, direction, layer, peers, num_bytes)
+        number, kind = self.schedule.number(layer), self.schedule.kind(layer)
+        return self.ranks.records.state(self._prefill, direction, number, peers, num_bytes, kind=kind)
 
     def part(self, message: Message) -> Tensor:
         """The message's tokens in the cache: a contiguous view (tokens, batch, KV heads, key dim + value dim)."""

@@ -69,9 +69,9 @@ class CopyTransfer(KVTransfer):
         before = layer - self.depth
         if before >= 0:
             sends = self._all_sends(before)
-            self._wait(self._leave(sends), layer, f"room for the KV of layer {layer} from", "send", before, sends)
+            self._wait(self._leave(sends), layer, f"room for {self.schedule.name(layer)} from", "send", before, sends)
             # Keeps the host at most `depth` layers ahead of its device.
-            self._watch(self._attended + before + 1, f"layer {before}")
+            self._watch(self._attended + before + 1, f"layer {self.schedule.number(before)}")
 
     def send(self, layer: int) -> None:
         for message in self.schedule.sends(layer):
@@ -85,7 +85,7 @@ class CopyTransfer(KVTransfer):
 
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         arrivals = [self._arrives[message] for message in messages]
-        self._wait(arrivals, layer, f"the KV of layer {layer} from", "receive", layer, messages)
+        self._wait(arrivals, layer, f"{self.schedule.name(layer)} from", "receive", layer, messages)
 
     def has_messages(self, messages: list[Message], block_s: float) -> bool:
         if self._copying.is_asynchronous:  # the device waits
@@ -106,7 +106,7 @@ class CopyTransfer(KVTransfer):
         num_layers = self.cache.num_layers
         for layer in range(num_layers):
             sends, receives = self._all_sends(layer), self.schedule.receives(layer)
-            self._wait(self._leave(sends), layer, f"the KV of layer {layer} to leave for", "send", layer, sends)
+            self._wait(self._leave(sends), layer, f"{self.schedule.name(layer)} to leave for", "send", layer, sends)
             # Also what nobody reads, since its slots may be given to others after this.
             self.await_messages(layer, receives)
         credits = [self._credit(peer, num_layers) for peer in self._senders]
@@ -242,7 +242,7 @@ class CopyTransfer(KVTransfer):
 
             def detail() -> str:
                 self.ranks.records.ask_device()
-                of_which = "" if of_layer == layer else f"layer {of_layer}: "
+                of_which = "" if of_layer == layer else f"layer {self.schedule.number(of_layer)}: "
                 return of_which + self.state(direction, of_layer, messages) if messages else "nothing to be sent"
 
             def ready(block_s: float) -> bool:

@@ -65,7 +65,7 @@ class GlooTransfer(KVTransfer):
     def open(self, layer: int) -> None:
         before = max(0, layer - self.depth)
         sends = self._all_sends(before)
-        self._wait(self._free[layer], layer, f"room for the KV of layer {layer} from", "send", before, sends)
+        self._wait(self._free[layer], layer, f"room for {self.schedule.name(layer)} from", "send", before, sends)
 
     def send(self, layer: int) -> None:
         for message in self.schedule.sends(layer):
@@ -99,7 +99,7 @@ class GlooTransfer(KVTransfer):
 
     def finish(self) -> None:
         for layer, left in enumerate(self._left):
-            what = f"the KV of layer {layer} to leave for"
+            what = f"{self.schedule.name(layer)} to leave for"
             self._wait(left, layer, what, "send", layer, self._all_sends(layer))
             # The last layer's prefix may not have been read, but it must have arrived before its slots are freed.
             self._wait_for_arrival(self._arrived[layer], layer, self.schedule.receives(layer))
@@ -109,7 +109,7 @@ class GlooTransfer(KVTransfer):
             self._staging.settle()
 
     def _wait_for_arrival(self, event: threading.Event, layer: int, messages: list[Message]) -> None:
-        self._wait(event, layer, f"the KV of layer {layer} from", "receive", layer, messages)
+        self._wait(event, layer, f"{self.schedule.name(layer)} from", "receive", layer, messages)
 
     def _wait(
         self, event: threading.Event, layer: int, what: str, direction: str, of_layer: int, messages: list[Message]
@@ -122,7 +122,7 @@ class GlooTransfer(KVTransfer):
             def detail() -> str:
                 if not messages:
                     return "nothing to be sent"
-                of_which = "" if of_layer == layer else f"layer {of_layer}: "
+                of_which = "" if of_layer == layer else f"layer {self.schedule.number(of_layer)}: "
                 return of_which + self.state(direction, of_layer, messages)
 
             with self.standing_still(layer):
@@ -224,7 +224,7 @@ class GlooTransfer(KVTransfer):
         try:
             yield
         except RuntimeError as error:
-            raise _Lost(f"the KV of layer {message.layer} {way} {self.ranks.name(message.peer)}") from error
+            raise _Lost(f"{self.schedule.name(message.layer)} {way} {self.ranks.name(message.peer)}") from error
 
     def _host_part(self, message: Message) -> Tensor:
         if self._staging is None or message.is_fed:

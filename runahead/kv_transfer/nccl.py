@@ -40,7 +40,7 @@ class NcclTransfer(KVTransfer):
             self._wait(layer, sends)  # before the slot is written again
         if (ended := self._ended.pop(before, None)) is not None:
             # Keeps the host at most `depth` layers ahead of the device: a full launch queue would block it, unwatched.
-            self._watch(ended, f"layer {before}")
+            self._watch(ended, f"layer {self.schedule.number(before)}")
 
     def send(self, layer: int) -> None:
         works = [self._isend(message) for message in self.schedule.sends(layer)]

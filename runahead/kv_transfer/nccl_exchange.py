@@ -41,14 +41,14 @@ class NcclExchange(KVTransfer):
         # `close` made the compute stream wait for the slot's last messages, so it may be written. The wait here only
         # keeps the host at most `depth` layers ahead of the device.
         if (ended := self._ended.pop(layer - self.depth, None)) is not None:
-            self._watch(ended, f"layer {layer - self.depth}")
+            self._watch(ended, f"layer {self.schedule.number(layer - self.depth)}")
 
     def send(self, layer: int) -> None:
         self._works[layer] = []
         for received, sent in self.schedule.batches(layer):
             begin = self.clock.mark() if self.record else None
             parts = [[(self.part(each), each.peer) for each in messages] for messages in (received, sent)]
-            with self.clock.ranges("send layer", layer, *sent):
+            with self.clock.ranges("send layer", self.schedule.number(layer), *sent):
                 works = [] if self._between_stages is None else self._between_stages.exchange(*parts)
             self._works[layer].append((received, works))
             for way, messages in (("receive", received), ("send", sent)):

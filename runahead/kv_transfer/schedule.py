@@ -70,13 +70,28 @@ class Schedule(ABC):
         chain: the stages with work, in the order of their last tokens.
         position: place of this rank's stage in the chain.
         fed: places before token 0 of the stored keys and values that this rank sends.
+        things: what the messages of each layer hold, "KV" or "state", and the layer's number in the model, for those
+            who read of them; empty if it is the KV of each layer.
     """
 
     fed = range(0)
+    things: Sequence[tuple[str, int]] = ()
 
     def __init__(self, rank: int, chain: list[int], mesh: Mesh) -> None:
         self.mesh, self.chain, self._share = mesh, chain, mesh.share(rank)
         self.position = chain.index(mesh.stage(rank))
+
+    def number(self, layer: int) -> int:
+        """Number in the model of a layer."""
+        return self.things[layer][1] if self.things else layer
+
+    def kind(self, layer: int) -> str:
+        """What the messages of a layer hold."""
+        return self.things[layer][0] if self.things else "KV"
+
+    def name(self, layer: int) -> str:
+        """What the messages of a layer hold, such as "the KV of layer 3"."""
+        return f"the {self.kind(layer)} of layer {self.number(layer)}"
 
     @property
     def peers(self) -> list[int]:
@@ -136,6 +151,7 @@ class TransferSchedule(Schedule):
             A relaying rank then has four messages per layer, wherever it is in the chain.
         mesh: stages and shares of the ranks; by default every rank is a stage.
         num_stored: tokens of the slabs, before token 0, for the keys and values that each stage has stored.
+        things: as of `Schedule`.
     """
 
     def __init__(
@@ -149,11 +165,12 @@ class TransferSchedule(Schedule):
         joined: bool = False,
         mesh: Mesh | None = None,
         num_stored: Mapping[int, int] = MappingProxyType({}),
+        things: Sequence[tuple[str, int]] = (),
     ) -> None:
         super().__init__(rank, partition.chain, mesh or Mesh(partition.num_ranks))
         self.transfer, self._joined = transfer, joined and transfer is Transfer.relay
         self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
-        self._slots = stored_slots(num_stored)
+        self._slots, self.things = stored_slots(num_stored), things
         if self.position > 0:
             self.fed = self._chunk(0, self._own_stored)
 

@@ -311,6 +311,14 @@ class Model:
         return [("kv", layer) for layer in range(self.num_layers)] if self.held is None else self.held.order
 
     @property
+    def things(self) -> Sequence[tuple[str, int]]:
+        """What each of `order` is, "KV" or "state", and the number of its layer in the model; empty without states."""
+        if self.held is None:
+            return ()
+        numbers = {"kv": list(self.held.kv_of), "state": list(self.held.state_of)}
+        return [("KV" if kind == "kv" else kind, numbers[kind][number]) for kind, number in self.order]
+
+    @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 

@@ -171,7 +171,7 @@ class ChainRun(StageRun, LayerHook):
     def _until(self, layer: int, messages: list[Message]) -> None:
         """Do what the rank does besides, if anything, until these messages of a layer have arrived."""
         if self.job.meanwhile is not None:
-            arrived, what = partial(self.transfer.has_messages, messages), f"the KV of layer {layer}"
+            arrived, what = partial(self.transfer.has_messages, messages), self.transfer.schedule.name(layer)
             with self._aside(layer):
                 self.job.meanwhile.until(arrived, what, self.transfer.schedule.peers)
 

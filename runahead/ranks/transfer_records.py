@@ -26,6 +26,7 @@ class TransferRecord:
             `TransferRecords.ask_device` calls it, in the thread that posts: a GPU in trouble may not answer, with locks
             held, and the thread that has to say so must not ask.
         prefill: number of the prefill that it belongs to.
+        kind: what it holds, "KV" or "state".
     """
 
     direction: str
@@ -38,6 +39,7 @@ class TransferRecord:
     done_s: float | None = None
     has_happened: Callable[[], bool] | None = None
     prefill: int = 0
+    kind: str = "KV"
 
     @property
     def is_done(self) -> bool:
@@ -53,7 +55,7 @@ class TransferRecord:
         values = {name: getattr(self, name) for name in ("prefill", "direction", "layer", "peer", "start", "end")}
         values |= {"bytes": self.num_bytes, "posted_s_ago": round(now_s - self.posted_s, 3)}
         done_s_ago = None if self.done_s is None else round(now_s - self.done_s, 3)
-        return values | {"done_s_ago": done_s_ago}
+        return values | {"done_s_ago": done_s_ago} | ({} if self.kind == "KV" else {"kind": self.kind})
 
 
 class TransferRecords:
@@ -90,13 +92,23 @@ class TransferRecords:
         """Describe the oldest transfer of a prefill that is not complete, for a message."""
         for record in self.all():
             if record.prefill == prefill and not record.is_done:
-                way = "receive of layer {} from" if record.direction == "receive" else "send of layer {} to"
+                what = f"layer {record.layer}" if record.kind == "KV" else f"the {record.kind} of layer {record.layer}"
+                way = f"receive of {what} from" if record.direction == "receive" else f"send of {what} to"
                 posted_s = time.monotonic() - record.posted_s
-                where = f"{way.format(record.layer)} rank {record.peer}"
+                where = f"{way} rank {record.peer}"
                 return f"outstanding: {where}, {record.num_bytes:,} bytes, posted {posted_s:.1f} s ago"
         return "no transfer is outstanding"
 
-    def state(self, prefill: int, direction: str, layer: int, peers: Collection[int], expected_bytes: int) -> str:
+    def state(
+        self,
+        prefill: int,
+        direction: str,
+        layer: int,
+        peers: Collection[int],
+        expected_bytes: int,
+        *,
+        kind: str = "KV",
+    ) -> str:
         """Describe the state of a layer's messages in a prefill, such as "1,024 bytes, receive posted".
 
         Args:
@@ -105,7 +117,8 @@ class TransferRecords:
         records = [
             record
             for record in self.all()
-            if (record.prefill, record.direction, record.layer) == (prefill, direction, layer) and record.peer in peers
+            if (record.prefill, record.direction, record.layer, record.kind) == (prefill, direction, layer, kind)
+            and record.peer in peers
         ]
         done = sum(record.num_bytes for record in records if record.is_done)
         posted = sum(record.num_bytes for record in records) - done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
@@ -38,6 +39,31 @@ def prefill_without(ranks: Ranks, lost: str, *args: Any) -> tasks.PrefillOutcome
 
     with mock.patch.object(StateLayer, "read", incomplete):
         return tasks.prefill(ranks, *args)
+
+
+def named_layers(
+    ranks: Ranks, family: str, ids: list[int], boundaries: tuple[int, ...], prefill: PrefillOptions
+) -> tuple[list[int], dict[int, str], list[str], list[str]]:
+    """Numbers of this rank's layers in a timeline, in order; what it sends by layer; kinds and layers of its messages
+    in their records; and those that it says it waits for."""
+    waited, partition = list[str](), ContextPartition(boundaries=boundaries)
+    wait_until = Ranks.wait_until
+
+    def noted(self: Ranks, ready: Any, what: str, *more: Any) -> None:
+        waited.append(what)
+        wait_until(self, ready, what, *more)
+
+    first = len(ranks.records.all())
+    engine = Engine(tasks.tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
+    options = GenerationOptions(max_new_tokens=1)
+    with throughout(engine.model.dtype), mock.patch.object(Ranks, "wait_until", noted):
+        spans = engine.generate([ids], options, record_timeline=True).spans[ranks.rank]
+    computed = [span.layer for span in sorted(spans, key=lambda span: span.start_s) if span.kind == "compute"]
+    layers = list(dict.fromkeys(layer for layer in computed if layer is not None))
+    sent = {span.layer: span.detail for span in spans if span.kind == "send" and span.layer is not None}
+    records = [f"{each.kind} {each.layer}" for each in ranks.records.all()[first:]]
+    named = [found[1] for what in waited if (found := re.search(r"the (\w+ of layer \d+)", what))]
+    return layers, sent, sorted(set(records)), named
 
 
 def bytes_in_layers(

@@ -107,6 +107,28 @@ def test_states_are_counted_in_the_bytes(rank_pools: RankPools, transfer: Transf
         assert by_rank == [states + each * num_tokens // 3 * kv for each in tokens] + [0]
 
 
+@pytest.mark.parametrize("carrier", [Carrier.copy, Carrier.backend])
+@pytest.mark.parametrize(
+    ("family", "things"),
+    [
+        ("qwen3_next", ["state 0", "KV 1", "state 2", "KV 3"]),
+        ("nemotron_h", ["state 0", "KV 2", "state 4", "KV 6"]),  # other layers hold nothing
+    ],
+)
+def test_layers_have_the_numbers_of_the_model(
+    rank_pools: RankPools, family: str, things: list[str], carrier: Carrier
+) -> None:
+    """In timelines, in records of messages and in what ranks say that they wait for."""
+    options = PrefillOptions(carrier=carrier)
+    first, last = rank_pools.run(2, state_tasks.named_layers, family, prompt(70), (0, 41, 70), options)
+    numbers = [int(thing.split()[1]) for thing in things]
+    details = ["state to rank 1" if thing.startswith("state") else "tokens 0-41 to rank 1" for thing in things]
+    assert first[0] == last[0] == numbers
+    assert first[1] == dict(zip(numbers, details, strict=True)) and last[1] == {}
+    assert first[2] == last[2] == sorted(things)
+    assert {*first[3], *last[3]} <= {thing.replace(" ", " of layer ") for thing in things}
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("bounds", [(0, 70), (0, 41, 70), (0, 20, 45, 70), (0, 0, 70, 70)], ids=str)
 def test_states_are_in_the_reported_bytes(rank_pools: RankPools, family: str, bounds: tuple[int, ...]) -> None:
