@@ -8,8 +8,10 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +30,7 @@ from launch.server.answer.form import Form
 from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.answer.row_text import RowText
-from launch.server.errors import APIError, dumps, shown, wrong
+from launch.server.errors import APIError, dumps, shown, too_long, wrong
 from launch.server.keys import Keys
 from launch.server.metrics import Metrics, prefix_lines
 from launch.server.options import ServeOptions, UnknownFields
@@ -49,8 +51,8 @@ from runahead.model.json_schemas import JSONSchemas
 from runahead.serving.request import Request
 from runahead.serving.scheduler import RequestRefused, Scheduler
 
-READERS = 2
-"""Threads that turn bodies into tokens."""
+SHORT_BYTES = 2**16
+"""Longest body that does not wait for longer ones to be turned into tokens."""
 
 
 class API:
@@ -91,7 +93,8 @@ class API:
         self._json_schemas.warm_up()
         self._seeds = random.Random(defaults.seed)
         self._created = int(time.time())
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+        self._readers = {is_short: ThreadPoolExecutor(1, thread_name_prefix="reader") for is_short in (True, False)}
+        self._reading = Counter[str]()
         self._bodies, self._log = Bodies(options), RequestLog(options)
         routes = [
             *page_routes(),
@@ -166,9 +169,11 @@ class API:
         if (refuses := self.scheduler.refuses) is not None:
             raise APIError(503, refuses)
         loop = asyncio.get_running_loop()
-        async with self._bodies.read(request) as body:
-            client = request.state.client
-            read, prompts, rows = await loop.run_in_executor(self._readers, self._read, body, is_chat, client)
+        client = request.state.client
+        with self._counted(client):
+            async with self._bodies.read(request) as body:
+                reader = self._readers[len(body) <= SHORT_BYTES]
+                read, prompts, rows = await loop.run_in_executor(reader, self._read, body, is_chat, client)
         rows = [self._with_seed(options, read.chose_seed) for options in rows]
         queued = Request(
             prompts=prompts,
@@ -180,17 +185,10 @@ class API:
                     num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts[:: len(read.options)]),
                 )
             ),
-            client=request.state.client,
+            client=client,
         )
-        try:
+        with _refusals():
             self.scheduler.submit(queued)
-        except RequestRefused as refused:
-            if refused.retry_after_s is None:
-                raise APIError(503, str(refused)) from refused
-            wait_s = max(1, math.ceil(refused.retry_after_s))
-            message = f"{refused}; try again in {wait_s} s"
-            headers = {"retry-after": str(wait_s)}
-            raise APIError(429, message, code="rate_limit_exceeded", headers=headers) from refused
         form = Form(request.state.identity, self.model, is_chat=is_chat, texts=self._texts)
         return Answering(
             queued,
@@ -203,6 +201,19 @@ class API:
             log=self._log,
             ping_s=self.options.ping_s,
         )
+
+    @contextmanager
+    def _counted(self, client: str) -> Iterator[None]:
+        """Context manager in which a request is read, which counts as one of its client's. Raises: APIError."""
+        with _refusals():
+            self.scheduler.check_client(client, self._reading[client])
+        self._reading[client] += 1
+        try:
+            yield
+        finally:
+            self._reading[client] -= 1
+            if not self._reading[client]:
+                del self._reading[client]
 
     def _with_seed(self, options: GenerationOptions, chose_seed: bool) -> GenerationOptions:
         """Options of a row; one that is sampled without a seed takes the next of the server's."""
@@ -229,7 +240,7 @@ class API:
         if num_prompts * len(read.options) > self.options.batch:
             what = f"asks for {num_prompts * len(read.options)} answers, and this server gives at most"
             raise wrong("n" if num_prompts == 1 else "prompt", f"{what} {self.options.batch} at once")
-        prompts = prompts_of(read, self._tokenizer, self._schemas, client)
+        prompts = prompts_of(read, self._tokenizer, self._schemas, client, longest=self.scheduler.longest_text)
         rows = [prompt for prompt in prompts for _ in read.options]
         length = self.scheduler.fitting(rows, read.options[0].max_new_tokens, is_chosen=read.length_field is not None)
         options = [replace(options, max_new_tokens=length) for options in read.options * num_prompts]
@@ -257,10 +268,7 @@ class API:
         one_by_one = [self._why_not([prompt], least[:1]) for prompt in prompts[:: len(read.options)]]
         if any(one_by_one):
             if any(isinstance(why, PromptTooLong) for why in one_by_one):
-                code = "context_length_exceeded"  # and the words that clients look for
-                message = (
-                    f"This model's maximum context length is {self.scheduler.longest_text} tokens. However, {message}"
-                )
+                return too_long(field, self.scheduler.longest_text, message)
         elif self._why_not(prompts, least):
             field = "n" if len(one_by_one) == 1 else field
         else:
@@ -328,6 +336,20 @@ class API:
     def _about_model(self) -> dict[str, Any]:
         model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
         return model | {"max_model_len": self.scheduler.longest_text}  # as vLLM names it
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Context manager in which a refusal of the queue is an error of the API."""
+    try:
+        yield
+    except RequestRefused as refused:
+        if refused.retry_after_s is None:
+            raise APIError(503, str(refused)) from refused
+        wait_s = max(1, math.ceil(refused.retry_after_s))
+        message = f"{refused}; try again in {wait_s} s"
+        headers = {"retry-after": str(wait_s)}
+        raise APIError(429, message, code="rate_limit_exceeded", headers=headers) from refused
 
 
 def _without_port(host: str) -> str:

@@ -49,6 +49,12 @@ def missing(param: str) -> APIError:
     return wrong(param, "is missing", code="missing_required_parameter")
 
 
+def too_long(param: str, longest: int | None, what: str) -> APIError:
+    """The error for a prompt that only a shorter one helps, in the words that clients look for."""
+    told = what if longest is None else f"This model's maximum context length is {longest} tokens. However, {what}"
+    return APIError(400, told, param=param, code="context_length_exceeded")
+
+
 def shown(text: str, length: int = 60) -> str:
     """A client's text in a message: printable, and shortened."""
     text = "".join(character if character.isprintable() else " " for character in text[: length + 1])

@@ -117,6 +117,12 @@ class PromptLimits:
                 found.append(range(end - 1, end))
         return found
 
+    @property
+    def longest_text(self) -> int | None:
+        """Most tokens of a prompt and its answer for which the model has positions; None is no bound."""
+        most = self.max_positions
+        return None if most is None or self.remedy(most + 1, 1) is None else most
+
     def remedy(self, num_tokens: int, num_new: int) -> str | None:
         """Remedy for a prompt and `num_new` generated tokens that exceed the model's positions; None if they fit."""
         limit, policies = self.max_positions, self.policies

@@ -96,7 +96,7 @@ class RequestQueue:
     @property
     def longest_text(self) -> int | None:
         """Most tokens of a prompt and its answer, for which there are positions and memory; None is no limit."""
-        limits = [self._prompt_limits.max_positions, self._limits.max_tokens]
+        limits = [self._prompt_limits.longest_text, self._limits.max_tokens]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> int:
@@ -114,12 +114,16 @@ class RequestQueue:
             num_free = self._room.max_tokens - num_held(prompts) - num_prompts * max(map(len, prompts))
             yield (num_free - self._room.row_tokens * len(prompts)) // num_answers
 
+    def check_client(self, client: str, num_read: int = 0, ttft_s: float | None = None) -> None:
+        """Check that a client may have a request beside `num_read` that are being read. Raises: RequestRefused."""
+        ours = num_read + sum(each.client == client for each in [*self.waiting, *self.running])
+        if ours >= self._limits.max_per_client:
+            raise RequestRefused(f"this client has {ours} requests, which is the most it may have at a time", ttft_s)
+
     def add(self, request: Request) -> None:
         """Let a request wait. Raises: RequestRefused: too many do, or too many of this client."""
         limits, ttft_s = self._limits, self.predicted_ttft_s(request)
-        ours = sum(each.client == request.client for each in [*self.waiting, *self.running])
-        if ours >= limits.max_per_client:
-            raise RequestRefused(f"this client has {ours} requests, which is the most it may have at a time", ttft_s)
+        self.check_client(request.client, ttft_s=ttft_s)
         if len(self.waiting) >= limits.max_waiting:
             raise RequestRefused(f"{len(self.waiting)} requests are waiting, which is the most that may", ttft_s)
         if limits.max_ttft_s is not None and ttft_s > limits.max_ttft_s:

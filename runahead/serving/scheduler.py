@@ -144,6 +144,10 @@ class Scheduler:
         """The new tokens of a row, at most `wanted`, as the queue has it."""
         return self._queue.fitting(prompts, wanted, is_chosen=is_chosen)
 
+    def check_client(self, client: str, num_read: int) -> None:
+        """Check that a client may have a request beside `num_read` that are being read. Raises: RequestRefused."""
+        self._queue.check_client(client, num_read, ttft_s=1.0)
+
     def submit(self, request: Request) -> None:
         """Queue a request.
 

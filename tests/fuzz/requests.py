@@ -66,7 +66,7 @@ def api() -> API:
     """An API whose scheduler takes everything."""
     tokenizer = chat_tokenizer(TOOLS_TEMPLATE)
     scheduler: Any = SimpleNamespace(
-        fitting=lambda prompts, wanted, is_chosen: wanted, check=lambda prompts, options: None
+        fitting=lambda prompts, wanted, is_chosen: wanted, longest_text=None, check=lambda prompts, options: None
     )
     return API(
         scheduler,

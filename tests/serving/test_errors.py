@@ -7,6 +7,7 @@ import gzip
 import json
 import socket
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -367,3 +368,59 @@ def test_clients_find_their_words_for_a_prompt_that_is_too_long() -> None:
     with serving(limits=FEW_TOKENS) as served:
         message = post(served, TEXT, {"prompt": [5] * 101}).json()["error"]["message"]
         assert message.startswith("This model's maximum context length is 100 tokens. However, ")
+
+
+class WatchedTokenizer:
+    """A tokenizer that notes how much it has read, and waits for a gate before a long text."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._inner, self._gate, self.num_characters = chat_tokenizer(), gate, 0
+
+    def __call__(self, text: str, **how: Any) -> Any:
+        self.num_characters += len(text)
+        if len(text) > 10_000:
+            assert self._gate.wait(60)
+        return self._inner(text, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_text_that_is_far_too_long_is_refused_before_all_of_it_is_tokenised(path: str) -> None:
+    (gate := threading.Event()).set()
+    tokenizer = WatchedTokenizer(gate)
+    with serving(tokenizer=tokenizer, max_body_bytes=10_000_000) as served:
+        text = "the ice " * 400_000
+        body = {"prompt": text} if path == TEXT else {"messages": [{"role": "user", "content": text}]}
+        refused = post(served, path, body)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+        assert tokenizer.num_characters < len(text) / 10
+        # As long as the model is what fits, however many characters it has.
+        words = "                " * 10
+        whole = post(served, TEXT, {"prompt": words * 20, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+        assert whole == len(chat_tokenizer()(words * 20)["input_ids"])
+
+
+def test_a_short_text_does_not_wait_for_long_ones_to_be_tokenised() -> None:
+    gate = threading.Event()
+    with serving(tokenizer=WatchedTokenizer(gate), max_body_bytes=10_000_000) as served, ThreadPoolExecutor(6) as pool:
+        long = [pool.submit(post, served, TEXT, {"prompt": "the ice " * 100_000}) for _ in range(6)]
+        until(lambda: served.api._bodies.num_bytes > 800_000)
+        assert post(served, TEXT, {"prompt": "a"}).status_code == 200
+        gate.set()
+        assert {each.result().status_code for each in long} == {400}
+
+
+def test_a_request_counts_as_its_clients_as_soon_as_its_header_is_read() -> None:
+    with serving(limits=QueueLimits(max_per_client=1)) as served:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+            connection.sendall(request_of(JSON)[:-5])
+            until(lambda: bool(served.api._reading))
+            assert post(served, TEXT, JSON).status_code == 429
+            connection.sendall(JSON[-5:])
+            assert connection.recv(12).endswith(b" 200")
+        until(lambda: post(served, TEXT, JSON).status_code == 200)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from launch.server.errors import APIError, shown, wrong
+from launch.server.errors import APIError, shown, too_long, wrong
 from launch.server.request.fields import ChatRequest, CompletionRequest, PromptCacheFields
 from policies.prompt_cache.model_text import render
 from policies.prompt_cache.prompt import NewText, Prompt
@@ -16,9 +16,21 @@ from policies.prompt_cache.schemas import Schemas
 from policies.prompt_cache.xml_reader import PMLError, read_xml
 from policies.reuse import GivenPrompt, PromptTooLong
 
+FEW_CHARACTERS = 3
+"""Characters per token of a text with many tokens: a text with fewer than these in all is tokenised at once."""
+PIECE = 2**15
+"""Characters of a longer one that are tokenised at a time."""
+MOST_BY_A_CUT = 16
+"""Tokens that a text has fewer than a piece of it and what follows, at most."""
+
 
 def prompts_of(
-    request: ChatRequest | CompletionRequest, tokenizer: Any | None, schemas: Schemas | None = None, client: str = ""
+    request: ChatRequest | CompletionRequest,
+    tokenizer: Any | None,
+    schemas: Schemas | None = None,
+    client: str = "",
+    *,
+    longest: int | None = None,
 ) -> list[GivenPrompt]:
     """Each prompt of a request.
 
@@ -26,16 +38,17 @@ def prompts_of(
         tokenizer: the model's; None if it has none.
         schemas: for prompts that reuse modules; None if the server takes none.
         client: whose request it is.
+        longest: tokens of the longest text that is taken; None is no limit.
 
     Raises:
-        APIError: the model has no tokenizer or no chat template for it, the template fails or leaves the tools out, or
-            a prompt does not fit its schema.
+        APIError: the model has no tokenizer or no chat template for it, the template fails or leaves the tools out, a
+            prompt does not fit its schema, or a text is so long that not all of it was tokenised.
     """
     if request.prompt_cache is not None:
         return list(_after_modules(request, request.prompt_cache, schemas, client))
     if isinstance(request, ChatRequest):
-        return [_of_chat(request, tokenizer)]
-    return [_of_text(prompt, tokenizer) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+        return [_of_chat(request, tokenizer, longest)]
+    return [_of_text(prompt, tokenizer, longest) if isinstance(prompt, str) else prompt for prompt in request.prompts]
 
 
 def _after_modules(
@@ -104,7 +117,7 @@ def _text(prompt: str | list[int]) -> list[NewText]:
     return [NewText(text=prompt, line=1)] if prompt else []
 
 
-def _of_chat(request: ChatRequest, tokenizer: Any | None) -> list[int]:
+def _of_chat(request: ChatRequest, tokenizer: Any | None, longest: int | None) -> list[int]:
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise APIError(400, "this model has no chat template; use /v1/completions", param="messages")
     # A template has the assistant answer next, or go on with what it has begun to say. After a call it cannot go on.
@@ -118,7 +131,7 @@ def _of_chat(request: ChatRequest, tokenizer: Any | None) -> list[int]:
             rule = "are not in this model's chat template, so it would not know of them; leave them out"
             raise wrong("tools", rule, code="unsupported_parameter")
         text = told
-    return _ids(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], "messages")
+    return _ids(text, tokenizer, "messages", longest, add_special_tokens=False)
 
 
 def _rendered(request: ChatRequest, tokenizer: Any, how: dict[str, Any]) -> str:
@@ -128,14 +141,23 @@ def _rendered(request: ChatRequest, tokenizer: Any, how: dict[str, Any]) -> str:
         raise wrong("messages", f"do not fit the model's chat template: {shown(str(error), 200)}") from error
 
 
-def _of_text(text: str, tokenizer: Any | None) -> list[int]:
+def _of_text(text: str, tokenizer: Any | None, longest: int | None) -> list[int]:
     if tokenizer is None:
         raise wrong("prompt", "must be a list of token ids, as this model has no tokenizer")
+    return _ids(text, tokenizer, "prompt", longest)
+
+
+def _ids(text: str, tokenizer: Any, name: str, longest: int | None, **how: bool) -> list[int]:
+    """Token ids of a text in the field `name`. One that is far too long is refused before all of it is tokenised."""
+    least = 0
+    if longest is not None and len(text) > FEW_CHARACTERS * longest:
+        for start in range(0, len(text), PIECE):
+            piece = tokenizer(text[start : start + PIECE], add_special_tokens=False, verbose=False)["input_ids"]
+            least += max(0, len(piece) - MOST_BY_A_CUT)
+            if least > longest:
+                raise too_long(name, longest, f"'{name}' has more than {least:,} tokens")
     # verbose=False: what is too long is refused with a message of ours.
-    return _ids(tokenizer(text, verbose=False)["input_ids"], "prompt")
-
-
-def _ids(ids: Any, name: str) -> list[int]:
+    ids = tokenizer(text, verbose=False, **how)["input_ids"]
     if not ids:
         raise wrong(name, "has no tokens")
     return [int(token) for token in ids]
