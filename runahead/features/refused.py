@@ -372,11 +372,6 @@ REFUSED = (
     # reuse of prefixes
     Refused(("reuse of prefixes", "marks"), MARKED, "use no prefix tree"),
     Refused(
-        ("reuse of prefixes", "states", "several stages"),
-        "{1} hold states, of which the stages of a chain do not send the first one those of a stored prefix",
-        "use one rank, or leave the tree out (serve.prefix_cache_bytes=0)",
-    ),
-    Refused(
         ("reuse of prefixes", "a policy that narrows"),
         "policy {1} leaves tokens out of deeper layers, so that no prompt is stored whole",
         "use one that only evicts, such as snapkv, or leave the tree out (serve.prefix_cache_bytes=0)",

@@ -82,10 +82,13 @@ class KVTransfer(ABC):
 
     def _stored_ring(self, device: torch.device, *, pin_memory: bool = False) -> Slabs:
         """Memory from which stored keys and values of a few layers are sent."""
+        fed, layers = self.schedule.fed, range(self.cache.num_layers)
+        first_messages = [next(iter(self.schedule.feeds(layer)), None) for layer in layers]
         return Slabs.empty(
             self.cache.slabs.shapes,
             batch=self.cache.slabs.batch,
-            spans=[(self.schedule.fed.start, self.schedule.fed.stop)] * self.cache.num_layers,
+            # A state takes one place, however many tokens are stored.
+            spans=[(fed.start if message is None else message.start, fed.stop) for message in first_messages],
             num_slabs=self.lead + 1,
             device=device,
             pin_memory=pin_memory,

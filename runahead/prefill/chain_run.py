@@ -7,7 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from torch import Tensor
+
 from runahead.attention.base import ForwardEndsHere
+from runahead.attention.states import StateLayer
 from runahead.cache.attention import LayerCall, LayerHook
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
@@ -16,8 +19,13 @@ from runahead.kv_transfer import KVTransfer, NoTransfer
 from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, PrefillJob
 from runahead.prefill.stage_run import StageRun
-from runahead.reuse.state_rows import row_shape
+from runahead.reuse.state_rows import received_rows, row_shape
 from runahead.rotary import Rotary
+
+
+def _write_state(state: StateLayer, slots_1B1Z: Tensor) -> None:
+    """Write the state of a batch to where it is sent from."""
+    state.write(slots_1B1Z.flatten(0, 2))
 
 
 class ChainRun(StageRun, LayerHook):
@@ -71,6 +79,9 @@ class ChainRun(StageRun, LayerHook):
         of_kv = slabs.only(self._kv_at) if self._state_at else slabs
         cache = KVCache(of_kv, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(of_kv))
         super().__init__(job, cache)
+        if job.states is not None:  # which are for the first stage
+            cache.states = model.empty_states()
+        self._received = list[Tensor]()
         self._carried = KVCache(slabs) if self._state_at else cache
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)
         self.log, self.is_last, self._attends_last = self.transfer.log, schedule.is_last, attends_last
@@ -95,6 +106,16 @@ class ChainRun(StageRun, LayerHook):
         """Wait until all that this rank sends or passes on has left."""
         self.transfer.finish()
 
+    @property
+    def _keeps_received(self) -> bool:
+        """Whether states are kept with which this stage begins."""
+        return self.is_last and bool(self.job.stops)
+
+    @property
+    def kept_states(self) -> dict[tuple[int, int], list[Tensor]]:
+        stops = self.job.stops.items() if self._keeps_received else ()
+        return {(at, row): received_rows(self._received, row) for at, rows in stops for row in rows}
+
     def load_state(self, number: int) -> None:
         place = self._state_at[number]
         self._open(place)
@@ -103,6 +124,8 @@ class ChainRun(StageRun, LayerHook):
             assert self.cache.states is not None
             shape, [bytes_B1Z] = self.job.model.state_shapes[number], self.transfer.part(message)
             self.cache.states.layers[number].read(bytes_B1Z.flatten(1), shape)
+            if self._keeps_received:
+                self._received.append(bytes_B1Z.flatten(1).clone())
 
     def save_state(self, number: int) -> None:
         """Send a layer's state on.
@@ -144,12 +167,18 @@ class ChainRun(StageRun, LayerHook):
     def _feed(self, layers: range) -> None:
         """Send stored keys and values of these layers, on the rank that has them."""
         stored, reused = self.job.stored, self.job.reused
-        for layer in layers if self.transfer.lead else ():
-            if layer < self._carried.num_layers:
-                assert stored is not None and reused is not None
-                for part in reused.parts:  # so that what is lost is computed before the layer's memory is filled
-                    part.layers_TKX[layer]
-                self.transfer.feed(layer, partial(stored.gather, reused, layer, stage=self.job.ranks.stage))
+        for place in layers if self.transfer.lead else ():
+            if place >= self._carried.num_layers:
+                continue
+            assert stored is not None and reused is not None
+            kind, number = self.job.model.order[place]
+            if kind == "state":
+                assert self.job.states is not None
+                self.transfer.feed(place, partial(_write_state, self.job.states.layers[number]))
+                continue
+            for part in reused.parts:  # so that what is lost is computed before the layer's memory is filled
+                part.layers_TKX[number]
+            self.transfer.feed(place, partial(stored.gather, reused, number, stage=self.job.ranks.stage))
 
     def save(self, call: LayerCall) -> None:
         self.transfer.send(self._kv_at[call.layer])

@@ -77,7 +77,7 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     chunk = job.partition.chunk(ranks.stage)
     if not chunk:
         return Prefilled(report=RankReport(rank=ranks.rank))
-    if job.chunk_tokens is not None or job.stops:
+    if job.chunk_tokens is not None or (job.stops and len(job.partition.chain) == 1):
         return run_chunked(job, job.chunk_tokens or job.batch.num_tokens)
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
     kept, chain = None, job.partition.chain
@@ -181,20 +181,23 @@ def _linked(
 
     def first_needed(layer: int, start: int) -> int:
         if stored is not None:  # in the last layer it is for the last stage alone, which has a part of it
-            needs_all = start < last_start and layer < model.num_layers - 1
+            needs_all = start < last_start and (layer < model.num_layers - 1 or model.order[-1][0] == "state")
             return (0 if needs_all else num_stored.get(last, 0)) - total
         # With reused segments, adjacent new tokens may be far apart in the prompt. And groups of quantised tokens begin
         # at a row's first token, on whatever number of ranks.
         needs_all = job.reused is not None or policies.storage.bits is not None
         return 0 if needs_all else model.first_needed(layer, start, pads)
 
-    # A state is handed on as if it were the one token of its stage, and each stage needs that of the one before.
+    # A state is handed on as if it were the one token of its stage, and each stage needs that of the one before; the
+    # first one that of what is stored.
     order, handed_on = model.order, job.partition.one_each()
     chunks = [by_layer[number] if kind == "kv" else handed_on for kind, number in order]
 
     def first_of(place: int, start: int) -> int:
         kind, number = order[place]
-        return first_needed(number, start) if kind == "kv" else max(0, start - 1)
+        if kind == "kv":
+            return first_needed(number, start)
+        return start - 1 if stored is not None else max(0, start - 1)
 
     own = None
     if job.shard is not None and not policies:  # the ring is for the prefix alone

@@ -23,7 +23,7 @@ from runahead.prefill.kv_runahead import Single
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
 from runahead.report import ReuseReport
-from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts
+from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts, unpadded
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.state_rows import state_rows, states_of
@@ -106,8 +106,14 @@ class ReusingPrefill:
             longest = max(map(len, computed))
             partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
         stops = dict[int, list[int]]()
-        if self._prefixes is not None and self._prefixes.state_bytes and prefixes and is_alone:
-            stops = _stops(prefixes, ids, self._prefixes.tree.snapshot_tokens)
+        if self._prefixes is not None and self._prefixes.state_bytes and prefixes:
+            if is_alone:
+                stops = _stops(prefixes, ids, self._prefixes.tree.snapshot_tokens)
+            elif self._prefixes.tree.snapshot_tokens:
+                begin = partition.chunk(ranks.stage).start
+                longest = max(len(text) - num for text, num in zip(ids, stored, strict=True))
+                rows = zip(ids, stored, strict=True)
+                stops = {begin: [row for row, (text, num) in enumerate(rows) if longest - (len(text) - num) < begin]}
         owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
         job = self._job(
             PromptBatch.from_prompts(computed, ranks.device),
@@ -213,6 +219,9 @@ class ReusingPrefill:
         by_rank = ranks.gather([prefix.here for prefix in found], "the stored prefixes")
         by_stage = [by_rank[ranks.mesh.rank(stage, 0)] for stage in range(ranks.num_stages)]
         owners = [owners_of([here[row] if here else [] for here in by_stage]) for row in range(len(ids))]
+        if self._model.held is not None and ranks.num_stages > 1:
+            stored = unpadded(list(map(len, ids)), list(map(len, owners)))
+            owners = [of_row[:num] for of_row, num in zip(owners, stored, strict=True)]
         for text, prefix, of_row in zip(ids, found, owners, strict=False):
             prefix.agree(text, of_row, ranks.stage)
         return owners

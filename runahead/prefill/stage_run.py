@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import Part, nothing
@@ -56,6 +57,11 @@ class StageRun:
     def hooks(self) -> list[LayerHook]:
         """Hooks of its own."""
         return []
+
+    @property
+    def kept_states(self) -> dict[tuple[int, int], list[Tensor]]:
+        """States inside the prompt that were kept, as `Prefilled.states`."""
+        return {}
 
     @property
     def slab_bytes(self) -> int:
@@ -146,7 +152,14 @@ class StageRun:
         else:
             report.kv_peak_bytes += report.state_bytes
         spans = self._spans(computed_s) if job.record else []
-        return Prefilled(logits_BV=logits_BV, cache=store, report=report, is_cancelled=is_cancelled, spans=spans)
+        return Prefilled(
+            logits_BV=logits_BV,
+            cache=store,
+            report=report,
+            states={} if is_cancelled else self.kept_states,
+            is_cancelled=is_cancelled,
+            spans=spans,
+        )
 
     def _begin(self) -> None:
         """Called before the forward."""

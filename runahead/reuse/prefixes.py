@@ -234,6 +234,22 @@ def owners_of(here: Sequence[Sequence[range]]) -> list[int]:
     return owners[: owners.index(-1)] if -1 in owners else owners
 
 
+def unpadded(lengths: Sequence[int], stored: Sequence[int]) -> list[int]:
+    """Tokens that the prompts of a batch reuse in a chain, if those that begin from states may have no padding.
+
+    Args:
+        lengths: of the prompts.
+        stored: tokens that each could reuse.
+    """
+    found = list(stored)
+    while True:
+        longest = max(length - num for length, num in zip(lengths, found, strict=True))
+        rest = [num if length - num == longest else 0 for length, num in zip(lengths, found, strict=True)]
+        if rest == found:
+            return found
+        found = rest
+
+
 def _runs(numbers: Sequence[int]) -> list[range]:
     """Ascending numbers as runs of consecutive ones."""
     if isinstance(numbers, range) and numbers.step == 1:

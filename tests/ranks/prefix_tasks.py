@@ -73,10 +73,11 @@ def generate_in_turn(
     prefill: PrefillOptions,
     limit_bytes: float,
     policies: RankPolicies | None = None,
+    snapshot_tokens: int = 0,
 ) -> Turns:
     """Generate from batches in turn with a tree; each once more without one."""
     model = deep_model() if family == "deep" else tiny_model(family)
-    tree, turns = PrefixTree(limit_bytes), Turns()
+    tree, turns = PrefixTree(limit_bytes, snapshot_tokens=snapshot_tokens), Turns()
     ours = Engine(model, ranks, prefill=prefill, partition=split, policies=policies, decode=LAST, tree=tree)
     theirs = Engine(model, ranks, prefill=prefill, partition=split, policies=policies, decode=LAST)
     with throughout(model.dtype):
