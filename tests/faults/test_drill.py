@@ -36,6 +36,10 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
             marks=pytest.mark.slow,
         ),
         Drill(kind="kill -9 of a rank", size=3, rank=1, moment="copy", prefill="kv_runahead copy", layer=2),
+        pytest.param(  # of a stage that is alone
+            Drill(kind="kill -9 of a rank", rank=1, moment="prefill", layer=2, prefill="single"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Drill(kind="stop of a rank", rank=0, moment="copy", prefill="kv_runahead copy", layer=1),
             marks=pytest.mark.slow,
