@@ -144,7 +144,8 @@ class ReusingPrefill:
         job.reused = job.states = None  # frees reused segments, of which decoding may have its own copies
         prefilled.report.prefill_s += ready.computed_anew_s
         prefilled.prefixes = ready.prefixes
-        self._keep_states(ready, prefilled)
+        if ready.prefixes:
+            self._keep_states(ready, prefilled)
         return prefilled
 
     def _states_of(self, prefixes: Sequence[RowPrefix], pads: Sequence[int]) -> States | None:

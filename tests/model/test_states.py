@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from runahead import Conversation, GenerationOptions, Model
+from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.attention.states import StateLayer, States
 from runahead.cache.attention import CausalAttention
-from runahead.config import CacheOptions
+from runahead.config import CacheOptions, Device, PrefillName
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, RowId
-from runahead.prefill.base import PromptBatch
+from runahead.prefill.base import PrefillPlan, PromptBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import HYBRIDS, build, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
 from tests.policies import test_matrix
@@ -289,3 +289,36 @@ def test_rows_of_other_lengths_are_refused_where_padding_becomes_a_bias() -> Non
     """It would enter the convolution before a row's first token; LFM has such a bias if its config says so."""
     assert tiny_model("lfm2").uneven_limit is None
     assert Model(build("lfm2", conv_bias=True), name="lfm2").uneven_limit == 0
+
+
+class Noting:
+    """Other work inside a prefill, which notes what it is told of its layers."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def after_layer(self, done: int, of: int) -> None:
+        self.told.append((done, of))
+
+    def after_segment_layer(self) -> None:
+        pass
+
+    def until(self, arrived: Callable[[float], bool], what: str, peers: object) -> None:
+        raise AssertionError("a stage that is alone waits for nobody")
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 30])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "llama"])
+def test_a_stage_alone_does_other_work_after_each_layer_and_each_state(family: str, chunk_tokens: int | None) -> None:
+    """A server decodes there, and tells how far a prompt is; of a prompt in pieces over all of them."""
+    model, noting = tiny_model(family), Noting()
+    engine = Engine(
+        model,
+        Ranks.start(RanksOptions(device=Device.cpu, threads=1)),
+        prefill=PrefillOptions(name=PrefillName.single, chunk_tokens=chunk_tokens),
+    )
+    plan = PrefillPlan(prompts=[prompt(70)], partition=engine.split(70), num_new=1)
+    with throughout(model.dtype):
+        engine.prefill(plan, noting)
+    num = len(model.order) * (1 if chunk_tokens is None else 3)
+    assert noting.told == [(done, num) for done in range(1, num + 1)]
