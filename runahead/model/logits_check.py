@@ -207,7 +207,10 @@ class LogitsCheck:
         return self.forward(ids_1C, attention, start=start, pads=[0], logits_of=places)[0]
 
     def _unused(self, ids_1S: Tensor, start: int, num_tokens: int) -> str | None:
-        """The states that make no difference to a chunk: their name in transformers; None if all make one.
+        """The states that several tokens do not begin from, by their name in transformers; None if there are none.
+
+        They make no difference to the logits of a chunk, while they do to those of a single token. Weights may also be
+        such that a state counts for nothing anywhere.
 
         Args:
             start: of the chunk, whose first tokens are also computed as a chunk.
@@ -216,18 +219,19 @@ class LogitsCheck:
         self._logits(ids_1S, cache, 0, start, [0])
         given = cache.states
         assert given is not None
+
+        def counts(name: str, length: int) -> bool:
+            logits = list[Tensor]()
+            for factor in (1, 0):
+                cache.states = given.fork()
+                for layer in cache.states.layers:
+                    for kind, _, state in layer.tensors():
+                        state.mul_(factor if kind == name else 1)
+                logits.append(self._logits(ids_1S, cache, start, length, _ends_of(length)))
+            return not torch.equal(*logits)
+
         for name in sorted({name for layer in given.layers for name, *_ in layer.tensors()}):
-            found = list[bool]()
-            for length in (LEAST_KERNEL, num_tokens):
-                logits = list[Tensor]()
-                for factor in (1, 0):
-                    cache.states = given.fork()
-                    for layer in cache.states.layers:
-                        for kind, _, state in layer.tensors():
-                            state.mul_(factor if kind == name else 1)
-                    logits.append(self._logits(ids_1S, cache, start, length, _ends_of(length)))
-                found.append(torch.equal(*logits))
-            if any(found):
+            if counts(name, 1) and not all(counts(name, length) for length in (LEAST_KERNEL, num_tokens)):
                 return name
         return None
 

@@ -217,13 +217,13 @@ def test_a_rule_that_drops_a_given_state_is_refused_when_the_model_is_loaded(mon
 
 
 def losing(name: str) -> Any:
-    """Zeros in place of one kind of state wherever a chunk begins from a given one."""
+    """Zeros in place of one kind of state wherever several tokens begin from a given one."""
     load = CausalAttention.load_state
 
     def without(self: CausalAttention, number: int) -> StateLayer:
         layer = load(self, number)
         for kind, _, state in layer.tensors():
-            if kind == name and self.start:
+            if kind == name and self.start and self.tokens.ids_BC is not None and self.tokens.ids_BC.shape[1] > 1:
                 state.zero_()
         return layer
 
@@ -242,6 +242,16 @@ def test_the_check_at_load_finds_any_state_that_is_lost(family: str, name: str, 
             pytest.skip(f"{family} has no {name}")
         with losing(name), pytest.raises(ValueError, match="layers that do not begin from a given state"):
             Model(module, name=family)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_that_the_weights_multiply_by_zero_is_not_lost(dtype: torch.dtype) -> None:
+    """As Zaya's first weights do with its convolution."""
+    module = build("zaya", dtype=dtype)
+    for name, parameter in module.named_parameters():
+        if "conv_qk" in name:
+            parameter.zero_()
+    Model(module, name="zaya")
 
 
 def test_the_check_at_load_computes_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
