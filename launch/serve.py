@@ -38,6 +38,7 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   serve.prefix_cache_bytes=0   most bytes of keys and values that later prompts reuse; 0 reuses none
   serve.prefix_host_bytes=0    of those in host memory that have no room there
   serve.prefix_folder=<folder> serve.prefix_disk_bytes=68719476736   of those on disk, which later servers find
+  serve.snapshot_tokens=0          of hybrid models, keep states after every so many tokens of a prompt, too
   cache.tier_bits=8|4|2        of each number in host memory and on disk, of modules too; null: the model's dtype
   serve.max_waiting=64         serve.max_per_client=32     serve.max_ttft_s=<predicted seconds>
   serve.max_body_bytes=4194304 serve.max_header_bytes=16384 serve.max_connections=512

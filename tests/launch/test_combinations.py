@@ -30,7 +30,7 @@ def test_options_that_go_together_are_told_with_what_the_model_decides(capsys: p
     status, [answer, *depends] = asked(capsys, "policy=adakv", "cache.bits=4")
     assert (status, answer) == (0, "yes")
     assert depends == [
-        "depends on the model: not with marks",
+        "depends on the model: not with marks; states alone",
         "depends on the ranks and the prompt: slower with decode=auto on several stages; a GPU",
     ]
 
