@@ -33,7 +33,7 @@ from runahead.model.held import Held
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import hf
 from runahead.model.loading.position_limit import max_positions
-from runahead.model.loading.quiet import one_line
+from runahead.model.loading.quiet import one_line, quiet
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.shares import check_shares
 
@@ -297,7 +297,7 @@ def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShap
     forward = SeamCache(recording, 0, num_new=1, held=held)
     ids_11 = torch.zeros((1, 1), dtype=torch.long, device=module.device)
     try:
-        with torch.inference_mode():
+        with quiet(), torch.inference_mode():
             module(input_ids=ids_11, past_key_values=forward, use_cache=True, runahead=forward)
         if forward.states is not None:
             forward.states.save_pending()
