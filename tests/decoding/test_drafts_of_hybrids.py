@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from runahead.decoding import lanes
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import RowId
 from runahead.decoding.speculative.speculator import Draft
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.decoding import test_live_drafts
 from tests.decoding.test_speculation import (
@@ -229,6 +231,35 @@ def test_a_conversation_speculates_in_every_turn(family: str, pad: int) -> None:
         assert largest_difference(ours[0], oracle_logits(family, (*known, *more))) < 1e-9
         ours = forked.feed(torch.tensor([more]))
         assert largest_difference(ours[0], oracle_logits(family, (*ids, *more))) < 1e-9
+
+
+def later_prompt(family: str) -> tuple[float, int]:
+    """A prompt that begins as a drafted answer ended, of which a tree has the states.
+
+    Returns:
+        how far its log-probabilities are off those without a tree, and how many tokens it reused.
+    """
+    model, ids, asked = tiny_model(family), PROMPTS[0], replace(PLAIN, logprobs=2)
+    engine, plain = engine_of(model, tree=PrefixTree(1 << 40)), engine_of(model)
+    answer = plain.generate([ids], PLAIN).generations[0].new_token_ids
+    with knowing([ids + answer], right=0.6):
+        first = engine.generate([ids], DRAFTED).generations[0].new_token_ids
+    longer = ids + first + prompt(5, seed=9)
+    batch = engine.generate([longer], asked)
+    pairs = zip(*(each.generations[0].logprobs or [] for each in (batch, plain.generate([longer], asked))), strict=True)
+    reuse = batch.ranks[0].reuse
+    return max(
+        abs(ours.logprob - theirs.logprob) for ours, theirs in pairs
+    ), 0 if reuse is None else reuse.cached_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_what_is_stored_for_later_prompts_is_what_was_accepted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    off, reused = later_prompt(family)
+    assert off < 1e-9 and reused > len(PROMPTS[0])
+    left_as_it_is(monkeypatch)
+    with suppress(ValueError):  # other tokens, which `knowing` does not know
+        assert later_prompt(family)[0] > 1e-7
 
 
 def test_policies_do_not_draft_from_states() -> None:
