@@ -367,6 +367,20 @@ HYBRIDS: dict[str, Family] = {
         },
         oracle="eager",
     ),
+    "mamba": Family(  # states alone, which take tokens one by one
+        model_type="mamba", config={"state_size": 8, "time_step_rank": 4}, oracle="eager"
+    ),
+    "jamba": Family(  # the same, beside attention
+        model_type="jamba",
+        config={
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+        },
+        oracle="eager",
+    ),
     "lfm2": Family(model_type="lfm2", config={"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
     "lfm2_moe": Family(
         model_type="lfm2_moe",
@@ -397,11 +411,7 @@ MARKING: dict[str, Family] = {
 
 REFUSED: dict[str, Family] = {
     "bert": Family(model_type="bert"),  # attends to later tokens
-    "mamba": Family(model_type="mamba", oracle="eager"),  # layers that do not begin from a given state
-    "jamba": Family(  # the same, beside attention
-        model_type="jamba",
-        config={"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
-    ),
+    "xlstm": Family(model_type="xlstm", oracle="eager"),  # has a cache of its own
     "diffllama": Family(model_type="diffllama"),  # attends twice per layer
     "deepseek_v32": Family(model_type="deepseek_v32"),  # chooses keys by an index
     "openai-gpt": Family(model_type="openai-gpt"),  # computes attention itself

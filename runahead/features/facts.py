@@ -406,6 +406,7 @@ OF_MODEL: dict[str, Fact] = {
     "shared KV layers": _shared_kv,
     "states": _states,
     "states alone": _states_alone,
+    "states one by one": _model(lambda model: model.gives_one_by_one),
     "norms by head": _norms_by_head,
     "windows": _model(_windows),
     "ALiBi": _model(lambda model: model.has_key_bias),

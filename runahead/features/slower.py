@@ -30,6 +30,7 @@ class Way(Enum):
     side_by_side = "requests are answered batch after batch, and none is computed while others are decoded"
     stopped = "a prompt whose client has left is computed to its end"
     stored_answers = "prompts are stored for later ones, and answers are not"
+    at_once = "layers that hold a state compute the tokens of later chunks one by one"
     once = "a prompt is computed once more while it is answered"
 
 
@@ -134,6 +135,12 @@ SLOWER = (
         ("reuse of prefixes", KEEPS),
         Way.stored_answers,
         "{1} change what the tokens of an answer attend to",
+    ),
+    Slower(
+        ("states one by one",),
+        Way.at_once,
+        "in transformers those of {0} begin from a given state with a single token alone; prefill=single computes a "
+        "prompt in one chunk",
     ),
     Slower(
         ("an answer past LongRoPE's threshold",),

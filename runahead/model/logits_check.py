@@ -60,6 +60,10 @@ MOST_ROUNDING = 0.4
 """Logits that are further off than this part of their spread are wrong in any model."""
 
 
+class StatesLost(ValueError):
+    """Layers do not begin from a given state where several tokens are given."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
     """Comparison of one model's logits on the short text.
@@ -144,7 +148,8 @@ class LogitsCheck:
             held: what the layers hold.
 
         Raises:
-            ValueError: the logits differ by more than rounding, or are the same without a state.
+            StatesLost: chunks after the first do not begin from the states before them.
+            ValueError: the logits of one chunk differ by more than rounding.
         """
         values = self._config.to_dict()
         longest = values.get("max_position_embeddings") or math.inf
@@ -173,7 +178,7 @@ class LogitsCheck:
             if lost is None:
                 return
             found = f"with other {lost} they give the same logits"
-        raise ValueError(
+        raise StatesLost(
             f"{family} has {kinds} layers that do not begin from a given state with several tokens (transformers "
             f"{transformers.__version__}; {found}), as each chunk of a prompt but the first does; use another model"
         )

@@ -35,6 +35,7 @@ from runahead.model.layers.attention_input import show_attention_inputs
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import decoder_layers, narrow
+from runahead.model.layers.one_by_one import give_one_by_one
 from runahead.model.layers.output_projection import find_output_projections
 from runahead.model.layers.query_prediction import QueryPrediction
 from runahead.model.layers.shared_kv import end_with_last, find_sources
@@ -42,7 +43,7 @@ from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
-from runahead.model.logits_check import LogitsCheck
+from runahead.model.logits_check import LogitsCheck, StatesLost
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
@@ -74,6 +75,7 @@ class Model:
         kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
         kv_sources: of each other layer, the one whose keys and values it reads.
         held: what the layers hold, if some hold a state; the others above are those with keys and values alone.
+        gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         num_query_heads: most query heads of a layer.
         rules: mask rule per layer that stores keys and values; None is plain causal attention.
@@ -112,7 +114,7 @@ class Model:
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
-        self._narrows = False
+        self._narrows = self.gives_one_by_one = False
         self._marker: Marker | None = None
         try:
             self.marks = Marks.from_config(self.config)
@@ -124,7 +126,7 @@ class Model:
                 if self.held is None:
                     check.require(*check.expected(), "transformers' own")
                 else:
-                    check.require_states(self.held)
+                    self._require_states(check, self.held)
         except (torch.OutOfMemoryError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -537,7 +539,8 @@ class Model:
         inside = [list(each.children()) for each in self.module.modules()]
         mixers = [children for children in inside if any(isinstance(child, nn.Conv1d) for child in children)]
         projections = [child for children in mixers for child in children if isinstance(child, nn.Linear)]
-        return any(each.bias is not None for each in projections)
+        # Others than those of hidden states come after the convolution, behind which padding is masked once more.
+        return any(each.bias is not None for each in projections if each.in_features == self.config.hidden_size)
 
     def empty_cache(
         self,
@@ -724,6 +727,20 @@ class Model:
         self.kv_sources = sources
         if sources:
             end_with_last(self._layers[self.num_layers :])
+
+    def _require_states(self, check: LogitsCheck, held: Held) -> None:
+        """Check that layers begin from given states, if need be with tokens one by one. Raises: ValueError."""
+        try:
+            check.require_states(held)
+        except StatesLost as error:
+            give_one_by_one(self.module, self._run_one_token)
+            try:
+                check.require_states(held)
+            except (torch.OutOfMemoryError, PeerFailure):
+                raise
+            except Exception:  # as above: the family's code may return what is not put together from single tokens
+                raise error from None
+            self.gives_one_by_one = True
 
     def _logits_check(self) -> LogitsCheck:
         return LogitsCheck(

@@ -185,6 +185,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "no marks": lambda: {"config": with_config()},
     "shared KV layers": lambda: {"model": altered(kv_sources={3: 2})},
     "states": lambda: {"model": with_states("full_attention")},
+    "states one by one": lambda: {"model": altered(gives_one_by_one=True)},
     "states alone": lambda: {"model": with_states()},
     "norms by head": lambda: {"config": with_config(model_type="cohere", use_qk_norm=True)},
     "windows": lambda: {"model": altered(rules=[None, WINDOW])},
