@@ -319,7 +319,7 @@ def _serve_clients(
         http.start()
         host = socket.gethostname() if options.host in EVERYWHERE else options.host
         address = f"{host}:{bound.getsockname()[1]}"
-        say(f"serving {api.model} on http://{address}, at most {room} at a time")
+        say(f"serving {api.model} on http://{address}, at most {room}")
         try:
             scheduler.run()
         except BaseException:

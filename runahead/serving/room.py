@@ -26,8 +26,8 @@ class Room:
     row_tokens: int = 0
 
     def __str__(self) -> str:
-        tokens = f"{self.max_tokens:,} tokens of prompts and answers"
-        return f"{tokens}, with {self.row_tokens:,} for the states of each row" if self.row_tokens else tokens
+        tokens = f"{self.max_tokens:,} tokens of prompts and answers at a time"
+        return f"{tokens}, of which the states of each answer take {self.row_tokens:,}" if self.row_tokens else tokens
 
 
 def num_tokens_of(

@@ -156,6 +156,27 @@ def test_a_row_left_alone_gives_back_the_memory_of_the_others() -> None:
         assert alive() == of_row
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_later_turns_of_padded_rows_are_those_of_each_alone(family: str, bits: int | None) -> None:
+    """Also in a fork whose original went on before it. In 8 bits all tokens are still among the newest ones, exact."""
+    prompts, more = [prompt(30), prompt(2, seed=4), prompt(17, seed=5)], prompt(6, seed=3)
+    pads, policies = [30 - len(ids) for ids in prompts], RankPolicies()
+    if bits is not None:
+        policies = RankPolicies(storage=CacheOptions(bits=bits, residual=64, residual_bits=None))
+    model = tiny_model(family)
+    with throughout(model.dtype):
+        conversation = Conversation(model, policies)
+        rows = [[0] * pad + ids for pad, ids in zip(pads, prompts, strict=True)]
+        conversation.feed(torch.tensor(rows), pads=pads)
+        forked = conversation.fork()
+        conversation.feed(torch.tensor([[5, 7, 11]]))
+        ours = [forked.feed(torch.tensor([more])), conversation.feed(torch.tensor([more]))]
+    for logits_BV, between in zip(ours, ((), (5, 7, 11)), strict=True):
+        for row, ids in zip(logits_BV, prompts, strict=True):
+            assert largest_difference(row, oracle_logits(family, (*ids, *between, *more))) < TOLERANCE
+
+
 def without(name: str) -> Callable[[States], None]:
     """Zeros in place of one kind of state."""
 

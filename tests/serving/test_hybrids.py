@@ -119,6 +119,6 @@ def test_the_room_of_a_server_has_states(monkeypatch: pytest.MonkeyPatch, num_st
     row_bytes = 2 * 8 * (64 * 4 + 4 * 8 * 8)  # a convolution of 64 channels and kernel 4, four heads of 8 x 8
     assert room.max_tokens == int(0.8 * free / token_bytes)
     assert (room.row_tokens - 1) * token_bytes < copies * row_bytes <= room.row_tokens * token_bytes
-    assert str(room).endswith(f"tokens of prompts and answers, with {room.row_tokens} for the states of each row")
+    assert str(room).endswith(f"answers at a time, of which the states of each answer take {room.row_tokens}")
     without = serving.room_in_memory(tiny_model("llama"), ranks, None, 0, keeps_parts=False)
-    assert without.row_tokens == 0 and str(without).endswith("tokens of prompts and answers")
+    assert without.row_tokens == 0 and str(without).endswith("tokens of prompts and answers at a time")
