@@ -154,7 +154,7 @@ class LogitsCheck:
         values = self._config.to_dict()
         longest = values.get("max_position_embeddings") or math.inf
         rule = max([RULE_TOKENS, *(value for name, value in values.items() if name.endswith("chunk_size") and value)])
-        rule = int(min(rule, longest / 2 - sum(STATE_TOKENS)))
+        rule = max(1, int(min(rule, longest / 2 - sum(STATE_TOKENS))))
         chunks = [*STATE_TOKENS, rule + 2, rule + 1]
         places = [_ends_of(num_tokens) for num_tokens in chunks]
         starts = [end - num_tokens for end, num_tokens in zip(accumulate(chunks), chunks, strict=True)]

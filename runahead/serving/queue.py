@@ -96,7 +96,9 @@ class RequestQueue:
     @property
     def longest_text(self) -> int | None:
         """Most tokens of a prompt and its answer, for which there are positions and memory; None is no limit."""
-        limits = [self._prompt_limits.longest_text, self._limits.max_tokens]
+        max_tokens = self._room.max_tokens
+        in_memory = None if max_tokens is None else max_tokens - self._room.row_tokens
+        limits = [self._prompt_limits.longest_text, in_memory]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def fitting(self, prompts: Sequence[GivenPrompt], wanted: int, *, is_chosen: bool) -> int:

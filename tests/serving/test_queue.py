@@ -125,6 +125,7 @@ def test_states_take_room_for_each_row_that_has_not_ended():
     assert len(queue.choose()) == 1
     one, two = ([[5] * 50] * 1, [GenerationOptions(max_new_tokens=750)]), ([[5] * 50] * 4, [GenerationOptions()] * 4)
     queue.check(*one)
+    assert queue.longest_text == 800
     assert queue.fitting(one[0], 5000, is_chosen=False) == 750
     with pytest.raises(ValueError, match="1 x 801 tokens of prompt and answer, with states that take the"):
         queue.check(one[0], [GenerationOptions(max_new_tokens=751)])
