@@ -139,14 +139,18 @@ class Dropped:
 
 
 def prefill_after_drops(
-    ranks: Ranks, prefill: PrefillOptions, prompts: list[list[int]], options: GenerationOptions
+    ranks: Ranks,
+    prefill: PrefillOptions,
+    prompts: list[list[int]],
+    options: GenerationOptions,
+    family: str = FAMILY,
 ) -> Dropped:
     """Carry out prefills by all stages whose prefixes were there when they were told, but not all of them later.
 
     The first prompt is the one that the others begin with. For the third one nothing is left of it, for the fourth one
     its first 20 tokens are, and for the fifth one the tree has room for no token.
     """
-    model, tree = tiny_model(FAMILY), PrefixTree(1 << 40)
+    model, tree = tiny_model(family), PrefixTree(1 << 40)
     engine, outcome = Engine(model, ranks, prefill=prefill, decode=LAST, tree=tree), Dropped()
     assert engine.prefixes is not None
 

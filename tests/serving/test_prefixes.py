@@ -430,13 +430,14 @@ def test_rests_of_many_lengths_follow_each_other_through_the_chain(
 TEXTS = [DOCUMENT, *FOLLOWING, DOCUMENT[:30] + prompt(20, seed=9)]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("prefill", WAYS, ids=["relay", "direct copies"])
 def test_what_was_dropped_since_rank_0_heard_of_it_is_computed_anew(
-    rank_pools: RankPools, prefill: PrefillOptions
+    rank_pools: RankPools, prefill: PrefillOptions, family: str
 ) -> None:
-    """Also where it is more than the tree may have."""
-    expected = [rank_pools.run(1, generate, "llama", [ids], GREEDY)[0][0].generations[0].new_token_ids for ids in TEXTS]
-    dropped = rank_pools.run(3, rank_tasks.prefill_after_drops, prefill, TEXTS, GREEDY)[-1]
+    """Also where it is more than the tree may have, and with states at its end."""
+    expected = [rank_pools.run(1, generate, family, [ids], GREEDY)[0][0].generations[0].new_token_ids for ids in TEXTS]
+    dropped = rank_pools.run(3, rank_tasks.prefill_after_drops, prefill, TEXTS, GREEDY, family)[-1]
     assert dropped.tokens == expected
     assert dropped.cached == [0, 43, 0, 20, 0] and dropped.num_held == 0
 
