@@ -230,7 +230,8 @@ class Clusters(Index):
         """
         if self._softcap is not None:
             scores_BKGY = self._softcap * torch.tanh(scores_BKGY / self._softcap)
-        logits_BKGY = (scores_BKGY + sizes_BKY.log().unsqueeze(2)).masked_fill_(
+        # In float32 another processor's logarithm has another last bit.
+        logits_BKGY = (scores_BKGY + sizes_BKY.to(scores_BKGY.dtype).log().unsqueeze(2)).masked_fill_(
             ~is_estimated_BKY.unsqueeze(2), -torch.inf
         )
         lse_BKG = logits_BKGY.logsumexp(dim=-1)

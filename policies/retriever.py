@@ -444,7 +444,7 @@ def need_of_group(scores_BKGX: Tensor, group: Group, sizes_BKX: Tensor | None = 
         return scores_BKGX.sub_(scores_BKGX.amax(dim=-1, keepdim=True)).amax(dim=2)
     if group is Group.sum:
         return scores_BKGX.sum(dim=2)
-    counted = scores_BKGX if sizes_BKX is None else scores_BKGX + sizes_BKX.log().unsqueeze(2)
+    counted = scores_BKGX if sizes_BKX is None else scores_BKGX + sizes_BKX.to(scores_BKGX.dtype).log().unsqueeze(2)
     probabilities_BKGX = scores_BKGX.sub(counted.logsumexp(dim=-1, keepdim=True)).exp_()
     return probabilities_BKGX.mean(dim=2) if group is Group.mean else probabilities_BKGX.amax(dim=2)
 
