@@ -458,10 +458,15 @@ class PrefixTree:
     def save(self, timeout_s: float | None = None) -> None:
         """Write all texts to the folder, as far as there is room and time, those that were used last first."""
         end_s = inf if timeout_s is None else time.monotonic() + timeout_s
+
+        def settle() -> None:
+            self.settle(None if timeout_s is None else max(0.0, end_s - time.monotonic()))
+
         for node in sorted(self.nodes(), key=lambda node: -node.used):
             if node.is_attached and node.file is None and time.monotonic() < end_s:
                 self._store.save(node)
-                self.settle(None if timeout_s is None else end_s - time.monotonic())  # one at a time has room in memory
+                settle()  # one at a time has room in memory
+        settle()  # also files that were begun before
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until all copies and files that were begun are there, and drop what could not be kept."""
