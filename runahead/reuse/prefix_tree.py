@@ -573,6 +573,9 @@ class PrefixTree:
     def before(self, entry: PrefixNode) -> list[PrefixNode]:
         return [node for node in entry.path if node.numbers]
 
+    def after(self, entry: PrefixNode) -> list[PrefixNode]:
+        return list(entry.children.values())
+
     def file_of(self, entry: PrefixNode, around: tuple[int, int]) -> FileAbout:
         """Its run begins where that before it ends: tokens between, which other stages have, are among its own."""
         text = entry.text

@@ -276,6 +276,9 @@ class SegmentStore:
     def before(self, entry: SegmentEntry) -> list[SegmentEntry]:
         return [entry]
 
+    def after(self, entry: SegmentEntry) -> list[SegmentEntry]:
+        return []
+
     def file_of(self, entry: SegmentEntry, around: tuple[int, int]) -> FileAbout:
         return entry.about
 

@@ -28,7 +28,7 @@ from tests.examples import examples
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 from tests.reuse.test_prefix_tiers import OPTIONS, TIERED_EXAMPLE, TIERED_OPERATIONS, Tiered, operate, rows_of
-from tests.reuse.test_prefix_tree import LIMIT, TOKEN_BYTES
+from tests.reuse.test_prefix_tree import LIMIT, TOKEN_BYTES, A, B
 from tests.reuse.test_prefixes import computed_and_cached, engine_of, require_same
 
 SHAPES = [
@@ -233,6 +233,24 @@ def operate_in_few_bits(
 def test_tiers_in_few_bits_hold_what_a_set_of_all_prefixes_says(tmp_path: Path, host_tokens: int) -> None:
     """Wrong: `whole` that is the part itself; a file's rows before its run (`around`) that are forgotten."""
     operate_in_few_bits(tmp_path, TIERED_EXAMPLE, LIMIT / TOKEN_BYTES, host_tokens, inf)
+
+
+TEXTS = [(2, 0, 2, 0, 0, 2, 2, 1), (2, 1, 1), (2, 2, 2)]
+FOUND = {
+    "a text of which host memory takes the end alone": ([("insert", B, TEXTS, 5)] * 2, 14, 5, inf),
+    "files that are written while the tree is saved": (
+        [("insert", A, [(2,), (2, 1, 2, 1, 1, 2, 1, 0, 0), (2, 1)], 1), ("restart",)],
+        14,
+        0,
+        inf,
+    ),
+}
+"""What random operations found, with the limits of the tiers."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_random_operations_found_stays_mended(tmp_path: Path, name: str) -> None:
+    operate_in_few_bits(tmp_path, *FOUND[name])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import queue
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, takewhile
 from math import inf
 from typing import Generic, Protocol
 
@@ -38,6 +38,9 @@ class Finder(Protocol[AnyEntry]):
 
     def before(self, entry: AnyEntry) -> list[AnyEntry]:
         """The entries without which an entry is of no use, in order."""
+
+    def after(self, entry: AnyEntry) -> list[AnyEntry]:
+        """The entries that are next of no use without an entry; none is in a faster tier than it."""
 
     def file_of(self, entry: AnyEntry, around: tuple[int, int]) -> FileAbout:
         """Describe an entry for its file. `around`: rows of the file before and after those of the entry."""
@@ -222,8 +225,12 @@ class TieredStore(Generic[AnyEntry]):
             host.place(entry, copies.to_host(entry.layers_TKX))
         if len(entry.places) == 1 and entry.file is None and not self.save(entry):
             self._finder.lose(entry)
-        else:
-            memory.remove(entry)
+            return
+        memory.remove(entry)
+        faster = list(takewhile(lambda tier: tier is not entry.tier, self.memory))
+        for each in self._finder.after(entry):  # where the next tier had room for these, and not for this one
+            if each.tier in faster:
+                self._leave(each, self.memory[each.tier])
 
     def _move(self, allocation: Allocation[AnyEntry]) -> None:
         """Give the entries of an allocation memory of their own."""
