@@ -58,7 +58,9 @@ def products_at_0(model: Model, ids: list[int]) -> list[torch.Tensor]:
     cache = model.empty_cache(len(ids))
 
     class Rotating(CausalAttention):
-        rotates = True  # so that queries and keys come as they are at position 0
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.rotates = True  # so that queries and keys come as they are at position 0
 
         def attend(self, layer: int, q: Any, k: Any, v: Any, terms: AttentionTerms) -> Any:
             rotary = model.rotaries[layer]

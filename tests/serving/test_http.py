@@ -19,6 +19,7 @@ from launch.server import serving as serving_module
 from launch.server.keys import Keys
 from launch.server.options import ServeRun
 from runahead.serving.estimate import TimeEstimate
+from runahead.serving.room import Room
 from tests.serving.fakes import Served, serving
 from tests.waiting import until
 
@@ -111,7 +112,9 @@ def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch
     monkeypatch.setattr(serving_module, "API", Mock())
     engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock())
     bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
-    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, [], Event())
+    serving_module._serve_clients(
+        ServeRun(), engine, TimeEstimate(), Room(max_tokens=10), bound, Keys(), None, None, [], Event()
+    )
     assert events == ["run", "busy", "stop", "not busy"]
 
 
@@ -145,5 +148,7 @@ def test_a_server_that_was_asked_to_end_before_it_serves_takes_no_request(monkey
     asked = Event()
     asked.set()
     engine: Any = MagicMock()
-    serving_module._serve_clients(ServeRun(), engine, TimeEstimate(), 10, bound, Keys(), None, None, [], asked)
+    serving_module._serve_clients(
+        ServeRun(), engine, TimeEstimate(), Room(max_tokens=10), bound, Keys(), None, None, [], asked
+    )
     assert events == ["drain", "start", "run"]

@@ -100,7 +100,7 @@ class TestEveryWaitIsNeeded:
             "credit": ("[begun, credit, *waits]", "[begun, *waits]"),
             "passing on": ("[self._arrives[each] for each in received]", "[]"),
             "passed on": ("set(self._leave(self._all_sends(layer)), credits)", "set([], credits)"),
-            "left": ('self._wait(self._leave(sends), layer, f"the KV', 'self._wait([], layer, f"the KV'),
+            "left": ('self._wait(self._leave(sends), layer, f"{self', 'self._wait([], layer, f"{self'),
             "arrived": ("            self.await_messages(layer, receives)", "            pass"),
             "prompt": ("self._copying.after_compute(*self._credit(peer, first))", SET_BY_THE_HOST),
         }[what]
