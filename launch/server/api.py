@@ -33,7 +33,7 @@ from launch.server.answer.row_text import RowText
 from launch.server.errors import APIError, dumps, shown, too_long, wrong
 from launch.server.keys import Keys
 from launch.server.metrics import Metrics, prefix_lines
-from launch.server.options import ServeOptions, UnknownFields
+from launch.server.options import ServeOptions, UnknownFields, without_port
 from launch.server.page.files import page_routes
 from launch.server.page.state import state_json
 from launch.server.request.bodies import Bodies
@@ -53,6 +53,8 @@ from runahead.serving.scheduler import RequestRefused, Scheduler
 
 SHORT_BYTES = 2**16
 """Longest body that does not wait for longer ones to be turned into tokens."""
+READERS = {True: 1, False: 2}
+"""Threads that turn short bodies, and others, into tokens."""
 
 
 class API:
@@ -93,7 +95,9 @@ class API:
         self._json_schemas.warm_up()
         self._seeds = random.Random(defaults.seed)
         self._created = int(time.time())
-        self._readers = {is_short: ThreadPoolExecutor(1, thread_name_prefix="reader") for is_short in (True, False)}
+        self._readers = {
+            is_short: ThreadPoolExecutor(threads, thread_name_prefix="reader") for is_short, threads in READERS.items()
+        }
         self._reading = Counter[str]()
         self._bodies, self._log = Bodies(options), RequestLog(options)
         routes = [
@@ -323,7 +327,7 @@ class API:
     def _admitted(self, request: HTTPRequest) -> int:
         """Number of the key with which a request comes. Raises: APIError: a wrong key, or the name of a page's host."""
         host = request.headers.get("host")  # which every browser sends
-        if self._hosts is not None and host and _without_port(host) not in self._hosts:
+        if self._hosts is not None and host and without_port(host) not in self._hosts:
             message = f"this server is not called '{shown(host)}'; add the name to serve.hosts, or start it with a key"
             raise APIError(403, message, code="unknown_host")
         return self._keys.number_of(request.headers.get("authorization"))
@@ -352,11 +356,6 @@ def _refusals() -> Iterator[None]:
         raise APIError(429, message, code="rate_limit_exceeded", headers=headers) from refused
 
 
-def _without_port(host: str) -> str:
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return name.lower().rstrip(".")
-
-
 def _cors(origins: Sequence[str]) -> list[Middleware]:
     """What lets pages of these origins read answers in browsers."""
     if not origins:
@@ -367,7 +366,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # OpenAI's clients have headers of their own
             expose_headers=exposed,
         )
     ]

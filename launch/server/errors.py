@@ -50,7 +50,7 @@ def missing(param: str) -> APIError:
 
 
 def too_long(param: str, longest: int | None, what: str) -> APIError:
-    """The error for a prompt that only a shorter one helps, in the words that clients look for."""
+    """The error for a prompt that has no room however short its answer is, in the words that clients look for."""
     told = what if longest is None else f"This model's maximum context length is {longest} tokens. However, {what}"
     return APIError(400, told, param=param, code="context_length_exceeded")
 

@@ -112,7 +112,12 @@ class BoundedConnection(h11.Connection):
         self._max_header_bytes = max_header_bytes
 
     def next_event(self) -> Any:
-        event = super().next_event()
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 431:  # of one that arrives in parts
+                self.reason = "its header is too large"
+            raise
         if isinstance(event, h11.Request):
             if _header_bytes(event) > self._max_header_bytes:
                 self.reason = "its header is too large"

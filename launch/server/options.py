@@ -44,9 +44,9 @@ class ServeOptions(QueueLimits):
 
     Attributes:
         api_key_file: file of keys, one per line; None takes every request.
-        hosts: names by which clients call the server, without ports; None: any, but only those of this host where it is
-            reached from this host alone and without a key (`named_hosts`). A page whose name its owner binds to this
-            address would otherwise ask from a browser on this host.
+        hosts: names by which clients call the server, without ports, besides those of this host where it is reached
+            from this host alone; None: only the latter without a key, and else any (`named_hosts`). A page whose name
+            its owner binds to this address would otherwise ask from a browser on this host.
         cors_origins: origins (https://example.org) whose pages may read answers in browsers; "*" is any.
         chat_template: file with a chat template (Jinja) in place of the model's.
         model_name: the model's name in the API; None is the name under which it was loaded, which is taken as well.
@@ -101,8 +101,9 @@ class ServeOptions(QueueLimits):
         self.unknown_fields = choice("serve.unknown_fields", UnknownFields, self.unknown_fields)
         require(bool(self.host), "serve.host", self.host, "must be an address")
         require(0 <= self.port <= 65535, "serve.port", self.port, "must be from 0 (any free port) to 65535")
-        rule = "must be a list of names or addresses without ports; leave it out to have the default"
-        require(self.hosts is None or (bool(self.hosts) and all(self.hosts)), "serve.hosts", self.hosts, rule)
+        rule = "must be a list of names or addresses, without ports and brackets; leave it out to have the default"
+        are_names = self.hosts is None or (bool(self.hosts) and all(map(_is_host, self.hosts)))
+        require(are_names, "serve.hosts", self.hosts, rule)
         for origin in self.cors_origins:
             is_origin = origin == "*" or re.fullmatch(r"https?://[^/\s]+", origin) is not None
             rule = 'must be origins such as https://example.org, without a path, or "*"'
@@ -134,9 +135,21 @@ class ServeOptions(QueueLimits):
     @property
     def named_hosts(self) -> frozenset[str] | None:
         """Names, in lower case, that the Host of a request may have; None is any."""
+        local = frozenset(LOCAL_HOSTS if self.host in LOCAL_HOSTS else ())
         if self.hosts is not None:
-            return frozenset(host.lower() for host in self.hosts)
-        return frozenset(LOCAL_HOSTS) if self.api_key_file is None and self.host in LOCAL_HOSTS else None
+            return local.union(host.lower() for host in self.hosts)
+        return local if local and self.api_key_file is None else None
+
+
+def without_port(host: str) -> str:
+    """The name in a Host header, in lower case."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
+def _is_host(name: str) -> bool:
+    """Whether a name is as `without_port` gives it. An IPv6 address has several colons."""
+    return without_port(f"[{name}]" if name.count(":") > 1 else name) == name.lower() != ""
 
 
 @dataclass(kw_only=True)

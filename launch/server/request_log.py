@@ -30,9 +30,12 @@ class RequestLog:
 
     def ignored(self, name: str) -> None:
         """Print once that a field of this name is unknown."""
-        if name not in self._ignored and len(self._ignored) < MOST_NAMES:
-            self._ignored.add(name)
-            say(f"the field '{shown(name)}' is unknown and ignored; serve.unknown_fields=refuse refuses such requests")
+        if name in self._ignored or len(self._ignored) == MOST_NAMES:
+            return
+        self._ignored.add(name)
+        say(f"the field '{shown(name)}' is unknown and ignored; serve.unknown_fields=refuse refuses such requests")
+        if len(self._ignored) == MOST_NAMES:
+            say(f"after {MOST_NAMES} unknown fields no more are told")
 
     def ended(self, request: HTTPRequest, what: str, began_s: float) -> None:
         """Print a line about a request that has ended."""

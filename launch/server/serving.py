@@ -100,6 +100,9 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     engine, told = make_engine(
         run, model, ranks, check_options, partition=partition, policies=policies, store=store, tree=tree, serves=True
     )
+    if ranks.rank == 0 and run.serve.snapshot_tokens and model.held is None:
+        option = f"serve.snapshot_tokens={run.serve.snapshot_tokens}"
+        say(f"warning: {option} has no effect: no layer of model {model.name} holds a state")
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:
         with ranks.busy():
             model.json_schemas.warm_up()
@@ -268,7 +271,11 @@ def room_in_memory(
         raise ValueError(f"policy.{tier}={kept} leaves no memory for prompts on some rank; lower it")
     if kept_bytes and num_tokens < 1:
         raise ValueError(f"serve.prefix_cache_bytes={kept_bytes} leaves no memory for prompts; use less")
-    return Room(max_tokens=num_tokens, row_tokens=math.ceil(row_bytes / per_token))
+    room = Room(max_tokens=num_tokens, row_tokens=math.ceil(row_bytes / per_token))
+    if room.row_tokens >= num_tokens:
+        states = f"the states of one answer, {row_bytes:,} bytes, leave no memory for its tokens"
+        raise ValueError(f"{states}; use a device with more free memory, or a smaller model.dtype")
+    return room
 
 
 def _serve_clients(

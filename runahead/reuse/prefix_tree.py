@@ -574,7 +574,15 @@ class PrefixTree:
         return [node for node in entry.path if node.numbers]
 
     def after(self, entry: PrefixNode) -> list[PrefixNode]:
-        return list(entry.children.values())
+        """The nodes with rows that come next; those between them have all their tokens on other stages."""
+        children, found = list(entry.children.values()), list[PrefixNode]()
+        while children:
+            node = children.pop()
+            if node.numbers:
+                found.append(node)
+            else:
+                children += node.children.values()
+        return found
 
     def file_of(self, entry: PrefixNode, around: tuple[int, int]) -> FileAbout:
         """Its run begins where that before it ends: tokens between, which other stages have, are among its own."""

@@ -116,16 +116,17 @@ class RequestQueue:
             num_free = self._room.max_tokens - num_held(prompts) - num_prompts * max(map(len, prompts))
             yield (num_free - self._room.row_tokens * len(prompts)) // num_answers
 
-    def check_client(self, client: str, num_read: int = 0, ttft_s: float | None = None) -> None:
+    def check_client(self, client: str, num_read: int = 0) -> None:
         """Check that a client may have a request beside `num_read` that are being read. Raises: RequestRefused."""
         ours = num_read + sum(each.client == client for each in [*self.waiting, *self.running])
         if ours >= self._limits.max_per_client:
-            raise RequestRefused(f"this client has {ours} requests, which is the most it may have at a time", ttft_s)
+            message = f"this client has {ours} requests, which is the most it may have at a time"
+            raise RequestRefused(message, self.predicted_ttft_s())
 
     def add(self, request: Request) -> None:
         """Let a request wait. Raises: RequestRefused: too many do, or too many of this client."""
         limits, ttft_s = self._limits, self.predicted_ttft_s(request)
-        self.check_client(request.client, ttft_s=ttft_s)
+        self.check_client(request.client)
         if len(self.waiting) >= limits.max_waiting:
             raise RequestRefused(f"{len(self.waiting)} requests are waiting, which is the most that may", ttft_s)
         if limits.max_ttft_s is not None and ttft_s > limits.max_ttft_s:
@@ -134,13 +135,13 @@ class RequestQueue:
         request.predicted_ttft_s = ttft_s
         self.waiting.append(request)
 
-    def predicted_ttft_s(self, request: Request) -> float:
-        """Seconds until the first token of a request that would come now.
+    def predicted_ttft_s(self, request: Request | None = None) -> float:
+        """Seconds until the first token of a request that would come now; None: until its prefill.
 
         Prefills come one after another, as if none were computed together, and then as many rounds of answers as it
         takes until there is room for all rows.
         """
-        now, others = time.monotonic(), [*self.waiting, request]
+        now, others = time.monotonic(), [*self.waiting, *([] if request is None else [request])]
         begun_s = sum(
             max(0.0, batch.predicted_s - (now - batch.began_s))
             for batch in self.batches.values()
@@ -148,7 +149,7 @@ class RequestQueue:
         )
         rows = self.num_rows + sum(len(each.prompts) for each in others)
         rounds = max(0, rows - self._limits.batch) / self._limits.batch
-        longest = max(each.max_new_tokens for each in [*self.running, *others])
+        longest = max((each.max_new_tokens for each in [*self.running, *others]), default=1)
         prefills_s = sum(self.prefill_s([each]) for each in others)
         return begun_s + prefills_s + rounds * self._estimate.decoding_s(longest)
 

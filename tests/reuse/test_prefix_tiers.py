@@ -229,6 +229,21 @@ def test_what_was_used_longest_ago_goes_to_the_host_then_to_disk_then_out(tmp_pa
     assert tree.bytes_by_tier == {"device": 20 * TOKEN_BYTES, "host": 10 * TOKEN_BYTES, "disk": 2 * size}
 
 
+@pytest.mark.parametrize("gap", [0, 3])
+def test_no_part_is_in_a_faster_tier_than_those_before_it_whoever_has_the_tokens_between(
+    tmp_path: Path, gap: int
+) -> None:
+    """The first 10 tokens have no room in host memory, the last 3 have; other stages store `gap` tokens between."""
+    ids, end = list(range(13 + gap)), 10 + gap
+    tree = opened(PrefixTree(inf, host_bytes=5 * TOKEN_BYTES, folder=tmp_path))
+    tree.insert(ids, layers(13), A, own=[*range(10), *range(end, end + 3)]).release()
+    for length in (10, end):
+        tree.match(ids[:length], A).release()  # splits it
+    tree.limit_bytes = 0
+    tree.make_room()
+    assert tiers(tree, ids[:10], ids) == "disk disk" and tree.num_stored(ids, A) == len(ids)
+
+
 @pytest.mark.parametrize("tier", [Tier.host, Tier.disk])
 def test_a_prefix_is_loaded_bitwise(tmp_path: Path, tier: Tier) -> None:
     kept = [torch.randn(8, 1, width, dtype=torch.float64) for width in WIDTHS]

@@ -318,7 +318,9 @@ def test_an_answer_that_is_too_long_is_told_the_length_that_fits() -> None:
         ({}, "[::1]:8000", 200),
         ({}, "a.example", 403),
         ({"hosts": ["A.example"]}, "a.example:80", 200),
-        ({"hosts": ["a.example"]}, "127.0.0.1", 403),
+        ({"hosts": ["a.example"]}, "127.0.0.1", 200),
+        ({"hosts": ["a.example"], "host": "0.0.0.0"}, "127.0.0.1", 403),
+        ({"hosts": ["::2"], "host": "0.0.0.0"}, "[::2]:80", 200),
         ({"host": "0.0.0.0"}, "a.example", 200),
         ({"api_key_file": "keys"}, "a.example", 200),  # which no page has
     ],
@@ -336,7 +338,7 @@ def test_pages_of_named_origins_read_answers_and_others_do_not() -> None:
         found = {}
         for origin in ("https://a.example", "https://b.example"):
             asks = {"origin": origin, "access-control-request-method": "POST"}
-            asks["access-control-request-headers"] = "authorization,content-type"
+            asks["access-control-request-headers"] = "authorization,content-type,x-stainless-lang"
             allowed = CLIENT.options(served.url + CHAT, headers=asks)
             answer = post(served, TEXT, JSON, headers={"origin": origin})
             assert answer.status_code == 200
@@ -352,7 +354,12 @@ def test_a_field_that_nobody_knows_is_told_once_and_changes_nothing(capfd: pytes
         plain = post(served, TEXT, {"prompt": "a"}).json()["choices"]
         for _ in range(2):
             assert post(served, TEXT, {"prompt": "a", "colour": 1, "echo": False}).json()["choices"] == plain
-    assert capfd.readouterr().err.count("the field 'colour' is unknown and ignored") == 1
+        assert post(served, TEXT, {"prompt": "a", "min_tokens": 5}).status_code == 400  # known, and another answer
+        for number in range(200):
+            post(served, TEXT, {"prompt": "a", f"colour {number}": 1, "max_tokens": 1})
+    told = capfd.readouterr().err
+    assert told.count("the field 'colour' is unknown and ignored") == 1
+    assert told.count("is unknown and ignored") == 100 and told.count("no more are told") == 1
 
 
 def test_a_seed_is_any_whole_number_of_64_bits_and_a_wrong_one_is_told_the_rule_it_breaks() -> None:

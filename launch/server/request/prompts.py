@@ -16,12 +16,12 @@ from policies.prompt_cache.schemas import Schemas
 from policies.prompt_cache.xml_reader import PMLError, read_xml
 from policies.reuse import GivenPrompt, PromptTooLong
 
-FEW_CHARACTERS = 3
-"""Characters per token of a text with many tokens: a text with fewer than these in all is tokenised at once."""
+MANY_CHARACTERS = 8
+"""Characters per token, more than texts have: with more in all, a text is first counted piece by piece."""
 PIECE = 2**15
 """Characters of a longer one that are tokenised at a time."""
 MOST_BY_A_CUT = 16
-"""Tokens that a text has fewer than a piece of it and what follows, at most."""
+"""Tokens that a cut adds to a text, at most."""
 
 
 def prompts_of(
@@ -150,7 +150,7 @@ def _of_text(text: str, tokenizer: Any | None, longest: int | None) -> list[int]
 def _ids(text: str, tokenizer: Any, name: str, longest: int | None, **how: bool) -> list[int]:
     """Token ids of a text in the field `name`. One that is far too long is refused before all of it is tokenised."""
     least = 0
-    if longest is not None and len(text) > FEW_CHARACTERS * longest:
+    if longest is not None and len(text) > MANY_CHARACTERS * longest:
         for start in range(0, len(text), PIECE):
             piece = tokenizer(text[start : start + PIECE], add_special_tokens=False, verbose=False)["input_ids"]
             least += max(0, len(piece) - MOST_BY_A_CUT)

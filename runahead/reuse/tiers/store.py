@@ -40,7 +40,7 @@ class Finder(Protocol[AnyEntry]):
         """The entries without which an entry is of no use, in order."""
 
     def after(self, entry: AnyEntry) -> list[AnyEntry]:
-        """The entries that are next of no use without an entry; none is in a faster tier than it."""
+        """The entries that are next of no use without an entry, which is in no slower tier than they are."""
 
     def file_of(self, entry: AnyEntry, around: tuple[int, int]) -> FileAbout:
         """Describe an entry for its file. `around`: rows of the file before and after those of the entry."""
