@@ -106,11 +106,20 @@ class StatesOfForward:
 
     Args:
         attention: of the forward.
+        start: index of its first token.
         unbegun: rows of which all tokens so far are padding.
+
+    Attributes:
+        are_given: there are states when the forward begins, or they arrive in it. Rows that share the keys and values
+            of a prompt have its states, though nothing comes before what they store.
+        goes_on: a layer that is given its tokens one by one has more of them to come.
     """
 
-    def __init__(self, attention: LayerAttention, held: Held, unbegun: Sequence[int]) -> None:
+    def __init__(self, attention: LayerAttention, held: Held, *, start: int, unbegun: Sequence[int]) -> None:
         self._attention, self.held, self._unbegun = attention, held, unbegun
+        layers = [] if attention.states is None else attention.states.layers
+        self.are_given = start > 0 or any(True for layer in layers for _ in layer.tensors())
+        self.goes_on = False
         self._loaded: dict[int, StateLayer] = {}
         self._pending: int | None = None
         self._missing: set[tuple[str, int]] = set()
@@ -136,6 +145,8 @@ class StatesOfForward:
 
     def updated(self, layer: int, name: str, index: int) -> None:
         """Called once the model has updated a part of a state."""
+        if self.goes_on:
+            return
         self._missing.discard((name, index))
         if not self._missing:
             self._save(self.held.state_of[layer])

@@ -85,7 +85,7 @@ class SeamCache(Cache):
         held: Held | None = None,
         unbegun: Sequence[int] = (),
     ) -> None:
-        self.states = None if held is None else StatesOfForward(attention, held, unbegun)
+        self.states = None if held is None else StatesOfForward(attention, held, start=start, unbegun=unbegun)
         super().__init__(layers=self.states or [])
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker

@@ -11,14 +11,18 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
-from runahead.attention.states import StateLayer, States
+from runahead.attention.base import LayerAttention, Recording
+from runahead.attention.states import StateLayer, StatePart, States, StateShape
 from runahead.cache.attention import CausalAttention
 from runahead.config import CacheOptions, Device, PrefillName
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, RowId
+from runahead.model.held import Held
+from runahead.model.layers.one_by_one import give_one_by_one
+from runahead.model.seam import SeamCache
 from runahead.prefill.base import PrefillPlan, PromptBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import HYBRIDS, build, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
@@ -243,6 +247,62 @@ def test_a_rule_that_drops_a_given_state_is_given_tokens_one_by_one(monkeypatch:
     monkeypatch.setattr(code, "torch_recurrent_gated_delta_rule", without_given)
     with throughout(torch.float64), pytest.raises(ValueError, match="linear_attention layers that do not begin from"):
         Model(build("qwen3_next"), name="qwen3_next")
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_next"])
+def test_rows_after_one_prompt_are_given_several_tokens_first(family: str) -> None:
+    """They store nothing yet, and have the prompt's state: Jamba's rule began from zero there."""
+    model, ids, new = tiny_model(family), prompt(20), {0: [5, 6, 7], 1: [8, 9, 10]}
+    lanes = Lanes(model)
+    rows = {row: Row(model, ids, GenerationOptions(max_new_tokens=8, ignore_eos=True), seed=0) for row in new}
+    with throughout(model.dtype), torch.inference_mode():
+        cache = model.empty_cache(len(ids) + 8)
+        model.forward(torch.tensor([ids]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+        lanes.join(list(rows), list(rows.values()), cache, [len(ids)], [0, 0])
+        assert all(lanes.lane(row).num_tokens == 0 for row in rows)
+        for row, logits_CV in lanes.verify(new).items():
+            for num, logits_V in enumerate(logits_CV, start=1):
+                oracle_V = oracle_logits(family, (*ids, *new[row][:num]))
+                assert largest_difference(logits_V, oracle_V) < TOLERANCE
+
+
+class Summing(nn.Module):
+    """A layer with a rule that drops a given state for several tokens, and tells of each of its updates."""
+
+    def forward(self, x_BC: Tensor, cache: SeamCache) -> Tensor:
+        given = cache.get_recurrent_state(0) if x_BC.shape[1] == 1 else None
+        total_B1 = x_BC.sum(1, keepdim=True) + (0 if given is None else given)
+        return x_BC + cache.update_recurrent_state(total_B1, 0)
+
+
+class Saved(Recording):
+    """Notes the numbers of each state that is saved."""
+
+    def __init__(self, states: States) -> None:
+        super().__init__(start=3, pads=[0])
+        self.states, self.saved = states, list[float]()
+
+    def save_state(self, number: int) -> None:
+        assert self.states is not None
+        self.saved += [state.item() for *_, state in self.states.layers[number].tensors()]
+
+
+def test_a_state_is_saved_after_the_last_of_tokens_that_come_one_by_one() -> None:
+    """In a chain it is sent then. It was after the first one, and after each."""
+    shape = StateShape(parts=(StatePart(name="recurrent_states", index=0, shape=(1,), dtype=torch.float64),))
+    held = Held(kinds=["linear_attention"], kv_of={}, state_of={0: 0}, counts=[1], shapes=[shape], order=[("state", 0)])
+    module, states = Summing(), held.nothing()
+    states.layers[0].hold("recurrent_states", 0, torch.tensor([[100.0]], dtype=torch.float64))
+    x_BC = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
+
+    def run_one_token(attention: LayerAttention) -> None:
+        attention.states = held.nothing()
+        module(x_BC[:, :1], SeamCache(attention, 0, num_new=1, held=held))
+
+    give_one_by_one(module, run_one_token)
+    attention = Saved(states)
+    module(x_BC, SeamCache(attention, 3, num_new=3, held=held))
+    assert attention.saved == [106.0]
 
 
 def losing(name: str) -> Any:

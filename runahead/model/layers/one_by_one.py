@@ -2,7 +2,7 @@
 
 Some rules of transformers (Mamba 1, Jamba) begin from zero wherever several tokens are given. As they decode, they take
 a token after a state. So the module of a layer that asks for the state, found by a forward of one token, computes the
-tokens of a first chunk at once, and those of each later chunk one after another.
+tokens of a text's beginning at once, and those that come after a state one after another.
 """
 
 # Legend: B batch, C new tokens.
@@ -73,18 +73,19 @@ def _one_by_one(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(forward)
     def computed(*args: Any, **keywords: Any) -> Tensor:
         cache = SeamCache.among(args, keywords)
-        if cache is None or cache.start == 0 or cache.num_new == 1:
+        if cache is None or cache.num_new == 1 or cache.states is None or not cache.states.are_given:
             return forward(*args, **keywords)
-        num_new = cache.num_new
+        num_new, states = cache.num_new, cache.states
 
         def of(value: Any, place: int) -> Any:
             is_by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_new
             return value[:, place : place + 1] if is_by_token else value
 
-        tokens = [
-            forward(*(of(each, place) for each in args), **{name: of(each, place) for name, each in keywords.items()})
-            for place in range(num_new)
-        ]
+        tokens = []
+        for place in range(num_new):
+            states.goes_on = place < num_new - 1
+            named = {name: of(each, place) for name, each in keywords.items()}
+            tokens.append(forward(*(of(each, place) for each in args), **named))
         return torch.cat(tokens, dim=1)
 
     return computed
