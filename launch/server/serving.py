@@ -114,7 +114,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         kept_bytes += run.serve.prefix_host_bytes
     room = Room(max_tokens=run.serve.max_tokens)
     if room.max_tokens is None:
-        room = room_in_memory(model, ranks, store, kept_bytes, keeps_parts=engine.may_shard)
+        room = room_in_memory(model, ranks, store, kept_bytes, keeps_parts=engine.may_shard, tree=tree)
 
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
@@ -244,15 +244,24 @@ def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
 
 
 def room_in_memory(
-    model: Model, ranks: Ranks, store: SegmentStore | None, kept_bytes: int, *, keeps_parts: bool
+    model: Model,
+    ranks: Ranks,
+    store: SegmentStore | None,
+    kept_bytes: int,
+    *,
+    keeps_parts: bool,
+    tree: PrefixTree | None = None,
 ) -> Room:
     """The room for tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
-    In a chain a state is there twice until the prompt is computed: also as it arrived.
+    In a chain a state is there twice until the prompt is computed: also as it arrived. With a tree there is one more,
+    that after the prompt, until it is stored, and on the last stage those inside of prompts: at most as many as the
+    tree could take, of a prompt and of a short one that is computed inside it.
 
     Args:
         kept_bytes: of the last stage, for prefixes.
         keeps_parts: of every stage.
+        tree: of the prefixes.
 
     Raises:
         ValueError: there is no room beside the store or the prefixes.
@@ -260,12 +269,19 @@ def room_in_memory(
     free, kept = free_bytes(ranks.device, ranks.local_size), 0
     if store is not None:
         kept = store.limits.device_bytes if ranks.device.type == "cuda" else store.limits.host_bytes
-    if keeps_parts or ranks.stage == ranks.num_stages - 1:
+    is_last = ranks.stage == ranks.num_stages - 1
+    if keeps_parts or is_last:
         kept += kept_bytes
     kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
     per_token = kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
-    row_bytes = sum(shape.num_bytes for shape in model.state_shapes) * min(2, ranks.num_stages)
-    num_tokens = min(ranks.gather(int((MEMORY_SHARE * free - kept) / per_token), "the free memory"))
+    state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
+    row_bytes = state_bytes * (min(2, ranks.num_stages) + (tree is not None))
+    left_bytes = MEMORY_SHARE * free - kept
+    most_tokens = left_bytes / per_token
+    if is_last and tree is not None and tree.snapshot_tokens and state_bytes:
+        with_all = left_bytes / (per_token + state_bytes / tree.snapshot_tokens)
+        most_tokens = max(with_all, most_tokens - 2 * tree.limit_bytes / per_token)
+    num_tokens = min(ranks.gather(int(most_tokens), "the free memory"))
     if store is not None and num_tokens < 1:
         tier = "device_bytes" if ranks.device.type == "cuda" else "host_bytes"
         raise ValueError(f"policy.{tier}={kept} leaves no memory for prompts on some rank; lower it")

@@ -108,7 +108,8 @@ class ReusingPrefill:
         stops = dict[int, list[int]]()
         if self._prefixes is not None and self._prefixes.state_bytes and prefixes:
             if is_alone:
-                stops = _stops(prefixes, ids, self._prefixes.tree.snapshot_tokens)
+                tree = self._prefixes.tree
+                stops = _stops(prefixes, ids, tree.snapshot_tokens, tree.limit_bytes / self._prefixes.state_bytes)
             elif self._prefixes.tree.snapshot_tokens:
                 begin = partition.chunk(ranks.stage).start
                 longest = max(len(text) - num for text, num in zip(ids, stored, strict=True))
@@ -328,7 +329,7 @@ def _all_kv(cache: KVStore, num_tokens: int) -> list[torch.Tensor]:
 
 
 def _stops(
-    prefixes: Sequence[RowPrefix], prompts: Sequence[Sequence[int]], snapshot_tokens: int
+    prefixes: Sequence[RowPrefix], prompts: Sequence[Sequence[int]], snapshot_tokens: int, most: float
 ) -> dict[int, list[int]]:
     """Where a prefill of rows with states ends a piece, as `PrefillJob.stops`.
 
@@ -336,8 +337,10 @@ def _stops(
 
     Args:
         snapshot_tokens: keep states after every so many tokens of a prompt; 0: nowhere in it.
+        most: of all rows together keep at most so many, the last ones: until the prompts are stored, they are beside
+            the tree, which could not take more.
     """
-    stops = dict[int, list[int]]()
+    stops, ends = dict[int, list[int]](), list[tuple[int, int]]()
     longest = max(len(ids) - prefix.num_tokens for ids, prefix in zip(prompts, prefixes, strict=True))
     for row, (ids, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
         pad = longest - (len(ids) - prefix.num_tokens)
@@ -345,5 +348,7 @@ def _stops(
             stops.setdefault(pad, [])
         for end in range(snapshot_tokens, len(ids), snapshot_tokens) if snapshot_tokens else ():
             if end > prefix.num_tokens:
-                stops.setdefault(pad + end - prefix.num_tokens, []).append(row)
+                ends.append((pad + end - prefix.num_tokens, row))
+    for at, row in sorted(ends)[len(ends) - int(min(len(ends), most)) :]:
+        stops.setdefault(at, []).append(row)
     return stops

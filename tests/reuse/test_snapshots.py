@@ -22,7 +22,9 @@ from runahead.attention.states import States
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, Speculate
 from runahead.decoding import batch
-from runahead.prefill import reusing
+from runahead.prefill import Prefilled, reusing
+from runahead.prefill.base import PrefillJob
+from runahead.prefill.kv_runahead import KVRunahead
 from runahead.reuse.prefix_node import SNAPSHOT, PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree, Stored
 from runahead.reuse.prefixes import RowPrefix
@@ -116,6 +118,29 @@ def test_a_second_question_computes_what_follows_the_last_snapshot() -> None:
     said, counts = answer(branch)
     assert (said, counts) == (oracle_tokens("qwen3_next", tuple(branch), 5), (11 * tens + 30, 64 * tens))
     assert answer(document)[1] == (4 * tens, 96 * tens), "no snapshot is right before its last token"
+
+
+@pytest.mark.parametrize(("num_rows", "num_kept"), [(1, 5), (2, 5), (1, 0)])
+def test_until_prompts_are_stored_their_states_take_no_more_than_the_tree_may(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, num_kept: int
+) -> None:
+    """Of all rows together the last ones are kept: by hand, of 40 tokens and of 37 after 3 of padding."""
+    model, kept = tiny_model("qwen3_next"), list[set[tuple[int, int]]]()
+    state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
+    engine = engine_of(model, PrefixTree((num_kept + 0.5) * state_bytes, snapshot_tokens=4))
+    run = KVRunahead.run
+
+    def noted(self: KVRunahead, job: PrefillJob) -> Prefilled:
+        prefilled = run(self, job)
+        kept.append(set(prefilled.states))
+        return prefilled
+
+    monkeypatch.setattr(KVRunahead, "run", noted)
+    prompts = [prompt(40, seed=1), prompt(37, seed=2)][:num_rows]
+    with throughout(model.dtype):
+        require_same(engine.generate(prompts, OPTIONS), engine_of(model).generate(prompts, OPTIONS))
+    ends = {(at, 0) for at in range(4, 40, 4)} | {(3 + at, 1) for at in range(4, 37, 4) if num_rows > 1}
+    assert kept[0] == set(sorted(ends)[len(ends) - num_kept :])
 
 
 def drops_states(patch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from launch.server import serving
 from runahead import GenerationOptions
 from runahead.model.memory import activation_bytes
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.items import Cancel, PrefillItem
 from runahead.serving.limits import QueueLimits
 from tests.conftest import RankPools
@@ -120,5 +121,12 @@ def test_the_room_of_a_server_has_states(monkeypatch: pytest.MonkeyPatch, num_st
     assert room.max_tokens == int(0.8 * free / token_bytes)
     assert (room.row_tokens - 1) * token_bytes < copies * row_bytes <= room.row_tokens * token_bytes
     assert str(room).endswith(f"answers at a time, of which the states of each answer take {room.row_tokens}")
+    for tree_bytes, limit in ((10**6, 0.8 * free - 3 * 10**6), (10**9, None)):
+        tree = PrefixTree(tree_bytes, snapshot_tokens=32)
+        kept = 0 if limit is None else tree_bytes
+        inside = serving.room_in_memory(model, ranks, None, kept, keeps_parts=False, tree=tree)
+        every_32 = 0.8 * free / (token_bytes + row_bytes / 32)
+        assert inside.max_tokens == int(every_32 if limit is None else limit / token_bytes) < room.max_tokens
+        assert (inside.row_tokens - 1) * token_bytes < (copies + 1) * row_bytes <= inside.row_tokens * token_bytes
     without = serving.room_in_memory(tiny_model("llama"), ranks, None, 0, keeps_parts=False)
     assert without.row_tokens == 0 and str(without).endswith("tokens of prompts and answers at a time")
