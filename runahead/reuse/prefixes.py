@@ -186,7 +186,8 @@ class Prefixes:
         key: of the model's texts.
         token_bytes: bytes of a token's keys and values in all layers.
         state_bytes: bytes of the states after a text; 0 if no layer holds any.
-        step: a text can go on after every so many tokens of a stored prompt, and after all of it; 0: after all alone.
+        step: of texts with states: a text can go on after every so many tokens of a prompt that one stage has computed,
+            as far as there was room, and after all of any prompt; 0: after all alone. None: after any token.
     """
 
     def __init__(self, model: Model, tree: PrefixTree, *, least_new: int = 1) -> None:
@@ -195,7 +196,7 @@ class Prefixes:
         self.token_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
         states = [row_shape(shape) for shape in model.state_shapes]
         self.state_bytes = sum(shape.bytes_per_token() for shape in states)
-        self.step = tree.snapshot_tokens if states else 1
+        self.step = tree.snapshot_tokens if states else None
         tree.open(self.key, model.kv_shapes, model.device, states=states)
 
     def soon(self, texts: Sequence[Sequence[int]]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from policies.base import GivenPrompt, ids_of
-from runahead.reuse.prefix_tree import Change, PrefixTree
+from policies.base import ids_of
+from runahead.reuse.prefix_tree import Change, PrefixTree, Stored
 from runahead.serving.request import Request
 
 
@@ -22,10 +23,10 @@ class KnownTexts:
         step: as of `Prefixes`.
     """
 
-    def __init__(self, least_new: int = 1, step: int = 1) -> None:
+    def __init__(self, least_new: int = 1, step: int | None = None) -> None:
         self._texts, self._num_changes, self._least_new, self._step = PrefixTree(math.inf), 0, least_new, step
         self._found: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
-        self._common: WeakKeyDictionary[Request, WeakKeyDictionary[Request, list[int]]] = WeakKeyDictionary()
+        self._common: WeakKeyDictionary[Request, WeakKeyDictionary[Request, list[_Common]]] = WeakKeyDictionary()
 
     @property
     def num_tokens(self) -> int:
@@ -45,32 +46,53 @@ class KnownTexts:
         """
         looked_up, found = self._found.get(request, (-1, []))
         if looked_up != self._num_changes:
-            found = [self._texts.num_stored(ids_of(prompt), key) for prompt in request.different]
+            found = [self._texts.num_stored(ids, key) for ids in self._beginnings(request)]
             self._found[request] = self._num_changes, found
-        return self._but_last(found, request.different)
-
-    def found_after(self, request: Request, others: Iterable[Request], key: str) -> list[int]:
-        """As `found`, once the prompts of other requests are stored, too."""
-        found = self.found(request, key)
-        for other in others:
-            common = self._but_last(self._in_common(request, other), request.different)
-            found = list(map(max, found, common))
         return found
 
-    def _in_common(self, request: Request, other: Request) -> list[int]:
-        """Tokens after which each of a request's different prompts can go on as one of another request's begins."""
+    def found_after(self, request: Request, others: Mapping[Request, bool], key: str) -> list[int]:
+        """As `found`, once the prompts of other requests are stored, too.
+
+        Args:
+            others: each with whether all stages compute its prompts; then no states inside them are counted on.
+        """
+        found = self.found(request, key)
+        for other, in_chain in others.items():
+            common = self._in_common(request, other)
+            found = [max(num, each.whole if in_chain else each.inside) for num, each in zip(found, common, strict=True)]
+        return found
+
+    def _in_common(self, request: Request, other: Request) -> list[_Common]:
+        """What each of a request's different prompts has in common with those of another request."""
         known = self._common.setdefault(request, WeakKeyDictionary())
         if other not in known:
-            texts = PrefixTree(math.inf)
-            for prompt in other.different:
-                texts.insert(ids_of(prompt), [], "").release()
-            common = [texts.num_stored(ids_of(prompt), "") for prompt in request.different]
-            ends = {len(ids_of(prompt)) for prompt in other.different}
-            known[other] = [
-                num if num in ends else num // self._step * self._step if self._step else 0 for num in common
-            ]
+            texts, step = PrefixTree(math.inf), self._step
+            for text in (tuple(ids_of(prompt)) for prompt in other.different):
+                texts.apply(Stored(key="tokens", ids=text))
+                for states in [] if step is None else [False, True]:
+                    texts.apply(Stored(key="whole", ids=text, states=states))
+            known[other] = []
+            for ids in self._beginnings(request):
+                whole = inside = texts.num_stored(ids, "tokens")
+                if step is not None:
+                    whole, num = texts.num_stored(ids, "whole"), whole
+                    inside = max(whole, num // step * step if step else 0)
+                known[other].append(_Common(whole, inside))
         return known[other]
 
-    def _but_last(self, found: Sequence[int], prompts: Sequence[GivenPrompt]) -> list[int]:
-        most = [max(0, len(ids_of(prompt)) - self._least_new) for prompt in prompts]
-        return list(map(min, found, most))
+    def _beginnings(self, request: Request) -> list[list[int]]:
+        """Of each different prompt the tokens that may be reused: it is looked up where states of these would end."""
+        prompts = [ids_of(prompt) for prompt in request.different]
+        return [ids[: max(0, len(ids) - self._least_new)] for ids in prompts]
+
+
+class _Common(NamedTuple):
+    """Tokens after which a prompt can go on as one of another request's begins.
+
+    Attributes:
+        whole: where states, if there are any, are kept at the ends of prompts alone.
+        inside: where they are also kept after every `step` tokens.
+    """
+
+    whole: int
+    inside: int

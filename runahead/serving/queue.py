@@ -66,7 +66,7 @@ class RequestQueue:
         self.running: list[Request] = []
         self.batches: dict[int, Batch] = {}
         self._encoded: OrderedDict[str, None] = OrderedDict()
-        step = 1 if engine.prefixes is None else engine.prefixes.step
+        step = None if engine.prefixes is None else engine.prefixes.step
         self.stored = KnownTexts(max(1, engine.policies.num_observed), step)
 
     @property
@@ -225,8 +225,9 @@ class RequestQueue:
         """Whether a long prompt begins like one that is being computed, after which it takes less than half as long."""
         if self._engine.prefixes is None or not self._has_chain or self.is_short([request]):
             return False
-        begun = [owner for batch in self.batches.values() if not batch.is_decoded for owner, _ in batch.owners]
-        found = self.stored.found_after(request, dict.fromkeys(begun), self._engine.prefixes.key)
+        under_way = [batch for batch in self.batches.values() if not batch.is_decoded]
+        begun = {owner: not batch.is_short for batch in under_way for owner, _ in batch.owners}
+        found = self.stored.found_after(request, begun, self._engine.prefixes.key)
         later = self._of_computed(request, found)
         lengths = self._lengths([request])
         if not self._limits.decode_ranks and self._is_short(lengths, later):
@@ -237,8 +238,9 @@ class RequestQueue:
         """Whether a request has less than half to compute if it is not computed at once with others, but after them."""
         if self._engine.prefixes is None:
             return False
-        now = sum(self._reusable([request]))
-        later = sum(self._of_computed(request, self.stored.found_after(request, others, self._engine.prefixes.key)))
+        now, in_chain = sum(self._reusable([request])), self._has_chain and not self.is_short(others)
+        after = self.stored.found_after(request, dict.fromkeys(others, in_chain), self._engine.prefixes.key)
+        later = sum(self._of_computed(request, after))
         return 2 * (later - now) > sum(self._lengths([request])) - now
 
     def _most_new(self, request: Request) -> int:

@@ -459,7 +459,7 @@ def queue_with_prefixes(num_stages: int = 1, **limits: Any) -> RequestQueue:
     """
     engine: Any = FakeEngine()
     engine.prefixes, engine.ranks = (
-        SimpleNamespace(key="a", token_bytes=10, step=1),
+        SimpleNamespace(key="a", token_bytes=10, state_bytes=0, step=None),
         SimpleNamespace(num_stages=num_stages),
     )
     estimate = TimeEstimate()

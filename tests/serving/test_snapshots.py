@@ -13,10 +13,13 @@ from runahead.attention.states import States
 from runahead.reuse.prefix_tree import PrefixTree, Stored
 from runahead.reuse.prefixes import RowPrefix
 from runahead.serving import executor
+from runahead.serving.known_texts import KnownTexts
 from runahead.serving.queue import RequestQueue
+from runahead.serving.request import Request
 from tests.conftest import RankPools
 from tests.families import prompt, throughout
 from tests.serving import rank_tasks
+from tests.serving.rank_tasks import Kept
 from tests.serving.test_hybrids import ANSWERS, FORTY, alone, sampled_alone
 from tests.serving.test_prefixes import Serving, queue_with_prefixes, request, slowly
 
@@ -106,17 +109,43 @@ def test_wrong_snapshots_show_in_the_answers(
             server.require_answers()
 
 
-def test_requests_wait_for_others_only_where_they_can_go_on_after_them() -> None:
-    def queue(step: int) -> RequestQueue:
-        made = queue_with_prefixes()
-        made._engine.prefixes.step = step  # type: ignore[union-attr]
-        return RequestQueue(made._engine, made._limits, made._estimate)
+def known_texts(step: int | None) -> KnownTexts:
+    """What a queue of two stages knows."""
+    queue: Any = queue_with_prefixes(num_stages=2)
+    queue._engine.prefixes.step = step
+    return RequestQueue(queue._engine, queue._limits, queue._estimate).stored
 
+
+def test_requests_wait_for_others_only_where_they_can_go_on_after_them() -> None:
     first, second, whole = request([*DOCUMENT, 1]), request([*DOCUMENT, 2]), request([*DOCUMENT, 1, 5])
-    for step, common in ((1, 90), (32, 64), (0, 0)):
-        stored = queue(step).stored
-        assert stored.found_after(second, [first], "a") == [common]
-        assert stored.found_after(whole, [first], "a") == [91]
+    for step, common, in_chain in ((None, 90, 90), (32, 64, 0), (1, 90, 0), (0, 0, 0)):
+        stored = known_texts(step)
+        assert stored.found_after(second, {first: False}, "a") == [common]
+        assert stored.found_after(second, {first: True}, "a") == [in_chain], "it has its states at its end alone"
+        for all_stages in (False, True):
+            assert stored.found_after(whole, {first: all_stages}, "a") == [91]
+
+
+def test_a_prompt_goes_on_after_a_text_and_not_after_its_length_of_another() -> None:
+    """Two prompts of a request: the one that begins as the other request's does is longer than what they share."""
+    short = Request(prompts=[[*DOCUMENT, 1], [7] * 40], options=[ANSWERS.options[0]] * 2, listener=Kept(2))
+    asked = request([*DOCUMENT[:40], 5, 6])
+    assert known_texts(0).found_after(asked, {short: False}, "a") == [0]
+    assert known_texts(0).found_after(request([*[7] * 40, 3]), {short: False}, "a") == [40]
+
+
+@pytest.mark.parametrize(("step", "again"), [(None, 89), (32, 64), (0, 0)])
+def test_rank_0_counts_of_the_same_prompt_again_what_the_last_stage_finds(step: int | None, again: int) -> None:
+    """Its last token is always computed, and there is no snapshot right before it."""
+    server, known, same = Serving("llama") if step is None else serving(step), known_texts(step), request(DOCUMENT)
+    with throughout(server.model.dtype):
+        server.prefill(DOCUMENT)
+        server.tree.listen(known.apply)
+        server.prefill(DOCUMENT)
+        server.executor.decode_all()
+    assert server.engine.prefixes is not None
+    assert [known.found(same, server.engine.prefixes.key)] == [server.cached[2]] == [[again]]
+    assert known.found_after(same, {request(DOCUMENT): False}, "a") == [again]
 
 
 def test_rank_0_knows_where_texts_can_go_on() -> None:
