@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -66,8 +66,12 @@ def link_between(run: SearchRun, ranks: Ranks) -> Link | None:
     return ping(ranks)
 
 
-def read_measured(path: Path, purpose: str) -> MeasuredCost | None:
+def read_measured(path: Path, purpose: str, states: Sequence[int] | None = None) -> MeasuredCost | None:
     """Read the compute that an earlier run measured; None if there is none for this purpose.
+
+    Args:
+        states: places of the model that hold one, of which the purpose has the number and the bytes alone; any by
+            default.
 
     Raises:
         ValueError: the file is damaged; one line that names it.
@@ -76,11 +80,12 @@ def read_measured(path: Path, purpose: str) -> MeasuredCost | None:
         return None
     try:
         saved_purpose, _, text = read_user_file(path).decode("utf-8").partition("\n")
-        return MeasuredCost.from_json(text) if saved_purpose == purpose else None
+        found = MeasuredCost.from_json(text) if saved_purpose == purpose else None
     except (OSError, ValueError) as error:
         raise ValueError(
             f"measured compute {path} is damaged ({first_line(error)}); delete it to measure again"
         ) from error
+    return None if found is None or (states is not None and found.states != tuple(states)) else found
 
 
 def _compute(run: SearchRun, ranks: Ranks, model: Model, places: Places, fingerprint: Fingerprint) -> ComputeCost:
@@ -89,7 +94,9 @@ def _compute(run: SearchRun, ranks: Ranks, model: Model, places: Places, fingerp
     chunks, prefixes = run.search.probe_chunks or lengths, run.search.probe_prefixes or lengths
     path = Path(f"{run.table}.compute.json")
     purpose = f"{fingerprint.key()} {chunks} {prefixes} {run.search.repeats}"
-    measured = ranks.on_rank_0("the compute cost", lambda: None if run.search.force else read_measured(path, purpose))
+    measured = ranks.on_rank_0(
+        "the compute cost", lambda: None if run.search.force else read_measured(path, purpose, places.states)
+    )
     if measured is None:
         points = len(chunks) * (1 + len(prefixes))
         with tqdm(total=points, desc="measuring compute", disable=ranks.rank != 0, leave=False, mininterval=0.5) as bar:

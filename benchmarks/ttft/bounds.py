@@ -14,6 +14,7 @@ from benchmarks.ttft.traffic import kv_bytes_per_token
 from launch.program.progress import Bar
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
+from partitioner.cost.places import Places
 from partitioner.measure import probe_compute
 from partitioner.searches.best_split import best_splits, practical_bound
 from partitioner.searches.evaluations import SearchResult
@@ -85,13 +86,12 @@ class Compute:
             state_bytes = int(fields.get("state_bytes", 0))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError("it is no measured compute") from error
-        if not 1 <= kv_bytes < 2**63:
+        measured = MeasuredCost.from_json(cost)
+        if not int(len(measured.states) < measured.num_layers) <= kv_bytes < 2**63:  # 0 if all places hold states
             raise ValueError("it has no bytes of K,V per token")
         if not 0 <= state_bytes < 2**63:
             raise ValueError("it has no bytes of states")
-        return cls(
-            cost=MeasuredCost.from_json(cost), kv_bytes_per_token=kv_bytes, purpose=purpose, state_bytes=state_bytes
-        )
+        return cls(cost=measured, kv_bytes_per_token=kv_bytes, purpose=purpose, state_bytes=state_bytes)
 
     def cluster(
         self, num_ranks: int, link: Link | None = None, prefill: PrefillOptions | None = None, backend: str = "gloo"
@@ -134,12 +134,13 @@ def measure_compute(model: Model, ranks: Ranks, fingerprint: Fingerprint, option
     while lengths[-1] < longest:
         lengths.append(min(2 * lengths[-1], longest))
     num_points = len(lengths) * (1 + len(lengths))
-    purpose = f"{fingerprint.key()} {repeats}"
+    purpose, states = f"{fingerprint.key()} {repeats}", Places.of_model(model).states
 
     def earlier() -> Compute | None:
         found = None if options.compute is None else read_compute(options.compute)
-        fits = found is not None and found.purpose == purpose and max(found.cost.first_s) >= longest
-        return found if fits else None
+        if found is None or (found.purpose, found.cost.states) != (purpose, states):
+            return None
+        return found if max(found.cost.first_s) >= longest else None
 
     known = ranks.on_rank_0("the compute cost", earlier)
     if known is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,9 @@ class Places:
             ValueError: a type of layers that the loaded model lacks.
         """
         if model.held is None:
+            from runahead.features.facts import WITH_STATES  # here, since programs that only read costs do not load it
+
+            _check_lacking(set(layer_types) & set(WITH_STATES), model.num_layers)
             return cls.of_attention(num_layers or model.num_layers)
         return cls.of_held(model.held, layer_types)
 
@@ -55,11 +58,7 @@ class Places:
         for kind, number in held.order:
             layer, num_bytes = layer_of[kind, number], held.shapes[number].num_bytes if kind == "state" else 0
             found.setdefault(held.kinds[layer], {}).setdefault(layer, []).append(num_bytes)
-        if lacking := sorted(set(types) - set(held.kinds)):
-            raise ValueError(
-                f"model.layers={len(held.kinds)} leaves out all {' and '.join(lacking)} layers, whose cost is then not "
-                "measured; give more layers, or leave model.layers out"
-            )
+        _check_lacking(set(types) - set(held.kinds), len(held.kinds))
         # Layers of a type hold the same.
         holds = {kind: next(iter(layers.values())) for kind, layers in found.items()}
         places = [(layer, each) for layer, kind in enumerate(types) for each in holds.get(kind, ())]
@@ -86,3 +85,12 @@ class Places:
     def alike(self, place: int) -> tuple[int, tuple[str, ...]]:
         """What places with the same costs have in common: their own, and that of the step to the next."""
         return self.state_bytes[place], self.steps[place]
+
+
+def _check_lacking(kinds: Collection[str], num_loaded: int) -> None:
+    """Raises: ValueError: the layers that are loaded leave some kinds out."""
+    if kinds:
+        raise ValueError(
+            f"model.layers={num_loaded} leaves out all {' and '.join(sorted(kinds))} layers, whose cost is then not "
+            "measured; give more layers, or leave model.layers out"
+        )

@@ -62,7 +62,8 @@ class Candidate:
         held: what its ranks hold, by the way to decode that is chosen.
         is_best_split: whether the split is the one with the earliest first token, or one of evener chunks that fits.
         ttft: None if it does not fit, since then no split is searched.
-        last_s, sharded_s: seconds per new token by the two ways.
+        last_s, sharded_s: seconds per new token by the two ways; None for the second where layers hold states, which
+            are on the last stage alone.
     """
 
     num_stages: int
@@ -72,7 +73,7 @@ class Candidate:
     is_best_split: bool
     ttft: Seconds | None
     last_s: float
-    sharded_s: float
+    sharded_s: float | None
 
     @property
     def fits(self) -> bool:
@@ -90,7 +91,10 @@ class Candidate:
     @property
     def token_s(self) -> float:
         """Seconds per new token by the chosen way."""
-        return self.sharded_s if self.held.sharded else self.last_s
+        if not self.held.sharded:
+            return self.last_s
+        assert self.sharded_s is not None, self
+        return self.sharded_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +193,7 @@ def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: in
         is_best_split=is_best,
         ttft=_ttft(partition, cluster, held.piece_tokens) if held.room >= 0 else None,
         last_s=last_s,
-        sharded_s=sharded_s,
+        sharded_s=None if size.places.states else sharded_s,
     )
 
 

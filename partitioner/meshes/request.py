@@ -78,6 +78,11 @@ def read_compute(path: Path, size: ModelSize, batch: int) -> MeasuredCost:
             f"{option} was measured with another model ({' '.join(found)}), not this one ({' '.join(expected)}); "
             "measure it with the same model and dtype"
         )
+    if cost.states != size.places.states:
+        raise ValueError(
+            f"{option} was measured with another model (states in places {list(cost.states)}), not this one (in "
+            f"{list(size.places.states)}); measure it with the same layers"
+        )
     if "|tensor " in purpose:
         raise ValueError(f"{option} was measured on a share of a stage; measure it with ranks.tensor=1")
     if batch > 1:

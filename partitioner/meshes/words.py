@@ -53,7 +53,7 @@ def rows(plan: MeshPlan) -> list[list[str]]:
                 "-" if ttft is None else seconds(ttft.total),
                 *("-" if ttft is None else f"{part / ttft.total:.0%}" for part in _shares(ttft)),
                 seconds(candidate.last_s),
-                "-" if candidate.num_stages == 1 or plan.size.places.states else seconds(candidate.sharded_s),
+                "-" if candidate.num_stages == 1 or candidate.sharded_s is None else seconds(candidate.sharded_s),
                 "" if candidate is plan.best else reason(plan, candidate),
             ]
         )

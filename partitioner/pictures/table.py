@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.lines import Line2D
 
 from partitioner.pictures.searches import boundary_png, grids_png
+from partitioner.searches.best_split import practical_bound
 from partitioner.searches.equal_work import equal_work
 from partitioner.searches.evaluations import SearchResult
 from partitioner.searches.record import SearchRecord
@@ -44,6 +45,8 @@ READABLE = 0.05
 """Least share that is labelled with its number."""
 NARROW = 1.2
 """Width of bars (a factor) up to which they are not labelled."""
+STRIDES = 64
+"""Steps of an even chunk's length in which boundaries are searched for a bound."""
 
 Bound = Mapping[tuple[int, int], float]
 """Seconds by (length, ranks)."""
@@ -117,8 +120,12 @@ def _timeline(table: LookupTable, ranks: int, cluster: Cluster) -> bytes:
 def _without_communication(length: int, cluster: Cluster) -> float:
     """The paper's practical bound TTFT(p): the same chain with communication that takes no time.
 
-    Then equal work is within a token of the best split, since no rank waits for another.
+    Then equal work is within a token of the best split, since no rank waits for another, unless for states: with these
+    a split is searched.
     """
+    if cluster.hands_on_states:
+        stride = max(1, length // (STRIDES * cluster.num_ranks))
+        return practical_bound(length, cluster.num_ranks, cluster, min_stride=stride).cost_s
     partition = equal_work(length, cluster.num_ranks, cluster.compute, cluster.speed)
     return simulate(partition, cluster.without_communication()).ttft_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,14 +15,18 @@ import pytest
 
 from benchmarks.harness import lines, machine
 from benchmarks.network.shaped_network import check_machine
-from benchmarks.ttft.bounds import read_compute
+from benchmarks.ttft.bounds import measure_compute, read_compute
 from benchmarks.ttft.measurement import Contenders, Measurement
+from benchmarks.ttft.options import BenchOptions
 from benchmarks.ttft.plot import main as plot
 from launch.bench import main
+from partitioner.table.fingerprint import Fingerprint
 from policies.pyramidinfer import PyramidInfer
+from runahead import PrefillOptions, Ranks, RanksOptions
 from tests.exit_status import exit_status
 from tests.families import save_tiny_config
 from tests.needs import missing
+from tests.ranks.tasks import tiny_model
 from tests.waiting import until
 from tests.warm_program import WarmProgram, run_warm
 
@@ -136,6 +141,31 @@ def test_no_rounds_state_the_bounds_and_keep_the_measured_compute(
     measured = read_compute(str(compute))
     assert measured is not None and measured.kv_bytes_per_token == KV_BYTES_PER_TOKEN
     assert not results.exists()
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+def test_the_compute_of_layers_with_states_is_kept_for_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mamba 2 has no keys and values, and so none of their bytes."""
+    model, path = tiny_model(family), tmp_path / "compute.json"
+    settings = BenchOptions(variants=["single"], lengths=[96], compute=str(path), probe_repeats=1)
+    with Ranks.start(RanksOptions()) as ranks:
+        device = ranks.device
+        about = Fingerprint.of_model(model, device=device, backend=ranks.backend, prefill=PrefillOptions())
+        first = measure_compute(model, ranks, about, settings)
+        assert (first.kv_bytes_per_token == 0) == (family == "mamba2") and first.state_bytes > 0
+        assert read_compute(str(path)) == first
+        kept = json.loads(path.read_text())
+        other = json.loads(kept["cost"])
+        other["states"] = other["states"][1:]  # another model's; it has keys and values in the first place
+        path.write_text(json.dumps(kept | {"cost": json.dumps(other)}))
+        if family == "mamba2":
+            with pytest.raises(ValueError, match="no bytes of K,V per token"):
+                read_compute(str(path))
+        else:
+            assert measure_compute(model, ranks, about, settings).cost.states == first.cost.states
+            assert measure_compute(model, ranks, about, settings) == read_compute(str(path))
 
 
 def test_lines_of_the_repository_are_of_committed_code(

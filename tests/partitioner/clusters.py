@@ -115,6 +115,13 @@ def interleaved(num_ranks: int, *, period: int, num_layers: int = 24, **changes:
     return llama_cluster(num_ranks, None, compute=compute, state_bytes=1e6)
 
 
+def states_first(num_ranks: int) -> Cluster:
+    """As `interleaved`, with all states in the first half of the layers and attention in the second."""
+    cluster = interleaved(num_ranks, period=2)
+    assert isinstance(cluster.compute, FittedCost)
+    return replace(cluster, compute=replace(cluster.compute, states=tuple(range(12))))
+
+
 def partitions(num_ranks: int, num_tokens: int = 4096) -> st.SearchStrategy[tuple[int, ...]]:
     """Boundaries, many of them with empty chunks and chunks of one token."""
     return boundaries(num_tokens, num_ranks)

@@ -20,7 +20,9 @@ from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.pictures.searches import MOST_PANELS, _levels, boundary_png, grids_png
-from partitioner.pictures.table import pictures, ratios_png, save_pictures, ttft_png
+from partitioner.pictures.table import _without_communication, pictures, ratios_png, save_pictures, ttft_png
+from partitioner.searches.best_split import best_split
+from partitioner.searches.equal_work import equal_work
 from partitioner.searches.evaluations import Cost, Evaluations, SearchResult, SearchTask
 from partitioner.searches.grid import Grid
 from partitioner.searches.record import SearchRecord, record_path
@@ -31,6 +33,7 @@ from runahead.config import Transfer
 from runahead.context import ContextPartition, even
 from runahead.picture_style import new_figure, rows_and_columns, seconds, set_title, tokens
 from tests.examples import examples
+from tests.partitioner.clusters import states_first
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 
 COMPUTE = FittedCost.from_shape(
@@ -86,6 +89,15 @@ def searched() -> tuple[LookupTable, SearchRecord]:
     ]
     record = SearchRecord(trails=trails, clusters={ranks: cluster_of(ranks) for ranks in (1, 2, 3)})
     return table_of(*alone, *entries), record
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_bound_of_layers_with_states_is_the_best_split_of_free_links(ranks: int) -> None:
+    """Equal work is not, since ranks wait for states on any link."""
+    cluster = states_first(ranks)
+    bound = _without_communication(4096, replace(cluster, links=Links(ranks, LINK)))
+    assert bound == pytest.approx(best_split(4096, ranks, cluster, min_stride=16).cost_s, rel=2e-3)  # other steps
+    assert bound < 0.99 * simulate(equal_work(4096, ranks, cluster.compute), cluster).ttft_s
 
 
 def size_of(png: bytes) -> tuple[int, int]:
