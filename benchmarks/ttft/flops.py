@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from partitioner.meshes.experts import num_experts
 from runahead.model.model import Model
 
 PEAK_TOKENS = 1024
@@ -40,9 +41,7 @@ class PromptFlops:
 def prompt_flops(model: Model, num_tokens: int) -> PromptFlops | None:
     """Count operations by the formula of this file; None for mixtures of experts, whose active weights vary, and for
     layers with states, whose rules the formula does not have."""
-    if model.held is not None or any(
-        getattr(model.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    ):
+    if model.held is not None or num_experts(model.config):
         return None
     head = model.module.get_output_embeddings()
     in_layers = sum(inputs * outputs for inputs, outputs in layer_matrices(model))

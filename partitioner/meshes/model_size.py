@@ -18,11 +18,13 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from partitioner.cost.places import Places
+from partitioner.meshes.experts import Experts
 from partitioner.table.fingerprint import ModelShape, mlp_dim_of
-from runahead.attention.base import Recording
+from runahead.attention.base import ForwardEndsHere, Recording
 from runahead.cache.slabs import KVShape
 from runahead.config import DecodeOptions, ModelOptions
 from runahead.features.facts import FACTS, Setup
@@ -37,13 +39,9 @@ from runahead.model.loading.quiet import one_line, quiet
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.shares import check_shares
 
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
-"""Names of a config for the number of experts that a token is sent to."""
-
 SPLIT_FIRST = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
 SPLIT_LAST = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise")
 """Styles of transformers' plans, by the dim of a weight that they split."""
-
 
 STATE_FLOPS = 10
 """Operations per number of a state and token beside matrix products: about those of a delta rule in chunks of 64."""
@@ -140,8 +138,8 @@ class ModelSize:
         kv_heads = _kv_heads(text) or heads
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
         places, value_dim, numbers, notes = Places.of_attention(int(text.num_hidden_layers)), head_dim, 0.0, []
-        experts = _experts(module)
-        if experts or Held.by_config(text) is not None:  # whose sizes are not under the same names in all configs
+        experts = Experts.of(module, text, label)
+        if experts is not None or Held.by_config(text) is not None:  # whose configs name sizes in several ways
             first, held = _looked_at(module, text, label)
             kv_heads, head_dim, value_dim = first.num_kv_heads, first.key_dim, first.value_dim
             if held is not None:
@@ -152,16 +150,11 @@ class ModelSize:
                     f"what its {len(held.shapes)} states cost beside matrix products is taken for {STATE_FLOPS} "
                     "operations per number and token, at the rate of attention"
                 )
-        active = 1.0
-        if experts:
-            chosen = next((int(each) for name in CHOSEN if isinstance(each := getattr(text, name, None), int)), None)
-            if chosen is None:
-                raise ValueError(
-                    f"{label} has experts, and its config does not say how many a token is sent to by a name that is "
-                    f"known ({', '.join(CHOSEN)}); measure it with python -m partitioner.search"
-                )
-            active = min(1.0, chosen / experts)
-            notes.append(f"of its {experts} experts the {chosen} count that a token is sent to, on all ranks alike")
+        if experts is not None:
+            notes.append(
+                f"of its {experts.number} experts the {experts.chosen} count that a token is sent to, on all ranks "
+                "alike"
+            )
         shape = ModelShape(
             type=str(text.model_type),
             num_layers=places.num_layers,
@@ -182,7 +175,7 @@ class ModelSize:
             dtype=str(dtype).removeprefix("torch."),
             item_bytes=dtype.itemsize,
             weights=tuple(
-                replace(each, count=count) for each, count in Counter(_weights(module, plan, kv_heads, active)).items()
+                replace(each, count=count) for each, count in Counter(_weights(module, plan, kv_heads, experts)).items()
             ),
             share_counts=tuple(_share_counts(text, heads)),
             places=places,
@@ -265,24 +258,10 @@ def _kv_heads(config: Any) -> int | None:
     return getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
 
 
-def _experts(module: PreTrainedModel) -> int:
-    """Number of experts among which layers choose; 0 if there are none."""
-    shapes = (parameter.shape for name, parameter in module.named_parameters() if _is_of_experts(name, parameter.ndim))
-    listed = [int(found[1]) + 1 for name, _ in module.named_parameters() if (found := _LISTED.search(name))]
-    return max([*listed, *(shape[0] for shape in shapes if len(shape) == 3)], default=0)
-
-
-_LISTED = re.compile(r"(?:^|\.)experts\.(\d+)\.")
-"""Name of a weight of one expert of a list."""
-
-
-def _is_of_experts(name: str, ndim: int) -> bool:
-    """Whether a parameter holds the weights of all experts of a layer, or a matrix of one of them."""
-    return _LISTED.search(name) is not None or (ndim == 3 and re.search(r"(?:^|\.)experts\.", name) is not None)
-
-
 def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShape, Held | None]:
     """Keys and values of the first layer that attends, and what layers with states hold, by a forward without memory.
+
+    It ends at the first attention if no layer holds a state.
 
     Raises:
         ValueError: the model's code needs the values of its tensors.
@@ -292,12 +271,13 @@ def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShap
         if isinstance(child, PreTrainedModel):  # other forms ask for values: which experts are chosen
             child.config._experts_implementation = decoder_config(child.config)._experts_implementation = "batched_mm"
     set_attention(module, ATTENTION_NAME)
-    held, recording = Held.by_config(config), Recording(start=0, pads=[0])
+    held = Held.by_config(config)
+    recording = Recording(start=0, pads=[0]) if held is not None else Recording(start=0, pads=[0], answer=_end_here)
     recording.states = None if held is None else held.nothing()
     forward = SeamCache(recording, 0, num_new=1, held=held)
     ids_11 = torch.zeros((1, 1), dtype=torch.long, device=module.device)
     try:
-        with quiet(), torch.inference_mode():
+        with quiet(), torch.inference_mode(), suppress(ForwardEndsHere):
             module(input_ids=ids_11, past_key_values=forward, use_cache=True, runahead=forward)
         if forward.states is not None:
             forward.states.save_pending()
@@ -312,26 +292,30 @@ def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShap
     return KVShape(num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim, dtype=k_BKCH.dtype), held
 
 
-def _weights(module: PreTrainedModel, plan: Mapping[str, str], kv_heads: int, active: float) -> Iterator[Weight]:
-    """Parameters of a model in the order of its modules, tied ones each time that they occur.
+def _end_here(layer: int, zeros_BNCV: Tensor) -> Tensor:
+    """End a forward at its first attention: what follows may need the values of tensors, as experts of DBRX do."""
+    raise ForwardEndsHere
 
-    Args:
-        active: share of the experts that a token is sent to.
-    """
+
+def _weights(
+    module: PreTrainedModel, plan: Mapping[str, str], kv_heads: int, experts: Experts | None
+) -> Iterator[Weight]:
+    """Parameters of a model in the order of its modules, tied ones each time that they occur."""
     names = {child: name for name, child in module.named_modules()}
     head, embedding = (names.get(each) for each in (module.get_output_embeddings(), module.get_input_embeddings()))
     seen: set[int] = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         style, in_layers = _style(name, plan), re.search(r"\.\d+\.", name) is not None
-        of_experts = _is_of_experts(name, parameter.ndim)
+        of_experts = experts and experts.own(name, module.get_submodule(owner), parameter.shape)
+        shape = of_experts or tuple(parameter.shape)
         split_dim = None
         if style in SPLIT_FIRST:
-            split_dim = max(0, parameter.ndim - 2)  # before it, experts
-        elif style in SPLIT_LAST and parameter.ndim >= 2:
-            split_dim = parameter.ndim - 1
+            split_dim = max(0, len(shape) - 2)  # before it, experts
+        elif style in SPLIT_LAST and len(shape) >= 2:
+            split_dim = len(shape) - 1
         yield Weight(
-            shape=tuple(parameter.shape),
+            shape=shape,
             item_bytes=parameter.element_size(),
             split_dim=split_dim,
             kv_heads=kv_heads if owner.endswith(("k_proj", "v_proj")) else 0,
@@ -339,8 +323,8 @@ def _weights(module: PreTrainedModel, plan: Mapping[str, str], kv_heads: int, ac
             is_head=owner == head,
             is_embedding=owner == embedding,
             is_tied=id(parameter) in seen,
-            is_matrix=in_layers and not name.endswith("bias") and (parameter.ndim == 2 or of_experts),
-            active=active if of_experts else 1.0,
+            is_matrix=in_layers and not name.endswith("bias") and (parameter.ndim == 2 or of_experts is not None),
+            active=experts.active if experts and of_experts else 1.0,
         )
         seen.add(id(parameter))
 

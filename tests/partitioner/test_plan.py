@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig
 
 from launch.infer import INFER
 from launch.program.compose import CONF, FLAGS_HELP
@@ -29,13 +30,16 @@ from launch.program.typed_options import leaf_names, option_kinds
 from partitioner.cost.collectives import allgather_s, allreduce_s, allreduce_sent_bytes
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
+from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.places import Places
 from partitioner.meshes.decoding import token_s
+from partitioner.meshes.experts import Experts
 from partitioner.meshes.machine import Machine, PlannedDevice, counted_cost
 from partitioner.meshes.memory import Workload, activation_bytes, kv_bytes
-from partitioner.meshes.model_size import ModelSize
+from partitioner.meshes.model_size import ModelSize, _weights
 from partitioner.meshes.options import PlanRun
 from partitioner.meshes.plan import MeshPlan, make_plan, shares_that_fit
+from partitioner.meshes.request import read_compute
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.meshes.words import as_json, nothing_fits, ratios, reason
 from partitioner.plan import HELP, PLAN, main, plan_of, plan_text
@@ -50,7 +54,7 @@ from runahead.config import ModelName
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
 from tests.conftest import RankPools
-from tests.families import HYBRIDS, build, prompt, throughout
+from tests.families import HYBRIDS, Family, build, prompt, throughout
 from tests.model.test_loading_gguf import write_gguf
 from tests.ranks.tasks import tiny_model
 
@@ -143,22 +147,75 @@ def read_size(module: torch.nn.Module, folder: Path) -> ModelSize:
     return ModelSize.read(ModelOptions(name="random", config=str(folder), dtype="float32"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(family: str, tmp_path: Path) -> None:
+DBRX = Family(
+    model_type="dbrx",
+    config={
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+)
+"""Its experts stand one below the other in matrices, and their numbers in a config inside the config."""
+
+
+def one_token_flops(module: torch.nn.Module) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(input_ids=torch.tensor([[5]]), use_cache=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", DBRX])
+def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(family: str | Family, tmp_path: Path) -> None:
     """Operations of a forward of one token, counted by torch."""
     module = build(family, dtype=torch.float64, attention="eager")
     size = read_size(module, tmp_path)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(input_ids=torch.tensor([[5]]), use_cache=False)
     shape, layers = size.shape, size.shape.num_layers
     attention = 2 * layers * shape.num_heads * (shape.head_dim + size.value_dim)
     logits = 2 * shape.model_dim * shape.vocab_size
-    assert counter.get_total_flops() == 2 * layers * size.active_weights() + attention + logits
+    assert one_token_flops(module) == 2 * layers * size.active_weights() + attention + logits
     if family != "llama":
         assert size.read_per_active() > 1.1 and size.read_bytes(batch=4) > size.read_bytes()
     device = machine().device
     cost = counted_cost(size, device)
     assert cost.between_s[1] == pytest.approx(2 * size.active_weights() / device.matmul_flops, rel=1e-9)
+
+
+def test_weights_of_experts_are_known_by_their_shape(tmp_path: Path) -> None:
+    """JetMoE's MLP names none of its weights after experts; its forward needs values, so that it is not planned."""
+    module = build("jetmoe", dtype=torch.float64, attention="eager")
+    experts = Experts.of(module, module.config, "jetmoe")
+    assert experts is not None and (experts.number, experts.chosen) == (4, 2)
+    weights = list(_weights(module, {}, 2, experts))
+    active = sum(weight.elements(1) * weight.active for weight in weights if weight.is_matrix)
+    attention = module.config.num_hidden_layers * module.config.num_attention_heads * 2 * module.config.kv_channels
+    logits = module.config.hidden_size * module.config.vocab_size
+    assert one_token_flops(module) == 2 * (active + attention + logits)
+    with pytest.raises(ValueError, match="cannot be planned by its config alone"):
+        read_size(module, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"moe_top_k": 2}, "experts .experts.w., and its config does not say how many by"),
+        ({"moe_num_experts": 3, "moe_top_k": 2}, "experts .experts.w., and its config does not say how many by"),
+        ({"moe_num_experts": 4}, "experts, and its config does not say how many a token is sent to"),
+    ],
+)
+def test_experts_of_unknown_number_are_not_planned(config: dict[str, int], said: str) -> None:
+    module = torch.nn.Module()
+    module.experts = torch.nn.Module()
+    module.experts.w = torch.nn.Parameter(torch.zeros(8, 3))
+    with pytest.raises(ValueError, match=f"model x has {said}"):
+        Experts.of(module, PretrainedConfig(**config), "model x")
+
+
+def test_a_convolution_with_as_many_channels_holds_no_experts() -> None:
+    config = PretrainedConfig(num_experts=4, moe_top_k=2)
+    assert Experts.of(torch.nn.Sequential(torch.nn.Conv1d(4, 4, 3)), config, "") is None
 
 
 @pytest.mark.parametrize(
@@ -226,6 +283,7 @@ def test_a_plan_of_a_hybrid_decodes_on_the_last_stage(tmp_path: Path, capsys: py
     report = json.loads((tmp_path / "plan.json").read_text())
     assert {each["shares"] for each in report["candidates"]} == {1}
     assert not any(each["decode"] == "sharded" for each in report["candidates"])
+    assert all(each["tpot_last_s"] > 0 and each["tpot_sharded_s"] is None for each in report["candidates"])
     assert main([*args, "decode=sharded"]) == 2
     assert "decode=sharded" in capsys.readouterr().err
 
@@ -625,6 +683,27 @@ def test_compute_that_a_search_measured_is_used_for_its_model_alone(
     assert "compute of one device measured" in capsys.readouterr().out
     assert main(options(f"compute={path}", "model.dtype=float32")) == 2
     assert "was measured with another model" in capsys.readouterr().err
+
+
+def test_measured_compute_is_of_the_same_layers_with_states(tmp_path: Path) -> None:
+    def hybrid(states: tuple[int, ...]) -> ModelSize:
+        sizes, kinds = tuple(64 * (place in states) for place in range(32)), (("some",),) * 32
+        size = size_of("llama-8b")
+        shape = replace(size.shape, num_states=len(states), state_bytes=64 * len(states))
+        return replace(size, shape=shape, places=Places(num_layers=32, state_bytes=sizes, steps=kinds))
+
+    size, path = hybrid((0, 1, 2)), tmp_path / "t.compute.json"
+    cost = MeasuredCost(
+        **{name: {8: 1e-3, 16: 2e-3} for name in ("first_s", "between_s", "own_s", "last_s", "state_s")},
+        prefix_s={(c, P): 1e-6 * c for c in (8, 16) for P in (8, 16)},
+        num_layers=32,
+        states=size.places.states,
+    )
+    key = "|".join(str(value) for value in (*size.shape.known.values(), size.dtype, "H100"))
+    path.write_text(f"{key}\n{cost.to_json()}\n")
+    assert read_compute(path, size, 1) == cost
+    with pytest.raises(ValueError, match=r"states in places \[0, 1, 2\]\), not this one \(in \[0, 1, 5\]\)"):
+        read_compute(path, hybrid((0, 1, 5)), 1)
 
 
 def test_help_names_every_option_and_the_config_has_it() -> None:
