@@ -217,14 +217,15 @@ def _mean(seconds: Mapping[int, float], kind_of: Callable[[int], T], numbers: Ma
     Args:
         seconds: measured, by place.
         kind_of: kind of a measured place.
-        numbers: of the places of each kind.
+        numbers: of the places of each kind; none for steps of a model of one place.
     """
     by_kind: dict[T, list[float]] = {}
     for place, each in seconds.items():
         by_kind.setdefault(kind_of(place), []).append(each)
-    weights = {kind: numbers.get(kind, 0) for kind in by_kind}
-    if not any(weights.values()):  # a model of one place
+    if not numbers:
         return statistics.median(seconds.values())
+    weights = {kind: numbers.get(kind, 0) for kind in by_kind}
+    assert any(weights.values()), f"none of {set(numbers)} was measured, only {set(by_kind)}"
     medians = {kind: statistics.median(found) for kind, found in by_kind.items()}
     return sum(medians[kind] * weight for kind, weight in weights.items()) / sum(weights.values())
 

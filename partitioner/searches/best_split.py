@@ -61,8 +61,8 @@ class Effort:
     """Limits of a search by simulation while somebody waits for its split.
 
     Attributes:
-        links_matter: share of TTFT that communication takes before a split is searched; else equal work is the best,
-            where no states are handed on, for which ranks wait on any link.
+        links_matter: share of TTFT that communication must take for a split to be searched; below it equal work is
+            taken. Where states are handed on, one is always searched, since ranks wait for them on any link.
         strides: a boundary is searched in steps of an even chunk's length divided by this.
         most_messages: about how many messages may be simulated in all; 160,000 take a second.
         least_evaluations, most_evaluations: bounds of the number of simulations, whatever that says.

@@ -16,11 +16,13 @@ ROUNDS = 60
 def equal_work(
     num_tokens: int, num_ranks: int, cost: ComputeCost, speed: Sequence[float] | None = None
 ) -> ContextPartition:
-    """Split a prompt so that a layer takes every rank equally long, to the token.
+    """Split a prompt so that a place takes every rank equally long in the mean (`layer_s`), to the token.
 
-    Then no rank waits while communication is free: rank i has sent a layer's KV when rank i + 1 has its own. With T the
-    common time, rank i's chunk c solves between(c) + own(c) + prefix(c, P) = T * speed[i], where P are the tokens of
-    the ranks before it; bisection finds the T for which all chunks together are the prompt.
+    Where all places attend, no rank then waits while communication is free: rank i has sent a layer's KV when rank
+    i + 1 has its own. For states ranks wait on any link, and the split is a start of a search. With T the common time,
+    rank i's chunk c solves layer_s(c, P) = T * speed[i], which is between(c) + own(c) + prefix(c, P) where all places
+    attend, and P are the tokens of the ranks before it; bisection finds the T for which all chunks together are the
+    prompt.
 
     Args:
         speed: per rank, relative to the device of `cost`; all alike by default.
