@@ -23,7 +23,6 @@ from runahead.engine import Engine
 from runahead.failures import first_line
 from runahead.features.slower import Way
 from runahead.reuse.prefix_tree import Dropped, Stored
-from runahead.reuse.prefixes import unpadded
 from runahead.serving.arrangement import chunks
 from runahead.serving.batch import Batch
 from runahead.serving.estimate import TimeEstimate
@@ -296,8 +295,6 @@ class Scheduler:
         for some in self._of_items(owners):
             prompts, options = [each.prompts[row] for each, row in some], [each.options[row] for each, row in some]
             stored = [stored_of[owner] for owner in some] if stored_of else []
-            if stored and self._engine.prefixes is not None and self._engine.prefixes.state_bytes:
-                stored = unpadded(list(map(len, prompts)), stored)
             number = next(self._numbers)
             item: PrefillItem | Generate = Generate(number=number, prompts=prompts, options=options)
             if not self._engine.may_shard:

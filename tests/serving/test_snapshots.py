@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.serving import rank_tasks
 from tests.serving.rank_tasks import Kept
 from tests.serving.test_hybrids import ANSWERS, FORTY, alone, sampled_alone
 from tests.serving.test_prefixes import Serving, queue_with_prefixes, request, slowly
+from tests.serving.test_queue import begin
 
 DOCUMENT = prompt(90, seed=7)
 QUESTIONS = [
@@ -146,6 +148,35 @@ def test_rank_0_counts_of_the_same_prompt_again_what_the_last_stage_finds(step: 
     assert server.engine.prefixes is not None
     assert [known.found(same, server.engine.prefixes.key)] == [server.cached[2]] == [[again]]
     assert known.found_after(same, {request(DOCUMENT): False}, "a") == [again]
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_prompts_that_would_be_padded_after_their_states_are_computed_apart(has_states: bool) -> None:
+    """All stages begin rows with states after their prefixes only where their rests are as long."""
+    queue: Any = queue_with_prefixes(2, decode_ranks=1)  # else the last stage takes what all would compute whole
+    queue._engine.prefixes.state_bytes = int(has_states)
+    texts = [prompt(90, seed=seed) for seed in range(3)]
+    for number, ids in enumerate(texts):
+        for states in (False, True) if has_states else (None,):
+            queue.stored.apply(Stored(key="a", ids=tuple(ids), states=states))
+        queue.add(request(ids + prompt(10 + number % 2, seed=9)))
+    first, longer, same = queue.waiting
+    assert queue.choose() == ([first, same] if has_states else [first, same, longer])
+    assert list(queue.stored_in_chain([first, same])) == [90, 90]
+    assert list(queue.stored_in_chain([first, longer])) == ([] if has_states else [90, 90])
+    assert queue.prefill_s([first, longer]) == pytest.approx(0.5 * (201 if has_states else 21))
+
+
+def test_a_prompt_does_not_wait_for_states_inside_one_that_all_stages_compute() -> None:
+    for step, waits in ((None, True), (32, False)):
+        queue: Any = queue_with_prefixes(2, itl_s=0.5)
+        queue._engine.prefixes.step, queue._engine.prefixes.state_bytes = step, int(step is not None)
+        queue = RequestQueue(queue._engine, queue._limits, queue._estimate)
+        batch = begin(queue, [request([*DOCUMENT, 1])])
+        assert not batch.is_short
+        batch.parts[0] = Mock()  # rank 0 has computed its part
+        queue.add(following := request([*DOCUMENT, 2]))
+        assert queue.choose() == ([] if waits else [following])
 
 
 def test_rank_0_knows_where_texts_can_go_on() -> None:
