@@ -109,12 +109,12 @@ class StateLayer(LinearAttentionLayer):
         parts = [state.contiguous().view(torch.uint8).flatten(1) for *_, state in self.tensors()]
         torch.cat(parts, dim=1, out=bytes_BZ)
 
-    def read(self, bytes_BZ: Tensor, shape: StateShape) -> None:
-        """Hold a copy of the state that was written to these bytes."""
-        parts = bytes_BZ.split([part.num_bytes for part in shape.parts], dim=1)
-        for part, each in zip(shape.parts, parts, strict=True):
-            state = each.clone(memory_format=torch.contiguous_format).view(part.dtype)
-            self.hold(part.name, part.index, state.view(len(bytes_BZ), *part.shape))
+    def read(self, rows_Z: Sequence[Tensor], shape: StateShape) -> None:
+        """Hold a copy of the state that was written to these bytes of each row."""
+        sizes = [part.num_bytes for part in shape.parts]
+        for part, rows in zip(shape.parts, zip(*(row_Z.split(sizes) for row_Z in rows_Z), strict=True), strict=True):
+            state = torch.stack(rows).view(part.dtype)
+            self.hold(part.name, part.index, state.view(len(rows_Z), *part.shape))
 
 
 class States:

@@ -123,7 +123,7 @@ class ChainRun(StageRun, LayerHook):
         for message in self.transfer.schedule.receives(place):
             assert self.cache.states is not None
             shape, [bytes_B1Z] = self.job.model.state_shapes[number], self.transfer.part(message)
-            self.cache.states.layers[number].read(bytes_B1Z.flatten(1), shape)
+            self.cache.states.layers[number].read(bytes_B1Z.flatten(1).unbind(), shape)
             if self._keeps_received:
                 self._received.append(bytes_B1Z.flatten(1).clone())
 

@@ -43,6 +43,6 @@ def states_of(
         nothing: the states of a text without tokens, which become those of the batch.
     """
     for number, (layer, shape) in enumerate(zip(nothing.layers, shapes, strict=True)):
-        empty_Z = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
-        layer.read(torch.stack([empty_Z if row is None else row[number].flatten() for row in rows]), shape)
+        empty_Z = torch.zeros(1, dtype=torch.uint8, device=device).expand(shape.num_bytes)
+        layer.read([empty_Z if row is None else row[number].flatten() for row in rows], shape)
     return nothing

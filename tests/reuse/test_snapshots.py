@@ -15,6 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from policies.snapkv import SnapKV
 from runahead import GenerationOptions, PrefillOptions
@@ -28,7 +30,7 @@ from runahead.prefill.kv_runahead import KVRunahead
 from runahead.reuse.prefix_node import SNAPSHOT, PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree, Stored
 from runahead.reuse.prefixes import RowPrefix
-from runahead.reuse.state_rows import state_rows
+from runahead.reuse.state_rows import state_rows, states_of
 from runahead.reuse.tiers.entry import Tier
 from runahead.reuse.tiers.file_format import read_metadata
 from runahead.thinning.rank_policies import RankPolicies
@@ -230,6 +232,38 @@ def test_wrong_states_show(wrong: Callable[[pytest.MonkeyPatch], None] | None, m
         except AssertionError as error:
             found = [inf] if "is lost" in str(error) else []
     assert (max(found) < 1e-9) if wrong is None else (max(found) > WRONG), found
+
+
+class NewMemory(TorchDispatchMode):
+    """Notes the memory that operations have taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self._known = list[int](), set[int]()
+        self._held = list[Tensor]()  # so that no memory is taken twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and (where := each.untyped_storage().data_ptr()) not in given | self._known:
+                self.sizes.append(each.untyped_storage().nbytes())
+                self._known.add(where)
+                self._held.append(each)
+        return made
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_states_of_a_batch_are_copied_once(family: str) -> None:
+    """Of two rows, and one that has no token yet: their states have the bytes of the rows, and memory of their own."""
+    model = tiny_model(family)
+    sizes = [shape.num_bytes for shape in model.state_shapes]
+    rows = [[torch.full((1, 1, size), 7 * row, dtype=torch.uint8) for size in sizes] for row in (1, 2)]
+    with NewMemory() as taken:
+        states = states_of([rows[0], None, rows[1]], model.state_shapes, model.empty_states(), CPU)  # type: ignore[arg-type]
+    assert sum(size for size in taken.sizes if size > 1) == states.num_bytes == 3 * sum(sizes)
+    for row, value in enumerate((7, 0, 14)):
+        assert all(bool((part == value).all()) for part in state_rows(states.row(row)))
 
 
 def test_policies_on_the_attention_layers_go_on_after_a_snapshot() -> None:
