@@ -162,8 +162,8 @@ class RankReport:
         stage, share: place of the rank in the mesh; None where every rank is a stage.
         chunk_tokens: tokens that the rank computed.
         prefill_s: time until the rank's last layer ended.
-        wait_s: part of `prefill_s` in which it waited for keys and values.
-        kv_sent_bytes, kv_received_bytes: bytes of keys and values sent and received.
+        wait_s: part of `prefill_s` in which it waited for keys and values, and states.
+        kv_sent_bytes, kv_received_bytes: bytes of keys and values sent and received, with states.
         kv_peak_bytes: most bytes of KV cache allocated at a time, with states and what of them is on its way.
         kv_kept_bytes: bytes of KV cache after the prompt, on a rank that decodes; without the pool in host memory of a
             retrieving policy, but with its indices.

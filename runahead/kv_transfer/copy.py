@@ -121,7 +121,8 @@ class CopyTransfer(KVTransfer):
 
     def _await_fed(self, layer: int) -> None:
         sends = self.schedule.feeds(layer)
-        self._wait(self._leave(sends), layer, f"the stored KV of layer {layer} to leave for", "send", layer, sends)
+        what = f"{self.schedule.name(layer, 'stored ')} to leave for"
+        self._wait(self._leave(sends), layer, what, "send", layer, sends)
 
     def _send_fed(self, messages: list[Message]) -> None:
         for message in messages:

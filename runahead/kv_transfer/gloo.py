@@ -137,7 +137,8 @@ class GlooTransfer(KVTransfer):
 
     def _await_fed(self, layer: int) -> None:
         sends = self._all_sends(layer)
-        self._wait(self._left[layer], layer, f"the stored KV of layer {layer} to leave for", "send", layer, sends)
+        what = f"{self.schedule.name(layer, 'stored ')} to leave for"
+        self._wait(self._left[layer], layer, what, "send", layer, sends)
 
     def _send_fed(self, messages: list[Message]) -> None:
         for message in messages:

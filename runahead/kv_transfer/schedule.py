@@ -41,12 +41,13 @@ def stored_slots(num_stored: Mapping[int, int]) -> dict[int, range]:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Keys and values of the tokens [start, end) in one layer, sent to or received from a peer.
+    """Keys and values of the tokens [start, end) in one layer, or its state, sent to or received from a peer.
 
     Attributes:
         chunk: number of the chunk that the tokens belong to, the same on every rank; at most `STORED` for stored ones.
         tag: unique within one prefill.
         is_fed: it is sent from memory of its own, ahead of the sender's own layer.
+        is_state: it is a state, which has no tokens: `start` and `end` are places in its slab.
     """
 
     peer: int
@@ -56,10 +57,11 @@ class Message:
     end: int
     tag: int
     is_fed: bool = False
+    is_state: bool = False
 
     def __str__(self) -> str:
-        """The tokens and the receiver of a message that is sent. Only a profile or a timeline asks for it."""
-        return f"tokens {self.start}-{self.end} to rank {self.peer}"
+        """The content and the receiver of a message that is sent. Only a profile or a timeline asks for it."""
+        return f"{'state' if self.is_state else f'tokens {self.start}-{self.end}'} to rank {self.peer}"
 
 
 class Schedule(ABC):
@@ -89,9 +91,9 @@ class Schedule(ABC):
         """What the messages of a layer hold."""
         return self.things[layer][0] if self.things else "KV"
 
-    def name(self, layer: int) -> str:
-        """What the messages of a layer hold, such as "the KV of layer 3"."""
-        return f"the {self.kind(layer)} of layer {self.number(layer)}"
+    def name(self, layer: int, which: str = "") -> str:
+        """What the messages of a layer hold, such as "the KV of layer 3", with a word of which."""
+        return f"the {which}{self.kind(layer)} of layer {self.number(layer)}"
 
     @property
     def peers(self) -> list[int]:
@@ -245,7 +247,8 @@ class TransferSchedule(Schedule):
         if start >= tokens.stop:
             return []
         tag, rank = (2 * layer + 1) * len(self.chain) + index, self._rank(self.chain[peer])
-        return [Message(peer=rank, layer=layer, chunk=index, start=start, end=tokens.stop, tag=tag)]
+        is_state = self.kind(layer) == "state"
+        return [Message(peer=rank, layer=layer, chunk=index, start=start, end=tokens.stop, tag=tag, is_state=is_state)]
 
     def _chunk(self, layer: int, index: int) -> range:
         if index < 0:

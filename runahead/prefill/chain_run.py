@@ -145,14 +145,19 @@ class ChainRun(StageRun, LayerHook):
 
     def before_save(self, call: LayerCall) -> None:
         self._open(self._kv_at[call.layer])
-
-    def _open(self, layer: int) -> None:
-        """Wait until a layer's slab may be written. A rank with stored keys and values sends those of a later layer."""
-        self.transfer.open(layer)
-        self._settle_for_reuse()
         if self.job.stored is not None:
-            self._place(layer)
-        self._feed(range(layer + self.transfer.lead, layer + self.transfer.lead + 1))
+            self._place(call.layer)
+
+    def _open(self, place: int) -> None:
+        """Wait until the slab of a place may be written. A rank with stored keys and values sends those of a later one.
+
+        A state asks the device for nothing, so the host need not wait for it.
+        """
+        self.transfer.open(place)
+        fed = range(place + self.transfer.lead, place + self.transfer.lead + 1)
+        if any(each in self._kv_at for each in (place, *(fed if self.transfer.lead else ()))):
+            self._settle_for_reuse()
+        self._feed(fed)
 
     def _place(self, layer: int) -> None:
         """Put stored keys and values of the first stage to where they are sent from, as others will arrive there."""
@@ -185,12 +190,12 @@ class ChainRun(StageRun, LayerHook):
 
     def wait_for_load(self, call: LayerCall) -> None:
         self._await_prefix(self._kv_at[call.layer])
+        self._settle_for_reuse()
 
     def _await_prefix(self, place: int) -> None:
-        """Wait until all that this rank receives of a layer may be read."""
+        """Wait until all that this rank receives of a place may be read."""
         self._until(place, self.transfer.schedule.receives(place))
         self.transfer.await_prefix(place)
-        self._settle_for_reuse()
 
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         """Wait until these messages of a layer may be read."""

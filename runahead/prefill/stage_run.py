@@ -226,7 +226,7 @@ class StageRun:
                 layer=things[sent.layer][1],
                 start_s=seconds(begin),
                 end_s=seconds(end),
-                detail=f"state to rank {sent.peer}" if sent.layer in states else str(sent),
+                detail=str(sent),
             )
             for sent, begin, end in log.sends
         ]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
-from runahead import PrefillOptions, Ranks
+from runahead import Engine, PrefillOptions, Ranks
 from runahead.attention.states import StateLayer
 from runahead.prefill import chain_run
-from tests.families import prompt
+from runahead.prefill.chain_run import ChainRun
+from runahead.reuse.prefix_tree import PrefixTree
+from tests.families import prompt, throughout
 from tests.ranks import prefix_tasks
-from tests.ranks.prefix_tasks import Split, Turns
+from tests.ranks.prefix_tasks import LAST, Split, Turns
+from tests.ranks.tasks import tiny_model
 from tests.ranks.test_stored_prefix import OPTIONS
 
 DOCUMENT, OTHER = prompt(60, seed=5), prompt(40, seed=6)
@@ -47,3 +51,27 @@ def in_turn(
         return prefix_tasks.generate_in_turn(
             ranks, family, following(), OPTIONS, split, prefill, inf, None, snapshot_tokens
         )
+
+
+def waits_for_the_device(ranks: Ranks, prefill: PrefillOptions) -> tuple[int, int]:
+    """How often this rank's host waits for all work of its device in a prefill after a snapshot: where a layer asks for
+    its state, and elsewhere."""
+    found, inside = list[bool](), list[int]()
+    settle, load = Ranks.settle, ChainRun.load_state
+
+    def noted(self: Ranks, *args: Any) -> None:
+        found.append(bool(inside))
+        settle(self, *args)
+
+    def loading(self: ChainRun, number: int) -> None:
+        inside.append(number)
+        load(self, number)
+        inside.clear()
+
+    model = tiny_model("qwen3_next")
+    engine = Engine(model, ranks, prefill=prefill, partition=Split(), decode=LAST, tree=PrefixTree(inf))
+    with throughout(model.dtype):
+        engine.generate([DOCUMENT], OPTIONS)
+        with mock.patch.object(Ranks, "settle", noted), mock.patch.object(ChainRun, "load_state", loading):
+            engine.generate(following()[1], OPTIONS)
+    return found.count(True), found.count(False)

@@ -66,3 +66,10 @@ def test_the_bytes_of_states_are_sent_once(rank_pools: RankPools) -> None:
     kv, states = rank_pools.run(1, state_tasks.bytes_of, "qwen3_next")[0]
     sent = [report.kv_sent_bytes for report in turns.ours[1].ranks]
     assert sent == [states + 4 * kv, states + 60 * kv // 2]
+
+
+def test_the_host_waits_for_its_device_at_keys_and_values_alone(rank_pools: RankPools) -> None:
+    """It did at states, too, which ask the device for nothing: twice at each of two."""
+    first, last = rank_pools.run(2, snapshot_tasks.waits_for_the_device, WAYS[0])
+    assert first[0] == 0 and last[0] <= 1, "once, before keys and values that the last stage sends ahead"
+    assert min(first[1], last[1]) > 2

@@ -96,7 +96,7 @@ class TestEveryWaitIsNeeded:
     def test_of(self, what: str) -> None:
         old, new = {
             "room": ('self._wait(self._leave(sends), layer, f"room', 'self._wait([], layer, f"room'),
-            "fed": ('self._wait(self._leave(sends), layer, f"the stored', 'self._wait([], layer, f"the stored'),
+            "fed": ("self._wait(self._leave(sends), layer, what,", "self._wait([], layer, what,"),
             "credit": ("[begun, credit, *waits]", "[begun, *waits]"),
             "passing on": ("[self._arrives[each] for each in received]", "[]"),
             "passed on": ("set(self._leave(self._all_sends(layer)), credits)", "set([], credits)"),
