@@ -18,7 +18,6 @@ from runahead.decoding.token_stream import TokenStream
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model
 from runahead.prefill.base import Prefilled, PrefillJob, PromptBatch
-from runahead.reuse.state_rows import state_rows
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -72,9 +71,8 @@ def decode_batch(
         return done.logits_BV, held
 
     def keep_states(id: RowId, row: Row, lane: Lane) -> None:
-        if lane.states is not None and prefilled.prefixes and not policies:  # else answers are not stored
-            prefix = prefilled.prefixes[id[1]]
-            prefix.snapshots[prefix.num_tokens + lane.num_tokens] = state_rows(lane.states)
+        if prefilled.prefixes and not policies:  # else answers are not stored
+            prefilled.prefixes[id[1]].note_states(lane.num_behind, lane.states)
 
     choose = choose_alone if gather is None else choose_together(gather)
     decoded = decode(

@@ -67,6 +67,11 @@ class Lane:
     again: list[int] = field(default_factory=list)
     states: States | None = None
 
+    @property
+    def num_behind(self) -> int:
+        """Tokens of the row's text that are stored behind those that its prompt reused."""
+        return self.num_shared + self.num_tokens
+
     def to_feed(self, ids: Sequence[int]) -> list[int]:
         """The tokens that a forward of these has to compute."""
         return [*self.again, *ids]

@@ -1,4 +1,4 @@
-"""A node of a prefix tree: a run of tokens, with the places of their keys and values; or states after those before."""
+"""A node of a prefix tree: a run of tokens with the places of their keys and values, or a snapshot of states."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ class PrefixTree:
     def num_stored(self, ids: Sequence[int], key: str) -> int:
         """Length in tokens of the longest stored prefix after which a text can go on; this counts as no use of it."""
         nodes, at = self._known(ids, key)
-        return _end_of_snapshots(nodes, at) if key in self._with_states else at
+        return _end_of_last_snapshot(nodes, at) if key in self._with_states else at
 
     def insert(
         self,
@@ -447,7 +447,8 @@ class PrefixTree:
         nodes, at = self._known(ids, key)
         if key not in self._with_states:
             return nodes
-        end, nodes = _end_of_snapshots(nodes, at), self._known(ids[: _end_of_snapshots(nodes, at)], key)[0]
+        end = _end_of_last_snapshot(nodes, at)
+        nodes, _ = self._known(ids[:end], key)
         last = nodes[-1].snapshot if end else None
         return nodes if last is None else [*nodes, last]
 
@@ -620,8 +621,8 @@ class PrefixTree:
             self.on_change(Dropped(key=entry.key, ids=text, num_left=len(text) - len(entry.ids)))
 
 
-def _end_of_snapshots(nodes: Sequence[PrefixNode], at: int) -> int:
-    """Number of tokens of a text up to its last snapshot, of the nodes with its first `at` tokens."""
+def _end_of_last_snapshot(nodes: Sequence[PrefixNode], at: int) -> int:
+    """Number of tokens of a text up to its last snapshot, of the nodes with its first `at` tokens; 0 if it has none."""
     end = found = 0
     for node in nodes:
         end += len(node.ids)

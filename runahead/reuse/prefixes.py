@@ -19,12 +19,13 @@ from itertools import pairwise, takewhile
 import torch
 from torch import Tensor
 
+from runahead.attention.states import States
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
 from runahead.reuse.prefix_node import PrefixNode, moved
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
-from runahead.reuse.state_rows import row_shape
+from runahead.reuse.state_rows import row_shape, state_rows
 from runahead.reuse.store import model_key
 from runahead.reuse.tiers.layer_rows import Layers, MendedRows
 
@@ -159,6 +160,15 @@ class RowPrefix:
             for num_tokens, states in self.snapshots.items():
                 self.keep_states(ids[:num_tokens], states)
             self.snapshots = {}
+
+    def note_states(self, num_new: int, states: States | None) -> None:
+        """Let the states after what the row reuses and so many tokens more be kept once its text is stored.
+
+        Args:
+            states: of the row alone, which are copied; None: no layer holds any.
+        """
+        if states is not None:
+            self.snapshots[self.num_tokens + num_new] = state_rows(states)
 
     def keep_states(self, ids: Sequence[int], states: Sequence[Tensor]) -> None:
         """Keep the states after a text, if all of it is stored."""

@@ -27,7 +27,6 @@ from runahead.features.slower import Way
 from runahead.prefill.base import PrefillCancelled, PrefillPlan, ToItsEnd
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefixes import RowPrefix, store_prompts
-from runahead.reuse.state_rows import state_rows
 from runahead.serving.items import (
     PROGRESS_S,
     Alive,
@@ -277,11 +276,10 @@ class Executor:
     def _keep(self, id: RowId, row: Row, lane: Lane) -> None:
         """Store the text of a row that leaves."""
         if (prefix := self._prefixes.pop(id, None)) is not None:
-            num_stored = prefix.num_tokens + lane.num_shared + lane.num_tokens
+            num_stored = prefix.num_tokens + lane.num_behind
             if num_stored < len(row.ids):  # else the last forward gave no token, as its logits are no numbers
                 own = lane.cache.row_kv(0, 0, lane.num_tokens)
-                if lane.states is not None:
-                    prefix.snapshots[num_stored] = state_rows(lane.states)
+                prefix.note_states(lane.num_behind, lane.states)
                 prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared)
             prefix.release()
 

@@ -23,10 +23,10 @@ from runahead import GenerationOptions, PrefillOptions
 from runahead.attention.states import States
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, Speculate
-from runahead.decoding import batch
 from runahead.prefill import Prefilled, reusing
 from runahead.prefill.base import PrefillJob
 from runahead.prefill.kv_runahead import KVRunahead
+from runahead.reuse import prefixes
 from runahead.reuse.prefix_node import SNAPSHOT, PrefixNode
 from runahead.reuse.prefix_tree import PrefixTree, Stored
 from runahead.reuse.prefixes import RowPrefix
@@ -178,7 +178,7 @@ def keeps_states_once_all_rows_have_ended(patch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, layer: Any) -> Any:
             return state_rows(self._states)[layer]
 
-    patch.setattr(batch, "state_rows", Later)
+    patch.setattr(prefixes, "state_rows", Later)
 
 
 def splits_states_off_with_the_beginning(patch: pytest.MonkeyPatch) -> None:

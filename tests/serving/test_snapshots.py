@@ -11,9 +11,9 @@ import pytest
 
 from launch.server.options import ServeOptions
 from runahead.attention.states import States
+from runahead.reuse import prefixes
 from runahead.reuse.prefix_tree import PrefixTree, Stored
 from runahead.reuse.prefixes import RowPrefix
-from runahead.serving import executor
 from runahead.serving.known_texts import KnownTexts
 from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
@@ -85,11 +85,11 @@ def loses_the_last_tokens(patch: pytest.MonkeyPatch) -> None:
     kept = list[Any]()
 
     def late(states: States) -> Any:
-        kept.append(executor_rows(states))
+        kept.append(rows_of(states))
         return kept[max(0, len(kept) - 2)]
 
-    executor_rows = executor.state_rows
-    patch.setattr(executor, "state_rows", late)
+    rows_of = prefixes.state_rows
+    patch.setattr(prefixes, "state_rows", late)
 
 
 def drops_states(patch: pytest.MonkeyPatch) -> None:
