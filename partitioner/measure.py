@@ -1,6 +1,6 @@
 """Measurements for a search: the compute of one device, the link between ranks, and TTFT on live ranks."""
 
-# Legend: B batch, N query heads, K kv heads, C chunk, P prefix, H head dim, V value dim.
+# Legend: B batch, N query heads, K kv heads, C chunk, P prefix, S = P + C, H head dim, V value dim.
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def probe_compute(
 
     Layers are alike, so only a few are run; attention to a prefix is run by itself, on the queries of a real layer. If
     layers have different masks (sliding windows), hold states or follow each other in several ways, each kind is run,
-    and weighted by how often it comes.
+    and weighted by how often it comes. Layers that take tokens after a given state one by one are run both ways.
 
     Args:
         chunks: chunk lengths in tokens, ascending.
@@ -107,7 +107,7 @@ def probe_compute(
     states = Counter(num_bytes for num_bytes in places.state_bytes if num_bytes)
     needed = [*(keys_at[layers[0]] for layers in kinds), *_first_of_each(map(run.alike, range(len(run) - 1)), steps)]
     depth = min(len(run), max([probe_layers, *(place + 2 for place in needed)]))
-    first, between, own, prefix, state = {}, {}, {}, {}, {}
+    first, between, own, prefix, state, later = {}, {}, {}, {}, {}, {}
     for chunk in chunks:
         on_progress(f"chunk of {chunk} tokens")
         # Inputs are kept in the warm-up run only: tensors that stay allocated make the next layers slower.
@@ -116,7 +116,10 @@ def probe_compute(
         first[chunk] = statistics.median(each.first_s for each in runs)
         between[chunk] = statistics.median(_mean(each.between_s, run.alike, steps) for each in runs)
         if states:
-            state[chunk] = statistics.median(_mean(each.inside_s, run.state_bytes.__getitem__, states) for each in runs)
+            state[chunk] = _states_s(runs, run, states)
+        if model.gives_one_by_one:
+            runs = [_run_layers(model, chunk, depth, start=1) for _ in range(WARMUPS + repeats)]
+            later[chunk] = _states_s(runs[WARMUPS:], run, states)
         per_kind = [_attention_s(model, inputs[layers[0]], layers[0], chunk, 0, repeats) for layers in kinds]
         own[chunk] = _weighted(per_kind, kinds)
         for length in prefixes:
@@ -136,6 +139,7 @@ def probe_compute(
         prefix_s=prefix,
         last_s=last,
         state_s=state,
+        later_s=later,
         num_layers=len(places),
         states=places.states,
     )
@@ -159,18 +163,24 @@ class _Run:
         self.inputs = probe.inputs
 
 
-def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = ()) -> _Run:
-    clock = clock_for(model.device)
-    cache = KVCache(
-        Slabs.empty(model.kv_shapes, batch=1, spans=[(0, chunk)] * model.num_layers, num_slabs=1, device=model.device)
-    )
+def _run_layers(model: Model, chunk: int, depth: int, keep: Collection[int] = (), start: int = 0) -> _Run:
+    """Run a chunk through the first places, after `start` tokens that are not timed."""
+    clock, spans = clock_for(model.device), [(0, start + chunk)] * model.num_layers
+    cache = KVCache(Slabs.empty(model.kv_shapes, batch=1, spans=spans, num_slabs=1, device=model.device))
     cache.states = model.empty_states()
+    ids_1S = torch.arange(start + chunk, device=model.device)[None] % model.vocab_size
+    if start:
+        model.forward(ids_1S[:, :start], CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
     probe = _Probe(model, clock, depth, keep)
-    attention = CausalAttention(cache, start=0, pads=[0], hooks=[probe])
-    ids_1C = torch.arange(chunk, device=model.device)[None] % model.vocab_size
+    attention = CausalAttention(cache, start=start, pads=[0], hooks=[probe])
     with suppress(ForwardEndsHere):
-        model.forward(ids_1C, attention, start=0, pads=[0])
+        model.forward(ids_1S[:, start:], attention, start=start, pads=[0])
     return _Run(probe, clock)
+
+
+def _states_s(runs: Sequence[_Run], places: Places, numbers: Mapping[int, int]) -> float:
+    """Seconds of a place that holds a state: the median of the runs, the mean of the places of `numbers` by bytes."""
+    return statistics.median(_mean(each.inside_s, places.state_bytes.__getitem__, numbers) for each in runs)
 
 
 def _attention_s(model: Model, inputs: Inputs, layer: int, chunk: int, prefix: int, repeats: int) -> float:

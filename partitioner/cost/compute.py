@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 POINTS = ("first_s", "between_s", "own_s", "last_s", "state_s")
 """Names of the costs that depend on the chunk length only."""
-OF_STATES = frozenset({"state_s", "states"})
+OF_STATES = frozenset({"state_s", "later_s", "states"})
 """Fields of costs that files from before hybrid models do not have."""
 
 
@@ -45,8 +45,11 @@ class ComputeCost(Protocol):
     def prefix(self, c: float, P: float) -> float:
         """Attention of the chunk to its prefix in one place, with the merge; 0 without a prefix."""
 
-    def state(self, c: float) -> float:
-        """What a place does with its state, from when it is there until the one after the chunk is known."""
+    def state(self, c: float, P: float) -> float:
+        """What a place does with its state, from when it is there until the one after the chunk is known.
+
+        It depends on P only as far as there is a prefix: some layers take tokens after a given state one by one.
+        """
 
     def last(self, c: float) -> float:
         """Steps after the last place: output projection, MLP, norm, and the logits of one token."""
@@ -55,7 +58,7 @@ class ComputeCost(Protocol):
 def layer_s(cost: ComputeCost, c: float, P: float) -> float:
     """Seconds per place of a rank, their mean, without the first and the last step."""
     held = len(cost.states) / cost.num_layers
-    return cost.between(c) + (1 - held) * cost.own(c) + (1 - held) * cost.prefix(c, P) + held * cost.state(c)
+    return cost.between(c) + (1 - held) * cost.own(c) + (1 - held) * cost.prefix(c, P) + held * cost.state(c, P)
 
 
 def check_layers(num_layers: object) -> None:

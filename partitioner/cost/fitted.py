@@ -25,6 +25,7 @@ class FittedCost:
 
     Attributes:
         first_s, between_s, last_s, state_s: (1, c).
+        later_s: as `state_s` after a prefix; () where it is the same.
         own_s: (1, c, c^2).
         prefix_s: (1, c, P, c P).
         states: as in `ComputeCost`.
@@ -40,12 +41,13 @@ class FittedCost:
     prefix_s: tuple[float, float, float, float]
     last_s: tuple[float, float]
     state_s: tuple[float, float] = (0.0, 0.0)
+    later_s: tuple[float, float] | tuple[()] = ()
     states: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_layers(self.num_layers)
         object.__setattr__(self, "states", check_states(self.states, self.num_layers))
-        for name, number in POWERS.items():
+        for name, number in (POWERS | ({"later_s": 2} if self.later_s else {})).items():
             check_seconds(name, getattr(self, name), number)
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
 
@@ -62,15 +64,16 @@ class FittedCost:
         x = self.prefix_s
         return x[0] + x[1] * c + (x[2] + x[3] * c) * P if P > 0 else 0.0
 
-    def state(self, c: float) -> float:
-        return self.state_s[0] + self.state_s[1] * c
+    def state(self, c: float, P: float) -> float:
+        x = (self.later_s if P > 0 else ()) or self.state_s
+        return x[0] + x[1] * c
 
     def last(self, c: float) -> float:
         return self.last_s[0] + self.last_s[1] * c
 
     def to_json(self) -> str:
         """The cost as JSON, which `from_json` reads."""
-        return json.dumps(asdict(self))
+        return json.dumps({name: x for name, x in asdict(self).items() if x or name != "later_s"})
 
     @classmethod
     def from_json(cls, text: str) -> FittedCost:
@@ -85,7 +88,7 @@ class FittedCost:
     def fit(cls, measured: MeasuredCost) -> FittedCost:
         """Fit by non-negative least squares in relative errors, so that short chunks count as much as long ones."""
         fitted: dict[str, Any] = {}
-        for name in POINTS:
+        for name in (*POINTS, *(["later_s"] if measured.later_s else [])):
             c = np.array(list(getattr(measured, name)), dtype=float)
             powers = [np.ones_like(c), c, c**2] if name == "own_s" else [np.ones_like(c), c]
             fitted[name] = _nonnegative(np.column_stack(powers), list(getattr(measured, name).values()))

@@ -25,6 +25,7 @@ class MeasuredCost:
         num_layers, states: of the model to plan for; places of a kind are alike, so fewer may have been measured.
         first_s, between_s, own_s, last_s, state_s: seconds by chunk length; the same lengths in all, but for `state_s`,
             which is empty where no place holds a state.
+        later_s: as `state_s` after a prefix; empty where it is the same.
         prefix_s: seconds by (chunk length, prefix length), on a grid. A point that is missing because c + P was too
             long to measure is extrapolated from the two before it in its row and in its column.
 
@@ -39,6 +40,7 @@ class MeasuredCost:
     last_s: dict[int, float]
     prefix_s: dict[tuple[int, int], float]
     state_s: dict[int, float] = field(default_factory=dict)
+    later_s: dict[int, float] = field(default_factory=dict)
     states: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class MeasuredCost:
         self.states = check_states(self.states, self.num_layers)
         if not self.states and not self.state_s:
             self.state_s = dict.fromkeys(self.first_s, 0.0)
-        for name in POINTS:
+        for name in (*POINTS, *(["later_s"] if self.later_s else [])):
             points = getattr(self, name)
             _check_lengths(name, list(points))
             check_seconds(name, list(points.values()))
@@ -65,6 +67,7 @@ class MeasuredCost:
         self._first, self._between, self._last, self._state = (
             [points[c] for c in self._chunks] for points in (self.first_s, self.between_s, self.last_s, self.state_s)
         )
+        self._later = [self.later_s[c] for c in self._chunks] if self.later_s else self._state
         self._own_per_token = [self.own_s[c] / c for c in self._chunks]
         self._prefix = self._without_gaps()
 
@@ -84,8 +87,8 @@ class MeasuredCost:
         ends = [_line(self._prefixes, self._prefix[at], P) for at in (row, row + 1)]
         return _line(self._prefix_chunks[row : row + 2], ends, c)
 
-    def state(self, c: float) -> float:
-        return _line(self._chunks, self._state, c)
+    def state(self, c: float, P: float) -> float:
+        return _line(self._chunks, self._later if P > 0 else self._state, c)
 
     def last(self, c: float) -> float:
         return _line(self._chunks, self._last, c)
@@ -94,6 +97,7 @@ class MeasuredCost:
         """The cost as JSON, which `from_json` reads."""
         values: dict[str, Any] = {"num_layers": self.num_layers, "states": self.states}
         values |= {name: sorted(getattr(self, name).items()) for name in POINTS}
+        values |= {"later_s": sorted(self.later_s.items())} if self.later_s else {}
         values["prefix_s"] = [[c, P, seconds] for (c, P), seconds in sorted(self.prefix_s.items())]
         return json.dumps(values)
 
@@ -105,7 +109,7 @@ class MeasuredCost:
             ValueError: it is damaged; one line.
         """
         values = parsed_fields(text, cls)
-        for name, width in (*((name, 2) for name in POINTS), ("prefix_s", 3)):
+        for name, width in (*((name, 2) for name in (*POINTS, "later_s")), ("prefix_s", 3)):
             rows = values.get(name, [])
             if not isinstance(rows, list) or any(not isinstance(row, list) or len(row) != width for row in rows):
                 raise ValueError(f"compute cost: {name} must be a list of rows of {width} numbers")

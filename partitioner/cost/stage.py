@@ -64,8 +64,8 @@ class StageCost:
     def prefix(self, c: float, P: float) -> float:
         return self.compute.prefix(c, P) / self.divisor
 
-    def state(self, c: float) -> float:
-        return self.compute.state(c) / self.divisor
+    def state(self, c: float, P: float) -> float:
+        return self.compute.state(c, P) / self.divisor
 
     def last(self, c: float) -> float:
         return self.compute.last(c) / self.divisor + ALLREDUCES * self.allreduce_s(c)

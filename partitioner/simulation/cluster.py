@@ -119,7 +119,7 @@ class Cluster:
             between=compute.between(c) / speed,
             own=compute.own(c) / speed,
             prefix=compute.prefix(c, P) / speed,
-            state=compute.state(c) / speed if compute.states else 0.0,
+            state=compute.state(c, P) / speed if compute.states else 0.0,
             last=compute.last(c) / speed,
         )
 

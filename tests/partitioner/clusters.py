@@ -38,7 +38,7 @@ def rank_s(cost: ComputeCost, c: float, P: float, *, is_last: bool) -> float:
     """Seconds of all that one rank computes: ranks before the last stop once the last layer's K,V or state is known."""
     num_attended = cost.num_layers if is_last else cost.num_layers - 1
     held = len([layer for layer in cost.states if layer < cost.num_layers - 1 or is_last])
-    attention_s = (num_attended - held) * (cost.own(c) + cost.prefix(c, P)) + len(cost.states) * cost.state(c)
+    attention_s = (num_attended - held) * (cost.own(c) + cost.prefix(c, P)) + len(cost.states) * cost.state(c, P)
     return cost.first(c) + (cost.num_layers - 1) * cost.between(c) + attention_s + (cost.last(c) if is_last else 0.0)
 
 
@@ -95,7 +95,12 @@ def hybrid(cluster: Cluster, rng: random.Random) -> Cluster:
     token_s = compute.between_s[1] * rng.uniform(0.05, 1)
     return replace(
         cluster,
-        compute=replace(compute, states=tuple(states), state_s=(rng.uniform(0, 1e-4), token_s)),
+        compute=replace(
+            compute,
+            states=tuple(states),
+            state_s=(rng.uniform(0, 1e-4), token_s),
+            later_s=rng.choice([(), (0.0, 5 * token_s)]),
+        ),
         state_bytes=rng.choice([1e3, 1e7]),
     )
 

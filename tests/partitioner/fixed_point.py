@@ -69,7 +69,7 @@ def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
                 known = closed[i][layer - 1] + compute.between(c) / speed[i] if layer else compute.first(c) / speed[i]
                 if layer in compute.states:  # nothing is sent before the rank has computed its part
                     began = max(known, slot[i][layer], last_seen)
-                    opened[i][layer] = closed[i][layer] = began + compute.state(c) / speed[i]
+                    opened[i][layer] = closed[i][layer] = began + compute.state(c, prefix) / speed[i]
                     continue
                 opened[i][layer] = max(known, slot[i][layer])
                 attended = max(opened[i][layer] + compute.own(c) / speed[i], last_seen)

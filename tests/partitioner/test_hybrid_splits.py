@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ from partitioner.table.lookup_table import LookupTable
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.config import Transfer
 from runahead.context import ContextPartition, even
+from runahead.timeline.clock import Clock
 from tests.conftest import RankPools
 from tests.examples import examples
 from tests.exit_status import exit_status
@@ -189,6 +191,44 @@ def test_each_kind_of_place_is_measured(family: str) -> None:
     assert fitted.states == cost.states and FittedCost.from_json(fitted.to_json()) == fitted
 
 
+class Calls(Clock):
+    """A clock of which a second is a call of a module, and a reading takes a thousandth."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self.number = 0.0
+        for module in modules:
+            module.register_forward_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.number += 1
+
+    def mark(self) -> float:
+        self.number += 1e-3
+        return self.number
+
+
+@pytest.mark.parametrize(("family", "is_one_by_one"), [("jamba", True), ("qwen3_next", False)])
+def test_layers_that_take_tokens_one_by_one_are_timed_after_a_given_state_too(
+    family: str, is_one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family, torch.float32)
+    assert model.gives_one_by_one == is_one_by_one
+    ends = [child for name, child in model.module.named_modules() if name.endswith(("mamba.out_proj", "attn.out_proj"))]
+    calls = Calls(ends)
+    monkeypatch.setattr(measure, "clock_for", lambda device: calls)
+    cost = probe_compute(model, chunks=[8, 80], prefixes=[16, 64], repeats=1)
+    at_start, later = ([cost.state(c, P) for c in (8, 80)] for P in (0, 64))
+    assert max(at_start) < 1.1
+    assert later == (pytest.approx([8, 80], rel=0.01) if is_one_by_one else at_start)
+    assert list(cost.later_s.values()) == (later if is_one_by_one else [])
+    assert MeasuredCost.from_json(cost.to_json()) == cost
+    fitted = FittedCost.fit(cost)
+    assert FittedCost.from_json(fitted.to_json()) == fitted
+    assert [fitted.state(c, 64) for c in (8, 80)] == pytest.approx(later, rel=0.01)
+    assert ("later_s" in cost.to_json(), "later_s" in fitted.to_json()) == (is_one_by_one, is_one_by_one)
+
+
 def test_each_kind_counts_as_often_as_it_comes() -> None:
     """Three kinds of steps, measured several times each, in a model in which they come 6, 2 and 1 times."""
     seconds = {0: 1.0, 1: 3.0, 2: 2.0, 3: 10.0, 4: 100.0}
@@ -291,5 +331,6 @@ def test_the_mean_layer_is_what_a_forward_takes(seed: int) -> None:
     cost: ComputeCost = interleaved(1, period=rng.choice([1, 2, 3, 4]), num_layers=12).compute
     c, prefix = rng.randrange(1, 5000), rng.randrange(0, 5000)
     attending = cost.num_layers - len(cost.states)
-    whole = 12 * cost.between(c) + attending * (cost.own(c) + cost.prefix(c, prefix)) + len(cost.states) * cost.state(c)
+    whole = 12 * cost.between(c) + attending * (cost.own(c) + cost.prefix(c, prefix))
+    whole += len(cost.states) * cost.state(c, prefix)
     assert 12 * layer_s(cost, c, prefix) == pytest.approx(whole, rel=1e-9)
