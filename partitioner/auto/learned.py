@@ -11,7 +11,7 @@ from typing import Any
 
 from partitioner.auto.balance import Balance
 from partitioner.auto.slowness import SeenPrompt, Slowness
-from partitioner.cost.fitted import POWERS, FittedCost
+from partitioner.cost.fitted import POLYNOMIALS, FittedCost
 from partitioner.cost.link import Link
 from runahead.failures import first_line
 from runahead.files import read_user_file, write_whole
@@ -89,7 +89,7 @@ def read_learned(path: Path, purpose: str, num_ranks: int) -> LearnedSplit | Non
         if content.get("purpose") != purpose:
             raise ValueError("it is for another model or machine")
         cost, link = FittedCost.from_json(json.dumps(content["cost"])), content["link"]
-        for name in POWERS:
+        for name in POLYNOMIALS:
             _numbers(list(getattr(cost, name)), len(getattr(cost, name)), MOST_S)
         bandwidth = math.inf if link["bandwidth_Bps"] is None else _number(link["bandwidth_Bps"], MOST_BPS)
         return LearnedSplit(

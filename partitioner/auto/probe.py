@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from partitioner.cost.compute import layer_s
-from partitioner.cost.fitted import POWERS, FittedCost
+from partitioner.cost.fitted import POLYNOMIALS, FittedCost
 from partitioner.cost.measured import MeasuredCost
 from partitioner.measure import probe_compute
 from runahead.model.model import Model
@@ -74,7 +74,7 @@ def combined(costs: Sequence[FittedCost], num_tokens: int) -> tuple[FittedCost, 
     """
     constants = {
         name: tuple(median(values) for values in zip(*(getattr(cost, name) for cost in costs), strict=True))
-        for name in POWERS
+        for name in POLYNOMIALS
     }
     logs = [math.log(layer_s(cost, num_tokens, num_tokens)) for cost in costs]
     middle = fmean(logs)

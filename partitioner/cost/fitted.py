@@ -17,6 +17,8 @@ from partitioner.cost.measured import MeasuredCost
 
 POWERS = {"first_s": 2, "between_s": 2, "own_s": 3, "prefix_s": 4, "last_s": 2, "state_s": 2}
 """Numbers of the coefficients of each polynomial."""
+POLYNOMIALS = (*POWERS, "later_s")
+"""All of them, the last of which may be missing: ()."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class FittedCost:
     def __post_init__(self) -> None:
         check_layers(self.num_layers)
         object.__setattr__(self, "states", check_states(self.states, self.num_layers))
-        for name, number in (POWERS | ({"later_s": 2} if self.later_s else {})).items():
+        for name, number in (POWERS | {"later_s": 0 if self.later_s in ((), []) else 2}).items():
             check_seconds(name, getattr(self, name), number)
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
 

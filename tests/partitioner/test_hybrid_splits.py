@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 
 from partitioner import measure
 from partitioner.auto.balance import EFFORT
+from partitioner.auto.learned import LearnedSplit, read_learned, write_learned
 from partitioner.auto.partition import AutoPartition
+from partitioner.auto.probe import combined
 from partitioner.cost.compute import ComputeCost, layer_s
 from partitioner.cost.fitted import FittedCost
+from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.places import Places
 from partitioner.measure import probe_compute
@@ -323,6 +326,20 @@ def test_costs_of_states_are_checked() -> None:
             replace(good, states=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="state_s"):
         replace(good, state_s=(0.0, -1.0))
+
+
+def test_ranks_agree_on_what_states_cost_after_a_prefix(tmp_path: Path) -> None:
+    """The median of their constants, which is kept as it is."""
+    one = interleaved(1, period=4).compute
+    assert isinstance(one, FittedCost)
+    costs = [replace(one, later_s=(0.0, slope)) for slope in (2e-6, 9e-6, 3e-6)]
+    together, slowness = combined(costs, 1024)
+    assert together.later_s == (0.0, 3e-6) and slowness[0] < slowness[2] < slowness[1]
+    learned = LearnedSplit(cost=together, link=Link(latency_s=0.0, bandwidth_Bps=1e9), start=(0.0,) * 3, prompts=())
+    write_learned(tmp_path / "learned.json", "this", learned)
+    assert read_learned(tmp_path / "learned.json", "this", 3) == learned
+    with pytest.raises(ValueError, match="later_s"):
+        replace(one, later_s=(0.0,))  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 10**6))
