@@ -179,11 +179,15 @@ class Lanes:
         of_batch = 0 if self._batch is None else self._batch.cache.num_bytes
         if self._batch is not None and not self._batch.is_split:
             return of_batch
-        kept_bytes = sum(each.kept.num_bytes for each in self._lanes.values() if each.kept is not None)
+        if self._batch is not None:
+            of_batch -= self._batch.cache.state_bytes  # which its rows have, too
+        state_bytes = sum(each.kept.num_bytes for each in self._lanes.values() if each.kept is not None)
         caches = [each.cache for each in self._lanes.values()]
+        state_bytes += sum(cache.state_bytes for cache in caches)
         shared = {id(cache.shared_TKX): cache.shared_TKX for cache in caches}
         shared_bytes = sum(layer_TKX.nbytes for layers_TKX in shared.values() for layer_TKX in layers_TKX)
-        return max(of_batch, sum(cache.num_bytes for cache in caches) + shared_bytes) + kept_bytes
+        kv_bytes = sum(cache.num_bytes - cache.state_bytes for cache in caches) + shared_bytes
+        return max(of_batch, kv_bytes) + state_bytes
 
     @property
     def warm_up(self) -> int:
@@ -267,7 +271,7 @@ class Lanes:
     def leave(self, row: RowId, last_id: int) -> Lane:
         """Let a row leave whose last token is this one. In a batch its memory stays."""
         lane, batch = self._lanes[row], self._batch
-        lane.states = lane.cache.states
+        lane.states, lane.kept, lane.since = lane.cache.states, None, []  # nothing is taken back any more
         if batch is not None:
             batch.last_ids[row] = last_id
             batch.left.add(row)
@@ -395,7 +399,9 @@ class Lanes:
         lane = self.lane(row)
         if lane.cache.states is not None:
             assert lane.kept is not None, "a state forgets no tokens; keep() comes before the forward"
-            right = [*lane.since, *lane.again][:-num]
+            taken = [*lane.since, *lane.again]
+            assert num <= len(taken), f"{num} tokens cannot be taken back: states were kept {len(taken)} tokens ago"
+            right = taken[:-num]
             num, lane.again = len(lane.since), right
             if not num:  # they were taken back before
                 return
@@ -472,9 +478,18 @@ class Lanes:
         states = None
         if len(of_rows) > 1 or any(each.is_part for each in of_rows):  # memory that rows which left had is free then
             states = States.together(of_rows)
+            self._note_moved(rows, states)
         return _Group(
             rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, ends=self._ends, states=states
         )
+
+    def _note_moved(self, rows: list[RowId], states: States) -> None:
+        """Let go of the memory that the states of a batch had before those of these rows moved."""
+        if self._batch is None:
+            return
+        self._batch.cache.states = states if rows == list(self._batch.pads) else None
+        for row in self._batch.left:
+            self._lanes[row].states = self._lanes[row].cache.states = None
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
         return row_values(list(ids), self._model.device)[:, None]

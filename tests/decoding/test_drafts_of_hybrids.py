@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from policies.base import Policy
 from policies.h2o import H2O
 from policies.snapkv import SnapKV
 from runahead import Conversation
-from runahead.attention.states import States
+from runahead.attention.states import StateLayer, States
 from runahead.cache.attention import CausalAttention
 from runahead.config import CacheOptions, Speculate
 from runahead.decoding import lanes
@@ -176,6 +177,56 @@ def test_tokens_of_several_forwards_are_taken_back(family: str, monkeypatch: pyt
     assert off_after_taking_back(family) < 1e-9
     left_as_it_is(monkeypatch)
     assert off_after_taking_back(family) > 1e-6
+
+
+def alive_bytes() -> int:
+    """Bytes of all states that are in memory."""
+    gc.collect()
+    layers = [each for each in gc.get_objects() if isinstance(each, StateLayer)]
+    storages = [state.untyped_storage() for layer in layers for *_, state in layer.tensors()]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+def test_states_of_a_batch_are_counted_to_the_byte() -> None:
+    """Each row has one, and one more that is kept before a draft: not what they had before they moved or left."""
+    model, rows, ids = tiny_model("qwen3_next"), [0, 1, 2], prompt(20)
+    of_row, before = sum(shape.num_bytes for shape in model.state_shapes), alive_bytes()
+    with throughout(model.dtype), torch.inference_mode():
+        cache = model.empty_cache(len(ids) + 20, batch=3)
+        model.forward(torch.tensor([ids] * 3), CausalAttention(cache, start=0, pads=[0] * 3), start=0, pads=[0] * 3)
+        holding = Lanes.holding(model, rows, cache, pads=[0] * 3, num_tokens=len(ids))
+        kv_bytes = holding.num_bytes - 3 * of_row
+
+        def require(num_states: int) -> None:
+            assert alive_bytes() - before == num_states * of_row
+            assert holding.num_bytes == kv_bytes + num_states * of_row
+
+        require(3)
+        holding.keep(rows)
+        holding.verify({0: [5, 6], 1: [7, 8], 2: [9]})
+        require(6)
+        holding.take_back(1, 1)
+        holding.leave(0, 6)
+        require(5)
+        holding.keep([1, 2])
+        holding.verify({1: [10], 2: [11, 12]})
+        require(4)
+        holding.leave(1, 10)
+        holding.verify({2: [13]})
+        require(2)
+
+
+def test_tokens_of_before_the_kept_states_cannot_be_taken_back() -> None:
+    model, ids = tiny_model("qwen3_next"), prompt(20)
+    with throughout(model.dtype), torch.inference_mode():
+        cache = model.empty_cache(len(ids) + 20)
+        model.forward(torch.tensor([ids]), CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+        holding = Lanes.holding(model, [0], cache, pads=[0], num_tokens=len(ids))
+        holding.verify({0: [5]})
+        holding.keep([0])
+        holding.verify({0: [6, 7]})
+        with pytest.raises(AssertionError, match="3 tokens cannot be taken back: states were kept 2 tokens ago"):
+            holding.take_back(0, 3)
 
 
 @pytest.mark.parametrize(
