@@ -114,7 +114,8 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         kept_bytes += run.serve.prefix_host_bytes
     room = Room(max_tokens=run.serve.max_tokens)
     if room.max_tokens is None:
-        room = room_in_memory(model, ranks, store, kept_bytes, keeps_parts=engine.may_shard, tree=tree)
+        given = {"keeps_parts": engine.may_shard, "drafts": run.generation.asks_for_drafts}
+        room = room_in_memory(model, ranks, store, kept_bytes, tree=tree, **given)
 
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
@@ -250,17 +251,20 @@ def room_in_memory(
     kept_bytes: int,
     *,
     keeps_parts: bool,
+    drafts: bool = False,
     tree: PrefixTree | None = None,
 ) -> Room:
     """The room for tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
-    In a chain a state is there twice until the prompt is computed: also as it arrived. With a tree there is one more,
+    In a chain a state is there twice until the prompt is computed: also as it arrived. With drafts it is there twice
+    afterwards: also as it was before the draft. With a tree there is one more,
     that after the prompt, until it is stored, and on the last stage those inside of prompts: at most as many as the
     tree could take, of a prompt and of a short one that is computed inside it.
 
     Args:
         kept_bytes: of the last stage, for prefixes.
         keeps_parts: of every stage.
+        drafts: rows may have drafts.
         tree: of the prefixes.
 
     Raises:
@@ -275,7 +279,7 @@ def room_in_memory(
     kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
     per_token = kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
     state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
-    row_bytes = state_bytes * (min(2, ranks.num_stages) + (tree is not None))
+    row_bytes = state_bytes * ((2 if drafts or ranks.num_stages > 1 else 1) + (tree is not None))
     left_bytes = MEMORY_SHARE * free - kept
     most_tokens = left_bytes / per_token
     if is_last and tree is not None and tree.snapshot_tokens and state_bytes:

@@ -122,7 +122,8 @@ class States:
 
     Attributes:
         layers: in the order in which the model runs them.
-        origin: those of before the first new token, while rows may be padded; None: nothing is before it.
+        origin: those of before the first new token, while rows that have any may be padded; None: nothing is before
+            the padded ones.
     """
 
     def __init__(self, layers: Sequence[StateLayer]) -> None:

@@ -104,8 +104,6 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         if states is not None:
             kept_states |= {(end, row): state_rows(states.row(row)) for row in job.stops.get(end, ())}
         marks.append(clock.mark())
-    if states is not None:
-        states.origin = None
     if kept is not None:
         whole = job.texts or batch
         decide_on_prompt(model, policies, kept, whole.ids_BS, whole.pads, room=room, on_layer=ranks.progress)

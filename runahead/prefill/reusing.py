@@ -142,6 +142,8 @@ class ReusingPrefill:
             is_last = job.partition.chain[-1] == self._ranks.stage
             job.reused = reuse.fetch(self._policies.retriever if is_last else None)  # whose indices are made there
         prefilled = self._strategy.run(job)
+        if job.states is not None:
+            job.states.origin = None  # all rows have begun
         job.reused = job.states = None  # frees reused segments, of which decoding may have its own copies
         prefilled.report.prefill_s += ready.computed_anew_s
         prefilled.prefixes = ready.prefixes
@@ -155,7 +157,8 @@ class ReusingPrefill:
         if nothing is None or all(row is None for row in rows):
             return None
         states = states_of(rows, self._model.state_shapes, nothing, self._ranks.device)
-        states.origin = states.fork() if any(pads) else None
+        is_padded = any(pad and row is not None for pad, row in zip(pads, rows, strict=True))
+        states.origin = states.fork() if is_padded else None
         return states
 
     def _keep_states(self, ready: ReadyPrefill, prefilled: Prefilled) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -88,6 +89,32 @@ def test_texts_go_on_after_their_last_snapshot(family: str, snapshot_tokens: int
             known.add(ids, each.new_token_ids)
             texts.known.append(ids + each.new_token_ids[:-1])
     assert cached > 10 or not snapshot_tokens
+
+
+@pytest.mark.parametrize(("rest", "other", "copies"), [(20, 5, 0), (5, 20, 1)], ids=["first", "padded"])
+def test_states_before_a_prompt_are_copied_for_padded_rows_and_gone_after_it(
+    rest: int, other: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that begins after a snapshot beside one without: the copy stayed as long as the rows were decoded."""
+    model, document, fork, forks = tiny_model("qwen3_next"), prompt(30, seed=2), States.fork, list[States]()
+    engine, options = engine_of(model, PrefixTree(ROOMY)), replace(OPTIONS, max_new_tokens=3)
+    prompts, left = [document + prompt(rest, seed=3), prompt(other, seed=4)], list[int]()
+
+    def noted(self: States) -> States:
+        forks.append(fork(self))
+        return forks[-1]
+
+    def look(*_: Any) -> None:
+        gc.collect()
+        left.append(sum(isinstance(each, States) and each.origin is not None for each in gc.get_objects()))
+
+    with throughout(model.dtype):
+        engine.generate([document], replace(options, max_new_tokens=1))
+        monkeypatch.setattr(States, "fork", noted)
+        ours = engine.generate(prompts, options, on_tokens=look)
+        assert (len(forks), left) == (copies, [0, 0, 0])
+        assert computed_and_cached(ours) == (max(rest, other), len(document))
+        require_same(ours, engine_of(model).generate(prompts, options))
 
 
 def answers(tree: PrefixTree, family: str = "qwen3_next") -> Callable[[list[int]], tuple[list[int], tuple[int, int]]]:

@@ -103,9 +103,14 @@ def test_a_state_that_answers_share_shows(rank_pools: RankPools) -> None:
     assert served.tokens != sampled_alone(rank_pools, ANSWERS)
 
 
-@pytest.mark.parametrize(("num_stages", "copies"), [(1, 1), (2, 2)])
-def test_the_room_of_a_server_has_states(monkeypatch: pytest.MonkeyPatch, num_stages: int, copies: int) -> None:
-    """By hand: 2 layers attend and 2 hold states, of which a chain has two each until a prompt is computed."""
+@pytest.mark.parametrize(("num_stages", "drafts", "copies"), [(1, False, 1), (2, False, 2), (1, True, 2), (2, True, 2)])
+def test_the_room_of_a_server_has_states(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int, drafts: bool, copies: int
+) -> None:
+    """By hand: 2 layers attend and 2 hold states, of which a chain has two each until a prompt is computed.
+
+    Afterwards a row with drafts has two each.
+    """
     model, free = tiny_model("qwen3_next"), 10**9
     monkeypatch.setattr(serving, "free_bytes", lambda *_: free)
     ranks: Any = SimpleNamespace(
@@ -115,7 +120,7 @@ def test_the_room_of_a_server_has_states(monkeypatch: pytest.MonkeyPatch, num_st
         num_stages=num_stages,
         gather=lambda value, _: [value, 2 * value],
     )
-    room = serving.room_in_memory(model, ranks, None, 0, keeps_parts=False)
+    room = serving.room_in_memory(model, ranks, None, 0, keeps_parts=False, drafts=drafts)
     token_bytes = 2 * 2 * 2 * 8 * 8 + activation_bytes(model.config, model.dtype)
     row_bytes = 2 * 8 * (64 * 4 + 4 * 8 * 8)  # a convolution of 64 channels and kernel 4, four heads of 8 x 8
     assert room.max_tokens == int(0.8 * free / token_bytes)
@@ -124,7 +129,7 @@ def test_the_room_of_a_server_has_states(monkeypatch: pytest.MonkeyPatch, num_st
     for tree_bytes, limit in ((10**6, 0.8 * free - 3 * 10**6), (10**9, None)):
         tree = PrefixTree(tree_bytes, snapshot_tokens=32)
         kept = 0 if limit is None else tree_bytes
-        inside = serving.room_in_memory(model, ranks, None, kept, keeps_parts=False, tree=tree)
+        inside = serving.room_in_memory(model, ranks, None, kept, keeps_parts=False, drafts=drafts, tree=tree)
         every_32 = 0.8 * free / (token_bytes + row_bytes / 32)
         assert inside.max_tokens == int(every_32 if limit is None else limit / token_bytes) < room.max_tokens
         assert (inside.row_tokens - 1) * token_bytes < (copies + 1) * row_bytes <= inside.row_tokens * token_bytes
