@@ -294,7 +294,8 @@ def room_in_memory(
     room = Room(max_tokens=num_tokens, row_tokens=math.ceil(row_bytes / per_token))
     if room.row_tokens >= num_tokens:
         states = f"the states of one answer, {row_bytes:,} bytes, leave no memory for its tokens"
-        raise ValueError(f"{states}; use a device with more free memory, or a smaller model.dtype")
+        remedy = "a smaller serve.prefix_cache_bytes" if kept_bytes else "a device with more free memory"
+        raise ValueError(f"{states}; use {remedy}, or a smaller model.dtype")
     return room
 
 

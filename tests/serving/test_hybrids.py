@@ -133,5 +133,10 @@ def test_the_room_of_a_server_has_states(
         every_32 = 0.8 * free / (token_bytes + row_bytes / 32)
         assert inside.max_tokens == int(every_32 if limit is None else limit / token_bytes) < room.max_tokens
         assert (inside.row_tokens - 1) * token_bytes < (copies + 1) * row_bytes <= inside.row_tokens * token_bytes
+    monkeypatch.setattr(serving, "free_bytes", lambda *_: 2 * row_bytes)
+    for kept, remedy in ((0, "a device with more free memory"), (100, "a smaller serve.prefix_cache_bytes")):
+        tree = PrefixTree(kept, snapshot_tokens=32)
+        with pytest.raises(ValueError, match=f"states of one answer.* leave no memory.*; use {remedy}, or"):
+            serving.room_in_memory(model, ranks, None, kept, keeps_parts=False, tree=tree)
     without = serving.room_in_memory(tiny_model("llama"), ranks, None, 0, keeps_parts=False)
     assert without.row_tokens == 0 and str(without).endswith("tokens of prompts and answers at a time")
