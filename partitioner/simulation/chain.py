@@ -30,7 +30,7 @@ class Simulated:
 
     Attributes:
         wait_s: seconds that the rank stands still until its own part is done, without the wait for its sends after it.
-        spans: as a run records them; empty unless asked for.
+        spans: as a run records them, with the numbers of places as layers; empty unless asked for.
     """
 
     ttft_s: float

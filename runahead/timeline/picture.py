@@ -59,6 +59,7 @@ def timeline_png(
     names: Sequence[str] = (),
     ttft_s: float | None = None,
     subject: str = "",
+    unit: str = "layer",
 ) -> bytes:
     """Draw the prefill: a band per rank with compute coloured by layer, waits hatched and sends as thin bars below.
 
@@ -69,6 +70,7 @@ def timeline_png(
         names: of the ranks; "rank 0" and so on by default.
         ttft_s: time of the first token. Spans that begin later are left out, since decoding takes much longer.
         subject: what ran, in a few words, below the title.
+        unit: what the spans number as layers.
 
     Returns:
         The PNG.
@@ -98,7 +100,7 @@ def timeline_png(
     axes.tick_params(axis="x", length=3.5, color=MUTED)
     axes.tick_params(axis="y", length=0, labelsize=10, labelcolor=INK)
     axes.spines["left"].set_visible(False)
-    _add_legend(figure, {s.kind if s.layer is not None else "" for spans in shown for s in spans})
+    _add_legend(figure, {s.kind if s.layer is not None else "" for spans in shown for s in spans}, unit)
     title = "Prefill" if ttft_s is None else f"Time to first token: {ttft_s:.3g} s"
     axes.set_title(title + ("\n" if subject else ""), loc="left", fontsize=13, fontweight="bold", color=INK)
     note = axes.annotate(
@@ -108,7 +110,7 @@ def timeline_png(
     if num_layers > 1:
         aspect = max(12, 4 * len(shown))  # as thin for many ranks as for few
         bar = figure.colorbar(colours, ax=axes, pad=0.015, aspect=aspect, ticks=_ticks(num_layers))
-        bar.set_label("layer", color=INK, fontsize=9)
+        bar.set_label(unit, color=INK, fontsize=9)
         bar.ax.tick_params(labelsize=8, colors=INK, length=0)
         bar.ax.invert_yaxis()
         bar.outline.set_visible(False)
@@ -153,10 +155,10 @@ def _ticks(num_layers: int) -> list[int]:
     return sorted({round(step * (num_layers - 1) / steps) for step in range(steps + 1)}) if steps else [0]
 
 
-def _add_legend(figure: Figure, present: set[str]) -> None:
+def _add_legend(figure: Figure, present: set[str], unit: str) -> None:
     """Add a legend for the kinds of spans that are present; "" stands for compute outside the layers."""
     handles = {
-        "compute": Patch(facecolor="#2a788e", label="compute, coloured by layer"),
+        "compute": Patch(facecolor="#2a788e", label=f"compute, coloured by {unit}"),
         "": Patch(facecolor=NO_LAYER, label="compute outside the layers"),
         "wait": Patch(facecolor=WAIT_FACE, edgecolor=WAIT_HATCH, hatch="/////", linewidth=0, label="wait for KV"),
         "send": Patch(facecolor=SEND, label="send KV"),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.text import Text
 
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
@@ -32,6 +33,7 @@ from partitioner.table.lookup_table import LookupTable
 from runahead.config import Transfer
 from runahead.context import ContextPartition, even
 from runahead.picture_style import new_figure, rows_and_columns, seconds, set_title, tokens
+from runahead.timeline import picture
 from tests.examples import examples
 from tests.partitioner.clusters import states_first
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
@@ -98,6 +100,25 @@ def test_the_bound_of_layers_with_states_is_the_best_split_of_free_links(ranks: 
     bound = _without_communication(4096, replace(cluster, links=Links(ranks, LINK)))
     assert bound == pytest.approx(best_split(4096, ranks, cluster, min_stride=16).cost_s, rel=2e-3)  # other steps
     assert bound < 0.99 * simulate(equal_work(4096, ranks, cluster.compute), cluster).ttft_s
+
+
+@pytest.mark.parametrize(("num_layers", "label"), [(4, "layer"), (2, "place (K,V or a state)")])
+def test_a_simulated_timeline_says_that_it_numbers_places(
+    num_layers: int, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with keys and values and a state in each layer there are twice as many as layers."""
+    table, record = searched()
+    model = replace(table.fingerprint.model, num_layers=num_layers)
+    table = LookupTable(replace(table.fingerprint, model=model), table.entries)
+    drawn: list[set[str]] = []
+
+    def texts(figure: Any) -> bytes:
+        drawn.append({each.get_text() for each in figure.findobj(Text)})
+        return b""
+
+    monkeypatch.setattr(picture, "png", texts)
+    assert len([name for name, _ in pictures(table, record) if name.startswith("timeline")]) == len(drawn) == 2
+    assert all({label, f"compute, coloured by {label}"} <= each for each in drawn)
 
 
 def size_of(png: bytes) -> tuple[int, int]:
