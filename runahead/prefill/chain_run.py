@@ -145,8 +145,6 @@ class ChainRun(StageRun, LayerHook):
 
     def before_save(self, call: LayerCall) -> None:
         self._open(self._kv_at[call.layer])
-        if self.job.stored is not None:
-            self._place(call.layer)
 
     def _open(self, place: int) -> None:
         """Wait until the slab of a place may be written. A rank with stored keys and values sends those of a later one.
@@ -157,6 +155,9 @@ class ChainRun(StageRun, LayerHook):
         fed = range(place + self.transfer.lead, place + self.transfer.lead + 1)
         if any(each in self._kv_at for each in (place, *(fed if self.transfer.lead else ()))):
             self._settle_for_reuse()
+        kind, number = self.job.model.order[place]
+        if self.job.stored is not None and kind == "kv":
+            self._place(number)
         self._feed(fed)
 
     def _place(self, layer: int) -> None:
