@@ -257,9 +257,9 @@ def room_in_memory(
     """The room for tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
     In a chain a state is there twice until the prompt is computed: also as it arrived. With drafts it is there twice
-    afterwards: also as it was before the draft. With a tree there is one more,
-    that after the prompt, until it is stored, and on the last stage those inside of prompts: at most as many as the
-    tree could take, of a prompt and of a short one that is computed inside it.
+    afterwards: also as it was before the draft. With a tree there is one more, that after the prompt, until it is
+    stored, and on the last stage those inside of prompts: at most as many as the tree could take, of a prompt and of a
+    short one that is computed inside it.
 
     Args:
         kept_bytes: of the last stage, for prefixes.
