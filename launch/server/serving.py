@@ -292,7 +292,7 @@ def room_in_memory(
     if kept_bytes and num_tokens < 1:
         raise ValueError(f"serve.prefix_cache_bytes={kept_bytes} leaves no memory for prompts; use less")
     room = Room(max_tokens=num_tokens, row_tokens=math.ceil(row_bytes / per_token))
-    if room.row_tokens >= num_tokens:
+    if row_bytes and room.row_tokens >= num_tokens:
         states = f"the states of one answer, {row_bytes:,} bytes, leave no memory for its tokens"
         remedy = "a smaller serve.prefix_cache_bytes" if kept_bytes else "a device with more free memory"
         raise ValueError(f"{states}; use {remedy}, or a smaller model.dtype")

@@ -139,4 +139,6 @@ def test_the_room_of_a_server_has_states(
         with pytest.raises(ValueError, match=f"states of one answer.* leave no memory.*; use {remedy}, or"):
             serving.room_in_memory(model, ranks, None, kept, keeps_parts=False, tree=tree)
     without = serving.room_in_memory(tiny_model("llama"), ranks, None, 0, keeps_parts=False)
+    monkeypatch.setattr(serving, "free_bytes", lambda *_: 0)  # which is no matter of states
+    assert serving.room_in_memory(tiny_model("llama"), ranks, None, 0, keeps_parts=False).max_tokens == 0
     assert without.row_tokens == 0 and str(without).endswith("tokens of prompts and answers at a time")
