@@ -357,7 +357,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """What lets pages of these origins read answers in browsers."""
+    """Middleware by which browsers let pages of these origins read answers."""
     if not origins:
         return []
     exposed = ["retry-after", "x-predicted-ttft", "x-request-id"]

@@ -29,7 +29,7 @@ from runahead.serving.limits import QueueLimits
 
 
 class UnknownFields(Enum):
-    """What is done with a request that has fields which nobody knows."""
+    """How requests with unknown fields are treated."""
 
     ignore = "ignore"
     refuse = "refuse"

@@ -63,7 +63,7 @@ class KnownTexts:
         return found
 
     def _in_common(self, request: Request, other: Request) -> list[_Common]:
-        """What each of a request's different prompts has in common with those of another request."""
+        """Count the tokens that each different prompt of a request shares with those of another request."""
         known = self._common.setdefault(request, WeakKeyDictionary())
         if other not in known:
             texts, step = PrefixTree(math.inf), self._step
@@ -81,7 +81,7 @@ class KnownTexts:
         return known[other]
 
     def _beginnings(self, request: Request) -> list[list[int]]:
-        """Of each different prompt the tokens that may be reused: it is looked up where states of these would end."""
+        """The first tokens of each different prompt that may be reused; the others are always computed."""
         prompts = [ids_of(prompt) for prompt in request.different]
         return [ids[: max(0, len(ids) - self._least_new)] for ids in prompts]
 

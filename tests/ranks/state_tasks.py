@@ -8,11 +8,8 @@ from typing import Any
 from unittest import mock
 from weakref import WeakSet
 
-from torch.multiprocessing.reductions import StorageWeakRef
-
 from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.attention.states import StateLayer
-from runahead.cache.slabs import Slabs
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.stage_run import StageRun
 from runahead.report import RankReport
@@ -78,14 +75,8 @@ def bytes_in_layers(
 
     Looked at from outside, before and after each layer: what memory the slabs and states have that were made.
     """
-    slots: list[tuple[StorageWeakRef, int]] = []
     layers, found = WeakSet[StateLayer](), [(0, 0)]
-    empty_slabs, make = Slabs.empty, StateLayer.__init__
-
-    def noted_slabs(*args: Any, **kwargs: Any) -> Slabs:
-        slabs = empty_slabs(*args, **kwargs)
-        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in tasks.slots_of(slabs))
-        return slabs
+    make = StateLayer.__init__
 
     def noted_layer(self: StateLayer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
@@ -98,8 +89,7 @@ def bytes_in_layers(
             verb(self, *args)
             storages = [state.untyped_storage() for layer in layers for *_, state in layer.tensors()]
             of_states = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-            of_slabs = sum(num_bytes for storage, num_bytes in slots if not storage.expired())
-            found.append((of_slabs + of_states, of_states))
+            found.append((slab_bytes() + of_states, of_states))
 
         return mock.patch.object(owner, name, looked)
 
@@ -107,7 +97,7 @@ def bytes_in_layers(
     partition = ContextPartition(boundaries=boundaries)
     engine = Engine(tasks.tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
     with (
-        mock.patch.object(Slabs, "empty", noted_slabs),
+        tasks.slots_noted() as slab_bytes,
         mock.patch.object(StateLayer, "__init__", noted_layer),
         looking(ChainRun, "load_state"),
         looking(ChainRun, "before_save"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -173,6 +173,21 @@ def slots_of(slabs: Slabs) -> list[torch.Tensor]:
     return [max(each[slot :: slabs.num_slabs], key=lambda slab: slab.nbytes) for slot in range(slabs.num_slabs)]
 
 
+@contextmanager
+def slots_noted() -> Iterator[Callable[[], int]]:
+    """Context manager that notes the slots of all slabs that are made. Yields the bytes of those that are alive."""
+    slots: list[tuple[StorageWeakRef, int]] = []
+    empty_slabs = Slabs.empty
+
+    def noted(*args: Any, **kwargs: Any) -> Slabs:
+        slabs = empty_slabs(*args, **kwargs)
+        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in slots_of(slabs))
+        return slabs
+
+    with mock.patch.object(Slabs, "empty", noted):
+        yield lambda: sum(num_bytes for storage, num_bytes in slots if not storage.expired())
+
+
 def kv_bytes_in_layers(
     ranks: Ranks,
     family: str,
@@ -184,16 +199,7 @@ def kv_bytes_in_layers(
 ) -> tuple[list[int], int, RankReport]:
     """Bytes of K,V alive on this rank in every layer of the prefill, those alive after the call, and its report."""
     sizes: list[int] = []
-    slots: list[tuple[StorageWeakRef, int]] = []
-    before_save, empty_slabs = ChainRun.before_save, Slabs.empty
-
-    def empty_slabs_that_are_noted(*args: Any, **kwargs: Any) -> Slabs:
-        slabs = empty_slabs(*args, **kwargs)
-        slots.extend((StorageWeakRef(slot.untyped_storage()), slot.nbytes) for slot in slots_of(slabs))
-        return slabs
-
-    def live_bytes() -> int:
-        return sum(num_bytes for storage, num_bytes in slots if not storage.expired())
+    before_save = ChainRun.before_save
 
     def look_before(self: ChainRun, call: LayerCall) -> None:
         sizes.append(live_bytes())
@@ -208,7 +214,7 @@ def kv_bytes_in_layers(
         decode=DecodeOptions(name=decode),
     )
     with (
-        mock.patch.object(Slabs, "empty", empty_slabs_that_are_noted),
+        slots_noted() as live_bytes,
         mock.patch.object(ChainRun, "before_save", look_before),
         throughout(torch.float64),
     ):
