@@ -50,7 +50,7 @@ def named_layers(
         waited.append(what)
         wait_until(self, ready, what, *more)
 
-    first = len(ranks.records.all())
+    before = ranks.records.all()
     engine = Engine(tasks.tiny_model(family), ranks, prefill=prefill, partition=lambda *_: partition)
     options = GenerationOptions(max_new_tokens=1)
     with throughout(engine.model.dtype), mock.patch.object(Ranks, "wait_until", noted):
@@ -58,7 +58,7 @@ def named_layers(
     computed = [span.layer for span in sorted(spans, key=lambda span: span.start_s) if span.kind == "compute"]
     layers = list(dict.fromkeys(layer for layer in computed if layer is not None))
     sent = {span.layer: span.detail for span in spans if span.kind == "send" and span.layer is not None}
-    records = [f"{each.kind} {each.layer}" for each in ranks.records.all()[first:]]
+    records = [f"{each.kind} {each.layer}" for each in ranks.records.all() if all(each is not one for one in before)]
     named = [found[1] for what in waited if (found := re.search(r"the (\w+ of layer \d+)", what))]
     return layers, sent, sorted(set(records)), named
 
