@@ -124,11 +124,13 @@ class States:
         layers: in the order in which the model runs them.
         origin: those of before the first new token, while rows that have any may be padded; None: nothing is before
             the padded ones.
+        begun: rows that have states before their first new token, where these arrive in a forward.
     """
 
     def __init__(self, layers: Sequence[StateLayer]) -> None:
         self.layers = list(layers)
         self.origin: States | None = None
+        self.begun: Sequence[int] = ()
 
     @property
     def num_bytes(self) -> int:

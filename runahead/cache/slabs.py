@@ -224,7 +224,8 @@ class Slabs:
 
     @property
     def device(self) -> torch.device:
-        return self.by_layer[0].slab_TBKX.device
+        """Where the slabs are; the host where there are none, as in models whose layers hold states alone."""
+        return self.by_layer[0].slab_TBKX.device if self.by_layer else torch.device("cpu")
 
     @property
     def batch(self) -> int:

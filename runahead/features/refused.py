@@ -372,17 +372,6 @@ REFUSED = (
     # reuse of prefixes
     Refused(("reuse of prefixes", "marks"), MARKED, "use no prefix tree"),
     Refused(
-        ("reuse of prefixes", "states alone"),
-        "{1} has no keys and values, and the tree keeps states as ends of texts whose keys and values it has",
-        "leave the tree out (serve.prefix_cache_bytes=0)",
-    ),
-    Refused(
-        ("reuse of prefixes", "states one by one"),
-        "layers of {1} begin from a given state with a single token alone, and a prompt after a stored prefix begins "
-        "with several",
-        "leave the tree out (serve.prefix_cache_bytes=0)",
-    ),
-    Refused(
         ("reuse of prefixes", "a policy that narrows"),
         "policy {1} leaves tokens out of deeper layers, so that no prompt is stored whole",
         "use one that only evicts, such as snapkv, or leave the tree out (serve.prefix_cache_bytes=0)",

@@ -30,7 +30,7 @@ class Way(Enum):
     side_by_side = "requests are answered batch after batch, and none is computed while others are decoded"
     stopped = "a prompt whose client has left is computed to its end"
     stored_answers = "prompts are stored for later ones, and answers are not"
-    at_once = "layers that hold a state compute the tokens of later chunks one by one"
+    at_once = "layers that hold a state compute tokens after a given one, as of later chunks and prefixes, one by one"
     once = "a prompt is computed once more while it is answered"
 
 

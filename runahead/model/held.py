@@ -118,7 +118,8 @@ class StatesOfForward:
     def __init__(self, attention: LayerAttention, held: Held, *, start: int, unbegun: Sequence[int]) -> None:
         self._attention, self.held, self._unbegun = attention, held, unbegun
         layers = [] if attention.states is None else attention.states.layers
-        self.are_given = start > 0 or any(True for layer in layers for _ in layer.tensors())
+        arrive = attention.states is not None and bool(attention.states.begun)
+        self.are_given = start > 0 or arrive or any(True for layer in layers for _ in layer.tensors())
         self.goes_on = False
         self._loaded: dict[int, StateLayer] = {}
         self._pending: int | None = None

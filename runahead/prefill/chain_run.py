@@ -81,6 +81,8 @@ class ChainRun(StageRun, LayerHook):
         super().__init__(job, cache)
         if job.states is not None:  # which are for the first stage
             cache.states = model.empty_states()
+        if cache.states is not None and job.stored is not None:
+            cache.states.begun = [row for row, num in enumerate(job.stored.num_reused) if num]
         self._received = list[Tensor]()
         self._carried = KVCache(slabs) if self._state_at else cache
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)

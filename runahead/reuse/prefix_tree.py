@@ -12,7 +12,8 @@ Of models whose layers hold states a text can be continued only where its states
 of one row without tokens, after the node with whose last token its text ends, and has places of its own: in each tier
 the least recently used nodes go first, snapshots among them, so a text may lose its snapshots one by one and keep its
 keys and values for the texts that go on after it. What follows the last snapshot of a text is used by no match, and so
-goes soon, too. A match ends at a snapshot. A split leaves it at the end of the second half.
+goes soon, too. A match ends at a snapshot. A split leaves it at the end of the second half. Where layers hold states
+alone tokens have no rows and no bytes, and stay as long as a snapshot follows them or a text holds them.
 
 Where several stages decode together, each has a tree with the tokens that it stores of a text. Other stages have the
 others, and it depends on all of them how long a prefix is (`runahead/reuse/prefixes.py`).
@@ -109,7 +110,7 @@ class PrefixHit:
             self._is_held = False
             for node in self._end.path:
                 node.holds -= 1
-            self._tree.make_room()
+            self._tree.released(self._end)
 
 
 class PrefixTree:
@@ -160,7 +161,7 @@ class PrefixTree:
         )
         self._opened: dict[str, TierCopies] = {}
         self._copies_of_states: dict[str, TierCopies] = {}
-        self._with_states = set[str]()
+        self._with_states, self._states_alone = set[str](), set[str]()
         self._roots: dict[str, PrefixNode] = {}
         self._needed: list[PrefixNode] = []
         self.found_tokens: Counter[Tier] = Counter()
@@ -198,13 +199,15 @@ class PrefixTree:
         """Let texts of a key leave the device, and find those in the folder that are of this key.
 
         Args:
-            shapes: of the layers.
+            shapes: of the layers; none if all hold states alone.
             device: that computes.
             states: shapes of the states of layers that hold one, as rows. Texts of this key are continued only where
                 these are kept.
         """
         if states:
             self._with_states.add(key)
+        if not shapes:
+            self._states_alone.add(key)
         if key in self._opened or not self.has_tiers:
             return
         copies = self._opened[key] = self._store.copies(device, shapes, self._bits)
@@ -222,6 +225,9 @@ class PrefixTree:
         for run, _ in sorted(runs, key=lambda each: each[0].start):
             node, at = self._walk(run.ids, key)
             if run.is_snapshot:
+                if at < len(run.ids) and key in self._states_alone:  # its tokens are in no other file
+                    node, at = self._added_text(node, run.ids[at:]), len(run.ids)
+                    self._store.put(node, NO_ROWS)
                 if at == len(run.ids) and key in self._with_states:
                     self._store.file_found(self._added_snapshot(node), run.rows(0))
             elif run.start <= at < len(run.ids):
@@ -243,9 +249,10 @@ class PrefixTree:
         """Let the system read the files of those texts that were used last, as many as have room in memory."""
         assert self._store.files is not None
         names, copies = dict[str, None](), self._opened[key]
-        room = self.limit_bytes / copies.token_bytes + self._host_bytes / copies.stored_token_bytes
+        ratio = copies.token_bytes / copies.stored_token_bytes if copies.stored_token_bytes else 1.0
+        room = self.limit_bytes + self._host_bytes * ratio
         for node in sorted(self._of_key(key), key=lambda node: -node.used):
-            room -= self._device_bytes(node) / copies.token_bytes
+            room -= self._device_bytes(node)
             if room < 0:
                 break
             if node.tier is Tier.disk and node.file is not None:
@@ -272,6 +279,8 @@ class PrefixTree:
             node = node.snapshot
             node.used = self._store.now()
         found = [(each.tier, each.num_tokens) for each in node.path]
+        if key in self._states_alone:  # what is found of tokens is their states
+            found = [(node.tier, len(each.ids)) for each in node.path]
         self._store.touch(node)
         hit = self._raised(PrefixHit(self, node, at))
         for tier, num_tokens in found[: len(hit.nodes)]:
@@ -282,6 +291,10 @@ class PrefixTree:
     def hold(self, ids: Sequence[int], key: str) -> PrefixHit:
         """Hold what is stored of a text, whether it can go on after that or not."""
         return PrefixHit(self, *self._walk(ids, key))
+
+    def has_states_alone(self, key: str) -> bool:
+        """Whether texts of a key have no keys and values, but states alone."""
+        return key in self._states_alone
 
     def num_stored(self, ids: Sequence[int], key: str) -> int:
         """Length in tokens of the longest stored prefix after which a text can go on; this counts as no use of it."""
@@ -331,15 +344,8 @@ class PrefixTree:
         if hit.num_tokens == at < len(ids) and (at >= start or not needs_all):
             rows = given.part(first, len(own)) if layers_TKX else NO_ROWS
             if is_needed or rows.num_bytes <= self.limit_bytes:
-                new = PrefixNode(
-                    key=key,
-                    ids=tuple(ids[at:]),
-                    numbers=moved(own[first:], -at),
-                    copies=self._opened.get(key),
-                    parent=node,
-                    used=node.used,
-                )
-                node.children[new.ids[0]] = new
+                numbers = () if key in self._states_alone else moved(own[first:], -at)
+                new = self._added_text(node, ids[at:], numbers)
                 self._store.put(new, rows)
                 held, hit = hit, PrefixHit(self, new, len(ids))
                 held.release()
@@ -367,6 +373,19 @@ class PrefixTree:
             self._store.touch(new)
             if not is_needed:
                 self.make_room()
+
+    def _added_text(self, node: PrefixNode, ids: Sequence[int], numbers: Sequence[int] = ()) -> PrefixNode:
+        """A new node with tokens after a node, whose rows have no place yet. `numbers` is as of `PrefixNode`."""
+        new = PrefixNode(
+            key=node.key,
+            ids=tuple(ids),
+            numbers=numbers,
+            copies=self._opened.get(node.key),
+            parent=node,
+            used=node.used,
+        )
+        node.children[new.ids[0]] = new
+        return new
 
     def _added_snapshot(self, node: PrefixNode) -> PrefixNode:
         """A new snapshot after a node, without a place."""
@@ -451,6 +470,27 @@ class PrefixTree:
         nodes, _ = self._known(ids[:end], key)
         last = nodes[-1].snapshot if end else None
         return nodes if last is None else [*nodes, last]
+
+    def released(self, end: PrefixNode) -> None:
+        """Called when nobody holds the nodes up to this one on behalf of a text any more."""
+        if end.key in self._states_alone:
+            while not end.is_attached and end.parent is not None:  # it was lost meanwhile
+                end = end.parent
+            left = self._without_bare(end)
+            if left is not end:
+                self.on_change(Dropped(key=end.key, ids=end.text, num_left=len(left.text)))
+        self.make_room()
+
+    def _without_bare(self, node: PrefixNode) -> PrefixNode:
+        """Remove a node and those before it, as far as they have no rows here, and nothing follows or holds them.
+
+        Returns:
+            the last node that is left.
+        """
+        while node.parent is not None and not (node.numbers or node.children or node.holds):
+            self._remove(node)
+            node = node.parent
+        return node
 
     def make_room(self) -> None:
         """Let texts that nobody holds leave, until the limits are kept."""
@@ -614,11 +654,9 @@ class PrefixTree:
         if entry.is_attached:
             text = entry.text
             self._remove(entry)
-            node = entry.parent
-            while node is not None and node.parent is not None and not (node.numbers or node.children or node.holds):
-                self._remove(node)  # of which other stages have all
-                node = node.parent
-            self.on_change(Dropped(key=entry.key, ids=text, num_left=len(text) - len(entry.ids)))
+            assert entry.parent is not None
+            left = self._without_bare(entry.parent)
+            self.on_change(Dropped(key=entry.key, ids=text, num_left=len(left.text)))
 
 
 def _end_of_last_snapshot(nodes: Sequence[PrefixNode], at: int) -> int:

@@ -60,6 +60,8 @@ class RowPrefix:
     @property
     def here(self) -> list[range]:
         """The tokens that this stage has, as runs."""
+        if self._tree.has_states_alone(self._key):
+            return _runs(range(self._hit.num_tokens))
         start, runs = 0, list[range]()
         for node in self.nodes:
             runs += _runs(moved(node.numbers, start))

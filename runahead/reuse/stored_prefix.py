@@ -113,8 +113,8 @@ class StoredPrefix:
             reused: what this rank's stage has of them, which the last stage reads where it is.
             stage: this one.
         """
-        parts, batch = list(reused.parts) if is_last and reused is not None else [], cache.slabs.batch
-        slots_of = stored_slots(self.num_slots(batch))
+        parts = list(reused.parts) if is_last and reused is not None else []
+        slots_of = stored_slots(self.num_slots(len(self.prompts)))
         if is_last:
             slots_of.pop(stage, None)
         for each, slots in slots_of.items():

@@ -8,16 +8,16 @@ import pytest
 
 from runahead import PrefillOptions
 from tests.conftest import RankPools
+from tests.families import HYBRIDS
 from tests.ranks import snapshot_tasks, state_tasks
 from tests.ranks.prefix_tasks import Split
 from tests.ranks.test_stored_prefix import WAYS, counts
-from tests.reuse import test_snapshots as snapshots
 from tests.reuse.test_prefixes import require_same
 
-FAST = ["qwen3_next", "lfm2"]
+FAST = ["qwen3_next", "lfm2", "mamba2"]
 WINDOWS = ("lfm3",)
 """Of which the last stage has not all that it would store of a prompt that all stages compute."""
-OTHERS = [each for each in snapshots.OTHERS if each not in (*FAST, *WINDOWS)]
+OTHERS = [each for each in HYBRIDS if each not in (*FAST, *WINDOWS)]
 FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 
 

@@ -42,10 +42,9 @@ from tests.reuse.finders import CPU, KEY, SHAPES, numbers, same
 from tests.reuse.test_prefixes import OPTIONS, ROOMY, Texts, computed_and_cached, engine_of, require_same
 from tests.reuse.test_tiered_store import DAMAGES, file_limit
 
-FAST = ["qwen3_next", "lfm2", "falcon_h1"]
-ALONE, ONE_BY_ONE = ("mamba", "mamba2"), ("jamba",)
-"""Families of states alone, and whose layers take a given state for a single token alone: refused."""
-OTHERS = [family for family in HYBRIDS if family not in (*FAST, *ALONE, *ONE_BY_ONE)]
+FAST = ["qwen3_next", "lfm2", "falcon_h1", "mamba2", "jamba"]
+"""The last but one has states alone, and the layers of the last take a given state for a single token alone."""
+OTHERS = [family for family in HYBRIDS if family not in FAST]
 FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 WRONG = 1e-5
 
@@ -231,9 +230,12 @@ WRONGS = [
 ]
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", pytest.param("jamba", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrong", [None, *WRONGS], ids=lambda each: "right" if each is None else each.__name__)
-def test_wrong_states_show(wrong: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("qwen3_next")
+def test_wrong_states_show(
+    wrong: Callable[[pytest.MonkeyPatch], None] | None, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
     if wrong is not None:
         wrong(monkeypatch)
     engine, plain = engine_of(model, PrefixTree(ROOMY)), engine_of(model)
@@ -334,13 +336,6 @@ def test_a_turn_after_drafts_goes_on_after_their_states(family: str) -> None:
     assert cached[0] == 0 < cached[1] < cached[2]
 
 
-@pytest.mark.parametrize("family", [*ALONE, *ONE_BY_ONE])
-def test_models_that_cannot_begin_a_prompt_from_states_are_refused(family: str) -> None:
-    reason = "has no keys and values, and the tree" if family in ALONE else "a given state with a single token alone"
-    with pytest.raises(ValueError, match=f"{reason}.*leave the tree out"):
-        engine_of(tiny_model(family), PrefixTree(ROOMY))
-
-
 # The tree by itself: states are two layers of bytes, which say which text they are of.
 
 WIDTHS = (3, 5)
@@ -356,15 +351,17 @@ def states(ids: Sequence[int]) -> list[Tensor]:
     return parts
 
 
-def opened(limit_bytes: float = inf, folder: Path | None = None, **more: Any) -> PrefixTree:
+def opened(
+    limit_bytes: float = inf, folder: Path | None = None, *, shapes: Sequence[KVShape] = SHAPES, **more: Any
+) -> PrefixTree:
     tree = PrefixTree(limit_bytes, folder=folder, **more)
-    tree.open(KEY, SHAPES, CPU, states=STATES)
+    tree.open(KEY, shapes, CPU, states=STATES)
     return tree
 
 
 def put(tree: PrefixTree, ids: Sequence[int], *ends: int) -> None:
     """Store a text with the states after so many of its tokens."""
-    hit = tree.insert(ids, numbers(ids), KEY)
+    hit = tree.insert(ids, [] if tree.has_states_alone(KEY) else numbers(ids), KEY)
     for end in ends or (len(ids),):
         tree.keep_states(ids[:end], KEY, states(ids[:end]))
     hit.release()
@@ -376,7 +373,7 @@ def found(tree: PrefixTree, ids: Sequence[int]) -> int:
     if hit.num_tokens:
         assert hit.snapshot is not None and same(list(hit.snapshot.layers_TKX), states(ids[: hit.num_tokens]))
         layers = [torch.cat(parts) for parts in zip(*(list(node.layers_TKX) for node in hit.nodes), strict=True)]
-        assert same(layers, numbers(ids[: hit.num_tokens]))
+        assert same(layers, [] if tree.has_states_alone(KEY) else numbers(ids[: hit.num_tokens]))
     hit.release()
     return hit.num_tokens
 
@@ -387,14 +384,22 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 @examples(60)
 @given(
     st.lists(st.tuples(TEXTS, st.lists(st.integers(1, 9), max_size=3), TEXTS), max_size=12),
-    st.sampled_from([inf, 900, 0]),
-    st.sampled_from([0, 600]),
+    st.sampled_from([inf, 900, 40, 0]),
+    st.sampled_from([0, 600, 20]),
+    st.sampled_from([SHAPES, []]),
 )
 def test_a_match_ends_at_the_last_snapshot_that_is_kept(
-    operations: list[tuple[tuple[int, ...], list[int], tuple[int, ...]]], limit_bytes: float, host_bytes: float
+    operations: list[tuple[tuple[int, ...], list[int], tuple[int, ...]]],
+    limit_bytes: float,
+    host_bytes: float,
+    shapes: list[KVShape],
 ) -> None:
-    """Against a set of all texts with states; where room is limited, against what the tree tells a mirror."""
-    tree, mirror, known = opened(limit_bytes, host_bytes=host_bytes), PrefixTree(inf), set[tuple[int, ...]]()
+    """Against a set of all texts with states; where room is limited, against what the tree tells a mirror.
+
+    Of states alone both have no other tokens than those before a snapshot.
+    """
+    tree, mirror = opened(limit_bytes, host_bytes=host_bytes, shapes=shapes), PrefixTree(inf)
+    known = set[tuple[int, ...]]()
     tree.listen(mirror.apply)
     for ids, ends, asked in operations:
         put(tree, ids, len(ids), *(end for end in ends if end < len(ids)))
@@ -406,6 +411,8 @@ def test_a_match_ends_at_the_last_snapshot_that_is_kept(
         assert tree.num_bytes <= limit_bytes and tree.bytes_by_tier.get("host", 0) <= host_bytes
         assert all(node.holds == 0 for node in tree.nodes())
         assert mirror.num_stored(asked, KEY) == tree.num_stored(asked, KEY)
+        if not shapes:
+            assert all(node.is_snapshot or node.children for each in (tree, mirror) for node in each.nodes())
     heard = list[Any]()
     tree.listen(heard.append)
     assert all(isinstance(each, Stored) and each.states is not None for each in heard)
@@ -435,18 +442,22 @@ def test_what_no_snapshot_follows_goes_before_what_is_used() -> None:
     assert tree._known(ids, KEY)[1] < 40 or tree._known(other, KEY)[1] < 40
 
 
-def test_states_come_back_from_disk_in_a_file_that_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shapes", [SHAPES, []], ids=["beside keys and values", "alone"])
+def test_states_come_back_from_disk_in_a_file_that_says_so(tmp_path: Path, shapes: list[KVShape]) -> None:
     ids, branch = list(range(40)), [*range(25), 60, 61, 62]
-    first = opened(folder=tmp_path)
+    first = opened(folder=tmp_path, shapes=shapes)
     put(first, ids, 20, 40)
     put(first, branch)
     first.save()
     paths = list(tmp_path.glob("*.prefix.safetensors"))
     about = [json.loads((read_metadata(path) or {})["prefix"]) for path in paths]
     assert sum(each.get("states", False) for each in about) == 3
-    later = opened(folder=tmp_path)
-    assert {node.tier for node in later.nodes()} == {Tier.disk}
+    later = opened(folder=tmp_path, shapes=shapes)
+    assert {node.tier for node in later.nodes() if node.is_snapshot or shapes} == {Tier.disk}
     assert [found(later, text) for text in (ids, ids[:39], branch, branch[:27])] == [40, 20, 28, 20]
+    if not shapes:
+        assert len(paths) == 3
+        return
     plain = PrefixTree(inf, folder=tmp_path)
     plain.open(KEY, SHAPES, CPU)
     assert plain.num_stored(ids, KEY) == 40, "keys and values are those of a text without states"

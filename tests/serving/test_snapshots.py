@@ -37,7 +37,9 @@ TREES = {"roomy": 1 << 40, "no room": 1, "a few texts": 600_000}
     ("size", "room"),
     [*((1, room) for room in TREES), (2, "roomy"), pytest.param(2, "a few texts", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("family", ["qwen3_next", *slowly("lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "mamba2", *slowly("lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h", "jamba")]
+)
 def test_forty_requests_at_once_are_answered_as_alone_with_a_tree(
     rank_pools: RankPools, family: str, size: int, room: str
 ) -> None:
