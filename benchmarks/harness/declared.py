@@ -100,3 +100,8 @@ class Curves:
 
     def _points(self, of_curve: list[Line], y: Value) -> list[tuple[float, float]]:
         return sorted((self.x(line), value) for line in of_curve if (value := y(line)) is not None)
+
+
+def from_zero(axes: Any, found: list[Line]) -> None:
+    """`finish` of curves whose heights are compared: the axis begins at zero and leaves the highest marker whole."""
+    axes.set_ylim(0, 1.08 * axes.yaxis.get_data_interval()[1])

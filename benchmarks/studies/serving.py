@@ -40,7 +40,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.harness.declared import Curves, Panel, Table
+from benchmarks.harness.declared import Curves, Panel, Table, from_zero
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Study, Variant, newest, option
 
@@ -367,7 +367,7 @@ PICTURE = Curves(
         Panel("Time between tokens, 99th percentile", "seconds", percentile_of("itl_s", "p99")),
     ],
     least=2,  # what has one rate alone is in the table only
-    finish=lambda axes, found: axes.set_ylim(bottom=0),
+    finish=from_zero,
 )
 
 STUDY = Study(

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.declared import Curves, Panel, Table
+from benchmarks.harness.declared import Curves, Panel, Table, from_zero
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, last_run, newest, option
@@ -231,7 +231,7 @@ SPEED_UPS = Curves(
             for n in (4, 8)
         ),
     ],
-    finish=lambda axes, found: axes.set_ylim(bottom=0),
+    finish=from_zero,
 )
 
 
