@@ -23,7 +23,7 @@ from runahead.attention.marked import attend_marked
 from runahead.attention.op import Part, Step, attend, finish, nothing
 from runahead.attention.partial import AttentionTerms, merge, merge_parts
 from runahead.attention.states import States
-from runahead.cache.index import Index
+from runahead.cache.index import SlabIndex
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
 from runahead.cache.slabs import Slabs
@@ -179,7 +179,7 @@ class KVStore(ABC):
 
     layers: Sequence[LayerStore]
     slabs: Slabs | None = None
-    slab_index: Index | None = None
+    slab_index: SlabIndex | None = None
     peak_bytes: int = 0
     shared_TKX: Sequence[Tensor] = ()
     gather: Gather | None = None

@@ -20,7 +20,7 @@ from policies.row_values import row_values, sent
 from runahead.attention.op import Lengths
 from runahead.attention.partial import takes_sequences
 from runahead.cache.base import KVStore
-from runahead.cache.index import ALL_TOKENS, Index, ShardIndex, Write
+from runahead.cache.index import ALL_TOKENS, ShardIndex, SlabIndex, Write
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.cache.shard import Shard
@@ -61,7 +61,7 @@ def in_fixed_shape(cache: KVStore, *, pads: Sequence[int], num_tokens: int, apar
     return made
 
 
-class DeviceIndex(Index):
+class DeviceIndex(SlabIndex):
     """Index of one new token per row and step, on the device; the same for all layers.
 
     Args:
@@ -138,7 +138,7 @@ class DeviceIndex(Index):
     def positions_BC(self, index_C: Tensor, start: int) -> Tensor:  # noqa: N802
         return self._position_S.expand(self._batch)[:, None]
 
-    def row(self, row: int, pad: int) -> Index:
+    def row(self, row: int, pad: int) -> SlabIndex:
         return ALL_TOKENS if self.shard is None else ShardIndex(self.shard.row(pad), self._next_S.device)
 
     def row_slab(self, slab: KVSlab, row: int, pad: int) -> KVSlab:

@@ -54,7 +54,7 @@ class Write(NamedTuple):
         return new_BKCX[:, :, self.tokens] if isinstance(self.tokens, slice) else new_BKCX.index_select(2, self.tokens)
 
 
-class Index:
+class SlabIndex:
     """Where the tokens of a text lie in the slabs of its layers: each in the slot of its index in the padded batch.
 
     An index is a function of a forward's new tokens, which say where in the text they are. So nothing is committed
@@ -100,7 +100,7 @@ class Index:
         """Positions (B, C) of tokens, as `KVStore.positions_BC`."""
         return None
 
-    def row(self, row: int, pad: int) -> Index:
+    def row(self, row: int, pad: int) -> SlabIndex:
         """Index of one row, without its padding, over the `row_slab` of each layer."""
         return self
 
@@ -114,7 +114,7 @@ class Index:
             return self.shard.row(pad).slots(num_tokens)
         return None if self.is_part else range(num_tokens)
 
-    def for_decoding(self) -> Index:
+    def for_decoding(self) -> SlabIndex:
         """Index of the same tokens in the form that single new tokens attend to fastest."""
         return self
 
@@ -125,10 +125,10 @@ class Index:
         """Called before a decoding step, if steps repeat, with the number of tokens of each row."""
 
 
-ALL_TOKENS = Index()
+ALL_TOKENS = SlabIndex()
 
 
-class AfterPrefix(Index):
+class AfterPrefix(SlabIndex):
     """Index of tokens that follow a prefix in other memory.
 
     Args:
@@ -156,7 +156,7 @@ class AfterPrefix(Index):
         ]
 
 
-class ShardIndex(Index):
+class ShardIndex(SlabIndex):
     """Index of the tokens that one stage stores."""
 
     is_part = True
@@ -176,7 +176,7 @@ class ShardIndex(Index):
         return [Write(slot, tokens.once((self, "own"), lambda: sent(torch.tensor(own), self._index_T.device)))]
 
     def steps(self, layer: int, slab: KVSlab, tokens: NewTokens, num_new: int) -> Sequence[Step]:
-        """As of `Index`; earlier tokens have spans apart from several new ones, of which each query sees some."""
+        """As of `SlabIndex`; earlier tokens have spans apart from several new ones, of which each query sees some."""
         spans = tokens.once((self, num_new), lambda: self._spans_apart(tokens, num_new))
         return [Step([Run(slab, each)]) for each in spans]
 
@@ -208,7 +208,7 @@ class ShardIndex(Index):
             *([Block(keys=slab, slots=after, indices=shard.own_new, has_new=False)] if after else []),
         ]
 
-    def row(self, row: int, pad: int) -> Index:
+    def row(self, row: int, pad: int) -> SlabIndex:
         return ShardIndex(self.shard.row(pad), self._index_T.device)
 
     def row_slab(self, slab: KVSlab, row: int, pad: int) -> KVSlab:

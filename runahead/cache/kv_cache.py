@@ -19,7 +19,7 @@ from policies.row_values import row_values
 from runahead.attention.op import Run, Step
 from runahead.attention.partial import KeyBias
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.index import ALL_TOKENS, Index
+from runahead.cache.index import ALL_TOKENS, SlabIndex
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab, Slabs
 from runahead.cache.slot_positions import at_slots
@@ -97,7 +97,7 @@ class SlabLayer(LayerStore):
 
     slabs: Slabs
     number: int
-    index: Index = ALL_TOKENS
+    index: SlabIndex = ALL_TOKENS
     rotary: Rotary | None = None
 
     @property
@@ -136,9 +136,11 @@ class KVCache(KVStore):
 
     layers: list[SlabLayer]
     slabs: Slabs
-    slab_index: Index
+    slab_index: SlabIndex
 
-    def __init__(self, slabs: Slabs, index: Index = ALL_TOKENS, *, rotaries: Sequence[Rotary] | None = None) -> None:
+    def __init__(
+        self, slabs: Slabs, index: SlabIndex = ALL_TOKENS, *, rotaries: Sequence[Rotary] | None = None
+    ) -> None:
         self.slabs, self.slab_index, self._rotaries = slabs, index, rotaries
         rotary_of = [None] * len(slabs.by_layer) if rotaries is None else rotaries
         # No layer refers to the cache: a cycle would keep both until the garbage collector comes.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runahead.attention.op import Part
 from runahead.cache.attention import LayerCall
-from runahead.cache.index import Index
+from runahead.cache.index import SlabIndex
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab
 from runahead.config import Exchange, PrefillOptions
@@ -120,7 +120,7 @@ class ExchangingPrefill(Prefill):
         """Contiguous ranges of every stage's tokens, in order, none of them empty; one without any stays idle."""
 
     @abstractmethod
-    def index(self, run: ExchangeRun, schedule: ExchangeSchedule) -> Index:
+    def index(self, run: ExchangeRun, schedule: ExchangeSchedule) -> SlabIndex:
         """Where this rank's tokens and those of other ranks lie in the slabs, and in which order they are attended to.
 
         No step of it arrives: what does is an `Arriving`.

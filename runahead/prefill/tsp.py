@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from runahead.attention.dense import DenseAttention
 from runahead.attention.op import Part, Run, Step, spans_of
-from runahead.cache.index import Index
+from runahead.cache.index import SlabIndex
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.config import Attention, Exchange, PrefillOptions
@@ -21,7 +21,7 @@ from runahead.prefill.base import PrefillJob
 from runahead.prefill.exchanging import ExchangeRun, ExchangingPrefill
 
 
-class GatheredIndex(Index):
+class GatheredIndex(SlabIndex):
     """Index of the gathered prompt, of which nothing is read before all is there."""
 
     is_whole = False

@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from runahead.attention.op import Run, Span, Step, rows_by_pad
-from runahead.cache.index import Index, Write
+from runahead.cache.index import SlabIndex, Write
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.context import ContextPartition, Partitioner, even
@@ -25,7 +25,7 @@ from runahead.kv_transfer import ExchangeSchedule
 from runahead.prefill.exchanging import ExchangeRun, ExchangingPrefill
 
 
-class ZigzagIndex(Index):
+class ZigzagIndex(SlabIndex):
     """Index of one rank's chunks, which attend to each other, then to each group of the other ranks' as it arrives.
 
     Where order alone counts, the chunks attend together: to themselves and each other in one causal call, since they

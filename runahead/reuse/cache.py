@@ -23,7 +23,7 @@ from torch import Tensor
 from policies.row_values import row_values, sent
 from runahead.attention.op import EVERY_ROW, Run, Span, Step, spans_of
 from runahead.cache.base import KVStore
-from runahead.cache.index import ALL_TOKENS, Block, Index, Write
+from runahead.cache.index import ALL_TOKENS, Block, SlabIndex, Write
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab, Slabs
@@ -54,7 +54,7 @@ def reused_by(cache: KVStore) -> ReusedKV | None:
     return index.reused if isinstance(index, ReusedIndex) else None
 
 
-class ReusedIndex(Index):
+class ReusedIndex(SlabIndex):
     """Index of new tokens whose queries see reused parts, too.
 
     Args:
@@ -63,7 +63,7 @@ class ReusedIndex(Index):
 
     is_whole = False
 
-    def __init__(self, reused: ReusedKV, device: torch.device, inner: Index = ALL_TOKENS) -> None:
+    def __init__(self, reused: ReusedKV, device: torch.device, inner: SlabIndex = ALL_TOKENS) -> None:
         self.reused, self._device, self._inner = reused, device, inner
         self.is_part, self.prefix = inner.is_part, inner.prefix
 
