@@ -36,7 +36,7 @@ class Gather(Protocol):
     def __call__(self, own: Tensor, /) -> Tensor:
         """The tensors (P, ...) of all of them in their order, on every rank."""
 
-    def settle(self) -> None:
+    def await_device(self) -> None:
         """Wait until all that was gathered is there."""
 
 
@@ -189,7 +189,7 @@ class KVStore(ABC):
     def over_ranks(self, gather: Gather) -> Self:
         """This cache, of whose text other ranks store the rest: its queries see all of it from now on."""
         self.gather = gather
-        self.await_device_by(gather.settle)
+        self.await_device_by(gather.await_device)
         return self
 
     @property
@@ -251,9 +251,9 @@ class KVStore(ABC):
     def await_device(self) -> None:
         """Called before the host asks the device for a value after an exchange of the ranks that store parts."""
         if self.gather is not None:
-            self.gather.settle()
+            self.gather.await_device()
 
-    def await_device_by(self, settle: Callable[[], None]) -> None:  # noqa: B027 (as above)
+    def await_device_by(self, wait: Callable[[], None]) -> None:  # noqa: B027 (as above)
         """Told what waits for the exchanges of ranks that store parts, if this is one part: see `await_device`."""
 
     def for_decoding(self) -> KVStore:

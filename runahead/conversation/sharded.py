@@ -223,7 +223,7 @@ class ShardedConversation(Conversation):
                     all_logits=all_logits,
                 )
             )
-            self._gathering(num_new).settle()
+            self._gathering(num_new).await_device()
             self.num_tokens += num_new
         return logits
 

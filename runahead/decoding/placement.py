@@ -225,11 +225,11 @@ class Placement:
             began_s = time.perf_counter()
             logits_BV = forward(ids_B1)
             if gather is not None:
-                gather.settle()
+                gather.await_device()
             tokens_B = logits_BV.argmax(dim=-1) if logits_BV.shape[1] else ids_B1[:, 0]
             if gather is not None:
                 tokens_B = gather(tokens_B, "the next token")[-1]
-                gather.settle()
+                gather.await_device()
             tokens_B.tolist()
             seconds.append(time.perf_counter() - began_s)
             self._ranks.progress()

@@ -41,14 +41,14 @@ def choose_together(gather: Gathering) -> Choose:
 
     def choose(samplers: Sequence[Sampler | None], logits_BV: Tensor | None) -> list[int | None]:
         num_logprobs = [None if sampler is None else sampler.num_logprobs for sampler in samplers]
-        gather.settle()
+        gather.await_device()
         if gather.is_last:
             assert logits_BV is not None, "the last rank has computed the last token"
             own = pack(next_tokens(samplers, logits_BV), num_logprobs)
         else:
             own = pack([None] * len(samplers), num_logprobs)
         heard = gather(own.to(gather.ranks.device), "the next token")[-1]
-        gather.settle()
+        gather.await_device()
         return unpack(heard, num_logprobs)
 
     return choose

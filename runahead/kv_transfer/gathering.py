@@ -68,7 +68,7 @@ class Gathering(ABC):
     def _others_named(self) -> str:
         return " or ".join(self.ranks.name(peer) for peer in self.members if peer != self.ranks.rank)
 
-    def settle(self) -> None:  # noqa: B027 (only a GPU runs behind its host)
+    def await_device(self) -> None:  # noqa: B027 (only a GPU runs behind its host)
         """Wait until all that was gathered is there, before the host asks the device for a value of it."""
 
 
@@ -167,7 +167,7 @@ class BackendGathering(Gathering):
 
 
 class NcclGathering(Gathering):
-    """Gathering over NCCL, one grouped operation per call. The host does not wait for it until `settle`."""
+    """Gathering over NCCL, one grouped operation per call. The host does not wait for it until `await_device`."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int]) -> None:
         super().__init__(ranks, members)
@@ -185,8 +185,8 @@ class NcclGathering(Gathering):
             work.wait()
         return gathered
 
-    def settle(self) -> None:
-        self.ranks.settle(f"{self._what} of {self._others_named()}", self.members)
+    def await_device(self) -> None:
+        self.ranks.await_device(f"{self._what} of {self._others_named()}", self.members)
 
 
 class Gatherings:

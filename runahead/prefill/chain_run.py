@@ -156,7 +156,7 @@ class ChainRun(StageRun, LayerHook):
         self.transfer.open(place)
         fed = range(place + self.transfer.lead, place + self.transfer.lead + 1)
         if any(each in self._kv_at for each in (place, *(fed if self.transfer.lead else ()))):
-            self._settle_for_reuse()
+            self._await_device_for_reuse()
         kind, number = self.job.model.order[place]
         if self.job.stored is not None and kind == "kv":
             self._place(number)
@@ -193,7 +193,7 @@ class ChainRun(StageRun, LayerHook):
 
     def wait_for_load(self, call: LayerCall) -> None:
         self._await_prefix(self._kv_at[call.layer])
-        self._settle_for_reuse()
+        self._await_device_for_reuse()
 
     def _await_prefix(self, place: int) -> None:
         """Wait until all that this rank receives of a place may be read."""
@@ -212,7 +212,7 @@ class ChainRun(StageRun, LayerHook):
             with self._aside(layer):
                 self.job.meanwhile.until(arrived, what, self.transfer.schedule.peers)
 
-    def _settle_for_reuse(self) -> None:
+    def _await_device_for_reuse(self) -> None:
         """Attention to what is reused takes positions and queries from the host in each layer, and so asks the GPU."""
         if self.job.reused is not None or self.job.stored is not None:
             self.await_device()
@@ -221,7 +221,7 @@ class ChainRun(StageRun, LayerHook):
         """Called before the host asks the device for a value after messages of other ranks."""
         peers = self.transfer.schedule.peers
         if len(peers) > 1:  # this rank is one of them
-            self.job.ranks.settle("the KV in flight", peers)
+            self.job.ranks.await_device("the KV in flight", peers)
 
     def attended(self, call: LayerCall) -> None:
         """Release the slab of a layer for a later one."""

@@ -279,7 +279,7 @@ class Ranks(ProcessGroups):
 
         self.wait_until(ready, what, peers, detail)
 
-    def settle(self, what: str, peers: Iterable[int]) -> None:
+    def await_device(self, what: str, peers: Iterable[int]) -> None:
         """Wait until all work that is queued on the current stream of this rank's GPU is done; on a CPU it is.
 
         To be called before the host asks the GPU for a value, if messages of peers may be queued before it: nobody

@@ -101,8 +101,8 @@ class RetrievedCache(KeptCache):
                     self.close(layer, room=room)
         super().settle(room=room)
 
-    def await_device_by(self, settle: Callable[[], None]) -> None:
-        self.retrieval.await_device = settle
+    def await_device_by(self, wait: Callable[[], None]) -> None:
+        self.retrieval.await_device = wait
 
     def close(self, layer: int, *, room: int) -> None:
         self.retrieval.settle(layer, room=room)

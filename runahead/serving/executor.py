@@ -420,7 +420,7 @@ class Executor:
             return
         chains = [ContextPartition(boundaries=item.boundaries).chain for item in self._under_way]
         awaits_ranks = self._engine.model.shares is not None or any(len(chain) > 1 for chain in chains)
-        self._ranks.settle("the KV that is on its way", range(self._ranks.size if awaits_ranks else 0))
+        self._ranks.await_device("the KV that is on its way", range(self._ranks.size if awaits_ranks else 0))
 
     def _decide(self, choose: Callable[[], NextAction]) -> NextAction:
         """The choice of the first rank of this stage, on all its ranks. Rows that were cancelled by then have left."""

@@ -189,7 +189,7 @@ def test_ranks_that_share_a_text_agree_by_their_gathering() -> None:
         def __call__(self, own_1: Tensor) -> Tensor:
             return torch.stack([own_1, torch.full_like(own_1, self._other)])
 
-        def settle(self) -> None: ...
+        def await_device(self) -> None: ...
 
     cache, _ = prefilled(Model(build("llama")), [0])
     fine_1 = torch.ones(1, dtype=torch.long)

@@ -642,7 +642,7 @@ class SettleCounts:
     def __call__(self, own: Tensor) -> Tensor:
         return own.unsqueeze(0)
 
-    def settle(self) -> None:
+    def await_device(self) -> None:
         self.num_settled += 1
 
 
@@ -664,6 +664,6 @@ def test_exchanges_are_awaited_before_the_host_asks_the_device(name: str, option
     )
     turns.prefill()
     assert turns.conversation.cache is not None
-    turns.conversation.cache.await_device_by(gather.settle)
+    turns.conversation.cache.await_device_by(gather.await_device)
     turns.decode(GENERATED)
     assert (gather.num_settled > 0) == waits

@@ -57,11 +57,11 @@ def waits_for_the_device(ranks: Ranks, prefill: PrefillOptions) -> tuple[int, in
     """How often this rank's host waits for all work of its device in a prefill after a snapshot: where a layer asks for
     its state, and elsewhere."""
     found, inside = list[bool](), list[int]()
-    settle, load = Ranks.settle, ChainRun.load_state
+    await_device, load = Ranks.await_device, ChainRun.load_state
 
     def noted(self: Ranks, *args: Any) -> None:
         found.append(bool(inside))
-        settle(self, *args)
+        await_device(self, *args)
 
     def loading(self: ChainRun, number: int) -> None:
         inside.append(number)
@@ -72,6 +72,6 @@ def waits_for_the_device(ranks: Ranks, prefill: PrefillOptions) -> tuple[int, in
     engine = Engine(model, ranks, prefill=prefill, partition=Split(), decode=LAST, tree=PrefixTree(inf))
     with throughout(model.dtype):
         engine.generate([DOCUMENT], OPTIONS)
-        with mock.patch.object(Ranks, "settle", noted), mock.patch.object(ChainRun, "load_state", loading):
+        with mock.patch.object(Ranks, "await_device", noted), mock.patch.object(ChainRun, "load_state", loading):
             engine.generate(following()[1], OPTIONS)
     return found.count(True), found.count(False)

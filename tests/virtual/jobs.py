@@ -331,8 +331,8 @@ def decoding(size: int, *, num_layers: int = 2, steps: int = 2) -> Callable[[Vir
                 part = torch.zeros(3)
                 gpu.kernel(writes=[part])
                 gpu.kernel(reads=[gather(part)])
-            gather.settle()
+            gather.await_device()
             gather(torch.zeros(1), "the next token")
-            gather.settle()
+            gather.await_device()
 
     return body

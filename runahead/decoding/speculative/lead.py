@@ -65,9 +65,9 @@ def lead_among(model: Model, gather: Gathering | None = None) -> Lead:
         told = model.of_first_share(own)
         if gather is None:
             return told
-        gather.settle()
+        gather.await_device()
         told = gather(told.to(model.device), "what is drafted")[-1].cpu()
-        gather.settle()
+        gather.await_device()
         return told
 
     return Lead(leads=leads, tell=tell)
