@@ -106,7 +106,7 @@ class GlooTransfer(KVTransfer):
         for thread in self._threads:
             thread.join()
         if self._staging is not None:
-            self._staging.settle()
+            self._staging.hold_compute()
 
     def _wait_for_arrival(self, event: threading.Event, layer: int, messages: list[Message]) -> None:
         self._wait(event, layer, f"{self.schedule.name(layer)} from", "receive", layer, messages)
@@ -282,6 +282,6 @@ class _Staging:
         if (upload := self._uploads.pop(layer, None)) is not None:
             upload.synchronize()
 
-    def settle(self) -> None:
+    def hold_compute(self) -> None:
         """Make the current stream wait for all copies, so that the slots may be freed."""
         self._accelerator.current_stream().wait_stream(self._stream)
