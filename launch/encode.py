@@ -111,7 +111,7 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
     began_s = time.perf_counter()
     with ranks.busy(), ranks.announcing_failure():
         encoded, _ = encode_missing(segments, store, model, ranks)
-        store.settle()
+        store.wait_for_copies()
         if store.write_error is not None:
             raise store.write_error
     every = ranks.gather([segment.content_key for segment in encoded], "the end")

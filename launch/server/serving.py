@@ -127,7 +127,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
             if tree is not None and run.serve.prefix_folder is not None:
                 tree.save(SAVE_S)
             if store is not None:
-                store.settle(SAVE_S)
+                store.wait_for_copies(SAVE_S)
 
     _to_the_end(ranks, work)
 

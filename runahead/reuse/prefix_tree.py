@@ -500,18 +500,18 @@ class PrefixTree:
         """Write all texts to the folder, as far as there is room and time, those that were used last first."""
         end_s = inf if timeout_s is None else time.monotonic() + timeout_s
 
-        def settle() -> None:
-            self.settle(None if timeout_s is None else max(0.0, end_s - time.monotonic()))
+        def wait() -> None:
+            self.wait_for_copies(None if timeout_s is None else max(0.0, end_s - time.monotonic()))
 
         for node in sorted(self.nodes(), key=lambda node: -node.used):
             if node.is_attached and node.file is None and time.monotonic() < end_s:
                 self._store.save(node)
-                settle()  # one at a time has room in memory
-        settle()  # also files that were begun before
+                wait()  # one at a time has room in memory
+        wait()  # also files that were begun before
 
-    def settle(self, timeout_s: float | None = None) -> None:
+    def wait_for_copies(self, timeout_s: float | None = None) -> None:
         """Wait until all copies and files that were begun are there, and drop what could not be kept."""
-        self._store.settle(timeout_s)
+        self._store.wait_for_copies(timeout_s)
 
     def nodes(self) -> Iterator[PrefixNode]:
         """All nodes, each after its parent."""

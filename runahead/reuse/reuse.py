@@ -165,7 +165,7 @@ class Reuse:
 
     def add_to(self, batch: GenerationBatch) -> None:
         """Add every rank's report of reuse to the result. All ranks call it."""
-        self.store.settle()  # so that what was stored is on disk when a run ends
+        self.store.wait_for_copies()  # so that what was stored is on disk when a run ends
         self.report.stored_bytes = self.store.bytes_by_tier()
         every = self.ranks.gather(self.report, "what was reused")
         for rank, report in zip(batch.ranks, every, strict=True):
@@ -302,7 +302,7 @@ def encode_missing(
         for segment in longest_first[ranks.stage :: ranks.num_stages]:
             if is_missing(segment):
                 encode(segment)
-        store.settle()  # so that the others find its files
+        store.wait_for_copies()  # so that the others find its files
         ranks.barrier("all segments to be encoded")
     for segment in longest_first:
         if is_missing(segment):

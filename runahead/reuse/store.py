@@ -210,9 +210,9 @@ class SegmentStore:
         self._collect()
         return self._store.bytes_by_tier
 
-    def settle(self, timeout_s: float | None = None) -> None:
+    def wait_for_copies(self, timeout_s: float | None = None) -> None:
         """Wait until all copies and files that were begun are there, and drop what could not be kept."""
-        self._store.settle(timeout_s)
+        self._store.wait_for_copies(timeout_s)
 
     @property
     def write_error(self) -> OSError | None:

@@ -89,7 +89,7 @@ def test_prefixes_come_from_host_memory_and_files(tmp_path: Path) -> None:
         engine = engine_of("llama", tree)
         for each in (ids, other):  # of which the device has room for one
             engine.generate([each], OPTIONS)
-        tree.settle()
+        tree.wait_for_copies()
         assert tree.bytes_by_tier["host"] > 0
         require_same(engine.generate([[*ids, 5]], OPTIONS), expected)
         written = PrefixTree(ROOMY, folder=tmp_path)

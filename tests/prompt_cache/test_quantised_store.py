@@ -69,7 +69,7 @@ def test_segments_of_other_bits_are_not_found_and_told_once(tmp_path: Path) -> N
         store = store_of(folder, bits=bits)
         for each in (a, b):
             store.put(each, kv_of(each))
-        store.settle()
+        store.wait_for_copies()
         paths |= {path.name for path in folder.glob("*.safetensors")}
         for other in (4, 2, None):
             with warnings.catch_warnings(record=True) as told:
@@ -110,7 +110,7 @@ def test_clusters_stay_as_they_are(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     store.put(a, kv_of(a))
     store.put(a, clusters, "clusters")
-    store.settle()
+    store.wait_for_copies()
     for each in (store, store_of(tmp_path), store_of(tmp_path, host=0)):
         found = each.find(a, "clusters")
         assert found is not None and same(found.layers_TKX, clusters)

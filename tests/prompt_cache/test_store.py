@@ -53,7 +53,7 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def filled(store: SegmentStore, *segments: Segment) -> SegmentStore:
     for each in segments:
         store.put(each, kv_of(each))
-        store.settle()
+        store.wait_for_copies()
     return store
 
 
@@ -112,7 +112,7 @@ def test_both_dialects_of_a_schema_are_kept_in_the_same_bytes(tmp_path: Path) ->
         for each in segments:
             with throughout(model.dtype):
                 store.put(each, encode_segment(model, each))
-        store.settle()
+        store.wait_for_copies()
     files = sorted(path.name for path in (tmp_path / "theirs").glob("*.safetensors"))
     assert len(files) == 5 and files == sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
     for name in files:
@@ -155,7 +155,7 @@ def test_clusters_never_push_out_the_segment_that_they_are_of(tmp_path: Path) ->
     roomy = StoreLimits(host_bytes=0, disk_bytes=2 * size + 100)
     store = filled(SegmentStore(tiny_model("llama"), tmp_path / "two", roomy), a, b)
     store.put(a, clusters, "clusters")
-    store.settle()
+    store.wait_for_copies()
     assert tiers(store, a, b) == "d-"
     found = store.find(a, "clusters")
     assert found is not None and same(found.layers_TKX, clusters)
@@ -164,7 +164,7 @@ def test_clusters_never_push_out_the_segment_that_they_are_of(tmp_path: Path) ->
         store = SegmentStore(tiny_model("llama"), folder and tmp_path / folder, tight)
         store.put(a, kv_of(a))
         store.put(a, clusters, "clusters")
-        store.settle()
+        store.wait_for_copies()
         assert tiers(store, a) == "h" and store.find(a, "clusters") is None
     assert tiers(SegmentStore(tiny_model("llama"), tmp_path / "one", limits(disk=1)), a) == "d"
 

@@ -82,7 +82,7 @@ class Kept(ABC):
         """Have all texts on disk."""
 
     @abstractmethod
-    def settle(self) -> None: ...
+    def wait_for_copies(self) -> None: ...
 
     def tier(self, number: int) -> str:
         entry = self.entry(number)
@@ -118,15 +118,15 @@ class Prefixes(Kept):
             hit.release()
 
     def entry(self, number: int) -> Entry | None:
-        self.settle()
+        self.wait_for_copies()
         nodes, num_tokens = self.tree._known(self.ids(number), KEY)
         return nodes[-1] if num_tokens == NUM_TOKENS else None
 
     def save(self) -> None:
         self.tree.save()
 
-    def settle(self) -> None:
-        self.tree.settle()
+    def wait_for_copies(self) -> None:
+        self.tree.wait_for_copies()
 
 
 class Segments(Kept):
@@ -162,14 +162,14 @@ class Segments(Kept):
         self.segments._collect()
 
     def entry(self, number: int) -> Entry | None:
-        self.settle()
+        self.wait_for_copies()
         return self.segments._entry(self.segment(number))
 
     def save(self) -> None:
-        self.segments.settle()
+        self.segments.wait_for_copies()
 
-    def settle(self) -> None:
-        self.segments.settle()
+    def wait_for_copies(self) -> None:
+        self.segments.wait_for_copies()
 
 
 FINDERS: list[type[Kept]] = [Prefixes, Segments]

@@ -116,7 +116,7 @@ class Tiered(Checked):
         return list(rows_of(self.tree, node))
 
     def check(self) -> None:
-        self.tree.settle()
+        self.tree.wait_for_copies()
         used, files = self.tree.bytes_by_tier, dict.fromkeys(ORDER, 0)
         for node in self.tree.nodes():
             text = node.text
@@ -192,7 +192,7 @@ def layers(num_tokens: int, value: float = 1.0) -> list[Tensor]:
 
 def tiers(tree: PrefixTree, *texts: list[int]) -> str:
     """Where the last stored token of each text is: device, host or disk; a dash if none is stored."""
-    tree.settle()
+    tree.wait_for_copies()
     found = [tree._known(ids, A)[0] for ids in texts]
     return " ".join(nodes[-1].tier.value if nodes else "-" for nodes in found)
 
@@ -352,7 +352,7 @@ def test_files_of_another_key_are_left_alone_and_told_once(tmp_path: Path) -> No
     ) as told:
         other = opened(PrefixTree(inf, folder=tmp_path), B)
         assert other.match(ids, B).num_tokens == 0
-        other.settle()
+        other.wait_for_copies()
     assert len(told) == 1
     assert opened(PrefixTree(inf, folder=tmp_path)).num_stored(ids, A) == 5
 
@@ -471,7 +471,7 @@ def test_at_a_start_the_system_reads_ahead_what_was_used_last(tmp_path: Path, mo
     tree.match(a, A).release()
     tree.save()
     monkeypatch.setattr(tier_files.TierFiles, "_read_ahead", lambda files, name: read.append(name))
-    opened(PrefixTree(15 * TOKEN_BYTES, host_bytes=9 * TOKEN_BYTES, folder=tmp_path)).settle()
+    opened(PrefixTree(15 * TOKEN_BYTES, host_bytes=9 * TOKEN_BYTES, folder=tmp_path)).wait_for_copies()
     assert read == [prefix_run.PrefixRun(key=A, ids=tuple(ids), start=0).name for ids in (a, c)]
 
 

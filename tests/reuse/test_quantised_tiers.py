@@ -63,7 +63,7 @@ def push_down(tree: PrefixTree) -> None:
     """Let all that is on the device go to the next tier that has room."""
     limit, tree.limit_bytes = tree.limit_bytes, 0
     tree.make_room()
-    tree.settle()
+    tree.wait_for_copies()
     tree.limit_bytes = limit
 
 
@@ -194,7 +194,7 @@ def test_files_of_other_bits_are_not_found_and_told_once(tmp_path: Path) -> None
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 later = opened(PrefixTree(inf, folder=tmp_path / str(bits), bits=other))
-                later.settle()
+                later.wait_for_copies()
             if other == bits:
                 assert not told and same(found(later), expected)
             else:

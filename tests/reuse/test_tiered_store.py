@@ -173,7 +173,7 @@ def test_what_is_held_stays_until_it_is_released(tmp_path: Path, finder: type[Ke
     del found
     kept.release()
     kept.put(4)
-    kept.settle()
+    kept.wait_for_copies()
     assert kept.store.memory[fastest].num_bytes == NUM_TOKENS * TOKEN_BYTES and kept.tier(4) == fastest.value
 
 
@@ -231,7 +231,7 @@ def test_a_damaged_file_is_refused_and_told_once(tmp_path: Path, damage: str, wh
                 assert found is None
             del found
             kept.release()
-            kept.settle()
+            kept.wait_for_copies()
     [warning] = told
     assert f"{path} is damaged, and was removed" in str(warning.message)
     assert not path.exists()
@@ -274,12 +274,12 @@ def test_a_full_disk_keeps_nothing_and_is_told_once(tmp_path: Path, finder: type
     with pytest.warns(UserWarning, match="that cannot be kept on disk are") as told, file_limit(500):
         for number in range(4):
             kept.put(number)
-            kept.settle()
+            kept.wait_for_copies()
     assert len(told) == 1
     assert kept.tier(0) == "-" and kept.tier(3) != "-" and stored_by(kept) == []
     for number in (0, 1):  # there is room again
         kept.put(number)
-        kept.settle()
+        kept.wait_for_copies()
     assert kept.tier(0) == "disk"
 
 
@@ -291,7 +291,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_others_files_stay(tmp_pa
     kept = finder(tmp_path, room=1, disk_bytes=9000)
     for number in range(4):
         kept.put(number)
-    kept.settle()
+    kept.wait_for_copies()
     assert (tmp_path / "model.safetensors").exists() and len(stored_by(kept)) == 2
 
 
@@ -305,7 +305,7 @@ def test_two_stores_share_a_folder(tmp_path: Path, finder: type[Kept]) -> None:
     assert first.find(2) is not None and second.find(2) is not None
     for each in (first, second):
         each.release()
-        each.settle()
+        each.wait_for_copies()
     second.put(4)
     second.save()
     assert second.store.bytes_by_tier["disk"] <= 14_000

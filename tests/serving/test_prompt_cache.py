@@ -406,7 +406,7 @@ def test_modules_in_a_folder_outlive_a_server(tmp_path: Path) -> None:
     before = server.made_store(run, model, ranks)
     assert before is not None and before.find(segment) is None
     before.put(segment, computed)
-    before.settle()
+    before.wait_for_copies()
     after = server.made_store(run, model, ranks)
     found = None if after is None else after.find(segment)
     assert found is not None and list(map(torch.equal, found.layers_TKX, computed)) == [True] * model.num_layers

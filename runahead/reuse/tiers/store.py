@@ -272,7 +272,7 @@ class TieredStore(Generic[AnyEntry]):
         if self.files is not None and (used_ns := self._finder.file_times_ns(entry)):
             self.files.touch(used_ns)
 
-    def settle(self, timeout_s: float | None = None) -> None:
+    def wait_for_copies(self, timeout_s: float | None = None) -> None:
         """Wait until all copies and files that were begun are there, and drop what could not be kept."""
         end_s = inf if timeout_s is None else time.monotonic() + timeout_s
         for each in (*self._all_copies, self.files):
