@@ -654,7 +654,7 @@ class KeptCache(KVStore):
             self.layers[layer].copy_out(room=room)
         self.close(layer, room=room)
 
-    def settle(self, *, room: int) -> None:
+    def end_turn(self, *, room: int) -> None:
         """Called at the end of a prompt or turn that was computed in chunks; frees as `free`."""
         if self.form is None:
             self.free(room=room)

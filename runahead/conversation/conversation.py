@@ -414,7 +414,7 @@ class Conversation:
         if cut_back and self.policies:
             self.decide()
         if ids_BC.shape[1] > 1:  # single tokens use the remaining room
-            (self.cache.settle if cut_back else self.cache.free)(room=0)
+            (self.cache.end_turn if cut_back else self.cache.free)(room=0)
         return logits
 
     def decide(self, answers: Answers | None = None) -> None:

@@ -69,7 +69,7 @@ def feed_all(
         conversation.decide(answers)
         prefill.policy_s[number] += clock_s() - began_s
         prefill.saved_s[number] += answers.saved_s - saved_s
-        conversation.cache.settle(room=0)
+        conversation.cache.end_turn(room=0)
     return [forward_s + sum(own) for own in zip(prefill.policy_s, prefill.saved_s, strict=True)]
 
 

@@ -108,7 +108,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         whole = job.texts or batch
         decide_on_prompt(model, policies, kept, whole.ids_BS, whole.pads, room=room, on_layer=ranks.progress)
         if texts is None or policies.deciding is not None:
-            kept.settle(room=room)
+            kept.end_turn(room=room)
     cache = seen if kept is None else kept
     cache.peak_bytes = max(cache.peak_bytes, cache.num_bytes)
     finished, times_s = clock.mark(), [clock.seconds(mark) for mark in marks]

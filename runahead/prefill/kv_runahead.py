@@ -117,7 +117,7 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
             room, texts = policies.room(job.own_new_tokens), job.texts or job.batch
             decide_on_prompt(model, policies, kept, texts.ids_BS, texts.pads, room=room, on_layer=ranks.progress)
             if policies.deciding is not None:
-                kept.settle(room=room)
+                kept.end_turn(room=room)
 
     prefilled = run.compute(
         [chunk],

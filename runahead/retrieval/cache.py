@@ -94,12 +94,12 @@ class RetrievedCache(KeptCache):
     def observe(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, chunk: range) -> None:
         self.retrieval.observe(layer, q_BNCH, positions_BC, chunk)
 
-    def settle(self, *, room: int) -> None:
+    def end_turn(self, *, room: int) -> None:
         if self.form is not None:  # each becomes a pool before the next one is brought: the device holds codes of one
             for layer in range(len(self.layers)):
                 if self.form.complete(self.layers, layer, room=room):
                     self.close(layer, room=room)
-        super().settle(room=room)
+        super().end_turn(room=room)
 
     def await_device_by(self, wait: Callable[[], None]) -> None:
         self.retrieval.await_device = wait

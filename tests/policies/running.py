@@ -59,7 +59,7 @@ class Run:
             logits_BV = self.chunk(chunk, evicts=self.seen + chunk == self.prompt_tokens)
         with throughout(self.model.dtype):
             decide_on_prompt(self.model, RankPolicies(last=self.steps), self.kept, self.ids_BS, self.pads)
-        self.kept.settle(room=0)
+        self.kept.end_turn(room=0)
         return logits_BV
 
     def chunk(self, num_tokens: int, *, evicts: bool = True) -> Tensor:
@@ -79,7 +79,7 @@ class Run:
         """Logits behind another turn's prompt, the same in every row."""
         self.prompt_tokens = self.seen + len(ids)
         logits_BV = self._forward(torch.tensor([ids] * len(self.pads)), Phase.prefill)
-        self.kept.settle(room=0)
+        self.kept.end_turn(room=0)
         return logits_BV
 
     def _forward(self, ids_BC: Tensor, phase: Phase, evicts: bool = True) -> Tensor:
