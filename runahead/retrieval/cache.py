@@ -105,7 +105,7 @@ class RetrievedCache(KeptCache):
         self.retrieval.await_device = wait
 
     def close(self, layer: int, *, room: int) -> None:
-        self.retrieval.settle(layer, room=room)
+        self.retrieval.offload(layer, room=room)
 
     def split(self, pads: Sequence[int]) -> list[KVStore]:
         """Rows stay together, since what is retrieved for them is in one memory."""

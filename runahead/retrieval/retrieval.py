@@ -42,7 +42,7 @@ class Retrieval:
     """Indices of all layers of a batch, and the slots being fetched for the next layers.
 
     Args:
-        pool: the layers that slots are retrieved from; `settle` replaces them by layers in host memory.
+        pool: the layers that slots are retrieved from; `offload` replaces them by layers in host memory.
         batch: number of rows.
         part: the tokens of the prompt that this rank keeps, if each rank keeps its own.
 
@@ -164,7 +164,7 @@ class Retrieval:
             self.pool[layer] = self.pool[layer].brought()
             self.limit.cut_back(self._indices[layer], self.pool[layer], q_BNCH, slots)
 
-    def settle(self, layer: int, *, room: int) -> None:
+    def offload(self, layer: int, *, room: int) -> None:
         """Move a layer that retrieves to host memory, if the device is a GPU; one in few bits becomes a pool.
 
         The layer must own its memory. With `room` 0 the number of later tokens is unknown, and new memory has room for
