@@ -251,7 +251,7 @@ class Conversation:
                     ids_BC = self._begun_anew([ids[:-1] for ids in self.rows])
                     self._forward(ids_BC, all_logits=False, cut_back=True)
             else:
-                lanes.settle()
+                lanes.recompute()
                 waited = [decoded.num_steps - len(row.new_ids) for row in rows]
                 self.num_tokens += decoded.num_steps - 1
                 if any(waited) and self._moves_rows:

@@ -363,7 +363,7 @@ class Lanes:
         if self._model.held is None:
             return
         rows = list(rows)
-        self.settle([row for row in rows if len(self._lanes[row].again) >= MOST_AGAIN])
+        self.recompute([row for row in rows if len(self._lanes[row].again) >= MOST_AGAIN])
         for row in rows:
             lane = self.lane(row)
             states = lane.cache.states
@@ -374,7 +374,7 @@ class Lanes:
                 lane.kept.copy_from(states)
             lane.since = []
 
-    def settle(self, rows: Iterable[RowId] | None = None) -> None:
+    def recompute(self, rows: Iterable[RowId] | None = None) -> None:
         """Compute the tokens of rows, by default of all, that were taken back though they are right."""
         rows = self._lanes if rows is None else rows
         if again := {row: self._lanes[row].again for row in rows if self._lanes[row].again}:
