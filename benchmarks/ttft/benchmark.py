@@ -14,7 +14,7 @@ from benchmarks.ttft.record import Record, shared_fields
 from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
 from benchmarks.ttft.variants import VARIANTS, Split
 from launch.inputs.options import PartitionName, RunOptions
-from launch.inputs.partitions import partitioner, settle
+from launch.inputs.partitions import partitioner, prepare_partition
 from launch.program.ending import say
 from launch.program.progress import Bar
 from launch.program.text_table import text_table
@@ -41,7 +41,7 @@ def bench(run: BenchRun, ranks: Ranks) -> None:
     model = load_model(run.model, ranks, profile=run.profile)
     prefill = PrefillOptions(layers_in_flight=run.prefill.layers_in_flight)
     if _looks_up(run):
-        settle(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
+        prepare_partition(given, model, ranks, RunOptions(model=run.model, partition=run.partition, prefill=prefill))
     contenders = Contenders(run, model, ranks, given)
     fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill)
     shared = ranks.on_rank_0("the machine", lambda: shared_fields(run, ranks, fingerprint, contenders.memory.of))

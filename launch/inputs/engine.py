@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from launch.inputs.partitions import SplitsPrompts, settle
+from launch.inputs.partitions import SplitsPrompts, prepare_partition
 from launch.program.ending import say
 from runahead.config import DecodeOptions, GenerationOptions, ModelOptions, PrefillName, Profile
 from runahead.context import Partitioner
@@ -35,14 +35,14 @@ def arrange(run: RunsEngine, ranks: Ranks) -> None:
 
 
 def load(run: RunsEngine, ranks: Ranks, partition: Partitioner) -> Model:
-    """The model of `run`, on which its partition is settled. Every rank makes the same call.
+    """The model of `run`, on which its partition is prepared. Every rank makes the same call.
 
     Raises:
-        ValueError, SharedError: as `load_model` and `settle`.
+        ValueError, SharedError: as `load_model` and `prepare_partition`.
     """
     model = load_model(run.model, ranks, profile=run.profile)
     if run.prefill.takes_partition:
-        settle(partition, model, ranks, run)
+        prepare_partition(partition, model, ranks, run)
     return model
 
 

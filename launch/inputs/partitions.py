@@ -161,8 +161,8 @@ def partitioner(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     return PARTITIONS[options.name](options, ranks)
 
 
-def settle(partition: context.Partitioner, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
-    """Settle a partition on the loaded model: check a table, or choose what partition=auto splits by.
+def prepare_partition(partition: context.Partitioner, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
+    """Prepare a partition for the loaded model: check a table, or choose what partition=auto splits by.
 
     Every rank makes the same call. A single stage has nothing to split.
 

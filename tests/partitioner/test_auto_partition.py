@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
-from launch.inputs.partitions import AutoChoice, TablePartition, kvr_name, partitioner, settle
+from launch.inputs.partitions import AutoChoice, TablePartition, kvr_name, partitioner, prepare_partition
 from partitioner.auto.balance import Balance
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.partition import AutoPartition
@@ -236,7 +236,7 @@ def choice(ranks: Ranks, table: Path | None) -> tuple[str, str | None, list[int]
     partition = partitioner(options, ranks)
     assert isinstance(partition, AutoChoice) and isinstance(partition, LearningPartitioner)
     assert partition(10, 2) == even(10, 2), "before the model is known"
-    settle(partition, tiny_model("llama", torch.float32), ranks, run)
+    prepare_partition(partition, tiny_model("llama", torch.float32), ranks, run)
     boundaries = partition(100, ranks.size).boundaries
     partition.learn(ContextPartition(boundaries=boundaries), [1.0, 1.0], [0.0, 0.0])
     return type(partition.chosen).__name__, kvr_name(run, partition, boundaries), list(boundaries)
@@ -265,7 +265,7 @@ def test_a_table_for_another_device_is_not(rank_pools: RankPools, tmp_path: Path
 def choice_from_the_folder(ranks: Ranks, folder: Path) -> str:
     os.environ["RUNAHEAD_CACHE"] = str(folder)
     partition = partitioner(PartitionOptions(), ranks)
-    settle(partition, tiny_model("llama", torch.float32), ranks, RunOptions())
+    prepare_partition(partition, tiny_model("llama", torch.float32), ranks, RunOptions())
     assert isinstance(partition, AutoChoice)
     return type(partition.chosen).__name__
 
