@@ -63,7 +63,7 @@ class HostLayer(KeptLayer):
         """The GPU that fetches slots."""
         return self.copies.device
 
-    def brought(self) -> KeptLayer:
+    def to_device(self) -> KeptLayer:
         """Copy the layer to the device."""
         self.copies.hold_compute()
         slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
@@ -90,10 +90,10 @@ class HostLayer(KeptLayer):
         return slab_TBKX, self.copies.mark()
 
     def slab(self) -> KVSlab:
-        return self.brought().slab()
+        return self.to_device().slab()
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
-        return self.brought().seen(q_BNCH, tokens)
+        return self.to_device().seen(q_BNCH, tokens)
 
     def kv_BKnX(self) -> Tensor:  # noqa: N802
         self.copies.hold_compute()

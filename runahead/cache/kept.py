@@ -175,7 +175,7 @@ class KeptLayer(LayerStore):
     def slab(self) -> KVSlab:
         """The slots in use: in place, or dequantised in new memory, with 0 in padding."""
         if self.codes is not None:
-            return self.codes.brought().read(self.memory, self.num_slots)
+            return self.codes.to_device().read(self.memory, self.num_slots)
         return KVSlab(slab_TBKX=self.slab_TBKX[: self.num_slots], key_dim=self.shape.key_dim, first=self.first)
 
     def kv_BKnX(self) -> Tensor:  # noqa: N802
@@ -222,7 +222,7 @@ class KeptLayer(LayerStore):
 
         if self.codes is not None:
             bias = self.biased_by(q_BNCH.shape[1])
-            exact, runs = self.codes.brought().runs(num_new, tokens, end, bias)
+            exact, runs = self.codes.to_device().runs(num_new, tokens, end, bias)
             steps = [Step([Run(self.memory, exact, bias)])] + ([Step(runs)] if runs else [])
             apart = None
             if tokens.part is not None or self.gapped is not None:
@@ -387,9 +387,9 @@ class KeptLayer(LayerStore):
         """The first slot that is not stored elsewhere."""
         return self.start if self.codes is None else self.codes.first_exact
 
-    def brought(self) -> KeptLayer:
+    def to_device(self) -> KeptLayer:
         """The same slots in device memory."""
-        return self.over(self.codes.brought()) if self.codes is not None and self.on_host else self
+        return self.over(self.codes.to_device()) if self.codes is not None and self.on_host else self
 
     def over(self, codes: Codes) -> KeptLayer:
         """The same layer with its codes in other memory."""

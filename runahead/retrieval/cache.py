@@ -61,7 +61,7 @@ class RetrievedCache(KeptCache):
             return RetrievedLayer(self, layer, q_BNCH, terms, tokens)
         if self.retrieval.clamped is not None:
             self.retrieval.clamped.seen_whole(layer)
-        self.layers[layer] = self.layers[layer].brought()
+        self.layers[layer] = self.layers[layer].to_device()
         return self.layers[layer]
 
     @property

@@ -161,7 +161,7 @@ class Retrieval:
         if self.limit is not None:
             slots = self._slots(layer, self._indices.after(positions_BC))
             self.await_device()
-            self.pool[layer] = self.pool[layer].brought()
+            self.pool[layer] = self.pool[layer].to_device()
             self.limit.cut_back(self._indices[layer], self.pool[layer], q_BNCH, slots)
 
     def offload(self, layer: int, *, room: int) -> None:

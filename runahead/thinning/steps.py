@@ -100,7 +100,7 @@ class PolicySteps:
         if self.policies and not self._rests(layer, kept):
             if kept.on_host:  # what a turn retrieved from
                 assert self.cache is not None
-                kept = kept.brought()
+                kept = kept.to_device()
                 self.cache.put(layer, kept)
             kept = self._run_all(layer, kept, seen, terms, positions_BC)
         if self.cache is not None and (self.evicts or self.cache.indexes_all):

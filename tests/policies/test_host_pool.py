@@ -129,10 +129,10 @@ def test_a_turn_that_retrieves_brings_no_layer_to_the_device(
     ours.prefill()
     theirs = plain(name, options, (NUM_TOKENS,), monkeypatch)
 
-    def brought(self: HostLayer) -> Any:
+    def to_device(self: HostLayer) -> Any:
         raise AssertionError("all of it is copied")
 
-    monkeypatch.setattr(HostLayer, "brought", brought)
+    monkeypatch.setattr(HostLayer, "to_device", to_device)
     for tokens in (RETRIEVED_TURN, RETRIEVED_TURN[:2]):
         with throughout(torch.float64):
             more = torch.tensor([tokens])

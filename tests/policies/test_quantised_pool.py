@@ -203,7 +203,7 @@ def test_words_that_a_brought_layer_gets_reach_the_host() -> None:
     exact.append(*given, NewTokens(0, pads))
     layer = exact.in_bits(FewBits(bits=4, residual=8, residual_bits=None, keys_by_token=False), room=8)
     late = LateCopies(cpu)
-    brought = to_host(pooled(layer.fork(copy=True), room=0), late, room=64, spare=64).brought()
+    brought = to_host(pooled(layer.fork(copy=True), room=0), late, room=64, spare=64).to_device()
     for each in (layer, brought):
         each.append(*new, NewTokens(103, pads, Phase.decode))
         assert each.codes is not None and [part.end for part in each.codes.parts] == [96, 81]

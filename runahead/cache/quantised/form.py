@@ -37,7 +37,7 @@ class InFewBits:
         layer = layers[number]
         if layer.few is not None:
             return False
-        layers[number] = layer.brought().in_bits(self.few, room=self._limited(room))
+        layers[number] = layer.to_device().in_bits(self.few, room=self._limited(room))
         return True
 
     def forked(self, layers: list[KeptLayer]) -> None:

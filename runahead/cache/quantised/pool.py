@@ -75,8 +75,8 @@ class PooledCodes(Codes):
         """The same codes with their words in host memory; see `HostLayer.copied_from`. `room` and `spare` are words."""
         return self._over(HostLayer.copied_from(self.words, copies, room=room, spare=spare), self.scales)
 
-    def brought(self) -> PooledCodes:
-        return self._over(self.words.brought(), self.scales) if self.on_host else self
+    def to_device(self) -> PooledCodes:
+        return self._over(self.words.to_device(), self.scales) if self.on_host else self
 
     def fork(self, *, copy: bool) -> PooledCodes:
         # Rows whose quantised tokens end in different slots go on in memory that the others share.

@@ -206,7 +206,7 @@ class Codes:
         """The first slot that is in the window of all rows, once there are so many slots."""
         return max(part.end + self.few.leaving(num_slots - part.end) for part in self.parts)
 
-    def brought(self) -> Codes:
+    def to_device(self) -> Codes:
         """The same codes in device memory."""
         return self
 
