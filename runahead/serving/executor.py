@@ -403,7 +403,7 @@ class Executor:
         """Do something else inside a prefill."""
         if choice not in (NextAction.step, NextAction.item):
             return
-        self._settle()
+        self._await_device()
         began_s, before_s = time.monotonic(), self._aside_s
         if choice is NextAction.step:
             self._step()
@@ -414,7 +414,7 @@ class Executor:
             self.carry_out(self._inbox.take_aside(shorts=self._takes_shorts))
         self._aside_s = before_s + time.monotonic() - began_s
 
-    def _settle(self) -> None:
+    def _await_device(self) -> None:
         """Wait, watched, until the GPU has caught up, before the host asks it for values after the KV of a prefill."""
         if self._ranks.accelerator is None:
             return
@@ -432,10 +432,10 @@ class Executor:
 
             def of_first(numbers: torch.Tensor) -> torch.Tensor:
                 """The first rank's numbers, on each rank. The host waits for them where it is watched."""
-                self._settle()
+                self._await_device()
                 told = numbers.to(self._ranks.device)
                 dist.broadcast(told, group=shares.group, group_src=0)
-                self._settle()
+                self._await_device()
                 return told
 
             def share() -> tuple[torch.Tensor, torch.Tensor]:
@@ -446,7 +446,7 @@ class Executor:
             told, who = shares.run(share)
             chosen, cancelled = NextAction(int(told[0])), [(number, row) for number, row in who.tolist()]
         if cancelled:
-            self._settle()
+            self._await_device()
         dropped = self.live.cancel(cancelled)
         if self._leads and dropped:
             self._report(Tokens(tokens={}, ended=dict.fromkeys(dropped, "cancelled")))

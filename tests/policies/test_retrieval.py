@@ -637,13 +637,13 @@ def test_quest_bounds_are_never_below_a_score_in_their_page() -> None:
 class SettleCounts:
     """A gathering of one rank that counts the waits."""
 
-    num_settled = 0
+    num_waits = 0
 
     def __call__(self, own: Tensor) -> Tensor:
         return own.unsqueeze(0)
 
     def await_device(self) -> None:
-        self.num_settled += 1
+        self.num_waits += 1
 
 
 @pytest.mark.parametrize(
@@ -666,4 +666,4 @@ def test_exchanges_are_awaited_before_the_host_asks_the_device(name: str, option
     assert turns.conversation.cache is not None
     turns.conversation.cache.await_device_by(gather.await_device)
     turns.decode(GENERATED)
-    assert (gather.num_settled > 0) == waits
+    assert (gather.num_waits > 0) == waits
