@@ -122,7 +122,7 @@ class ReusingPrefill:
             plan.num_new,
             meanwhile=meanwhile,
             shards=plan.shards,
-            stored=StoredPrefix.of(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
+            stored=StoredPrefix.from_prompts(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
             stops=stops,
             gives_new=bool(prefixes),
             texts=PromptBatch.from_prompts(ids, ranks.device) if prefixes and self._policies.deciding else None,
@@ -199,17 +199,17 @@ class ReusingPrefill:
             most, in_parts: as of `Prefixes.of`.
         """
         assert self._prefixes is not None
-        found = self._prefixes.of(ids, most, in_parts=in_parts)
+        found = self._prefixes.find(ids, most, in_parts=in_parts)
         if self._prefixes.state_bytes:  # tokens in the middle of a text could not be computed anew without states
             while (whole := [each.num_whole() for each in found]) != [each.num_tokens for each in found]:
-                before, found = found, self._prefixes.of(ids, whole)
+                before, found = found, self._prefixes.find(ids, whole)
                 for prefix in before:
                     prefix.release()
         if self._ranks.num_shares == 1 and not in_parts:
             return found
         # Ranks could not compute together what only one of them finds lost later.
         by_share = self._ranks.gather_in_stage([prefix.num_whole() for prefix in found], "the stored prefixes")
-        agreed = self._prefixes.of(ids, [min(nums) for nums in zip(*by_share, strict=True)], in_parts=in_parts)
+        agreed = self._prefixes.find(ids, [min(nums) for nums in zip(*by_share, strict=True)], in_parts=in_parts)
         for prefix in found:
             prefix.release()
         return agreed

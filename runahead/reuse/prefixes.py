@@ -215,7 +215,7 @@ class Prefixes:
         """Keep at hand what these texts, which will be asked for next, begin with."""
         self.tree.soon(texts, self.key)
 
-    def of(
+    def find(
         self, prompts: Sequence[Sequence[int]], most: Sequence[int] | None = None, *, in_parts: bool = False
     ) -> list[RowPrefix]:
         """Find the prefix of each prompt, held for its row.
@@ -230,7 +230,7 @@ class Prefixes:
             ends = [prefix.num_alone for prefix in found]
             for prefix in found:
                 prefix.release()
-            return self.of(prompts, ends)
+            return self.find(prompts, ends)
         return found
 
 

@@ -56,7 +56,7 @@ class StoredPrefix:
     runs: tuple[SharedRun, ...]
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], owners: Sequence[Sequence[int]]) -> StoredPrefix:
+    def from_prompts(cls, prompts: Sequence[Sequence[int]], owners: Sequence[Sequence[int]]) -> StoredPrefix:
         """Find what the prompts share of the tokens that they reuse.
 
         Args:
