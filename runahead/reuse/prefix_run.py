@@ -77,7 +77,7 @@ class PrefixRun:
         return {"prefix": json.dumps(about)}
 
     @classmethod
-    def of(cls, metadata: dict[str, str], name: str) -> PrefixRun | None:
+    def from_metadata(cls, metadata: dict[str, str], name: str) -> PrefixRun | None:
         """The run of a file of this name; None if its metadata were changed."""
         try:
             about = json.loads(metadata["prefix"])

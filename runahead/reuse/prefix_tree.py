@@ -217,7 +217,7 @@ class PrefixTree:
             return
         runs, num_others = list[tuple[PrefixRun, int]](), 0
         for file, metadata in files.all_metadata():
-            run = PrefixRun.of(metadata, file.key)
+            run = PrefixRun.from_metadata(metadata, file.key)
             if run is not None and run.key == self._stored_key(key):
                 runs.append((run, file.used_ns))
             else:
@@ -326,7 +326,7 @@ class PrefixTree:
         self._store.collect()
         needs_all, own = own is None, range(start, len(ids)) if own is None else own
         assert all(len(layer) == len(own) for layer in layers_TKX), (len(ids), start, own)
-        ids, given = ids[: own[-1] + 1 if own else start], LayerRows.of(layers_TKX)
+        ids, given = ids[: own[-1] + 1 if own else start], LayerRows.from_tensors(layers_TKX)
         if not needs_all:
             self._walk(ids[:start], key)  # so that a node begins there
         node, at = self._walk(ids, key)
@@ -366,7 +366,7 @@ class PrefixTree:
         node, _ = self._walk(ids, key)
         if node.parent is None or node.snapshot is not None:
             return
-        given = LayerRows.of(rows)
+        given = LayerRows.from_tensors(rows)
         if is_needed or given.num_bytes <= self.limit_bytes:
             self._store.put(new := self._added_snapshot(node), given)
             self.on_change(self._stored(new))
@@ -413,7 +413,7 @@ class PrefixTree:
                 except LostRows:
                     self.lose(node)
                     return
-                given = LayerRows.of(layers)
+                given = LayerRows.from_tensors(layers)
             self._store.remove(node)
             node.numbers, node.copies = [merged[row] for row in order], self._opened.get(node.key)
             node.places, node.file = {}, None
@@ -642,7 +642,7 @@ class PrefixTree:
         return FileAbout(name=run.name, title="prefix", metadata=run.metadata)
 
     def is_right(self, metadata: dict[str, str], name: str) -> bool:
-        return PrefixRun.of(metadata, name) is not None
+        return PrefixRun.from_metadata(metadata, name) is not None
 
     def file_times_ns(self, entry: PrefixNode) -> dict[str, int]:
         """Times of the last use of a text's files by name, each later than those of all that follow it."""

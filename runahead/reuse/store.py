@@ -200,7 +200,7 @@ class SegmentStore:
         entry = self._entries.get(self.key(segment, clusters_key)) or self._made(segment, clusters_key)
         self._entries[entry.about.name] = entry
         self._use(entry)
-        self._store.put(entry, LayerRows.of(layers_TKX), everywhere=True)
+        self._store.put(entry, LayerRows.from_tensors(layers_TKX), everywhere=True)
         self._store.make_room()
         if not entry.places and entry.file is None:
             self.lose(entry)

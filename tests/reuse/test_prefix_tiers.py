@@ -314,7 +314,7 @@ def test_a_layer_is_there_before_later_ones_are() -> None:
 def change_text(path: Path) -> None:
     metadata = tier_files.read_metadata(path)
     assert metadata is not None
-    run = prefix_run.PrefixRun.of(metadata, path.name.removesuffix(prefix_run.SUFFIX))
+    run = prefix_run.PrefixRun.from_metadata(metadata, path.name.removesuffix(prefix_run.SUFFIX))
     assert run is not None
     other = prefix_run.PrefixRun(key=run.key, ids=(*run.ids[:-1], 99), start=run.start)
     path.write_bytes(path.read_bytes().replace(run.metadata["prefix"].encode(), other.metadata["prefix"].encode()))

@@ -193,7 +193,7 @@ class LayerRows(Layers):
     stop: int
 
     @classmethod
-    def of(cls, layers_TKX: Sequence[Tensor]) -> LayerRows:
+    def from_tensors(cls, layers_TKX: Sequence[Tensor]) -> LayerRows:
         """All rows of these tensors, which have the same number of rows."""
         memory = GivenMemory(layers_TKX)
         return cls(memory, 0, memory.num_tokens)
@@ -292,5 +292,5 @@ def _bytes_of(records: LayerRows | None) -> int:
     return 0 if records is None else records.memory.num_bytes
 
 
-NO_ROWS = LayerRows.of([])
+NO_ROWS = LayerRows.from_tensors([])
 """The rows of a text without keys and values."""
