@@ -124,7 +124,7 @@ class RowPrefix:
             before.release()
         self.num_tokens = self._hit.num_tokens
 
-    def mend(self, ids: Sequence[int], layers_TKX: Sequence[Tensor]) -> None:
+    def replace_lost(self, ids: Sequence[int], layers_TKX: Sequence[Tensor]) -> None:
         """Note that the last tokens of a prefix of what is reused were lost, and computed anew.
 
         Args:
@@ -351,7 +351,7 @@ def _computed_anew(
     reused = reused_prefixes([text], [start], [replace(part, rows=(0,)) for part in before]) if before else None
     layers_TKX = compute(text[start:], reused)
     for user in users:
-        user.mend(text, layers_TKX)
+        user.replace_lost(text, layers_TKX)
     return layers_TKX
 
 
