@@ -437,7 +437,7 @@ class PrefixTree:
         if (child := node.children.get(first)) is not None:
             self._remove(child)
 
-    def soon(self, texts: Sequence[Sequence[int]], key: str) -> None:
+    def prefetch(self, texts: Sequence[Sequence[int]], key: str) -> None:
         """Note which texts are asked for next, the first one first, in place of those that were noted before.
 
         What they need goes last from every tier, and is brought from disk to host memory as far as it has room there.

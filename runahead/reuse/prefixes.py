@@ -211,9 +211,9 @@ class Prefixes:
         self.step = tree.snapshot_tokens if states else None
         tree.open(self.key, model.kv_shapes, model.device, states=states)
 
-    def soon(self, texts: Sequence[Sequence[int]]) -> None:
+    def prefetch(self, texts: Sequence[Sequence[int]]) -> None:
         """Keep at hand what these texts, which will be asked for next, begin with."""
-        self.tree.soon(texts, self.key)
+        self.tree.prefetch(texts, self.key)
 
     def find(
         self, prompts: Sequence[Sequence[int]], most: Sequence[int] | None = None, *, in_parts: bool = False

@@ -30,7 +30,7 @@ class PrefillItem:
             heard of it last; none where that one computes alone, which looks itself.
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
         record_timeline: ranks report from inside it, and when they were in which layer.
-        soon: what is stored of prompts that will come after it.
+        due_prefixes: what is stored of prompts that will come after it.
     """
 
     number: int
@@ -40,7 +40,7 @@ class PrefillItem:
     stored: Sequence[int] = ()
     is_short: bool = False
     record_timeline: bool = True
-    soon: Sequence[Sequence[int]] = ()
+    due_prefixes: Sequence[Sequence[int]] = ()
 
     @property
     def reuses(self) -> bool:

@@ -26,7 +26,7 @@ SIMILAR = 0.75
 MOST_KEYS = 1 << 16
 """Segments that are remembered as encoded, for predictions: the last ones."""
 
-MOST_SOON = 16
+MOST_PREFETCHED = 16
 """Requests that wait, the next ones, whose prefixes the last stage is told to keep at hand."""
 
 SLACK = 3.0
@@ -288,12 +288,12 @@ class RequestQueue:
         """The requests that wait, that which is due first in front."""
         return sorted(self.waiting, key=lambda each: each.arrived_s + SLACK * self.prefill_s([each]))
 
-    def soon(self) -> list[list[int]]:
+    def due_prefixes(self) -> list[list[int]]:
         """The stored beginnings of the prompts that are due next, which the last stage then keeps at hand."""
         if self._engine.prefixes is None:
             return []
         key, stored = self._engine.prefixes.key, list[list[int]]()
-        for request in self.by_deadline()[:MOST_SOON]:
+        for request in self.by_deadline()[:MOST_PREFETCHED]:
             found = self.stored.found(request, key)
             stored += [ids_of(each)[:num] for each, num in zip(request.different, found, strict=True) if num]
         return stored

@@ -308,7 +308,7 @@ class Scheduler:
                     stored=stored,
                     is_short=is_short,
                     record_timeline=not is_short or predicted_s >= PROGRESS_S,  # else it costs more than it tells
-                    soon=queue.soon(),
+                    due_prefixes=queue.due_prefixes(),
                 )
             batch = Batch(
                 item=item,

@@ -108,8 +108,8 @@ class Tiered(Checked):
         if self.more["disk_bytes"] == inf:
             assert self.used.keys() == before.keys(), "what was stored is found again"
 
-    def soon(self, key: str, texts: list[Ids]) -> None:
-        self.tree.soon(texts, key)
+    def prefetch(self, key: str, texts: list[Ids]) -> None:
+        self.tree.prefetch(texts, key)
 
     def layers_of(self, node: PrefixNode) -> list[Tensor]:
         """A node's keys and values, wherever they are."""
@@ -137,15 +137,15 @@ class Tiered(Checked):
 
 
 TIERED_OPERATIONS = st.one_of(
-    OPERATIONS, st.tuples(st.just("restart")), st.tuples(st.just("soon"), KEYS, st.lists(TEXTS, max_size=3))
+    OPERATIONS, st.tuples(st.just("restart")), st.tuples(st.just("prefetch"), KEYS, st.lists(TEXTS, max_size=3))
 )
 TIERED_EXAMPLE = [
     *EXAMPLE[:8],
-    ("soon", A, [(0, 1, 2, 2), (1, 1)]),
+    ("prefetch", A, [(0, 1, 2, 2), (1, 1)]),
     *EXAMPLE[8:],
     *[("release", 0)] * 9,
     ("restart",),
-    ("soon", A, [(1, 0, 1), (0, 0, 0)]),
+    ("prefetch", A, [(1, 0, 1), (0, 0, 0)]),
     ("match", A, (1, 0, 1, 0, 1)),
     ("match", B, (2, 2, 2, 2, 2, 2)),
     *EXAMPLE,
@@ -271,11 +271,11 @@ def test_what_is_needed_soon_stays_and_comes_up_from_disk(tmp_path: Path) -> Non
     for ids in (a, b, c, d):
         tree.insert(ids, layers(10), A).release()
     assert tiers(tree, a, b, c, d) == "disk host host device"
-    tree.soon([[*b, 7, 7], a], A)
+    tree.prefetch([[*b, 7, 7], a], A)
     assert tiers(tree, a, b, c, d) == "host host disk device"
     tree.insert(e, layers(10), A).release()
     assert tiers(tree, a, b, d, e) == "host host disk device"  # though d was used last
-    tree.soon([], A)
+    tree.prefetch([], A)
     tree.insert(f, layers(10), A).release()
     assert tiers(tree, a, b, e, f) == "disk host host device"
 
@@ -285,7 +285,7 @@ def test_needed_texts_that_have_no_room_together_are_kept_in_the_order_of_their_
     a, b, c, _, _, _ = texts(6)
     for ids in (a, b):
         tree.insert(ids, layers(10), A).release()
-    tree.soon([a, b], A)
+    tree.prefetch([a, b], A)
     tree.insert(c, layers(10), A).release()
     assert tiers(tree, a, b, c) == "host - device"
 

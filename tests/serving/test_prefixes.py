@@ -63,7 +63,7 @@ class Serving:
         tokens: new tokens of each prompt, by number and row.
         cached: tokens that each prompt reuses, by number.
         known: the tree as rank 0 knows it.
-        soon: what is told to come with the next prefill.
+        due_prefixes: what is told to come with the next prefill.
         stopping: prefills that it says to stop.
     """
 
@@ -79,7 +79,7 @@ class Serving:
         self.cached: dict[int, list[int]] = {}
         self.known = PrefixTree(inf)
         self.prompts: list[list[list[int]]] = []
-        self.soon: list[list[int]] = []
+        self.due_prefixes: list[list[int]] = []
         self.parts: list[Part] = []
         self.stopping: list[int] = []
 
@@ -101,7 +101,11 @@ class Serving:
         boundaries = (0, max(map(len, prompts)))
         self.prompts.append(list(prompts))
         item = PrefillItem(
-            number=len(self.prompts), prompts=list(prompts), options=options, boundaries=boundaries, soon=self.soon
+            number=len(self.prompts),
+            prompts=list(prompts),
+            options=options,
+            boundaries=boundaries,
+            due_prefixes=self.due_prefixes,
         )
         self.executor.carry_out(item)
 
@@ -489,10 +493,10 @@ def test_what_is_stored_counts_as_computed() -> None:
 def test_the_last_stage_is_told_what_it_will_soon_be_asked_for() -> None:
     queue, ids = queue_with_prefixes(), prompt(100)
     queue.stored.apply(Stored(key="a", ids=tuple(ids)))
-    assert queue.soon() == []
+    assert queue.due_prefixes() == []
     for each in (request(prompt(30, seed=5)), request([*ids[:40], 3]), request(ids)):
         queue.add(each)
-    assert queue.soon() == [ids[:40], ids[:-1]]  # due in this order; nothing is stored of the first one
+    assert queue.due_prefixes() == [ids[:40], ids[:-1]]  # due in this order; nothing is stored of the first one
 
 
 def test_what_is_told_to_come_stays_and_answers_are_the_same_from_the_host() -> None:
@@ -507,7 +511,7 @@ def test_what_is_told_to_come_stays_and_answers_are_the_same_from_the_host() -> 
         for seed in (1, 2):
             serving.prefill(prompt(50, seed=seed), num_new=2)
             serving.executor.decode_all()
-        serving.soon = [first]
+        serving.due_prefixes = [first]
         for seed in (3, 4):
             serving.prefill(prompt(50, seed=seed), num_new=2)
             serving.executor.decode_all()
