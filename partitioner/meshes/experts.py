@@ -40,7 +40,7 @@ class Experts:
     listed: bool = False
 
     @classmethod
-    def of(cls, module: nn.Module, config: PretrainedConfig, label: str) -> Experts | None:
+    def from_module(cls, module: nn.Module, config: PretrainedConfig, label: str) -> Experts | None:
         """The experts of a model; None if it has none.
 
         Raises:

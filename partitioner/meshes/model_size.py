@@ -138,7 +138,7 @@ class ModelSize:
         kv_heads = _kv_heads(text) or heads
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
         places, value_dim, numbers, notes = Places.of_attention(int(text.num_hidden_layers)), head_dim, 0.0, []
-        experts = Experts.of(module, text, label)
+        experts = Experts.from_module(module, text, label)
         if experts is not None or Held.by_config(text) is not None:  # whose configs name sizes in several ways
             first, held = _looked_at(module, text, label)
             kv_heads, head_dim, value_dim = first.num_kv_heads, first.key_dim, first.value_dim

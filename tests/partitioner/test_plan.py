@@ -186,7 +186,7 @@ def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(family: str |
 def test_weights_of_experts_are_known_by_their_shape(tmp_path: Path) -> None:
     """JetMoE's MLP names none of its weights after experts; its forward needs values, so that it is not planned."""
     module = build("jetmoe", dtype=torch.float64, attention="eager")
-    experts = Experts.of(module, module.config, "jetmoe")
+    experts = Experts.from_module(module, module.config, "jetmoe")
     assert experts is not None and (experts.number, experts.chosen) == (4, 2)
     weights = list(_weights(module, {}, 2, experts))
     active = sum(weight.elements(1) * weight.active for weight in weights if weight.is_matrix)
@@ -210,12 +210,12 @@ def test_experts_of_unknown_number_are_not_planned(config: dict[str, int], said:
     module.experts = torch.nn.Module()
     module.experts.w = torch.nn.Parameter(torch.zeros(8, 3))
     with pytest.raises(ValueError, match=f"model x has {said}"):
-        Experts.of(module, PretrainedConfig(**config), "model x")
+        Experts.from_module(module, PretrainedConfig(**config), "model x")
 
 
 def test_a_convolution_with_as_many_channels_holds_no_experts() -> None:
     config = PretrainedConfig(num_experts=4, moe_top_k=2)
-    assert Experts.of(torch.nn.Sequential(torch.nn.Conv1d(4, 4, 3)), config, "") is None
+    assert Experts.from_module(torch.nn.Sequential(torch.nn.Conv1d(4, 4, 3)), config, "") is None
 
 
 @pytest.mark.parametrize(
