@@ -47,7 +47,7 @@ class Write(NamedTuple):
     slot: int | Tensor
     tokens: slice | Tensor | None = None
 
-    def of(self, new_BKCX: Tensor) -> Tensor:
+    def select(self, new_BKCX: Tensor) -> Tensor:
         """Keys or values of these tokens."""
         if self.tokens is None:
             return new_BKCX

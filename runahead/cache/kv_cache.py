@@ -107,7 +107,7 @@ class SlabLayer(LayerStore):
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:
         for write in self.index.writes(tokens, k_BKCH.shape[2]):
-            self.slab.write(write.slot, write.of(k_BKCH), write.of(v_BKCV))
+            self.slab.write(write.slot, write.select(k_BKCH), write.select(v_BKCV))
 
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab = self.slab

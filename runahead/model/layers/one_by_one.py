@@ -77,15 +77,15 @@ def _one_by_one(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return forward(*args, **keywords)
         num_new, states = cache.num_new, cache.states
 
-        def of(value: Any, place: int) -> Any:
+        def of_token(value: Any, place: int) -> Any:
             is_by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_new
             return value[:, place : place + 1] if is_by_token else value
 
         tokens = []
         for place in range(num_new):
             states.goes_on = place < num_new - 1
-            named = {name: of(each, place) for name, each in keywords.items()}
-            tokens.append(forward(*(of(each, place) for each in args), **named))
+            named = {name: of_token(each, place) for name, each in keywords.items()}
+            tokens.append(forward(*(of_token(each, place) for each in args), **named))
         return torch.cat(tokens, dim=1)
 
     return computed
