@@ -140,7 +140,7 @@ def probe_compute(
         last_s=last,
         state_s=state,
         later_s=later,
-        num_layers=len(places),
+        num_places=len(places),
         states=places.states,
     )
 

@@ -87,7 +87,7 @@ class Compute:
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError("it is no measured compute") from error
         measured = MeasuredCost.from_json(cost)
-        if not int(len(measured.states) < measured.num_layers) <= kv_bytes < 2**63:  # 0 if all places hold states
+        if not int(len(measured.states) < measured.num_places) <= kv_bytes < 2**63:  # 0 if all places hold states
             raise ValueError("it has no bytes of K,V per token")
         if not 0 <= state_bytes < 2**63:
             raise ValueError("it has no bytes of states")
@@ -101,7 +101,7 @@ class Compute:
             self.cost,
             num_ranks,
             link,
-            kv_bytes_per_token=self.kv_bytes_per_token / max(1, self.cost.num_layers - len(self.cost.states)),
+            kv_bytes_per_token=self.kv_bytes_per_token / max(1, self.cost.num_places - len(self.cost.states)),
             state_bytes=self.state_bytes / max(1, len(self.cost.states)),
             prefill=prefill or PrefillOptions(),
             backend=backend,

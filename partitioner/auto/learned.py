@@ -66,7 +66,7 @@ def write_learned(path: Path, purpose: str, learned: LearnedSplit) -> None:
         "format": FORMAT,
         "version": VERSION,
         "purpose": purpose,
-        "cost": asdict(learned.cost),
+        "cost": learned.cost.as_json(),
         "link": learned.link.as_json(),
         "start": learned.start,
         "prompts": [asdict(prompt) for prompt in learned.prompts],

@@ -19,6 +19,8 @@ POINTS = ("first_s", "between_s", "own_s", "last_s", "state_s")
 """Names of the costs that depend on the chunk length only."""
 OF_STATES = frozenset({"state_s", "later_s", "states"})
 """Fields of costs that files from before hybrid models do not have."""
+FILE_NAMES = {"num_places": "num_layers"}
+"""Fields that have another name in files, which are older than models whose places are no layers."""
 
 
 class ComputeCost(Protocol):
@@ -26,7 +28,7 @@ class ComputeCost(Protocol):
     from one place to the next, and on the last rank `last`."""
 
     @property
-    def num_layers(self) -> int:
+    def num_places(self) -> int:
         """Number of places."""
 
     @property
@@ -57,20 +59,21 @@ class ComputeCost(Protocol):
 
 def layer_s(cost: ComputeCost, c: float, P: float) -> float:
     """Seconds per place of a rank, their mean, without the first and the last step."""
-    held = len(cost.states) / cost.num_layers
+    held = len(cost.states) / cost.num_places
     return cost.between(c) + (1 - held) * cost.own(c) + (1 - held) * cost.prefix(c, P) + held * cost.state(c, P)
 
 
-def check_layers(num_layers: object) -> None:
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-        raise ValueError(f"compute cost: num_layers={num_layers!r} must be a whole number of at least 1")
+def check_num_places(num_places: object) -> None:
+    """Raises: ValueError: it is no number of places; the message has its name in files."""
+    if isinstance(num_places, bool) or not isinstance(num_places, int) or num_places < 1:
+        raise ValueError(f"compute cost: num_layers={num_places!r} must be a whole number of at least 1")
 
 
-def check_states(states: object, num_layers: int) -> tuple[int, ...]:
+def check_states(states: object, num_places: int) -> tuple[int, ...]:
     """The places that hold a state, if they are ascending numbers of places. Raises: ValueError: they are not."""
     places: list[Any] = list(states) if isinstance(states, list | tuple) else [None]
-    if any(type(place) is not int or not 0 <= place < num_layers for place in places) or places != sorted(set(places)):
-        raise ValueError(f"compute cost: states={states!r} must be ascending numbers below num_layers={num_layers}")
+    if any(type(place) is not int or not 0 <= place < num_places for place in places) or places != sorted(set(places)):
+        raise ValueError(f"compute cost: states={states!r} must be ascending numbers below num_layers={num_places}")
     return tuple(places)
 
 
@@ -83,13 +86,13 @@ def check_seconds(name: str, seconds: Any, number: int | None = None) -> None:
 
 
 def parsed_fields(text: str, kind: type[Any]) -> dict[str, Any]:
-    """Parse JSON with exactly the fields of a dataclass, of which those of states may be missing."""
+    """Parse JSON with exactly the fields of a dataclass, by their `FILE_NAMES`; those of states may be missing."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: brackets that are nested too deep
         raise ValueError(f"compute cost is not JSON: {error}") from error
-    names = {each.name for each in fields(kind)}
-    if not isinstance(values, dict) or not names - OF_STATES <= set(values) <= names:
+    names = {FILE_NAMES.get(each.name, each.name): each.name for each in fields(kind)}
+    if not isinstance(values, dict) or not set(names) - OF_STATES <= set(values) <= set(names):
         got = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ValueError(f"compute cost must have the fields {sorted(names)}, not {got}")
-    return values
+    return {names[name]: value for name, value in values.items()}

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from partitioner.cost.compute import POINTS, check_layers, check_seconds, check_states, parsed_fields
+from partitioner.cost.compute import FILE_NAMES, POINTS, check_num_places, check_seconds, check_states, parsed_fields
 from partitioner.cost.measured import MeasuredCost
 
 POWERS = {"first_s": 2, "between_s": 2, "own_s": 3, "prefix_s": 4, "last_s": 2, "state_s": 2}
@@ -36,7 +36,7 @@ class FittedCost:
         ValueError: a coefficient is missing, negative or not finite.
     """
 
-    num_layers: int
+    num_places: int
     first_s: tuple[float, float]
     between_s: tuple[float, float]
     own_s: tuple[float, float, float]
@@ -47,8 +47,8 @@ class FittedCost:
     states: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_layers(self.num_layers)
-        object.__setattr__(self, "states", check_states(self.states, self.num_layers))
+        check_num_places(self.num_places)
+        object.__setattr__(self, "states", check_states(self.states, self.num_places))
         for name, number in (POWERS | {"later_s": 0 if self.later_s in ((), []) else 2}).items():
             check_seconds(name, getattr(self, name), number)
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
@@ -73,9 +73,13 @@ class FittedCost:
     def last(self, c: float) -> float:
         return self.last_s[0] + self.last_s[1] * c
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields as they are in files."""
+        return {FILE_NAMES.get(name, name): x for name, x in asdict(self).items() if x or name != "later_s"}
+
     def to_json(self) -> str:
         """The cost as JSON, which `from_json` reads."""
-        return json.dumps({name: x for name, x in asdict(self).items() if x or name != "later_s"})
+        return json.dumps(self.as_json())
 
     @classmethod
     def from_json(cls, text: str) -> FittedCost:
@@ -96,7 +100,7 @@ class FittedCost:
             fitted[name] = _nonnegative(np.column_stack(powers), list(getattr(measured, name).values()))
         grid = np.array([(1.0, c, P, c * P) for c, P in measured.prefix_s])
         fitted["prefix_s"] = _nonnegative(grid, list(measured.prefix_s.values()))
-        return cls(num_layers=measured.num_layers, states=measured.states, **fitted)
+        return cls(num_places=measured.num_places, states=measured.states, **fitted)
 
     @classmethod
     def from_shape(
@@ -129,7 +133,7 @@ class FittedCost:
         pair = 4 * batch * query_dim / attention_flops  # per query and key: their product, and the weighted value
         logits = 2 * batch * model_dim * vocab_size / matmul_flops
         return cls(
-            num_layers=num_layers,
+            num_places=num_layers,
             first_s=(step_s, qkv),
             between_s=(step_s, rest + qkv),
             own_s=(step_s, 0.0, pair / 2),

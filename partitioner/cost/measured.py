@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from partitioner.cost.compute import POINTS, check_layers, check_seconds, check_states, parsed_fields
+from partitioner.cost.compute import FILE_NAMES, POINTS, check_num_places, check_seconds, check_states, parsed_fields
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class MeasuredCost:
     decrease beyond the last point and is never below zero.
 
     Attributes:
-        num_layers, states: of the model to plan for; places of a kind are alike, so fewer may have been measured.
+        num_places, states: of the model to plan for; places of a kind are alike, so fewer may have been measured.
         first_s, between_s, own_s, last_s, state_s: seconds by chunk length; the same lengths in all, but for `state_s`,
             which is empty where no place holds a state.
         later_s: as `state_s` after a prefix; empty where it is the same.
@@ -33,7 +33,7 @@ class MeasuredCost:
         ValueError: points are missing, negative or not finite.
     """
 
-    num_layers: int
+    num_places: int
     first_s: dict[int, float]
     between_s: dict[int, float]
     own_s: dict[int, float]
@@ -44,8 +44,8 @@ class MeasuredCost:
     states: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_layers(self.num_layers)
-        self.states = check_states(self.states, self.num_layers)
+        check_num_places(self.num_places)
+        self.states = check_states(self.states, self.num_places)
         if not self.states and not self.state_s:
             self.state_s = dict.fromkeys(self.first_s, 0.0)
         for name in (*POINTS, *(["later_s"] if self.later_s else [])):
@@ -95,7 +95,7 @@ class MeasuredCost:
 
     def to_json(self) -> str:
         """The cost as JSON, which `from_json` reads."""
-        values: dict[str, Any] = {"num_layers": self.num_layers, "states": self.states}
+        values: dict[str, Any] = {FILE_NAMES["num_places"]: self.num_places, "states": self.states}
         values |= {name: sorted(getattr(self, name).items()) for name in POINTS}
         values |= {"later_s": sorted(self.later_s.items())} if self.later_s else {}
         values["prefix_s"] = [[c, P, seconds] for (c, P), seconds in sorted(self.prefix_s.items())]

@@ -39,8 +39,8 @@ class StageCost:
     splits_embeddings: bool = False
 
     @property
-    def num_layers(self) -> int:
-        return self.compute.num_layers
+    def num_places(self) -> int:
+        return self.compute.num_places
 
     @property
     def states(self) -> tuple[int, ...]:

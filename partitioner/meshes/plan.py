@@ -240,7 +240,7 @@ def _ttft(partition: ContextPartition, cluster: Cluster, piece_tokens: int | Non
         return Seconds(compute=simulated.ttft_s - wait_s - allreduce_s, allreduce=allreduce_s, wait=wait_s)
     total_s = allreduce_s = 0.0
     for start, end in pairwise([*range(0, partition.num_tokens, piece_tokens), partition.num_tokens]):
-        c, layers = end - start, compute.num_layers
+        c, layers = end - start, compute.num_places
         total_s += compute.first(c) + layers * layer_s(compute, c, start) - compute.between(c) + compute.last(c)
         allreduce_s += _allreduce_s(compute, c)
     return Seconds(compute=total_s - allreduce_s, allreduce=allreduce_s, wait=0.0)
@@ -250,7 +250,7 @@ def _allreduce_s(compute: ComputeCost, num_tokens: int) -> float:
     """Seconds of all all-reduces of a stage's forward of one chunk."""
     if not isinstance(compute, StageCost):
         return 0.0
-    times = ALLREDUCES * compute.num_layers + compute.splits_embeddings
+    times = ALLREDUCES * compute.num_places + compute.splits_embeddings
     return times * compute.allreduce_s(num_tokens)
 
 

@@ -115,7 +115,7 @@ def _timeline(table: LookupTable, ranks: int, cluster: Cluster) -> bytes:
         chunks = " + ".join(f"{chunk:,}" for chunk in entry.partition.chunk_lengths)
     subject = f"predicted: {chunks} tokens; {_subject(table, table.fingerprint.transfer)}"
     # The simulation numbers places, of which a layer may have two, or none.
-    unit = "layer" if cluster.compute.num_layers == table.fingerprint.model.num_layers else "place (K,V or a state)"
+    unit = "layer" if cluster.compute.num_places == table.fingerprint.model.num_layers else "place (K,V or a state)"
     return timeline_png(simulated.spans, ttft_s=simulated.ttft_s, subject=subject, unit=unit)
 
 

@@ -83,7 +83,7 @@ class Effort:
         free = simulated_cost(cluster.without_communication())
         if not cluster.hands_on_states and cost(balanced) <= (1 + self.links_matter) * free(balanced):
             return balanced
-        evaluations = self.most_messages // (cluster.compute.num_layers * num_ranks**2)
+        evaluations = self.most_messages // (cluster.compute.num_places * num_ranks**2)
         return best_split(
             num_tokens,
             num_ranks,

@@ -84,7 +84,7 @@ class _SimulatedPrefill:
         self.routes = routes = routes_of(partition, cluster)
         self.num_routes = len(routes)
         self.as_landed = cluster.pass_on_as_landed
-        self.num_layers = layers = cluster.compute.num_layers
+        self.num_places = layers = cluster.compute.num_places
         self.is_state = [False] * layers
         for place in cluster.compute.states:
             self.is_state[place] = True
@@ -127,13 +127,13 @@ class _SimulatedPrefill:
         for i in range(len(self.costs)):
             self._compute(i)
         self._move_messages()
-        assert UNKNOWN not in self.end_s, f"ranks stand still in layers {self.at} of {self.num_layers}"
+        assert UNKNOWN not in self.end_s, f"ranks stand still in layers {self.at} of {self.num_places}"
 
     def sent_bytes(self, i: int) -> float:
         """Bytes that a rank sends in all layers."""
         num_states, num_bytes = sum(self.is_state), [self.num_bytes[self.routes.chunk[n]] for n in self.outgoing[i]]
         states = num_states * self.state_bytes if i < len(self.costs) - 1 else 0
-        return sum(num_bytes) * (self.num_layers - num_states) + states
+        return sum(num_bytes) * (self.num_places - num_states) + states
 
     def _compute(self, i: int) -> None:
         """Run a rank's main thread until it depends on an event that is not known yet."""
@@ -146,7 +146,7 @@ class _SimulatedPrefill:
                     return
                 closed = max(now, self.free_s[i][layer], self.arrived_s[i][layer]) + state
                 self._send_own(i, layer, closed)
-                if layer == self.num_layers - 1 and not is_last:
+                if layer == self.num_places - 1 and not is_last:
                     self.closed_s[i][layer] = self.end_s[i] = closed
                     return
             elif not self.has_sent[i]:
@@ -154,7 +154,7 @@ class _SimulatedPrefill:
                     return
                 opened = max(now, self.free_s[i][layer])
                 self._send_own(i, layer, opened)
-                if layer == self.num_layers - 1 and not is_last:
+                if layer == self.num_places - 1 and not is_last:
                     self.end_s[i] = opened
                     return
                 self.has_sent[i], self.busy_until_s[i] = True, opened + own
@@ -167,7 +167,7 @@ class _SimulatedPrefill:
             self.closed_s[i][layer] = closed
             if layer + self.depth[i] == self.num_free[i]:
                 self._free_slots(i)
-            if layer == self.num_layers - 1:
+            if layer == self.num_places - 1:
                 self.end_s[i] = closed + last
                 return
             self.at[i], self.has_sent[i], self.busy_until_s[i] = layer + 1, False, closed + between
@@ -190,7 +190,7 @@ class _SimulatedPrefill:
     def _free_slots(self, i: int) -> None:
         """Free slots: that of the layer `depth` before, once it was attended to and its messages have left."""
         free_s, layer, depth = self.free_s[i], self.num_free[i], self.depth[i]
-        while layer < self.num_layers:
+        while layer < self.num_places:
             before = layer - depth
             if before >= 0:
                 if self.closed_s[i][before] == UNKNOWN or self.unsent[i][before]:
@@ -262,7 +262,7 @@ class _SimulatedPrefill:
                 self.arrived_s[j][layer] = seen
                 layer += 1
                 route, message = first, layer * num_routes + first
-                if layer == self.num_layers:
+                if layer == self.num_places:
                     message = -1
                     break
             if landed_s[message] == UNKNOWN:
@@ -298,7 +298,7 @@ class _SimulatedPrefill:
         if i == len(self.costs) - 1:
             moments.append(("compute", None, self.end_s[i], "last MLP and logits"))
         else:
-            moments.append(("compute", self.num_layers - 1, self.end_s[i], ""))
+            moments.append(("compute", self.num_places - 1, self.end_s[i], ""))
         start = 0.0
         for kind, at, end, detail in moments:
             if end > start:

@@ -23,7 +23,7 @@ TINY = {"layers": 4, "hidden": 64, "mlp": 96, "period": 4}
 def cost_of(states: tuple[int, ...]) -> MeasuredCost:
     points = {64: 1e-3, 128: 2e-3}
     return MeasuredCost(
-        num_layers=4,
+        num_places=4,
         states=states,
         first_s=points,
         between_s=points,

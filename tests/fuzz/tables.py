@@ -153,7 +153,7 @@ def use_cost(cost: Any) -> None:
     for c in (1, 64, 100, 4096):
         seconds = [cost.first(c), cost.between(c), cost.own(c), cost.last(c), cost.prefix(c, 0), cost.prefix(c, 100)]
         assert all(each >= 0 for each in seconds), seconds
-    assert cost.num_layers >= 1
+    assert cost.num_places >= 1
 
 
 def check_measured(content: bytes, folder: Path) -> Outcome:
@@ -235,7 +235,7 @@ def check_kept(content: bytes, folder: Path) -> Outcome:
         cluster = Cluster(compute=found.cost, speed=[1.0, 1.0], links=Links(2, found.link), kv_bytes_per_token=1024.0)
         balance = Balance(cluster, found.slowness)
         for length in LENGTHS:
-            if found.cost.num_layers <= 100:
+            if found.cost.num_places <= 100:
                 partition = balance.split(length).check(length, 2)
                 balance.learn(partition, [1.0, 2.0], [0.0, 0.5])
         write_learned(path, PURPOSE, LearnedSplit.from_balance(found.cost, balance))

@@ -36,10 +36,10 @@ def llama(**changes: Any) -> FittedCost:
 
 def rank_s(cost: ComputeCost, c: float, P: float, *, is_last: bool) -> float:
     """Seconds of all that one rank computes: ranks before the last stop once the last layer's K,V or state is known."""
-    num_attended = cost.num_layers if is_last else cost.num_layers - 1
-    held = len([layer for layer in cost.states if layer < cost.num_layers - 1 or is_last])
+    num_attended = cost.num_places if is_last else cost.num_places - 1
+    held = len([layer for layer in cost.states if layer < cost.num_places - 1 or is_last])
     attention_s = (num_attended - held) * (cost.own(c) + cost.prefix(c, P)) + len(cost.states) * cost.state(c, P)
-    return cost.first(c) + (cost.num_layers - 1) * cost.between(c) + attention_s + (cost.last(c) if is_last else 0.0)
+    return cost.first(c) + (cost.num_places - 1) * cost.between(c) + attention_s + (cost.last(c) if is_last else 0.0)
 
 
 def llama_cluster(num_ranks: int, GBps: float | None, **changes: Any) -> Cluster:
@@ -91,7 +91,7 @@ def hybrid(cluster: Cluster, rng: random.Random) -> Cluster:
     """The same cluster with a model some of whose layers, maybe all, hold a state in place of keys and values."""
     compute = cluster.compute
     assert isinstance(compute, FittedCost)
-    states = [layer for layer in range(compute.num_layers) if rng.random() < 0.7]
+    states = [layer for layer in range(compute.num_places) if rng.random() < 0.7]
     token_s = compute.between_s[1] * rng.uniform(0.05, 1)
     return replace(
         cluster,

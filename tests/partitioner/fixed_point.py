@@ -34,7 +34,7 @@ Moments = dict[tuple[Sent, int], float]
 
 def ttft_s(partition: ContextPartition, cluster: Cluster) -> float:
     chain, compute = partition.chain, cluster.compute
-    size, layers = len(chain), range(compute.num_layers)
+    size, layers = len(chain), range(compute.num_places)
     schedules = [TransferSchedule(partition, rank, cluster.transfer, lambda layer, start: 0) for rank in chain]
     messages = _messages(schedules, chain, cluster)
     depth = [cluster.layers_in_flight + schedule.layer_skew() - 1 for schedule in schedules]

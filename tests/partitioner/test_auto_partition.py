@@ -200,7 +200,7 @@ def test_the_timed_cost_keeps_the_counted_shapes() -> None:
     true = llama(step_s=0.0)
     lengths = [64, 256, 1024]
     measured = MeasuredCost(
-        num_layers=true.num_layers,
+        num_places=true.num_places,
         first_s={c: true.first(c) for c in lengths},
         between_s={c: true.between(c) for c in lengths},
         own_s={c: true.own(c) * (3 if c == 64 else 1) for c in lengths},

@@ -16,7 +16,7 @@ from tests.partitioner.clusters import llama, rank_s
 CHUNKS, PREFIXES = [128, 256, 512, 1024, 2048], [256, 512, 1024, 2048, 4096]
 
 FITTED = FittedCost(
-    num_layers=7,
+    num_places=7,
     first_s=(1e-4, 3e-7),
     between_s=(2e-4, 1e-6),
     own_s=(5e-5, 1e-8, 2e-10),
@@ -32,7 +32,7 @@ def measured(cost: FittedCost = FITTED, noise: float = 0.0, **changes) -> Measur
         return float(seconds * (1 + noise * draw.uniform(-1, 1)))
 
     values = {
-        "num_layers": cost.num_layers,
+        "num_places": cost.num_places,
         "first_s": {c: noisy(cost.first(c)) for c in CHUNKS},
         "between_s": {c: noisy(cost.between(c)) for c in CHUNKS},
         "own_s": {c: noisy(cost.own(c)) for c in CHUNKS},
@@ -118,7 +118,7 @@ def relative(value: float, truth: float) -> float:
 
 def test_a_fit_recovers_known_coefficients():
     fitted = FittedCost.fit(measured())
-    assert fitted.num_layers == FITTED.num_layers
+    assert fitted.num_places == FITTED.num_places
     for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s"):
         assert getattr(fitted, name) == pytest.approx(getattr(FITTED, name), rel=1e-6)
     assert max(fit_errors(fitted, measured()).values()) < 1e-9
@@ -151,7 +151,7 @@ def test_points_that_fall_are_fitted_by_a_constant():
 
 def test_layers_are_counted_once_each():
     cost = FITTED
-    layers = cost.num_layers
+    layers = cost.num_places
     attention = cost.own(300) + cost.prefix(300, 500)
     ends = cost.first(300) + (layers - 1) * cost.between(300)
     assert rank_s(cost, 300, 500, is_last=True) == pytest.approx(ends + layers * attention + cost.last(300))
@@ -175,6 +175,12 @@ def test_a_shape_costs_its_multiplications():
 def test_json_round_trip():
     for cost in (measured(noise=0.1), FITTED):
         assert type(cost).from_json(cost.to_json()) == cost
+
+
+def test_files_call_places_layers_as_those_of_before_hybrid_models_do():
+    for cost in (measured(), FITTED):
+        values = json.loads(cost.to_json())
+        assert values["num_layers"] == 7 and "num_places" not in values
 
 
 @pytest.mark.parametrize("kind", [MeasuredCost, FittedCost])

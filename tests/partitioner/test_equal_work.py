@@ -36,7 +36,7 @@ def test_layers_take_all_ranks_equally_long(seed, num_ranks, num_tokens):
 
 def test_linear_work_is_shared_by_speed():
     linear = FittedCost(
-        num_layers=2,
+        num_places=2,
         first_s=(0, 1e-6),
         between_s=(0, 1e-6),
         own_s=(0, 0, 0),
@@ -50,7 +50,7 @@ def test_linear_work_is_shared_by_speed():
 def test_quadratic_work_solves_the_quadratic():
     # Causal attention alone: c1^2 / 2 = c2 (c1 + c2 / 2), hence c1 = C / sqrt(2).
     attention = FittedCost(
-        num_layers=2,
+        num_places=2,
         first_s=(0, 0),
         between_s=(0, 0),
         own_s=(0, 0, 0.5e-9),

@@ -60,7 +60,7 @@ def test_agrees_with_the_fixed_point(cluster: Cluster, boundaries: tuple[int, ..
 @given(random_hybrids(4), partitions(4))
 def test_compute_bytes_and_waits_add_up(cluster: Cluster, boundaries: tuple[int, ...]) -> None:
     partition, compute = split(*boundaries), cluster.compute
-    attending = compute.num_layers - len(compute.states)
+    attending = compute.num_places - len(compute.states)
     for transfer in Transfer:
         result = simulate(partition, replace(cluster, transfer=transfer), record=True)
         states = (len(partition.chain) - 1) * len(compute.states) * cluster.state_bytes
@@ -94,7 +94,7 @@ def handed_over_s(num_layers: int, first: float, second: float, steps: tuple[flo
 def test_a_state_is_waited_for_layer_by_layer(shares: tuple[float, float]) -> None:
     """Two ranks, states alone, links and slots that cost nothing: a sum by hand."""
     compute = FittedCost(
-        num_layers=9,
+        num_places=9,
         states=tuple(range(9)),
         first_s=(0.0, 0.0),
         between_s=(0.0, 1e-6),
@@ -185,7 +185,7 @@ def test_layers_without_states_do_not_stand_for_those_with_states() -> None:
 def test_each_kind_of_place_is_measured(family: str) -> None:
     model = tiny_model(family, torch.float32)
     cost = probe_compute(model, chunks=[8, 80], prefixes=[16, 64], repeats=1)
-    assert (cost.num_layers, cost.states) == (len(model.order), Places.of_model(model).states)
+    assert (cost.num_places, cost.states) == (len(model.order), Places.of_model(model).states)
     every = [*cost.first_s.values(), *cost.between_s.values(), *cost.state_s.values()]
     assert all(seconds > 0 for seconds in every)
     assert all((seconds > 0) == (model.num_layers > 0) for seconds in cost.own_s.values())
@@ -347,7 +347,7 @@ def test_the_mean_layer_is_what_a_forward_takes(seed: int) -> None:
     rng = random.Random(seed)
     cost: ComputeCost = interleaved(1, period=rng.choice([1, 2, 3, 4]), num_layers=12).compute
     c, prefix = rng.randrange(1, 5000), rng.randrange(0, 5000)
-    attending = cost.num_layers - len(cost.states)
+    attending = cost.num_places - len(cost.states)
     whole = 12 * cost.between(c) + attending * (cost.own(c) + cost.prefix(c, prefix))
     whole += len(cost.states) * cost.state(c, prefix)
     assert 12 * layer_s(cost, c, prefix) == pytest.approx(whole, rel=1e-9)

@@ -54,7 +54,7 @@ MEASURED = MeasuredCost(
     own_s={64: 0.1, 128: 0.3},
     prefix_s={(64, 64): 0.1, (64, 128): 0.2, (128, 64): 0.2, (128, 128): 0.4},
     last_s={64: 0.3, 128: 0.4},
-    num_layers=4,
+    num_places=4,
 )
 LINK = Link.from_gbps(10, latency_s=1e-5)
 

@@ -696,7 +696,7 @@ def test_measured_compute_is_of_the_same_layers_with_states(tmp_path: Path) -> N
     cost = MeasuredCost(
         **{name: {8: 1e-3, 16: 2e-3} for name in ("first_s", "between_s", "own_s", "last_s", "state_s")},
         prefix_s={(c, P): 1e-6 * c for c in (8, 16) for P in (8, 16)},
-        num_layers=32,
+        num_places=32,
         states=size.places.states,
     )
     key = "|".join(str(value) for value in (*size.shape.known.values(), size.dtype, "H100"))

@@ -152,7 +152,7 @@ def test_a_model_of_one_layer_is_probed_too() -> None:
     """As a hybrid may have one attention layer: there is nothing between two of them."""
     model = Model(build("llama", num_hidden_layers=1, dtype=torch.float32), name="llama")
     cost = probe_compute(model, chunks=[8, 64], prefixes=[16, 64], repeats=1)
-    assert cost.num_layers == 1 and all(cost.last_s[chunk] > 0 for chunk in (8, 64))
+    assert cost.num_places == 1 and all(cost.last_s[chunk] > 0 for chunk in (8, 64))
 
 
 def test_points_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def probe(ranks: Ranks) -> tuple[dict[int, float], dict[tuple[int, int], float],
     places = Places.of_model(tiny_model("gemma2"), 9)
     cost = probe_compute(tiny_model("gemma2"), chunks=[8, 64], prefixes=[16, 64], repeats=1, places=places)
     link = ping(ranks, num_bytes=1 << 16, rounds=2)
-    assert cost.num_layers == 9
+    assert cost.num_places == 9
     return cost.own_s, cost.prefix_s, 0.0 if link is None else link.bandwidth_Bps
 
 

@@ -87,7 +87,7 @@ def test_all_that_is_computed_is_in_the_sums(cluster, boundaries):
 @given(random_clusters(4), partitions(4))
 def test_sent_bytes_are_the_sum_of_the_inner_boundaries(cluster, boundaries):
     partition = split(*boundaries)
-    layers, per_token = cluster.compute.num_layers, cluster.kv_bytes_per_token
+    layers, per_token = cluster.compute.num_places, cluster.kv_bytes_per_token
     for transfer in Transfer:
         sent = simulate(partition, replace(cluster, transfer=transfer)).sent_bytes
         assert sum(sent) == chain_tokens(partition) * layers * per_token
@@ -129,7 +129,7 @@ def test_more_room_never_hurts_messages_in_a_fixed_order(cluster, boundaries):
 def test_direct_is_never_later_than_relay_on_private_links_that_are_alike(cluster, boundaries):
     assert cluster.links is not None
     links = Links(4, replace(cluster.links.default, shared=False))
-    room = cluster.compute.num_layers + 1  # with little room, direct senders and relays wait for different receivers
+    room = cluster.compute.num_places + 1  # with little room, direct senders and relays wait for different receivers
     relay, direct = (
         simulate(split(*boundaries), replace(cluster, links=links, transfer=transfer, layers_in_flight=room)).ttft_s
         for transfer in (Transfer.relay, Transfer.direct)
@@ -179,7 +179,7 @@ def test_spans_cover_a_rank_from_the_start_to_its_end(cluster, boundaries):
         assert all(span.start_s <= span.end_s for span in sends)
         own = partition.chunk(rank)
         named = {span.layer for span in sends if span.detail.startswith(f"tokens {own.start}-{own.stop} ")}
-        assert named == (set() if rank == partition.chain[-1] else set(range(cluster.compute.num_layers)))
+        assert named == (set() if rank == partition.chain[-1] else set(range(cluster.compute.num_places)))
     assert result.spans[partition.chain[-1]][-1].detail == "last MLP and logits"
 
 
