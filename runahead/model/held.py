@@ -18,7 +18,7 @@ from runahead.attention.states import StateLayer, States, StateShape
 from runahead.features.facts import WITH_STATES
 from runahead.model.layer_kinds import KINDS
 
-Thing: TypeAlias = tuple[Literal["kv", "state"], int]
+Place: TypeAlias = tuple[Literal["kv", "state"], int]
 """Keys and values or a state, and its number among those of its kind."""
 
 A_STATE = StateLayer()
@@ -43,7 +43,7 @@ class Held:
     state_of: Mapping[int, int]
     counts: Sequence[int]
     shapes: Sequence[StateShape] = ()
-    order: Sequence[Thing] = ()
+    order: Sequence[Place] = ()
 
     @classmethod
     def by_config(cls, config: Any) -> Held | None:

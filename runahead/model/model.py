@@ -28,7 +28,7 @@ from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
-from runahead.model.held import Held, Thing
+from runahead.model.held import Held, Place
 from runahead.model.json_schemas import JSONSchemas
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
 from runahead.model.layers.attention_input import show_attention_inputs
@@ -308,12 +308,12 @@ class Model:
         return () if self.held is None else self.held.shapes
 
     @property
-    def order(self) -> Sequence[Thing]:
+    def order(self) -> Sequence[Place]:
         """Keys and values and states of all layers, in the order in which a forward is done with them."""
         return [("kv", layer) for layer in range(self.num_layers)] if self.held is None else self.held.order
 
     @property
-    def things(self) -> Sequence[tuple[str, int]]:
+    def places(self) -> Sequence[tuple[str, int]]:
         """What each of `order` is, "KV" or "state", and the number of its layer in the model; empty without states."""
         if self.held is None:
             return ()

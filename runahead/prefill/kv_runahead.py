@@ -218,7 +218,7 @@ def _linked(
         joined=carrier.joins_prefix,
         mesh=ranks.mesh,
         num_stored=num_stored,
-        things=model.things,
+        places=model.places,
     )
     own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
     keeps_all = is_last and (job.gives_new if policies else own is None)
