@@ -25,7 +25,7 @@ from runahead.kv_transfer.gathering import Gathering
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
 from runahead.model.shares import check_arrangement
-from runahead.prefill import PREFILLS, Meanwhile, Prefilled, PrefillJob, PrefillPlan, PromptBatch
+from runahead.prefill import PREFILLS, InterleavedWork, Prefilled, PrefillJob, PrefillPlan, PromptBatch
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.prefill.reusing import ReusingPrefill
 from runahead.ranks.agreement import fact, option_facts, secret
@@ -283,7 +283,7 @@ class Engine:
         )
 
     def alone(
-        self, texts: list[list[int]], num_new: int, meanwhile: Meanwhile | None = None
+        self, texts: list[list[int]], num_new: int, meanwhile: InterleavedWork | None = None
     ) -> tuple[PrefillJob, Prefilled]:
         """A prefill of texts by this stage alone, in the middle of their answers, whatever computed their prompts.
 
@@ -331,7 +331,7 @@ class Engine:
             seconds = {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks}
             self.learn(plan.partition, seconds)
 
-    def prefill(self, plan: PrefillPlan, meanwhile: Meanwhile | None = None) -> Prefilled:
+    def prefill(self, plan: PrefillPlan, meanwhile: InterleavedWork | None = None) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.
 
         In contrast to `generate` nothing is compared, and no rank waits for another one but for its keys and values:

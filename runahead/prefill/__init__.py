@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runahead.config import PrefillName
-from runahead.prefill.base import Meanwhile, Prefill, Prefilled, PrefillJob, PrefillPlan, PromptBatch
+from runahead.prefill.base import InterleavedWork, Prefill, Prefilled, PrefillJob, PrefillPlan, PromptBatch
 from runahead.prefill.kv_runahead import KVRunahead, OneStage, Single
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag
@@ -16,4 +16,4 @@ PREFILLS: dict[PrefillName, Prefill] = {
     PrefillName.tensor: OneStage(),
 }
 
-__all__ = ["PREFILLS", "Meanwhile", "Prefill", "PrefillJob", "PrefillPlan", "Prefilled", "PromptBatch"]
+__all__ = ["PREFILLS", "InterleavedWork", "Prefill", "PrefillJob", "PrefillPlan", "Prefilled", "PromptBatch"]

@@ -84,7 +84,7 @@ class PrefillCancelled(Exception):
     """Nobody wants the prompts of this prefill any more."""
 
 
-class Meanwhile(Protocol):
+class InterleavedWork(Protocol):
     """Other work of a rank inside a prefill. All ranks of a stage call it in the same places."""
 
     def after_layer(self, done: int, of: int) -> None:
@@ -111,10 +111,10 @@ class Meanwhile(Protocol):
         """
 
 
-class ToItsEnd:
+class NeverCancelled:
     """Interleaved work inside the recomputation of a lost prefix, which is never cancelled."""
 
-    def __init__(self, meanwhile: Meanwhile) -> None:
+    def __init__(self, meanwhile: InterleavedWork) -> None:
         self._meanwhile = meanwhile
         self.until = meanwhile.until
 
@@ -163,7 +163,7 @@ class PrefillJob:
     gives_new: bool = False
     texts: PromptBatch | None = None
     record: bool = False
-    meanwhile: Meanwhile | None = None
+    meanwhile: InterleavedWork | None = None
 
     @property
     def shard(self) -> Shard | None:

@@ -18,7 +18,15 @@ from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition
 from runahead.model.model import Model
-from runahead.prefill.base import Meanwhile, Prefill, Prefilled, PrefillJob, PrefillPlan, PromptBatch, ToItsEnd
+from runahead.prefill.base import (
+    InterleavedWork,
+    NeverCancelled,
+    Prefill,
+    Prefilled,
+    PrefillJob,
+    PrefillPlan,
+    PromptBatch,
+)
 from runahead.prefill.kv_runahead import Single
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
@@ -79,7 +87,7 @@ class ReusingPrefill:
         self.store = store
 
     def ready(
-        self, plan: PrefillPlan, *, meanwhile: Meanwhile | None = None, found: list[RowPrefix] | None = None
+        self, plan: PrefillPlan, *, meanwhile: InterleavedWork | None = None, found: list[RowPrefix] | None = None
     ) -> ReadyPrefill:
         """Make ready what a prefill needs before its clock starts. All ranks call it.
 
@@ -177,7 +185,7 @@ class ReusingPrefill:
         partition: ContextPartition,
         *,
         shards: Mapping[int, Shard] | None = None,
-        meanwhile: Meanwhile | None = None,
+        meanwhile: InterleavedWork | None = None,
     ) -> tuple[PrefillJob, Prefilled]:
         """Compute texts as prompts, on the stages of a partition alone, in the middle of their answers.
 
@@ -262,7 +270,7 @@ class ReusingPrefill:
         ids: Sequence[Sequence[int]],
         prefixes: Sequence[RowPrefix],
         num_reused: Sequence[int],
-        meanwhile: Meanwhile | None,
+        meanwhile: InterleavedWork | None,
     ) -> float:
         """Let each prefix have so many tokens: compute on this stage what was dropped. Returns the seconds of it."""
         began_s, compute = time.perf_counter(), partial(self._computed_anew, meanwhile=meanwhile)
@@ -275,7 +283,7 @@ class ReusingPrefill:
         return time.perf_counter() - began_s
 
     def _computed_anew(
-        self, ids: Sequence[int], reused: ReusedKV | None, *, meanwhile: Meanwhile | None = None
+        self, ids: Sequence[int], reused: ReusedKV | None, *, meanwhile: InterleavedWork | None = None
     ) -> list[torch.Tensor]:
         """Keys and values of tokens that a stage with a tree computes alone, to the end, after what they reuse.
 
@@ -284,7 +292,12 @@ class ReusingPrefill:
         return _all_kv(self._run_alone(ids, reused, meanwhile=meanwhile), len(ids))
 
     def _run_alone(
-        self, ids: Sequence[int], reused: ReusedKV | None, *, states: States | None = None, meanwhile: Meanwhile | None
+        self,
+        ids: Sequence[int],
+        reused: ReusedKV | None,
+        *,
+        states: States | None = None,
+        meanwhile: InterleavedWork | None,
     ) -> KVStore:
         """The cache of tokens that this stage computes alone, as `_computed_anew`.
 
@@ -293,7 +306,7 @@ class ReusingPrefill:
         """
         batch = PromptBatch.from_prompts([list(ids)], self._ranks.device)
         alone = ContextPartition(boundaries=(0,) * self._ranks.num_stages + (len(ids),))
-        others = None if meanwhile is None else ToItsEnd(meanwhile)
+        others = None if meanwhile is None else NeverCancelled(meanwhile)
         given = {"meanwhile": others, "reused": reused, "states": states, "policies": RankPolicies()}
         cache = self._strategy.run(self._job(batch, alone, num_new=1, **given)).cache
         assert cache is not None, "it is computed to its end"

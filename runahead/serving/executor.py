@@ -24,7 +24,7 @@ from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
 from runahead.features.slower import Way
-from runahead.prefill.base import PrefillCancelled, PrefillPlan, ToItsEnd
+from runahead.prefill.base import NeverCancelled, PrefillCancelled, PrefillPlan
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefixes import RowPrefix, store_prompts
 from runahead.serving.items import (
@@ -289,7 +289,7 @@ class Executor:
         for id, row in rows.items():
             lanes.leave(id, row.ids[-1])  # its memory is free then
         for id, row in rows.items():
-            _, prefilled = self._engine.alone([row.ids], row.num_left, ToItsEnd(self))
+            _, prefilled = self._engine.alone([row.ids], row.num_left, NeverCancelled(self))
             assert prefilled.cache is not None and prefilled.logits_BV is not None, "it is computed to its end"
             lanes.join([id], [row], prefilled.cache, [len(row.ids)], [0])
             logits.append(prefilled.logits_BV)
@@ -330,7 +330,7 @@ class Executor:
             tokens = {each.row: each.token for each in new if each.token is not None}
             self._report(Tokens(tokens=tokens, ended=ended, step_s=step_s, cached=dict(cached)))
 
-    # Inside a prefill: `Meanwhile`.
+    # Inside a prefill: `InterleavedWork`.
 
     def after_layer(self, done: int, of: int) -> None:
         self._tell_progress(done, of)
