@@ -27,7 +27,7 @@ from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.state_rows import row_shape, state_rows
 from runahead.reuse.store import model_key
-from runahead.reuse.tiers.layer_rows import Layers, MendedRows
+from runahead.reuse.tiers.layer_rows import Layers, RecomputedRows
 
 
 class RowPrefix:
@@ -317,7 +317,7 @@ def reused_kv(prompts: Sequence[Sequence[int]], prefixes: Sequence[RowPrefix], c
         if not node.layers_TKX.memory.is_there:
             before = [parts[each] for each in node.path[:-1]]
             anew = partial(_computed_anew, node.text, before, [prefixes[row] for row in users], compute)
-            layers = MendedRows(node.layers_TKX, anew)
+            layers = RecomputedRows(node.layers_TKX, anew)
         positions_T = starts[node] + torch.tensor(node.numbers)
         if len(given) < node.num_tokens:
             layers, positions_T = _SomeRows(layers, given), positions_T[list(given)]

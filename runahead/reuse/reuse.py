@@ -31,7 +31,7 @@ from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.cache import reusing
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.store import Found, SegmentStore
-from runahead.reuse.tiers.layer_rows import Layers, MendedRows
+from runahead.reuse.tiers.layer_rows import Layers, RecomputedRows
 
 
 class Reuse:
@@ -115,7 +115,7 @@ class Reuse:
             if key in lost:  # also on a rank that has it, since a stage encodes together
                 layers[key] = self._encoded_again(segment)
             elif found is not None:
-                layers[key] = MendedRows(found.layers_TKX, partial(self._encoded_again, segment))
+                layers[key] = RecomputedRows(found.layers_TKX, partial(self._encoded_again, segment))
                 if found.is_mapped:
                     mapped.add(key)
                 bytes_of = self.report.found_bytes

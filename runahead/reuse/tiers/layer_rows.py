@@ -263,7 +263,7 @@ class LayerRows(Layers):
         return self.memory.layer(number)[self.start : self.stop]
 
 
-class MendedRows(Layers):
+class RecomputedRows(Layers):
     """Rows that are computed anew, in all layers, when a reader finds a layer lost.
 
     Args:
