@@ -20,7 +20,7 @@ from runahead.cache.copy_stream import CopyStream
 from runahead.cache.host_memory import host_empty, on_device
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVSlab, Wanted
+from runahead.cache.slabs import KVSlab, SlotsToCopy
 from runahead.ranks.accelerator import Event
 
 
@@ -69,7 +69,7 @@ class HostLayer(KeptLayer):
         slab_TBKX = self.slab_TBKX[: self.num_slots].to(self.device, non_blocking=True, copy=True)
         return KeptLayer(slab_TBKX=slab_TBKX, host=self, **self.fields_of(KeptLayer, "slab_TBKX", "host"))
 
-    def gather(self, wanted: Wanted) -> Callable[[], Tensor]:
+    def gather(self, wanted: SlotsToCopy) -> Callable[[], Tensor]:
         slab_TBKX, mark = self.fetch(wanted)
 
         def fetched() -> Tensor:
@@ -78,7 +78,7 @@ class HostLayer(KeptLayer):
 
         return fetched
 
-    def fetch(self, wanted: Wanted) -> tuple[Tensor, Event]:
+    def fetch(self, wanted: SlotsToCopy) -> tuple[Tensor, Event]:
         """Start the copy of `gather`. Returns what that returns, and the mark to wait for before reading."""
         with self.copies.copying(*([] if wanted.rows_X is None else [wanted.rows_X])):
             if wanted.rows_X is None:

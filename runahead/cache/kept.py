@@ -33,7 +33,7 @@ from runahead.cache.part import GappedRows
 from runahead.cache.quantised.few_bits import ExactWindow, FewBits
 from runahead.cache.quantised.groups import GROUP, narrowed
 from runahead.cache.quantised.rows import Codes
-from runahead.cache.slabs import KVShape, KVSlab, Wanted, taken
+from runahead.cache.slabs import KVShape, KVSlab, SlotsToCopy, taken
 from runahead.report import RankReport
 from runahead.rotary import Rotary
 
@@ -406,7 +406,7 @@ class KeptLayer(LayerStore):
         if num_new == 1 and self.codes is not None and self.codes.is_pool:
             self.flush(coming=1)  # its storing would else quantise others between their fetching and its attention
 
-    def gather(self, wanted: Wanted) -> Callable[[], Tensor] | None:
+    def gather(self, wanted: SlotsToCopy) -> Callable[[], Tensor] | None:
         """Copy some slots to the device.
 
         Returns:
@@ -419,7 +419,7 @@ class KeptLayer(LayerStore):
             return None
         return partial(self._gathered, wanted, wanted.rows_X)
 
-    def _gathered(self, wanted: Wanted, rows_X: Tensor) -> Tensor:
+    def _gathered(self, wanted: SlotsToCopy, rows_X: Tensor) -> Tensor:
         source_TBKX = self.mapped_TBKX()
         return wanted.copied(*_as_rows(source_TBKX, rows_X), source_TBKX.shape[1:3], self.shape.key_dim)
 

@@ -100,7 +100,7 @@ class KVSlab:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SlotsToCopy:
     """Slots of a layer that are to be copied to the device that computes.
 
     Attributes:

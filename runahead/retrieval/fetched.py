@@ -15,7 +15,7 @@ from torch import Tensor
 
 from policies.retriever import Choice, OnDevice, Rest
 from runahead.cache.kept import KeptLayer
-from runahead.cache.slabs import KVSlab, Wanted
+from runahead.cache.slabs import KVSlab, SlotsToCopy
 
 
 @dataclass(kw_only=True)
@@ -77,7 +77,7 @@ class Fetched:
         assert self.slots_BKm is not None and own_BKm.shape == self.slots_BKm.shape
         slots_BKm = torch.where(again_BK.unsqueeze(2), _in_order(own_BKm, self.pads), self.slots_BKm)
         rows_mx = slots_BKm.flatten(0, 1)[again_x].T * again_BK.numel() + again_x
-        bring_again = kept.gather(Wanted(rows_X=rows_mx.flatten(), room=0, heads=(1, len(again_x))))
+        bring_again = kept.gather(SlotsToCopy(rows_X=rows_mx.flatten(), room=0, heads=(1, len(again_x))))
         assert bring_again is not None
 
         def bring() -> Tensor:
@@ -137,7 +137,7 @@ class Fetches:
         slots_BKm = _in_order(slots_BKm, pads)
         rows_fBK = self._rows(kept, slots_BKm)
         kept.expect(room)
-        bring = kept.gather(Wanted(rows_X=rows_fBK, room=num_held + room, skips_keys=skips_keys))
+        bring = kept.gather(SlotsToCopy(rows_X=rows_fBK, room=num_held + room, skips_keys=skips_keys))
         if bring is None:
             return None
         if on_device is not None:
@@ -163,7 +163,7 @@ class Fetches:
 
 def _all(kept: KeptLayer, pads: list[int], room: int) -> Fetched | None:
     kept.expect(room)
-    bring = kept.gather(Wanted(rows_X=None, room=room))
+    bring = kept.gather(SlotsToCopy(rows_X=None, room=room))
     if bring is None:
         return None
     num_bytes = kept.fetched_bytes(kept.num_slots, room=room)

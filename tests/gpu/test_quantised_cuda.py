@@ -12,7 +12,7 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.pool import PooledCodes, pooled, to_host
-from runahead.cache.slabs import KVShape, Wanted
+from runahead.cache.slabs import KVShape, SlotsToCopy
 from runahead.thinning.ragged import RaggedLayer
 from tests.gpu.models import CPU, CUDA
 
@@ -126,7 +126,7 @@ def test_a_gpu_fetches_from_the_host_what_a_cpu_has_without_a_wait(dtype: torch.
         try:
             for number, (k, v) in enumerate(given):
                 layer.append(k, v, NewTokens(prompt + number, pads, Phase.decode))
-            bring = layer.gather(Wanted(rows_X=rows, skips_keys=skips_keys))
+            bring = layer.gather(SlotsToCopy(rows_X=rows, skips_keys=skips_keys))
             assert bring is not None
             slab_mBKX = bring()[:-1, ..., dim if skips_keys else 0 :]
         finally:

@@ -14,7 +14,7 @@ from runahead.cache import copy_stream, host_memory
 from runahead.cache.copy_stream import MOVED_AT_ONCE, CopyStream
 from runahead.cache.host_layer import HostLayer
 from runahead.cache.host_memory import host_empty
-from runahead.cache.slabs import Wanted
+from runahead.cache.slabs import SlotsToCopy
 from runahead.ranks.accelerator import Accelerator
 from tests.families import prompt, throughout
 from tests.policies.test_indices import RETRIEVED_TURN, cut_before_retrieval
@@ -79,7 +79,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
 
     fetch = HostLayer.fetch
 
-    def late(self: HostLayer, wanted: Wanted) -> Any:
+    def late(self: HostLayer, wanted: SlotsToCopy) -> Any:
         slab_TBKX, _ = fetch(self, wanted)
         assert isinstance(self.copies, LateCopies)
         self.copies.fetched.pop()

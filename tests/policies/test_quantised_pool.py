@@ -21,7 +21,7 @@ from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.groups import GROUP
 from runahead.cache.quantised.pool import PooledCodes, pooled, to_host, word_shape
 from runahead.cache.quantised.rows import QuantisedRows
-from runahead.cache.slabs import KVShape, Wanted
+from runahead.cache.slabs import KVShape, SlotsToCopy
 from runahead.config import CacheOptions, Device, RanksOptions
 from runahead.ranks.ranks import Ranks
 from runahead.retrieval.cache import RetrievedCache
@@ -91,7 +91,7 @@ def codes_of(layer: KeptLayer) -> PooledCodes:
     return layer.codes
 
 
-def dequantised(self: KeptLayer, wanted: Wanted) -> Callable[[], Tensor] | None:
+def dequantised(self: KeptLayer, wanted: SlotsToCopy) -> Callable[[], Tensor] | None:
     """What is fetched if all slots were in the model's dtype."""
     if self.codes is None:
         return GATHER(self, wanted)
@@ -169,7 +169,7 @@ def test_no_token_is_quantised_between_its_fetching_and_attention(name: str, mon
     """Also where chosen slots are on the device (`shadowkv`)."""
     talk, gather, before = Talk(policies_of(policy(name, SOME[name]))), KeptLayer.gather, list[int]()
 
-    def gathers(layer: KeptLayer, wanted: Wanted) -> Any:
+    def gathers(layer: KeptLayer, wanted: SlotsToCopy) -> Any:
         if layer.codes is not None:
             codes = codes_of(layer)
             before.append(max(layer.num_slots + 1 - part.end - codes.few.residual for part in codes.parts))

@@ -33,7 +33,7 @@ from runahead.cache.quantised.groups import (
     unpacked,
 )
 from runahead.cache.quantised.rows import Codes, QuantisedRows
-from runahead.cache.slabs import KVShape, KVSlab, Wanted
+from runahead.cache.slabs import KVShape, KVSlab, SlotsToCopy
 
 WORD = torch.int32
 
@@ -83,7 +83,7 @@ class PooledCodes(Codes):
         copy = copy or len(self.parts) > 1
         return self._over(self.words.fork(copy=copy), self.scales.fork(copy=copy))
 
-    def gather(self, wanted: Wanted, *, window: KVSlab, num_slots: int) -> Callable[[], Tensor] | None:
+    def gather(self, wanted: SlotsToCopy, *, window: KVSlab, num_slots: int) -> Callable[[], Tensor] | None:
         """As of `Codes`: words are copied, and what the function returns is in the layer's dtype."""
         batch, num_heads, start = len(self.pads), self.shape.num_kv_heads, window.first
         by_slot, exact_TBKX = batch * num_heads, window.tokens(start, num_slots)

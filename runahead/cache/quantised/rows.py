@@ -25,7 +25,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.channel_scales import ChannelScales
 from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.groups import ChannelGroups, Groups, TokenGroups, blocks
-from runahead.cache.slabs import KVShape, KVSlab, Wanted, taken
+from runahead.cache.slabs import KVShape, KVSlab, SlotsToCopy, taken
 
 Bias: TypeAlias = Callable[[KeyBias, slice | Tensor, slice], Tensor]
 
@@ -188,7 +188,7 @@ class Codes:
         """Bytes on the device of codes that `gather` copies of so many slots."""
         return 0
 
-    def gather(self, wanted: Wanted, *, window: KVSlab, num_slots: int) -> Callable[[], Tensor] | None:
+    def gather(self, wanted: SlotsToCopy, *, window: KVSlab, num_slots: int) -> Callable[[], Tensor] | None:
         """Copy some slots to the device, dequantised; see `KeptLayer.gather`.
 
         Args:
