@@ -23,7 +23,7 @@ from runahead.attention.op import nothing
 from runahead.cache.kept import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions, Speculate
-from runahead.decoding.forward import Forward, forward_in_turn, forward_over
+from runahead.decoding.forward import Forward, forward_one_by_one, forward_over
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, RowId, batch_ids
 from runahead.decoding.rows import Choose, Decoded, choose_alone, decode
@@ -371,7 +371,7 @@ class Conversation:
         """Logits (B, C, V) after each of these tokens, which are stored one at a time."""
         assert self.cache is not None
         if at_once:
-            return forward_in_turn(
+            return forward_one_by_one(
                 self.model,
                 self.cache,
                 self._between_turns,

@@ -120,7 +120,7 @@ def token_attention(
     return attention_under(steps, cache, ends=ends)
 
 
-def forward_in_turn(
+def forward_one_by_one(
     model: Model,
     cache: KVStore,
     policies: Sequence[Policy],
@@ -147,10 +147,10 @@ def forward_in_turn(
         token_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=prompt_tokens)
         for index in range(start, start + ids_BC.shape[1])
     ]
-    return logits_of(model, ids_BC, InTurn(tokens), all_logits=True, length=length)
+    return logits_of(model, ids_BC, OneByOneAttention(tokens), all_logits=True, length=length)
 
 
-class InTurn(LayerAttention):
+class OneByOneAttention(LayerAttention):
     """Attention of several tokens, each by an attention of its own: in every layer one after the other.
 
     A layer with a state computes them at once, since nothing decides what it holds.

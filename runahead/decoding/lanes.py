@@ -21,7 +21,7 @@ from runahead.cache.rows import RowsAttention
 from runahead.decoding.forward import (
     Forward,
     agreed,
-    forward_in_turn,
+    forward_one_by_one,
     forward_over,
     logits_of,
     token_attention,
@@ -447,7 +447,7 @@ class Lanes:
         ids_1C = sent(torch.tensor([list(ids)]), model.device)
         with model.ranges("verification of", len(ids), "tokens"), cache.remembering() as lane.take_back:
             given = {"prompt_tokens": lane.prompt_tokens, "length": self._length}
-            [logits_CV] = forward_in_turn(model, cache, self._deciding, ids_1C, start=start, pads=pads, **given)
+            [logits_CV] = forward_one_by_one(model, cache, self._deciding, ids_1C, start=start, pads=pads, **given)
         return logits_CV
 
     def _place(self, lane: Lane) -> int:

@@ -27,7 +27,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.shard import Shard
 from runahead.config import CacheOptions
 from runahead.context import ContextPartition
-from runahead.decoding.forward import FixedForward, fastest_form, forward_in_turn, forward_over
+from runahead.decoding.forward import FixedForward, fastest_form, forward_one_by_one, forward_over
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, batch_ids
 from runahead.decoding.rows import Rows
@@ -224,7 +224,7 @@ def in_turn(model: Model, prompt: list[int]) -> Forward:
         on_device(model, [5, 6, 7, 8]),
     )
     assert cache is not None
-    return lambda start: forward_in_turn(model, cache, [], turn, start=start, pads=[0])
+    return lambda start: forward_one_by_one(model, cache, [], turn, start=start, pads=[0])
 
 
 def in_a_chunk(model: Model, prompt: list[int]) -> Forward:
