@@ -91,9 +91,9 @@ def shards(partition: ContextPartition, num_new: int, *, by_share: bool = False)
     """
     chunks = {stage: len(partition.chunk(stage)) for stage in partition.chain}
     if by_share:
-        owners = emptiest(dict.fromkeys(chunks, 0), num_new, sizes=chunks)
+        owners = least_filled(dict.fromkeys(chunks, 0), num_new, sizes=chunks)
     else:
-        owners = emptiest(chunks, num_new)
+        owners = least_filled(chunks, num_new)
     return {
         stage: Shard(
             chunk=partition.chunk(stage),
@@ -104,7 +104,7 @@ def shards(partition: ContextPartition, num_new: int, *, by_share: bool = False)
     }
 
 
-def emptiest(stored: Mapping[int, int], num_new: int, *, sizes: Mapping[int, int] | None = None) -> list[int]:
+def least_filled(stored: Mapping[int, int], num_new: int, *, sizes: Mapping[int, int] | None = None) -> list[int]:
     """The stage that stores each of some new tokens: the one that is emptiest by then.
 
     Args:

@@ -19,7 +19,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.kept import KeptCache, KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
-from runahead.cache.shard import emptiest
+from runahead.cache.shard import least_filled
 from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions
 from runahead.context import Partitioner, even
@@ -51,7 +51,7 @@ class Owners:
 
     def pieces(self, num_new: int) -> Iterator[tuple[int, int]]:
         """New tokens as runs (stage that stores the run, its length), after which stages store as alike as can be."""
-        owners = emptiest(self.stored, num_new)
+        owners = least_filled(self.stored, num_new)
         for stage in self.stored:
             left = owners.count(stage)
             while left:
