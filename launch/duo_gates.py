@@ -52,7 +52,7 @@ heads with the largest gates. The folder is valid for this model only.
 """
 
 
-class By(Enum):
+class GatesMethod(Enum):
     optimising = "optimising"
     kvzip = "kvzip"
 
@@ -77,7 +77,7 @@ class GatesRun:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     ranks: RanksOptions = field(default_factory=RanksOptions)
-    by: By = By.optimising
+    by: GatesMethod = GatesMethod.optimising
     sample: str | None = None
     tokens: int = 512
     sinks: int = 16
@@ -92,7 +92,7 @@ class GatesRun:
     out: str | None = None
 
     def __post_init__(self) -> None:
-        self.by = choice("by", By, self.by)
+        self.by = choice("by", GatesMethod, self.by)
         if not self.out:
             raise ValueError("out=<folder> is needed: where the table of gates goes")
         least = {"tokens": 1, "sinks": 0, "recent": 1, "samples": 1, "steps": 1, "passkeys": 1, "words": 1}
@@ -130,10 +130,10 @@ def write_gates(run: GatesRun, ranks: Ranks) -> None:
     ids = ranks.on_rank_0("the options", lambda: _prepare(run, ranks))
     model = Model.load(run.model, ranks.device, progress=True)
     with Bar(f"gates by {run.by.name}", shown=True) as bar:
-        found = by_kvzip(model, ids, run, bar) if run.by is By.kvzip else by_optimising(model, ids, run, bar)
+        found = by_kvzip(model, ids, run, bar) if run.by is GatesMethod.kvzip else by_optimising(model, ids, run, bar)
     table = DuoTable(gates=found, sinks=run.sinks, recent=run.recent, fingerprint=model.fingerprint)
     about = {"by": run.by.name, "tokens": run.tokens, "model_name": model.name}
-    if run.by is By.optimising:
+    if run.by is GatesMethod.optimising:
         about |= {"num_steps": run.steps, "lr": run.learning_rate, "reg_weight": run.penalty}
     assert run.out is not None
     Path(run.out).mkdir(exist_ok=True)

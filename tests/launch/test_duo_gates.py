@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.duo_gates import By, GatesRun, by_kvzip, by_optimising, passkey_text
+from launch.duo_gates import GatesMethod, GatesRun, by_kvzip, by_optimising, passkey_text
 from policies.duo_attention import DuoAttention
 from policies.duo_table import DuoTable
 from policies.streaming_llm import StreamingLLM
@@ -72,7 +72,7 @@ def test_last_hidden_states_are_the_models_own_and_gradients_reach_every_gate() 
 def test_gates_of_kvzip_are_its_largest_scores() -> None:
     """All tokens but the first ones count, over both texts."""
     tiny, ids = tiny_model("llama"), prompt(CHUNK)
-    run = GatesRun(by=By.kvzip, tokens=CHUNK, sinks=SINKS, recent=4, samples=2, out="x")
+    run = GatesRun(by=GatesMethod.kvzip, tokens=CHUNK, sinks=SINKS, recent=4, samples=2, out="x")
     with throughout(torch.float64):
         found = by_kvzip(tiny, ids, run)
         by_hand = scores_by_hand(tiny, ids)
@@ -129,7 +129,7 @@ def copy_loss(chosen: str, tmp_path: Path) -> float:
         chosen: whose gates are largest: by KVzip, or random ones.
     """
     if chosen == "kvzip":
-        run = GatesRun(by=By.kvzip, sinks=4, recent=64, samples=2, out="x")
+        run = GatesRun(by=GatesMethod.kvzip, sinks=4, recent=64, samples=2, out="x")
         gates = by_kvzip(model(), text_ids()[4000:].tolist(), run)
     else:
         generator = torch.Generator().manual_seed(int(chosen))
