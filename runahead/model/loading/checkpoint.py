@@ -66,7 +66,7 @@ class Checkpoint:
         config_file: the config of a model with random weights, for which the folder may have a tokenizer; or None.
         name: the model's name; "" if its config gives it.
         label: what the user wrote, for error messages.
-        cure: what to do if the files are damaged, for error messages.
+        remedy: what to do if the files are damaged, for error messages.
         from_hub: missing files, such as code in another repository, may be fetched.
     """
 
@@ -75,7 +75,7 @@ class Checkpoint:
     config_file: Path | None = None
     name: str = ""
     label: str
-    cure: str
+    remedy: str
     from_hub: bool = False
 
     @property
@@ -129,23 +129,23 @@ def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
     if local.is_file():
         if local.suffix != ".gguf":
             raise ValueError(f"{label} is a file but not a .gguf; name the model's folder, a .gguf file or a hub id")
-        return Checkpoint(folder=local.parent, gguf=local.name, name=path, label=label, cure="download it again")
+        return Checkpoint(folder=local.parent, gguf=local.name, name=path, label=label, remedy="download it again")
     if local.is_dir():
         require_small_files(local, label)
-        return Checkpoint(folder=local, name=path, label=label, cure="copy or download the folder again")
+        return Checkpoint(folder=local, name=path, label=label, remedy="copy or download the folder again")
     if match := HUB_GGUF.fullmatch(path):
         file = _from_hub(label, progress, match[1], revision, [match[2]]) / match[2]
         if not file.is_file():
             raise ValueError(f"{label}: the hub's {match[1]} has no file {match[2]}; name one that it has")
-        cure = f"delete {file} and run again"
-        return Checkpoint(folder=file.parent, gguf=file.name, name=path, label=label, cure=cure)
+        remedy = f"delete {file} and run again"
+        return Checkpoint(folder=file.parent, gguf=file.name, name=path, label=label, remedy=remedy)
     if not HUB_ID.fullmatch(path) or local.suffix in (".gguf", ".json", ".safetensors"):
         raise ValueError(f"{label} does not exist; name a model's folder, a .gguf file or a hub id such as org/name")
     # The small files first: they say which large ones belong to the model if a repository holds several formats.
     small = SMALL_FILES + (["*.py"] if options.trust_remote_code else [])
     folder = _from_hub(label, progress, path, revision, small)
-    cure = f"delete {folder} and run again"
-    checkpoint = Checkpoint(folder=folder, name=path, label=label, cure=cure, from_hub=True)
+    remedy = f"delete {folder} and run again"
+    checkpoint = Checkpoint(folder=folder, name=path, label=label, remedy=remedy, from_hub=True)
     if weights:
         _from_hub(label, progress, path, revision, weight_names(checkpoint))
     return checkpoint
@@ -280,7 +280,7 @@ def weight_names(checkpoint: Checkpoint) -> list[str]:
         return [name]
     shards = read_json(checkpoint.folder / name, checkpoint.label).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise ValueError(f'{checkpoint.label}: {name} has no "weight_map"; {checkpoint.cure}')
+        raise ValueError(f'{checkpoint.label}: {name} has no "weight_map"; {checkpoint.remedy}')
     _require_names(list(shards.values()), name, checkpoint)
     return sorted(set(shards.values()))
 
@@ -296,7 +296,7 @@ def _require_names(names: list[Any], where: str, checkpoint: Checkpoint) -> None
         if not isinstance(name, str) or not name.isprintable() or not _is_inside(name):
             raise ValueError(
                 f"{checkpoint.label}: {where} names {ascii(name)[:60]} as a file of weights, which is no name of a "
-                f"file in the folder; {checkpoint.cure}"
+                f"file in the folder; {checkpoint.remedy}"
             )
         if not name.endswith((".safetensors", ".index.json")):
             raise ValueError(
@@ -335,7 +335,7 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
             "take a checkpoint in that form"
         )
     if missing:
-        raise ValueError(f"{checkpoint.label} lacks the weights file {missing[0]}; {checkpoint.cure}")
+        raise ValueError(f"{checkpoint.label} lacks the weights file {missing[0]}; {checkpoint.remedy}")
     return files
 
 
@@ -373,7 +373,7 @@ def stored_parts(checkpoint: Checkpoint) -> dict[str, Any]:
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{checkpoint.label}: {path.name} is not a complete safetensors file ({one_line(error)}); "
-                f"{checkpoint.cure}"
+                f"{checkpoint.remedy}"
             ) from error
     return parts
 
@@ -390,7 +390,7 @@ def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:
         header = read_header(checkpoint.folder / checkpoint.gguf)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"{checkpoint.label} is not a complete GGUF file ({one_line(error)}); {checkpoint.cure}"
+            f"{checkpoint.label} is not a complete GGUF file ({one_line(error)}); {checkpoint.remedy}"
         ) from error
     # transformers reads RoPE scalings from GGUF metadata for one family only, and silently ignores them otherwise: the
     # positions of a long prompt would be wrong.

@@ -283,7 +283,7 @@ def _require_known(config: Mapping[str, Any], label: str) -> None:
 def _loading_trouble(error: Exception, checkpoint: Checkpoint, options: ModelOptions) -> str:
     if _needs_code(error, options):
         return _config_trouble(error, checkpoint.label, options)
-    remedy = f"{checkpoint.cure} if a file is damaged; RUNAHEAD_TRACEBACK=1 prints where it fails"
+    remedy = f"{checkpoint.remedy} if a file is damaged; RUNAHEAD_TRACEBACK=1 prints where it fails"
     if isinstance(error, ImportError):
         remedy = "install that package"
     return f"{checkpoint.label} cannot be loaded ({one_line(error)}); {remedy}"
@@ -292,7 +292,7 @@ def _loading_trouble(error: Exception, checkpoint: Checkpoint, options: ModelOpt
 def _tokenizer_trouble(error: Exception, checkpoint: Checkpoint, options: ModelOptions) -> str:
     if _needs_code(error, options):
         return _config_trouble(error, checkpoint.label, options)
-    remedy = checkpoint.cure
+    remedy = checkpoint.remedy
     if isinstance(error, ImportError):
         remedy = "install that package"
     elif "Tokenizer class" in str(error):

@@ -23,7 +23,7 @@ def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
         path = path / "config.json"
     elif not path.exists():
         raise ValueError(f"{label} does not exist; name a model's folder or a config.json")
-    return Checkpoint(folder=path.parent, config_file=path, label=label, cure="restore its files")
+    return Checkpoint(folder=path.parent, config_file=path, label=label, remedy="restore its files")
 
 
 def build(make: ModelMaker) -> PreTrainedModel:

