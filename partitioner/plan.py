@@ -68,7 +68,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _plan(run: PlanRun) -> int:
     ensure_outputs(run, {"report": [run.report], "picture": [run.picture]})
     plan = plan_of(run, shown=True)
-    from partitioner.meshes.words import as_json, nothing_fits
+    from partitioner.meshes.text import as_json, nothing_fits
 
     if run.report is not None:
         write_whole(run.report, json.dumps(as_json(plan), indent=1) + "\n")
@@ -113,7 +113,7 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
 
 def plan_text(plan: MeshPlan, run: PlanRun) -> str:
     """The plan as text for a terminal."""
-    from partitioner.meshes.words import COLUMNS, LEFT, assumptions, launch_commands, rows
+    from partitioner.meshes.text import COLUMNS, LEFT, assumptions, launch_commands, rows
 
     machine, size = plan.machine, plan.size
     place = f"{machine.num_gpus} GPUs" if machine.num_gpus > 1 else "1 GPU"

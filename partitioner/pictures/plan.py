@@ -15,7 +15,7 @@ def plan_png(plan: Mapping[str, Any]) -> bytes:
     """Draw a bar per candidate in both panels, the best at the top.
 
     Args:
-        plan: as `partitioner.meshes.words.as_json` gives it.
+        plan: as `partitioner.meshes.text.as_json` gives it.
     """
     candidates = plan["candidates"]
     figure = new_figure(11.5, 1.9 + 0.3 * len(candidates))

@@ -40,8 +40,8 @@ from partitioner.meshes.model_size import ModelSize, _weights
 from partitioner.meshes.options import PlanRun
 from partitioner.meshes.plan import MeshPlan, make_plan, shares_that_fit
 from partitioner.meshes.request import read_compute
+from partitioner.meshes.text import as_json, nothing_fits, ratios, reason
 from partitioner.meshes.units import bytes_per_s, flops
-from partitioner.meshes.words import as_json, nothing_fits, ratios, reason
 from partitioner.plan import HELP, PLAN, main, plan_of, plan_text
 from partitioner.searches.best_split import best_split
 from partitioner.searches.equal_work import equal_work

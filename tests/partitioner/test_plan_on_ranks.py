@@ -14,7 +14,7 @@ import torch
 
 from partitioner.meshes.memory import Workload, kv_bytes
 from partitioner.meshes.model_size import ModelSize
-from partitioner.meshes.words import launch_commands
+from partitioner.meshes.text import launch_commands
 from partitioner.plan import PLAN, plan_of
 from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
 from tests.conftest import RankPools

@@ -1,4 +1,4 @@
-"""A plan in words: the table of candidates, why each one lost, the command that starts the best, and as JSON."""
+"""A plan as text: the table of candidates, why each one lost, the command that starts the best, and as JSON."""
 
 from __future__ import annotations
 
