@@ -66,7 +66,7 @@ def set_title(figure: Figure, title: str, subject: str = "") -> None:
         note.set_in_layout(False)
 
 
-def dress(axes: Any, *, title: str = "", x: str = "", y: str = "", grid: str = "both") -> None:
+def style_axes(axes: Any, *, title: str = "", x: str = "", y: str = "", grid: str = "both") -> None:
     """Set title and labels of axes in the project's style; `grid` is "x", "y", "both" or ""."""
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.set_xlabel(x, fontsize=9, color=INK)

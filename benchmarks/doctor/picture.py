@@ -9,7 +9,7 @@ from benchmarks.doctor.findings import Verdict
 from benchmarks.doctor.speed import NAMES
 from benchmarks.harness.pictures import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, Look, legend
 from benchmarks.ttft.variants import BASELINE, BOUND, OURS
-from runahead.picture_style import INK, MUTED, dress, new_figure, png, set_lengths, set_seconds, set_title
+from runahead.picture_style import INK, MUTED, new_figure, png, set_lengths, set_seconds, set_title, style_axes
 
 LOOKS = {
     BASELINE: Look(BLACK, "s"),
@@ -39,7 +39,7 @@ def picture(page: dict[str, Any]) -> bytes:
 
 def _draw_ttft(axes: Any, races: Sequence[dict[str, Any]], num_ranks: int) -> None:
     """TTFT of every method on the most ranks, by prompt length."""
-    dress(axes, title=f"TTFT on {num_ranks} rank{'s' * (num_ranks > 1)}", x="prompt tokens", y="seconds")
+    style_axes(axes, title=f"TTFT on {num_ranks} rank{'s' * (num_ranks > 1)}", x="prompt tokens", y="seconds")
     lengths = [race["length"] for race in races]
     for name, look in LOOKS.items():
         points = [(race["length"], race["ttft_s"][name]) for race in races if name in race["ttft_s"]]
@@ -60,7 +60,7 @@ def _draw_ttft(axes: Any, races: Sequence[dict[str, Any]], num_ranks: int) -> No
 
 def _draw_speedups(axes: Any, races: Sequence[dict[str, Any]]) -> None:
     """Speed-up of KV-Runahead over one rank, and of its bound, by number of ranks and length."""
-    dress(axes, title="Over one rank: KV-Runahead, and its bound TTFT(p)", y="times as fast", grid="y")
+    style_axes(axes, title="Over one rank: KV-Runahead, and its bound TTFT(p)", y="times as fast", grid="y")
     if not races:
         _say(axes, "no speed-up was measured")
         return
@@ -78,7 +78,7 @@ def _draw_speedups(axes: Any, races: Sequence[dict[str, Any]]) -> None:
 
 def _draw_links(axes: Any, page: dict[str, Any]) -> None:
     """Rate of every measured link, short ones in another colour."""
-    dress(axes, title="Links between ranks", x="Gbit/s", grid="x")
+    style_axes(axes, title="Links between ranks", x="Gbit/s", grid="x")
     links = {} if page["probe"] is None else page["probe"]["links"]
     if not links:
         _say(axes, "no link was measured")

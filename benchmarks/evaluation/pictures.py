@@ -19,13 +19,13 @@ from policies.base import Budget
 from runahead.picture_style import (
     INK,
     MUTED,
-    dress,
     ink_on,
     new_figure,
     panels,
     png,
     rows_and_columns,
     set_title,
+    style_axes,
     tokens,
 )
 
@@ -65,7 +65,7 @@ def quality_png(rows: Sequence[SummaryRow], subject: str) -> bytes | None:
         metric = METRICS[of_task[0].metric]
         better = "lower is better" if metric.lower_is_better else "higher is better"
         x = "K,V kept on the device, % of the full cache's bytes"
-        dress(axes, title=TITLES.get(task, task), x=x, y=f"{metric.name} ({better})")
+        style_axes(axes, title=TITLES.get(task, task), x=x, y=f"{metric.name} ({better})")
         axes.set_xlim(0, max(105.0, 1.03 * max(100 * row.kv_share for row in of_task)))
         _set_scores(axes, metric, [row.score for row in of_task])
     _legend(figure, looks, with_full=any(row.policy == FULL for row in rows))
@@ -101,7 +101,7 @@ def found_png(task: str, rows: Sequence[SummaryRow], subject: str) -> bytes | No
                     axes.text(x, y, told, ha="center", va="center", fontsize=8, color=ink_on(colours(score)))
         budget = "" if row.budget is None else f", {budget_text(row.budget)}"
         title = f"{row.policy}{budget}\nfound {row.score:.0%}, K,V {row.kv_share:.0%}"
-        dress(axes, title=title, y="" if column else "depth", grid="")
+        style_axes(axes, title=title, y="" if column else "depth", grid="")
         axes.title.set_fontsize(8.5)
         axes.set_xticks(range(len(lengths)), [tokens(length) for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
@@ -130,7 +130,7 @@ def pyramid_png(rows: Sequence[SummaryRow], subject: str) -> bytes | None:
                 every = (at, max(len(looks), 4))
                 axes.plot(percent, **looks[row.policy], markevery=every, markersize=5, linewidth=1.4)
         title = "own budgets" if budget is None else f"budget {budget_text(budget)}"
-        dress(axes, title=title, x="layer", y="tokens kept, % of the context")
+        style_axes(axes, title=title, x="layer", y="tokens kept, % of the context")
         axes.set_ylim(0, 105)
         axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(figure, {policy: look for policy, look in looks.items() if any(row.policy == policy for row in thinned)})

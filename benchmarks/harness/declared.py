@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness.lines import Line
 from benchmarks.harness.pictures import LOOKS, legend
 from launch.program.text_table import text_table
-from runahead.picture_style import dress, new_figure, panels, png, set_title
+from runahead.picture_style import new_figure, panels, png, set_title, style_axes
 
 Chosen = Callable[[list[Line]], Iterable[Line]]
 """The lines that a table or a picture shows, such as `benchmarks.harness.study.newest(...)`."""
@@ -92,7 +92,7 @@ class Curves:
                     if part.bound is not None:
                         bounds = zip(*self._points(of_curve, part.bound), strict=True)
                         axes.plot(*bounds, color=look["color"], linestyle=":")
-            dress(axes, title=part.title, x=self.x_label, y=part.y_label)
+            style_axes(axes, title=part.title, x=self.x_label, y=part.y_label)
             self.finish(axes, here)
         legend(figure, handles=list(shown.values()), loc="outside lower left", ncols=4)
         set_title(figure, self.title, self.subject(drawn))

@@ -50,7 +50,7 @@ from benchmarks.studies.serving import Reply, Session, ask, load, percentiles, u
 from launch.program.launcher import end_with_parent
 from launch.program.text_table import text_table
 from launch.serve import SERVE
-from runahead.picture_style import dress, new_figure, png, set_title
+from runahead.picture_style import new_figure, png, set_title, style_axes
 
 START_S = 600.0
 """Seconds within which a server has loaded its model and is ready."""
@@ -470,12 +470,12 @@ def picture(found: list[Line]) -> bytes:
                 colour = COLOURS[rank % len(COLOURS)]
                 memory.plot(minutes, values, dashes, color=colour, label=f"rank {rank}, {name}")
         memory.set_ylim(bottom=0)
-        dress(memory, title=f"{line['server']}, {line['ranks']} ranks", x="minutes", y="MiB")
+        style_axes(memory, title=f"{line['server']}, {line['ranks']} ranks", x="minutes", y="MiB")
         legend(memory)
         counts = sorted(line["outcomes"].items(), key=lambda each: each[1])
         bars = ends.barh([end[:40] for end, _ in counts], [count for _, count in counts], color=SKY)
         ends.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8.5)
-        dress(ends, title="requests by how they ended", x="requests", grid="x")
+        style_axes(ends, title="requests by how they ended", x="requests", grid="x")
     set_title(figure, "A server under load for a long time")
     return png(figure)
 

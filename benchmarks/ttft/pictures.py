@@ -14,7 +14,6 @@ from benchmarks.ttft.variants import BASELINE, VARIANTS, Traffic
 from runahead.picture_style import (
     INK,
     MUTED,
-    dress,
     new_figure,
     panels,
     png,
@@ -22,6 +21,7 @@ from runahead.picture_style import (
     set_lengths,
     set_seconds,
     set_title,
+    style_axes,
     tokens,
 )
 
@@ -64,7 +64,7 @@ def ttft_png(comparison: Comparison) -> bytes | None:
     axes.plot(lengths, [each["free_s"] for each in bounds], color=MUTED, linestyle=FREE, linewidth=1.6)
     axes.plot(lengths, [each["star_causal_s"] for each in bounds], color=MUTED, linestyle=STAR, linewidth=1)
     axes.set_yscale("log")
-    dress(axes, x="prompt, tokens", y="time to first token")
+    style_axes(axes, x="prompt, tokens", y="time to first token")
     set_lengths(axes, lengths)
     set_seconds(axes.yaxis, log=True)
     _legend(axes, [axes], [_line(FREE, "TTFT(p): communication off"), _line(STAR, "TTFT*(p), causal: TTFT(1) / p")])
@@ -89,7 +89,7 @@ def speedup_png(comparison: Comparison) -> bytes | None:
     axes.axhline(1, color=INK, linewidth=1)
     axes.plot(lengths, allowed, color=MUTED, linestyle=FREE, linewidth=1.6)
     axes.axhline(comparison.place["ranks"], color=MUTED, linestyle=STAR, linewidth=1)
-    dress(axes, x="prompt, tokens", y=f"times as fast as {BASELINE}")
+    style_axes(axes, x="prompt, tokens", y=f"times as fast as {BASELINE}")
     set_lengths(axes, lengths)
     axes.set_ylim(0, 1.3 * max(axes.get_ylim()[1], 1.0))  # room for the legend
     guides = [_line(FREE, "TTFT(1) / TTFT(p): communication off"), _line(STAR, "number of ranks")]
@@ -117,7 +117,7 @@ def links_png(comparison: Comparison) -> bytes | None:
         axes.axhline(free_s, color=MUTED, linestyle=FREE, linewidth=1.6)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        dress(axes, title=f"{tokens(length)} tokens", x="link, Gbit/s")
+        style_axes(axes, title=f"{tokens(length)} tokens", x="link, Gbit/s")
         axes.set_xticks(rates, [_rate_text(network) for network in here])
         axes.set_xticks([], minor=True)
         set_seconds(axes.yaxis, log=True)
@@ -145,7 +145,7 @@ def bytes_png(comparison: Comparison) -> bytes | None:
         axes.plot([at - 0.36, at + 0.36], [line["formula_bytes"] / whole] * 2, color=INK, linewidth=2)
         if line["wire_bytes"] is not None:
             axes.plot(at, line["wire_bytes"] / whole, marker="D", color="white", markeredgecolor=INK, markersize=6)
-    dress(axes, y="K,V sent, in K,V of the whole prompt", grid="y")
+    style_axes(axes, y="K,V sent, in K,V of the whole prompt", grid="y")
     axes.set_xticks(range(len(names)), [f"{name}\n{tokens(longest[name]['length'])}" for name in names])
     axes.margins(y=0.25)
     measured = Line2D([], [], color=MUTED, linewidth=7, alpha=0.6, label="measured, all ranks")
@@ -172,7 +172,7 @@ def noise_png(comparison: Comparison) -> bytes | None:
     all_axes = panels(figure, len(by_length), len(by_length), 1)
     for axes, (length, percent) in zip(all_axes, by_length.items(), strict=True):
         _draw_noise(axes, names, percent)
-        dress(axes, title=f"{tokens(length)} tokens", y="TTFT later, %", grid="y")
+        style_axes(axes, title=f"{tokens(length)} tokens", y="TTFT later, %", grid="y")
     all_axes[-1].set_xlabel("link, Gbit/s", fontsize=9, color=INK)
     _legend_below(figure, all_axes, [])
     set_title(figure, "How much later with noise on the link", f"{comparison.subject()}; medians")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runahead.picture_style import ACCENT, INK, MUTED, colours, dress, new_figure, panels, png, seconds, set_title
+from runahead.picture_style import ACCENT, INK, MUTED, colours, new_figure, panels, png, seconds, set_title, style_axes
 
 SPENT = {"compute": "compute", "allreduce": "all-reduces", "wait": "waits for keys and values"}
 HELD = {"weights": "weights", "kv": "keys and values", "activations": "activations", "reserve": "reserve"}
@@ -43,7 +43,7 @@ def _draw(
         widths = [0.0 if value is None else value[name] / unit for value in values]
         axes.barh(range(len(values)), widths, left=starts, height=0.7, color=colour, label=label)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    dress(axes, x=x, grid="x")
+    style_axes(axes, x=x, grid="x")
     axes.set_yticks(range(len(values)), names)
     axes.invert_yaxis()
     axes.legend(fontsize=8, frameon=False, loc="best")

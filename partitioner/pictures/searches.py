@@ -17,7 +17,6 @@ from runahead.picture_style import (
     ACCENT,
     INK,
     MUTED,
-    dress,
     new_figure,
     panels,
     png,
@@ -25,6 +24,7 @@ from runahead.picture_style import (
     seconds,
     set_seconds,
     set_title,
+    style_axes,
     tokens,
 )
 
@@ -71,7 +71,7 @@ def _draw_curve(axes: Any, length: int, search: SearchResult) -> None:
     text = f"{best:,} + {length - best:,}"
     if (even_s := costs.get(length // 2, 0.0)) > search.cost_s:
         text += f"\n{even_s / search.cost_s - 1:.1%} faster than even"
-    dress(axes, title=f"{tokens(length)} tokens: {seconds(search.cost_s)}", x="tokens of rank 0")
+    style_axes(axes, title=f"{tokens(length)} tokens: {seconds(search.cost_s)}", x="tokens of rank 0")
     # Only the surroundings of the minimum are shown.
     near = [place for place in places if costs[place] <= FAR * search.cost_s]
     shown = [*near, length / 2]
@@ -158,7 +158,7 @@ def _draw_grid(axes: Any, level: Sequence[Evaluation], tried: Sequence[Evaluatio
         face = shades.to_rgba(step.cost_s / best_s - 1)
         axes.add_patch(Rectangle(corner, stride, stride, facecolor=face, edgecolor="white", linewidth=0.8))
     splits = "1 new split" if len(level) == 1 else f"{len(level)} new splits"
-    dress(axes, title=f"stride {stride:,}: {splits}")
+    style_axes(axes, title=f"stride {stride:,}: {splits}")
     # The same range in x and y, so that the cells are squares.
     reach = max(max(xs) - min(xs), max(ys) - min(ys)) / 2 + 1.2 * max(stride, 1)
     for set_limits, values in ((axes.set_xlim, xs), (axes.set_ylim, ys)):

@@ -27,7 +27,6 @@ from runahead.picture_style import (
     MUTED,
     Colour,
     colours,
-    dress,
     ink_on,
     new_figure,
     panels,
@@ -36,6 +35,7 @@ from runahead.picture_style import (
     set_lengths,
     set_seconds,
     set_title,
+    style_axes,
 )
 from runahead.timeline.picture import timeline_png
 
@@ -165,7 +165,7 @@ def _draw_ratios(axes: Any, table: LookupTable, ranks: int) -> None:
         _draw_bar(axes, entry, shades, width)
     for boundary in range(1, ranks):
         axes.axhline(boundary / ranks, color=INK, linewidth=0.7, linestyle=(0, (2, 3)), alpha=0.7)
-    dress(axes, title=f"{ranks} ranks (dotted: even)" if ranks > 1 else "1 rank", x="prompt, tokens", grid="")
+    style_axes(axes, title=f"{ranks} ranks (dotted: even)" if ranks > 1 else "1 rank", x="prompt, tokens", grid="")
     set_lengths(axes, [entry.length for entry in entries])
     margin = width**0.9 if len(entries) > 1 else width**2
     axes.set_xlim(entries[0].length / margin, entries[-1].length * margin)
@@ -232,7 +232,7 @@ def ttft_png(
     _ring(axes[0], [(length, entry.ttft_s) for length, entry in best.items()], "the best number")
     axes[0].set_yscale("log")
     set_seconds(axes[0].yaxis, log=True)
-    dress(axes[0], title="Time to first token", x="prompt, tokens")
+    style_axes(axes[0], title="Time to first token", x="prompt, tokens")
     set_lengths(axes[0], lengths)
     axes[0].legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="upper left", ncols=1 + len(shades) // 8)
     if has_speedups:
@@ -264,7 +264,7 @@ def _draw_speedups(
     handles = [Line2D([], [], color=INK, linestyle=":", label="communication off, TTFT(p)")] if free else []
     if ideal:
         handles.append(Line2D([], [], color=INK, linewidth=0.9, linestyle=(0, (6, 4)), label="bound, TTFT*(p)"))
-    dress(axes, title="Speed-up over one rank", x="prompt, tokens")
+    style_axes(axes, title="Speed-up over one rank", x="prompt, tokens")
     axes.set_ylim(0, 1.22 * max([1.0, *axes.yaxis.get_data_interval()]))  # room for the legend
     axes.legend(handles=handles, frameon=False, fontsize=8.5, labelcolor=INK, loc="upper left", ncols=2)
 

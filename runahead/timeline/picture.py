@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from runahead.files import write_whole
-from runahead.picture_style import INK, MUTED, dress, new_figure, png
+from runahead.picture_style import INK, MUTED, new_figure, png, style_axes
 from runahead.timeline.recording import ProfilerRecording
 from runahead.timeline.trace import TraceSpan, picture_path, trace_json
 
@@ -92,7 +92,7 @@ def timeline_png(
         label = axes.annotate("first token ", bottom, ha="right", va="bottom", fontsize=9, color=INK)
         label.set_annotation_clip(False)
 
-    dress(axes, x="seconds since the prompt's start", grid="x")
+    style_axes(axes, x="seconds since the prompt's start", grid="x")
     axes.set_xlim(0, end_s * 1.005)
     axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
     labels = [name.replace(" (", "\n(") for name in names] or [f"rank {rank}" for rank in range(len(shown))]

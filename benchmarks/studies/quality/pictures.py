@@ -12,7 +12,7 @@ from benchmarks.harness.lines import Line
 from benchmarks.harness.pictures import LOOKS, legend
 from benchmarks.studies.quality.paired import PolicyRow, Setting, rows, settings
 from benchmarks.studies.quality.tables import PROTOCOLS
-from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
+from runahead.picture_style import MUTED, new_figure, panels, png, set_title, style_axes
 
 ALIKE = 2
 """Percentage points between the bytes kept and what attention saw at most for one picture of both."""
@@ -36,7 +36,7 @@ def picture(found: list[Line]) -> bytes | None:
     losses = ((score, "score over full cache, points"), (loss, "loss over full, nats"))
     for place, ((y, y_name), (x, x_name)) in zip(axes, product(losses, ways), strict=True):
         _draw(place, made, x, y)
-        dress(place, x=f"{x_name}, % of the full cache", y=y_name)
+        style_axes(place, x=f"{x_name}, % of the full cache", y=y_name)
     legend(figure, handles=axes[0].get_legend_handles_labels()[0], loc="outside lower left", ncols=5)
     subject = f"{model}, {PROTOCOLS[protocol]}, {length}; bars: 95% of the mean paired difference"
     seen_too = " and by what attention saw" if len(ways) > 1 else ""

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.harness.lines import Line
 from benchmarks.harness.pictures import LOOKS, legend
 from benchmarks.studies.quality.losses import AtShare, Compared, compared, heading, settings
-from runahead.picture_style import MUTED, dress, new_figure, panels, png, set_title
+from runahead.picture_style import MUTED, new_figure, panels, png, set_title, style_axes
 
 
 def recall_picture(found: list[Line]) -> bytes | None:
@@ -23,11 +23,11 @@ def recall_picture(found: list[Line]) -> bytes | None:
         methods = compared(lines, "retrieving")
         _draw(of_recall, methods, None)
         x = "K,V read, % of the context"
-        dress(of_recall, title=heading(lines), x=x, y="recall: share of attention to what is read, %")
+        style_axes(of_recall, title=heading(lines), x=x, y="recall: share of attention to what is read, %")
         for place, name in zip(of_losses, ("copy", "key -> value"), strict=True):
             _draw(place, methods, name)
             place.axhline(0, color=MUTED, linewidth=1, linestyle="--")
-            dress(place, x=x, y=f"{name}: loss over the full cache, nats")
+            style_axes(place, x=x, y=f"{name}: loss over the full cache, nats")
     legend(figure, handles=axes[0].lines, loc="outside lower left", ncols=4)
     set_title(figure, "What retrieving policies find, by the bytes that they read")
     return png(figure)
