@@ -1,4 +1,4 @@
-"""Whether options go together, before anything is read: `python -m launch.combinations --help`."""
+"""Check of whether options go together, before anything is read: `python -m launch.combinations --help`."""
 
 from __future__ import annotations
 

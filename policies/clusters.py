@@ -49,7 +49,7 @@ class Ranking:
         return cls(order_BKY=order_BKY, sizes_BKY=sizes_BKY, ends_BKY=sizes_BKY.cumsum(dim=-1))
 
     def is_left(self, num_chosen: int) -> Tensor:
-        """Which clusters (B, K, Y) have no token among the best `num_chosen` ones."""
+        """Mask of clusters (B, K, Y) that have no token among the best `num_chosen` ones."""
         is_left_BKY = self.ends_BKY - self.sizes_BKY >= num_chosen
         return torch.empty_like(is_left_BKY).scatter_(2, self.order_BKY, is_left_BKY)
 

@@ -13,7 +13,7 @@ from policies.clustering import TokenClusters
 from policies.k_means import spherical_k_means
 
 ITERATIONS = 20
-"""Of k-means over the means of clusters."""
+"""Iterations of k-means over the means of clusters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How much each head of a model looks for earlier copies of a token (RazorAttention, arXiv 2407.15891, Sec. 3.2).
+"""Scores of heads: how much each looks for earlier copies of a token (RazorAttention, arXiv 2407.15891, Sec. 3.2).
 
 In a text that is the same random tokens several times, a head may attend to earlier copies of its own token (echo), or
 to the tokens that follow them (induction). Attention to other tokens of such a text means nothing.

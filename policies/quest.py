@@ -173,7 +173,7 @@ class Quest(Retriever, name="quest"):
         return Choice(slots_BKm=torch.cat([slots_BKm, last.expand(*slots_BKm.shape[:2], rest)], dim=-1))
 
     def _always_BKP(self, slots: Slots, whole: int) -> Tensor:  # noqa: N802
-        """Which whole pages, (B, K, P) or (B, 1, P), have one of the first or last tokens of the text."""
+        """Mask of whole pages, (B, K, P) or (B, 1, P), that have one of the first or last tokens of the text."""
         assert slots.positions_BKn is not None and slots.next_B is not None
         positions_BKPS = slots.positions_BKn[..., : whole * self.page].unflatten(2, (whole, self.page))
         is_sink = (positions_BKPS >= 0) & (positions_BKPS < max(self.sinks, 1))

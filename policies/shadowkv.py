@@ -78,7 +78,7 @@ class ShadowPages(Pages):
             self._new_BKCH = torch.cat([self._new_BKCH, k_BKCH], dim=2)
 
     def on_device(self) -> OnDevice:
-        """What need not be fetched of pages and outliers."""
+        """Part of pages and outliers that need not be fetched."""
         return OnDevice(kv_BKoX=self.held_kv_BKmX, keys=None if self._low_rank is None else self._keys)
 
     def _keys(self, slots_BKm: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def use_template(tokenizer: Any | None, path: str | None, option: str) -> None:
 
 
 def usable(entries: Sequence[E], made: Callable[[E], P], *, skip_invalid: bool) -> tuple[list[P], dict[int, str]]:
-    """What is made of each entry that can be used; for each of the others, by its place, what is wrong with it.
+    """Prompt that is made of each entry that can be used; for each of the others, by its place, what is wrong with it.
 
     Raises:
         ValueError: for the first entry that cannot be used; with `skip_invalid`, only if none can.

@@ -1,4 +1,4 @@
-"""How much longer each rank computes than the cost says: learned from prompts, forgotten when the machine changes."""
+"""Slowness of each rank against the cost: learned from prompts, forgotten when the machine changes."""
 
 from __future__ import annotations
 

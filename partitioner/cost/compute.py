@@ -48,7 +48,7 @@ class ComputeCost(Protocol):
         """Attention of the chunk to its prefix in one place, with the merge; 0 without a prefix."""
 
     def state(self, c: float, P: float) -> float:
-        """What a place does with its state, from when it is there until the one after the chunk is known.
+        """Work of a place on its state, from when it is there until the one after the chunk is known.
 
         It depends on P only as far as there is a prefix: some layers take tokens after a given state one by one.
         """

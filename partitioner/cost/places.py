@@ -83,7 +83,7 @@ class Places:
         return sum(self.state_bytes) / max(1, len(self.states))
 
     def alike(self, place: int) -> tuple[int, tuple[str, ...]]:
-        """What places with the same costs have in common: their own, and that of the step to the next."""
+        """Attributes that places with the same costs have in common: their own, and that of the step to the next."""
         return self.state_bytes[place], self.steps[place]
 
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a text lie in slabs, and what else their queries see."""
+"""Index of slabs: the slots of a text's tokens, and what their queries see in other memory."""
 
 # Legend: B batch, K kv heads, C new tokens, H key dim, V value dim.
 

@@ -303,7 +303,7 @@ class KeptLayer(LayerStore):
         self.carried[policy][: self.num_slots] = values_BKn.permute(2, 0, 1)
 
     def carried_BKn(self, policy: Hashable) -> Tensor | None:  # noqa: N802
-        """What a policy has stored by `carry`, 0 for newer slots; None if it has not."""
+        """Values that a policy has stored by `carry`, 0 for newer slots; None if it has not."""
         carried_TBK = self.carried.get(policy)
         return None if carried_TBK is None else carried_TBK[: self.num_slots].permute(1, 2, 0)
 
@@ -317,7 +317,7 @@ class KeptLayer(LayerStore):
         return (slots_BKm * batch + rows_B11) * heads + heads_K1
 
     def all_but(self, slots_BKm: Tensor) -> DroppedTokens:
-        """What stands for the tokens that are in none of these slots, and for those that were dropped before."""
+        """Sums that stand for the tokens that are in none of these slots, and for those that were dropped before."""
         return DroppedTokens.from_slots(self.kv_BKnX(), self.positions_BKn() >= 0, slots_BKm, self.dropped)
 
     def keep(self, slots_BKm: Tensor, *, room: int, tokens_B: Sequence[int] | None = None) -> KeptLayer:

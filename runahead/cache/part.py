@@ -1,4 +1,4 @@
-"""Which tokens of a text lie in a layer that grows: a stage's part of it, or rows with gaps between their positions.
+"""Tokens of a text that lie in a layer that grows: a stage's part of it, or rows with gaps between their positions.
 
 `ShardIndex` is the same for slabs of a size that is known ahead, where every token stays.
 """

@@ -38,7 +38,7 @@ PIECE_TOKENS = 256
 
 
 class Owners:
-    """Which stage stores which new tokens, and how many each stores. All ranks count alike.
+    """Stage that stores each new token, and how many each stores. All ranks count alike.
 
     Args:
         stored: number of tokens that each stage stores.

@@ -1,4 +1,4 @@
-"""Where the keys and values of a batch are while decoding: all on the last stage, or on each stage those of its chunk.
+"""Placement of a batch's keys and values while decoding: all on the last stage, or on each stage those of its chunk.
 
 Sharded, each stage reads its own keys and values alone, and the stages exchange a few numbers per layer. Which way is
 faster depends on the machine: both are timed, at a length of the prompt's, unless earlier timings tell. The gain of

@@ -1,1 +1,1 @@
-"""What does not go together: facts about a run, and the table of combinations that are refused."""
+"""Combinations that are refused, or slower: facts about a run, and the tables of those that hold together."""

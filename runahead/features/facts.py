@@ -33,7 +33,7 @@ WITHOUT_CACHE = ("moe", "mlp")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is known of a run. None is what is not known yet, or not asked for.
+    """Facts that are known of a run. None is what is not known yet, or not asked for.
 
     Models and policies are `Any`, since the modules that define them use this one.
 
@@ -104,10 +104,10 @@ class Setup:
 
 
 SEGMENTS = "reuse of segments"
-"""What asks for reuse of segments, where that is no option."""
+"""Name of the reuse of segments in messages, where no option asks for it."""
 
 Words = str | None
-"""How a message calls a fact that holds; "" if it does not hold, and None if that is not known yet."""
+"""Name of a fact that holds in messages; "" if it does not hold, and None if that is not known yet."""
 
 Fact = Callable[[Setup], Words]
 

@@ -88,11 +88,11 @@ class Schedule(ABC):
         return self.places[layer][1] if self.places else layer
 
     def kind(self, layer: int) -> str:
-        """What the messages of a layer hold."""
+        """Kind of a layer's messages, "KV" or "state"."""
         return self.places[layer][0] if self.places else "KV"
 
     def name(self, layer: int, which: str = "") -> str:
-        """What the messages of a layer hold, such as "the KV of layer 3", with a word of which."""
+        """Name of what the messages of a layer hold, such as "the KV of layer 3", with a word of which."""
         return f"the {which}{self.kind(layer)} of layer {self.number(layer)}"
 
     @property

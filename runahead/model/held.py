@@ -1,4 +1,4 @@
-"""What the layers of a model hold of a text, keys and values or a state, and how transformers' code reaches the states.
+"""Layers that hold a state of a text beside keys and values or in place of them, and how transformers' code reaches it.
 
 Stores, policies and schedules number the layers that store keys and values among themselves, and so are those that hold
 a state: a layer may be both, and some (experts alone) are neither.
@@ -27,7 +27,7 @@ A_STATE = StateLayer()
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What the layers of a model with states hold.
+    """Keys and values and states of the layers of a model in which some hold a state.
 
     Attributes:
         kinds: type of every layer, as its config names it.

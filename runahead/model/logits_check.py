@@ -50,11 +50,11 @@ LEAST_KERNEL = 2
 """Tokens in which a lost convolution state shows, whose kernel has at least as many."""
 
 ROUNDING_OF_RULES = 1e-2
-"""What chunks may be off in any dtype, in the logits' spread: rules of linear attention compute in float32, in other
-steps with other chunks, and deep models enlarge what they round. Seen: 0.007 of 12 layers with random weights."""
+"""Part of the logits' spread by which chunks may be off in any dtype: rules of linear attention compute in float32, in
+other steps with other chunks, and deep models enlarge what they round. Seen: 0.007 of 12 layers with random weights."""
 
 ROUNDING_IN_CHUNKS = 8
-"""How many times further chunks may be off than one forward, where rounding exchanges experts."""
+"""Factor by which chunks may be further off than one forward, where rounding exchanges experts."""
 
 MOST_ROUNDING = 0.4
 """Logits that are further off than this part of their spread are wrong in any model."""

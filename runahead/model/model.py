@@ -292,7 +292,7 @@ class Model:
 
     @property
     def last_attention(self) -> tuple[int, Literal["attended"]]:
-        """What ends a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
+        """End of a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
         return self.num_layers + len(self.kv_sources) - 1, "attended"
 
     @cached_property
@@ -314,7 +314,7 @@ class Model:
 
     @property
     def places(self) -> Sequence[tuple[str, int]]:
-        """What each of `order` is, "KV" or "state", and the number of its layer in the model; empty without states."""
+        """Kind of each of `order`, "KV" or "state", and the number of its layer in the model; empty without states."""
         if self.held is None:
             return ()
         numbers = {"kv": list(self.held.kv_of), "state": list(self.held.state_of)}

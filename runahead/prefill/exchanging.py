@@ -127,7 +127,7 @@ class ExchangingPrefill(Prefill):
         """
 
     def attend(self, job: PrefillJob) -> Callable[..., Part] | None:
-        """What computes attention in place of `op.attend`."""
+        """Function that computes attention in place of `op.attend`."""
         return None
 
     def exchange(self, options: PrefillOptions) -> Exchange:

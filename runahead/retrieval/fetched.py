@@ -124,7 +124,7 @@ class Fetches:
         self._by_layer.pop(layer, None)
 
     def take(self, layer: int) -> Fetched | None:
-        """What was fetched for a layer, whose attention comes now; None is all slots, which are read in place."""
+        """Slots fetched for a layer, whose attention comes now; None is all slots, which are read in place."""
         held = [each.num_bytes for at, each in self._by_layer.items() if each and (at == layer or each.under_way)]
         self.peak_bytes = max(self.peak_bytes, sum(held))
         return self._by_layer.pop(layer)

@@ -31,7 +31,7 @@ from runahead.reuse.tiers.layer_rows import Layers, RecomputedRows
 
 
 class RowPrefix:
-    """What one row reuses, and holds in the tree of its text so far, until it is released.
+    """Prefix that one row reuses, and holds in the tree of its text so far, until it is released.
 
     Attributes:
         num_tokens: number of tokens that it reuses.
@@ -94,7 +94,7 @@ class RowPrefix:
             self._given = {at for at, owner in enumerate(owners) if owner == stage}
 
     def given(self, node: PrefixNode, start: int) -> Sequence[int]:
-        """Which of the tokens of a node that are here this stage gives. `start` is the index of its first token."""
+        """Those of a node's tokens that are here which this stage gives. `start` is the index of its first token."""
         if self._given is None:
             return range(node.num_tokens)
         return [row for row, number in enumerate(node.numbers) if start + number in self._given]
@@ -177,7 +177,7 @@ class RowPrefix:
         self._tree.keep_states(ids, self._key, states)
 
     def fork(self, ids: Sequence[int]) -> RowPrefix:
-        """What another row of the same prompt reuses, which holds what is stored of this text."""
+        """Prefix of another row of the same prompt, which holds what is stored of this text."""
         other = copy(self)
         other._hit, other.snapshots = self._tree.hold(ids, self._key), {}
         return other
@@ -358,7 +358,7 @@ def _computed_anew(
 def reused_prefixes(
     prompts: Sequence[Sequence[int]], num_reused: Sequence[int], parts: list[ReusedPart], *, arrives: bool = False
 ) -> ReusedKV:
-    """What a batch reuses if each prompt begins with so many tokens that are in the parts; see `ReusedKV`."""
+    """Tokens that a batch reuses if each prompt begins with so many that are in the parts; see `ReusedKV`."""
     ends = [len(ids) for ids in prompts]
     longest = max(end - num for end, num in zip(ends, num_reused, strict=True))
     positions = [

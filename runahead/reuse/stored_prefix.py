@@ -43,7 +43,7 @@ class SharedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPrefix:
-    """What the prompts of a batch reuse of stored texts. Every stage derives the same from prompts and lengths.
+    """Tokens of stored texts that the prompts of a batch reuse. Every stage derives the same from prompts and lengths.
 
     Attributes:
         prompts: token ids.
@@ -132,7 +132,7 @@ class StoredPrefix:
         return reused_prefixes(self.prompts, self.num_reused, parts, arrives=bool(slots_of))
 
     def _places(self, stage: int) -> Iterator[tuple[SharedRun, int]]:
-        """What a stage has, and at which token of its slots each run begins."""
+        """Runs that a stage has, each with the token of its slots at which it begins."""
         at = 0
         for run in self.runs:
             if run.stage == stage:

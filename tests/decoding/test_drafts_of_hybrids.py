@@ -46,7 +46,7 @@ LENGTHS = [replace(PLAIN, max_new_tokens=num, logprobs=2) for num in (20, 5, 14)
 """With log-probabilities, in which a wrong state shows where the tokens stay the same."""
 
 OTHER_TOKENS = (AssertionError, ValueError)
-"""What `compare` raises then: the second if drafts are asked for after tokens that `knowing` does not know."""
+"""Errors that `compare` raises then: the second if drafts are asked for after tokens that `knowing` does not know."""
 
 
 @pytest.fixture(autouse=True)

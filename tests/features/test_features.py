@@ -56,7 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 FOUND = dict.fromkeys(("rotations", "rotaries", "output_projections", "attention_input_dims", "query_prediction"), ())
-"""What is looked for in a model that needs it, and found in most."""
+"""Attributes that are looked for in a model that needs them, and found in most."""
 
 
 def altered(**values: Any) -> Model:
@@ -243,7 +243,7 @@ def setup_with(*facts: str) -> Setup:
 
 
 def told(row: Combination, setup: Setup) -> str | None:
-    """What a row says of the place that it refuses first."""
+    """Facts of the place that a row refuses first."""
     return next(filter(None, (row.message(replace(setup, place=place)) for place in PLACES)), None)
 
 
@@ -263,7 +263,7 @@ def test_each_slower_way_is_told_with_its_reason(row: Slower) -> None:
 
 
 def told_alone(row: Combination) -> str:
-    """What a row says. Without any one of its facts it says nothing, and neither does it while one is not known."""
+    """A row says its sentence; without any one of its facts, or while one is not known, it says nothing."""
     setup = setup_with(*row.facts)
     expected = told(row, setup)
     assert expected is not None and "\n" not in expected and "{" not in expected.replace("{name:", "")

@@ -21,8 +21,8 @@ from tests.golden.running import is_refusal
 
 RECORDS = load()
 MOST_MORE, MOST_MORE_IN_ALL = 2.0, 1.25
-"""How many times as large as recorded errors in bfloat16 may be, one and the geometric mean of all: they are of other
-kernels on another CPU, and a place more at which one rounds makes all of them larger."""
+"""Factors by which errors in bfloat16 may exceed the recorded ones, one and the geometric mean of all: they are of
+other kernels on another CPU, and a place more at which one rounds makes all of them larger."""
 
 
 def has_family(record: Record) -> bool:

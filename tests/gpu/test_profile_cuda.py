@@ -17,7 +17,7 @@ from runahead.timeline.trace import trace_json
 from tests.gpu.models import CUDA, NUM_LAYERS, alone, model
 
 SEES_KERNELS = ProfilerActivity.CUDA in supported_activities()
-"""Whether torch's profiler can record a GPU, which it cannot where PyTorch has no CUDA and the GPU is a virtual one."""
+"""True if torch's profiler can record a GPU, which it cannot where PyTorch has no CUDA and the GPU is a virtual one."""
 
 NUM_NEW = 8
 

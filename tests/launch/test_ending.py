@@ -1,4 +1,4 @@
-"""How a program ends: its status, what torchrun is told, and a rank that leaves without Python being taken down."""
+"""The end of a program: its status, what torchrun is told, and a rank that leaves without Python being taken down."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tests.policies import test_matrix
 from tests.ranks.tasks import tiny_model
 
 TOLERANCE = 1e-9
-"""As of tests/ranks/test_exactness.py. A lost state costs above 1e-4."""
+"""The tolerance of tests/ranks/test_exactness.py. A lost state costs above 1e-4."""
 
 WRONG = 1e-5
 
@@ -335,7 +335,7 @@ def test_the_check_at_load_finds_any_state_that_is_lost(family: str, name: str, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_state_that_the_weights_multiply_by_zero_is_not_lost(dtype: torch.dtype) -> None:
-    """As Zaya's first weights do with its convolution."""
+    """Zaya's first weights do so with its convolution."""
     module = build("zaya", dtype=dtype)
     for name, parameter in module.named_parameters():
         if "conv_qk" in name:

@@ -1,4 +1,4 @@
-"""How many ranks, in which order: the paper's Appendix B, and what unlike ranks add."""
+"""The best number of ranks and their order: the paper's Appendix B, and what unlike ranks add."""
 
 from itertools import pairwise
 

@@ -39,7 +39,7 @@ from runahead.thinning.rank_policies import RankPolicies
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"
 PASSAGE, FILLER, BEHIND = 128, 640, 128
 STARTS = (1400, 2100)
-"""Where in the text the samples begin."""
+"""Characters of the text at which the samples begin."""
 
 CHUNK, BUDGET = 32, 0.2
 """StreamingLLM is fed so many tokens at a time, and keeps this share of all."""

@@ -29,7 +29,7 @@ from tests.prompt_cache.serving import one_rank
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "frankenstein_letters.txt"
 START = 1400
-"""Where in the text the sample begins."""
+"""Character of the text at which the sample begins."""
 PASSAGE, CONTEXT, FOLLOWING = 128, 768, 128
 
 

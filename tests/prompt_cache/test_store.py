@@ -1,4 +1,4 @@
-"""Where segments are kept: what goes when there is no room, what is never found, and what several processes share."""
+"""The store of segments: what goes when there is no room, what is never found, and what several processes share."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.reuse.test_prefixes import require_same
 
 FAST = ["qwen3_next", "lfm2", "mamba2"]
 WINDOWS = ("lfm3",)
-"""Of which the last stage has not all that it would store of a prompt that all stages compute."""
+"""Families of whose prompts the last stage has not all that it would store of a prompt that all stages compute."""
 OTHERS = [each for each in HYBRIDS if each not in (*FAST, *WINDOWS)]
 FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 

@@ -245,7 +245,7 @@ FOUND = {
         inf,
     ),
 }
-"""What random operations found, with the limits of the tiers."""
+"""Failures that random operations found, with the limits of the tiers."""
 
 
 @pytest.mark.parametrize("name", FOUND)

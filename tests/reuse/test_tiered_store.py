@@ -1,4 +1,4 @@
-"""What a store of three tiers does, whoever finds its entries: a tree of token ids, or names."""
+"""A store of three tiers, whoever finds its entries: a tree of token ids, or names."""
 
 from __future__ import annotations
 

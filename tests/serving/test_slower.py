@@ -1,4 +1,4 @@
-"""What the table of slower ways says is what is done: each way is observed where a row holds, and where none does."""
+"""The table of slower ways says what is done: each way is observed where a row holds, and where none does."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _prefill(job: RankPair, way: str, model: str, length: int, number: int, *, r
 
 
 def simulations(probe: dict[str, Any], boundaries: list[int], options: Namespace) -> Line:
-    """What the simulation says of the measured split, and of more ranks.
+    """Simulated times of the measured split, and of more ranks.
 
     Args:
         probe: compute, link and bytes, as the ranks measured them.

@@ -75,7 +75,7 @@ class Measured:
         self.engines: dict[tuple[str, str], Engine] = {}
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """What a request measures."""
+        """Measurement that a request asks for."""
         if "open" in request:
             return self._open(request.pop("open"), **request)
         if "probe" in request:
