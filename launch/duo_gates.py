@@ -166,7 +166,7 @@ def by_kvzip(model: Model, ids: Sequence[int], run: GatesRun, bar: Bar | None = 
 
     from policies.kvzip import KVzip
     from runahead.cache.attention import CausalAttention
-    from runahead.cache.kept import KeptCache
+    from runahead.cache.kept_cache import KeptCache
     from runahead.thinning.replay import score_prompt
 
     policy, random = KVzip(sinks=min(run.sinks, 4)), Random(run.seed)

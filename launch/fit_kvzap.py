@@ -259,7 +259,7 @@ def scored(model: Model, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]
 
     from policies.kvzip import KVzip
     from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
-    from runahead.cache.kept import KeptCache
+    from runahead.cache.kept_cache import KeptCache
     from runahead.thinning.replay import score_prompt
 
     given: dict[int, Tensor] = {}

@@ -18,7 +18,8 @@ from policies.sparq import LargeDims, SparQ
 from runahead import Model
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import CacheOptions

@@ -20,7 +20,7 @@ from torch import Tensor
 from policies.row_values import row_values
 from runahead.attention.answers import Answers
 from runahead.attention.op import nothing
-from runahead.cache.kept import KeptCache
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.forward import Forward, forward_one_by_one, forward_over

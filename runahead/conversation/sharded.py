@@ -16,7 +16,8 @@ from torch import Tensor
 
 from policies.row_values import row_values
 from runahead.cache.attention import CausalAttention
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
 from runahead.cache.shard import least_filled

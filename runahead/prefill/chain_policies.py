@@ -10,7 +10,8 @@ import torch
 
 from policies.row_values import row_values
 from runahead.cache.attention import LayerCall, LayerHook
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens, num_tokens_of
 from runahead.context import ContextPartition
 from runahead.prefill.stage_run import StageRun

@@ -16,7 +16,7 @@ from runahead.attention.base import LayerInput
 from runahead.attention.op import Part
 from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.base import KVStore, LayerStore, SeenKV
-from runahead.cache.kept import KeptCache
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.kv_cache import seen_in, seen_in_part
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab

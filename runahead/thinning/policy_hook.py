@@ -7,7 +7,7 @@ from collections.abc import Callable
 from runahead.attention.op import nothing
 from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from runahead.cache.base import KVStore
-from runahead.cache.kept import KeptCache
+from runahead.cache.kept_cache import KeptCache
 from runahead.thinning.steps import PolicySteps
 
 

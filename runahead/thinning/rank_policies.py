@@ -9,7 +9,8 @@ from itertools import accumulate
 
 from policies.base import LayerForm, ModelFacts, Phase, Policy, PromptPart
 from policies.retriever import Retriever
-from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.kept import NEW_ROOM
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.form import InFewBits
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Positions

@@ -25,7 +25,8 @@ from runahead.attention.op import nothing
 from runahead.attention.probabilities import QuerySignals
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.index import AfterPrefix
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab, Slabs
 from runahead.model.layers.output_projection import projected_lengths

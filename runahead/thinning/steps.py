@@ -22,7 +22,8 @@ from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.base import SeenKV
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model

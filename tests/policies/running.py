@@ -11,7 +11,7 @@ from policies.base import ModelFacts, Phase, Policy
 from policies.duo_attention import DuoAttention
 from policies.razor_attention import RazorAttention
 from policies.streaming_heads import StreamingHeads
-from runahead.cache.kept import KeptCache
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import Positions
 from runahead.model.model import Model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policies.base import LayerView, Policy
 from runahead import ContextPartition, PrefillOptions, Ranks
-from runahead.cache.kept import KeptCache
+from runahead.cache.kept_cache import KeptCache
 from runahead.config import PrefillName
 from runahead.decoding.forward import forward_over
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch

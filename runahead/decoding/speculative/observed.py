@@ -15,7 +15,8 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.base import KVStore, SeenKV
 from runahead.cache.index import ALL_TOKENS
-from runahead.cache.kept import KeptCache, KeptLayer
+from runahead.cache.kept import KeptLayer
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import Slabs
 from runahead.model.model import Model

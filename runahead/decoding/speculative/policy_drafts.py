@@ -12,7 +12,8 @@ from policies.base import Policy
 from policies.row_values import sent
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import KVStore, SeenKV
-from runahead.cache.kept import NEW_ROOM, KeptCache
+from runahead.cache.kept import NEW_ROOM
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.decoding.lanes import Lanes
