@@ -47,7 +47,7 @@ class Held:
 
     @classmethod
     def by_config(cls, config: Any) -> Held | None:
-        """What transformers' own cache would have for each layer; None if no layer holds a state."""
+        """The layers as transformers' own cache would have them; None if no layer holds a state."""
         kinds = getattr(config, "layer_types", None) or []
         if not any(kind in WITH_STATES for kind in kinds):
             return None
@@ -75,7 +75,7 @@ class Held:
         for layer, number in self.state_of.items():
             if not shapes[number].parts:
                 raise ValueError(f"keeps the state of its {self.kinds[layer]} layers outside transformers' cache")
-        last = {thing: at for at, thing in enumerate(recording.order)}
+        last = {place: at for at, place in enumerate(recording.order)}
         return replace(
             self,
             kv_of={layer: number for number, layer in enumerate(layers)},

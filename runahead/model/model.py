@@ -1,4 +1,4 @@
-"""A loaded model as the runtime uses it: KV shapes, limits, and a forward with our attention."""
+"""A loaded model as the runtime uses it: limits, and a forward with our attention, compared with transformers'."""
 
 # Legend: B batch, C new tokens, V vocabulary.
 
@@ -7,9 +7,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,49 +18,44 @@ from policies.row_values import row_values
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import takes_sequences
-from runahead.attention.states import States, StateShape
+from runahead.attention.states import States
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.cache.slabs import KVShape, Slabs
+from runahead.cache.slabs import Slabs
 from runahead.config import ModelOptions
 from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
-from runahead.model.held import Held, Place
+from runahead.model.held import Held
 from runahead.model.json_schemas import JSONSchemas
-from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
-from runahead.model.layers.attention_input import show_attention_inputs
+from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, Marks
-from runahead.model.layers.narrowing import decoder_layers, narrow
+from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.one_by_one import give_one_by_one
-from runahead.model.layers.output_projection import find_output_projections
-from runahead.model.layers.query_prediction import QueryPrediction
-from runahead.model.layers.shared_kv import end_with_last, find_sources
 from runahead.model.loading.memory import PeakMemory
-from runahead.model.loading.position_limit import longrope_threshold, max_positions
+from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
 from runahead.model.logits_check import LogitsCheck, StatesLost
 from runahead.model.memory import activation_bytes, memory_after_call
+from runahead.model.model_layers import ModelLayers
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
 from runahead.report import MemoryReport
-from runahead.rotary import Rotary, find_rotaries
+from runahead.rotary import Rotary
 from runahead.timeline.ranges import NamedRanges, Ranges
 
 T = TypeVar("T")
 
-PROBED_POSITION = 1 << 17
-"""Largest position at which a model's rotations are compared with ours before ours are used."""
 
-
-class Model:
+class Model(ModelLayers):
     """A transformers causal language model whose attention layers call ours.
 
-    The logits of a short text are compared with those of transformers' own attention.
+    The logits of a short text are compared with those of transformers' own attention. What is known of its layers is in
+    `ModelLayers`.
 
     Args:
         module: the model, in eval mode, on its device.
@@ -71,16 +65,8 @@ class Model:
             then the same calls in the same order.
 
     Attributes:
-        config: configuration of the text decoder.
-        kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
-        kv_sources: of each other layer, the one whose keys and values it reads.
-        held: what the layers hold, if some hold a state; the others above are those with keys and values alone.
         gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
-        num_query_heads: most query heads of a layer.
-        rules: mask rule per layer that stores keys and values; None is plain causal attention.
-        has_key_bias: attention adds a bias per key, as ALiBi does.
-        shares: as given.
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         memory: memory of this rank while it loaded the weights; None if they were given.
         ranges: names of what is done with the model in a profile; see `name_ranges`.
@@ -93,19 +79,15 @@ class Model:
         self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "", shares: Shares | None = None
     ) -> None:
         register()
-        self.module, self.tokenizer = module, tokenizer
-        self.config = decoder_config(module.config)
-        self.name = name or str(self.config.model_type)
-        self.device, self.dtype = module.device, module.dtype
+        super().__init__(module, name=name, shares=shares)
+        self.tokenizer = tokenizer
         multiply_few_rows_fast(module)
-        self.shares = shares
         self.overrides = ""
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None
         self._peak: PeakMemory | None = None
-        family = f"model {self.name} ({self.config.model_type})"
         if (why := unsupported_kinds(self.config)) is not None:
-            raise ValueError(f"{family} {why}")
+            raise ValueError(f"{self.family} {why}")
         set_attention(module, ATTENTION_NAME)
         self._passes_keywords = self.config.model_type not in ADAPTERS
         if not self._passes_keywords:
@@ -142,7 +124,7 @@ class Model:
                 reason = "its own code computes attention with a mask, outside transformers' attention interface"
             if shares is not None:
                 raise ValueError(self._unshared(shares, reason)) from error
-            raise ValueError(f"{family} is not supported: {reason}") from error
+            raise ValueError(f"{self.family} is not supported: {reason}") from error
 
     @classmethod
     def load(
@@ -186,8 +168,7 @@ class Model:
         if isinstance(ranges, NamedRanges):
             if not self.has_layers:
                 raise ValueError(
-                    f"the names of layers in a profile: model {self.name} ({self.config.model_type}) has no list of "
-                    "layers; use profile=none"
+                    f"the names of layers in a profile: {self.family} has no list of layers; use profile=none"
                 )
             ranges.name_layers(self._layers)
         self.ranges = ranges
@@ -215,13 +196,7 @@ class Model:
 
     def _unshared(self, shares: Shares, reason: str) -> str:
         """Why ranks cannot share this model."""
-        family = f"model {self.name} ({self.config.model_type})"
-        return f"{family} cannot be shared by {shares.count} ranks: {reason}; leave ranks.tensor out"
-
-    @property
-    def num_shards(self) -> int:
-        """Number of ranks that hold the model together."""
-        return 1 if self.shares is None else self.shares.count
+        return f"{self.family} cannot be shared by {shares.count} ranks: {reason}; leave ranks.tensor out"
 
     @property
     def copies_kv_heads(self) -> bool:
@@ -237,10 +212,6 @@ class Model:
     def shard_number(self) -> int:
         """Number of this rank's share."""
         return 0 if self.shares is None else self.shares.number
-
-    def mean_over_shards(self, x: Tensor) -> Tensor:
-        """Mean of a tensor over the ranks that share the model. All of them call this, inside a forward."""
-        return x if self.shares is None else self.shares.mean(x)
 
     def joined_over_shards(self, x_BKn: Tensor) -> Tensor:
         """Values of the KV heads of all ranks that share the model, in order. All of them call this, inside a forward.
@@ -270,64 +241,6 @@ class Model:
         activations = num_tokens * activation_bytes(self.config, self.dtype, self.num_shards)
         return memory_after_call(self.memory, self._peak, self.device, kv_bytes=kv_bytes, activations=activations)
 
-    @cached_property
-    def _layers(self) -> list[nn.Module]:
-        num_layers = self.num_layers + len(self.kv_sources) if self.held is None else len(self.held.kinds)
-        return decoder_layers(self.module, num_layers)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers that store keys and values."""
-        return len(self.kv_shapes)
-
-    @property
-    def kv_layers(self) -> Sequence[int]:
-        """Numbers in the model of the layers that store keys and values."""
-        return range(self.num_layers) if self.held is None else list(self.held.kv_of)[: self.num_layers]
-
-    @property
-    def layer_kv_bytes(self) -> int:
-        """Bytes of a token's keys and values in the first layer that stores any; 0 if none does."""
-        return next((shape.bytes_per_token() for shape in self.kv_shapes), 0)
-
-    @property
-    def last_attention(self) -> tuple[int, Literal["attended"]]:
-        """End of a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
-        return self.num_layers + len(self.kv_sources) - 1, "attended"
-
-    @cached_property
-    def has_layers(self) -> bool:
-        """Whether the list of layers is found, so that deeper ones may compute fewer tokens."""
-        with suppress(ValueError):
-            return bool(self._layers)
-        return False
-
-    @property
-    def state_shapes(self) -> Sequence[StateShape]:
-        """Shapes of the states."""
-        return () if self.held is None else self.held.shapes
-
-    @property
-    def order(self) -> Sequence[Place]:
-        """Keys and values and states of all layers, in the order in which a forward is done with them."""
-        return [("kv", layer) for layer in range(self.num_layers)] if self.held is None else self.held.order
-
-    @property
-    def places(self) -> Sequence[tuple[str, int]]:
-        """Kind of each of `order`, "KV" or "state", and the number of its layer in the model; empty without states."""
-        if self.held is None:
-            return ()
-        numbers = {"kv": list(self.held.kv_of), "state": list(self.held.state_of)}
-        return [("KV" if kind == "kv" else kind, numbers[kind][number]) for kind, number in self.order]
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.vocab_size)
-
-    @property
-    def max_positions(self) -> int | None:
-        return max_positions(self.config)
-
     @property
     def eos_token_ids(self) -> set[int]:
         """Token ids that end a generation, from the generation config, else from the model's config."""
@@ -348,87 +261,6 @@ class Model:
         return longrope_threshold(self.config)
 
     @cached_property
-    def rotations(self) -> list[Rotary]:
-        """Rotation of queries and keys per layer.
-
-        Raises:
-            ValueError: the model uses positions otherwise than by rotation, or by rotations that are not known. The
-                message has no remedy.
-        """
-        why = None
-        if self.has_key_bias:
-            why = "adds a bias to its attention by distance (ALiBi)"
-        elif self._rotaries:
-            why = "rotates by angles that depend on the length of the text"
-        elif "position_ids" not in self._optional:
-            why = "counts positions by itself"
-        else:
-            try:
-                last = min(self.max_positions or PROBED_POSITION, PROBED_POSITION) - 1
-                return find_rotaries(self.module, lambda at: [heads[1:4] for heads in self._recorded(at).calls], last)
-            except ValueError as error:
-                why = str(error)
-        raise ValueError(f"model {self.name} ({self.config.model_type}) {why}")
-
-    @cached_property
-    def rotaries(self) -> list[Rotary]:
-        """`rotations`, for policies that give tokens other positions.
-
-        Raises:
-            ValueError: the rotations are not known, or cannot be replaced. The message has no remedy.
-        """
-        name = f"model {self.name} ({self.config.model_type})"
-        if self.kv_sources:
-            raise ValueError(f"{name} has layers that read the keys of others")
-        if any(rule is not None for rule in self.rules):
-            raise ValueError(f"{name} has layers with sliding windows over the original positions")
-        if self.has_key_bias:  # by the position at which a key is read: there is nothing to rotate
-            return [Rotary(torch.empty(0, device=self.device))] * self.num_layers
-        return self.rotations
-
-    @cached_property
-    def output_projections(self) -> list[Tensor]:
-        """Weights (D, N * V) of the layers' output projections, for the heads of this rank's share.
-
-        Raises:
-            ValueError: they are not found. The message has no remedy.
-        """
-        name = f"model {self.name} ({self.config.model_type})"
-        if self.kv_sources:
-            raise ValueError(f"{name} has layers that read the values of others, after output projections of their own")
-        try:
-            return find_output_projections(
-                self.module,
-                self._run_one_token,
-                self.num_layers,
-                lambda x: self.mean_over_shards(x) * self.num_shards,
-            )
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from error
-
-    @cached_property
-    def attention_input_dims(self) -> list[int]:
-        """Width of the hidden states that each layer's attention is given.
-
-        Once it was asked for, forwards show these states to their attention (`LayerAttention.see_attention_input`).
-
-        Raises:
-            ValueError: they are not found, or layers store no keys. The message has no remedy.
-        """
-        name = f"model {self.name} ({self.config.model_type})"
-        if self.kv_sources:
-            raise ValueError(f"{name} has layers that read keys which others made of their own hidden states")
-        try:
-            return show_attention_inputs(self.module, self._run_one_token, self.num_layers, self.config.hidden_size)
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from error
-
-    def _run_one_token(self, attention: LayerAttention) -> None:
-        """Run a token at the position at which `attention` starts, which records what it wants to know."""
-        ids_11 = torch.full((1, 1), 3 % self.vocab_size, device=self.device)
-        self.forward(ids_11, attention, start=attention.start, pads=[0])
-
-    @cached_property
     def token_kinds(self) -> Tensor:
         """Kind of every token of the vocabulary (V), int8; see `policies.base.TokenKind`."""
         return token_kinds(self.tokenizer, self.vocab_size).to(self.device)
@@ -444,32 +276,6 @@ class Model:
         else:
             weights = whole_fingerprint(self.shares.gather(samples_of_share(self.module)))
         return with_overrides(weights, self.overrides)
-
-    @cached_property
-    def known_rotaries(self) -> list[Rotary] | None:
-        """`rotaries`, or None where that raises a ValueError, and where positions are no rotations."""
-        with suppress(ValueError):
-            return None if self.has_key_bias else self.rotaries
-        return None
-
-    @cached_property
-    def query_prediction(self) -> QueryPrediction:
-        """Prediction of a layer's queries from the attention input of the layer before it.
-
-        Raises:
-            ValueError: this family does not allow it. The message has no remedy.
-        """
-        try:
-            with torch.inference_mode():
-                return QueryPrediction(self._layers, self._recorded, self.known_rotaries)
-        except ValueError as error:
-            raise ValueError(f"model {self.name} ({self.config.model_type}) {error}") from error
-
-    def _recorded(self, position: int) -> Recording:
-        """Record what the layers pass to their attention for one token at a position."""
-        recording = Recording(start=position, pads=[0])
-        self._run_one_token(recording)
-        return recording
 
     @property
     def rotates_by_length(self) -> bool:
@@ -568,11 +374,6 @@ class Model:
     def empty_states(self) -> States | None:
         """The states of a text without tokens; None if no layer holds any."""
         return None if self.held is None else self.held.nothing()
-
-    def first_needed(self, layer: int, start: int, pads: list[int]) -> int:
-        """First token that a chunk from `start` on attends to in a layer: 0, or later under a sliding window."""
-        rule = self.rules[layer]
-        return 0 if rule is None else min(pad + rule.first_key(max(0, start - pad)) for pad in pads)
 
     @torch.inference_mode()
     def forward(
@@ -681,52 +482,6 @@ class Model:
         with rotary_length(self._rotaries, [ids_1C.shape[1]]):
             hidden_1CD: Tensor = self.module.base_model(input_ids=ids_1C, **keywords).last_hidden_state
         return hidden_1CD
-
-    def _look_at_layers(self) -> None:
-        """Find the KV shape and attention terms of every layer, and its state, by a forward of one token."""
-        self.kv_sources: dict[int, int] = {}
-        self.held = held = Held.by_config(self.config)
-        recording = self._recorded(0)
-        calls = recording.calls
-        family = f"model {self.name} ({self.config.model_type})"
-        layers = [layer for layer, *_ in calls]
-        num_layers = int(getattr(self.config, "num_hidden_layers", len(set(layers))))
-        if why := unsupported_calls(layers, num_layers, held.need_no_attention if held else ()):
-            raise ValueError(f"{family} {why}")
-        if held is not None:
-            try:
-                self.held = held.as_called(layers, recording)
-            except ValueError as error:
-                raise ValueError(f"{family} {error}") from error
-            calls = [(number, *call[1:]) for number, call in enumerate(calls)]
-        if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
-            raise ValueError(f"{family} attends to later tokens, as an encoder does, which is not supported")
-        sources = find_sources(calls)
-        if sources and held is not None:
-            kinds = " and ".join(held.kinds_with_states)
-            raise ValueError(
-                f"{family} has layers that read keys and values of others, beside {kinds} layers that hold states, "
-                "which is not supported"
-            )
-        storing = calls[: len(calls) - len(sources)]
-        self.kv_shapes = [
-            KVShape(
-                num_kv_heads=k.shape[1],
-                key_dim=k.shape[-1],
-                value_dim=v.shape[-1],
-                dtype=k.dtype,
-                readers=tuple(reader for reader, source in sources.items() if source == layer),
-            )
-            for layer, _, k, v, _ in storing
-        ]
-        self.rules: list[MaskRule | None] = [terms.rule for *_, terms in storing]
-        self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
-        self.num_query_heads = max((q.shape[1] for _, q, *_ in calls), default=0)
-        self._needs_scores = any(terms.needs_scores for *_, terms in calls)
-        self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
-        self.kv_sources = sources
-        if sources:
-            end_with_last(self._layers[self.num_layers :])
 
     def _require_states(self, check: LogitsCheck, held: Held) -> None:
         """Check that layers begin from given states, if need be with tokens one by one. Raises: ValueError."""
