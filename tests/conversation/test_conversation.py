@@ -291,7 +291,7 @@ def test_later_turns_may_be_padded(family: str) -> None:
 
 @pytest.mark.parametrize("lengths", [(20,), (20, 11), (20, 4)], ids=["a row", "padded rows", "one row after the other"])
 def test_a_text_that_crosses_a_change_of_rope_is_computed_anew(lengths: tuple[int, ...]) -> None:
-    """As transformers does: all keys are those of the whole text."""
+    """It does as transformers: all keys are those of the whole text."""
     family, more = "phi3_longrope", prompt(ROPE_THRESHOLD, seed=3)
     ours, rows = conversation(family=family), [prompt(length, seed=length) for length in lengths]
     feed(ours, *([0] * (20 - len(ids)) + ids for ids in rows), pads=[20 - len(ids) for ids in rows])

@@ -668,7 +668,7 @@ def test_the_config_of_a_drafting_model_has_overrides(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_batch_ask_for_different_drafts() -> None:
-    """Of look-up, of a copy of the model that is always right, and of none."""
+    """Drafts of look-up, of a copy of the model that is always right, and none."""
     model = tiny_model("llama")
     engine, few = engine_of(model, draft=model), replace(PLAIN, max_new_tokens=8)
     expected = [each.new_token_ids for each in engine.generate(PROMPTS, few).generations]
@@ -757,7 +757,7 @@ def test_a_conversation_drafts_by_a_policy(budget: float, fetch: float) -> None:
 
 @pytest.mark.parametrize("kind", [Speculate.lookup, Speculate.model, Speculate.policy])
 def test_a_padded_row_drafts_with_all_but_a_policy(kind: Speculate) -> None:
-    """Which reads a row's memory as if its first slot had its first token."""
+    """Reads a row's memory as if its first slot had its first token."""
     model = tiny_model("llama")
     draft = RankPolicies.everywhere([SnapKV(budget=16, window=4)]) if kind is Speculate.policy else model
     expected, talking = Conversation(model), Conversation(model, draft=draft)

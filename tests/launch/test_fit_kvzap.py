@@ -32,7 +32,7 @@ def samples(inputs: int, targets: int, count: int = 50, noise: float = 0.3) -> t
 
 @pytest.mark.parametrize("penalty", [1e-3, 0.5])
 def test_maps_minimise_the_penalised_error(penalty: float) -> None:
-    """As least squares with rows added for the penalty, of inputs and targets without their means."""
+    """The least squares with rows added for the penalty, of inputs and targets without their means."""
     x_TD, y_TK = samples(6, 2)
     ridge = Ridge(6, 2, torch.device("cpu"))
     for part in (slice(0, 7), slice(7, 50)):

@@ -121,7 +121,7 @@ def interleaved(num_ranks: int, *, period: int, num_layers: int = 24, **changes:
 
 
 def states_first(num_ranks: int) -> Cluster:
-    """As `interleaved`, with all states in the first half of the layers and attention in the second."""
+    """A cluster as of `interleaved`, with all states in the first half of the layers and attention in the second."""
     cluster = interleaved(num_ranks, period=2)
     assert isinstance(cluster.compute, FittedCost)
     return replace(cluster, compute=replace(cluster.compute, states=tuple(range(12))))

@@ -243,7 +243,7 @@ def test_each_kind_counts_as_often_as_it_comes() -> None:
 
 @dataclass
 class Split:
-    """Of one rank: boundaries and tokens of each prompt, and on rank 0 how many places hold a state in the cost."""
+    """One rank's boundaries and tokens of each prompt, and on rank 0 how many places hold a state in the cost."""
 
     boundaries: list[list[int]]
     tokens: list[list[int]]

@@ -106,7 +106,7 @@ def test_the_bound_of_layers_with_states_is_the_best_split_of_free_links(ranks: 
 def test_a_simulated_timeline_says_that_it_numbers_places(
     num_layers: int, label: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with keys and values and a state in each layer there are twice as many as layers."""
+    """A model with keys and values and a state in each layer has twice as many places as layers."""
     table, record = searched()
     model = replace(table.fingerprint.model, num_layers=num_layers)
     table = LookupTable(replace(table.fingerprint, model=model), table.entries)

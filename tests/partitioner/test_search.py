@@ -149,7 +149,7 @@ def test_every_option_has_a_default_in_conf() -> None:
 
 
 def test_a_model_of_one_layer_is_probed_too() -> None:
-    """As a hybrid may have one attention layer: there is nothing between two of them."""
+    """A hybrid may have one attention layer: there is nothing between two of them."""
     model = Model(build("llama", num_hidden_layers=1, dtype=torch.float32), name="llama")
     cost = probe_compute(model, chunks=[8, 64], prefixes=[16, 64], repeats=1)
     assert cost.num_places == 1 and all(cost.last_s[chunk] > 0 for chunk in (8, 64))

@@ -262,7 +262,7 @@ def test_the_engine_decodes_what_the_policy_left(ranks: Ranks) -> None:
 
 
 def test_a_number_of_tokens_is_applied_after_every_chunk_of_a_prompt(ranks: Ranks) -> None:
-    """As the scorer's own; a chunk sees the tokens that heads kept of the chunks before it."""
+    """Scores are the scorer's own; a chunk sees the tokens that heads kept of the chunks before it."""
 
     def answer(policy: Policy) -> tuple[list[int], int]:
         with throughout(torch.float64):

@@ -75,7 +75,7 @@ def followed(family: str, policies: RankPolicies) -> tuple[Conversation, Tensor]
 
 
 def kept_tokens(conversation: Conversation, layer: int, num_tokens: int) -> Tensor:
-    """Which tokens (K, S) each head of a layer has kept, or came later."""
+    """Mask of the tokens (K, S) that each head of a layer has kept, or that came later."""
     assert conversation.cache is not None
     stored: Any = conversation.cache.layers[layer]
     seen_KS = torch.zeros(stored.shape.num_kv_heads, num_tokens, dtype=torch.bool)

@@ -85,7 +85,7 @@ class ClampedSlots(Clamped):
 def test_after_policies_that_drop_tokens_those_that_are_left_are_at_clamped_distances(
     model: Model, budget: int
 ) -> None:
-    """Of all that is left all is fetched; more than the model's context, or less."""
+    """All that is left is fetched; more than the model's context, or less."""
     steps = [SnapKV(budget=budget, window=4, kernel=3), InfLLM(**BLOCKS, fetch=1.0)]
     ids, written = prompt(LENGTH), ClampedSlots(model.module)
     policies = RankPolicies.everywhere(steps)

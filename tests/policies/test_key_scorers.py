@@ -58,7 +58,7 @@ class TestLagKV:
         assert not torch.equal(ours, LagKV(budget=9, sinks=0, lag=10).score(view_of(other_BKnH))[..., :10])
 
     def test_a_channel_that_is_constant_in_the_next_partition_is_left_out(self) -> None:
-        """As if it were not there; published code divides by zero there, and keeps whatever NaN sorts first."""
+        """The score without it; published code divides by zero there, and keeps whatever NaN sorts first."""
         _, k_BKnH = tensors(24, 1)
         constant_BKnH = torch.cat([k_BKnH, torch.full_like(k_BKnH[..., :2], 3.0)], dim=-1)
         constant_BKnH[:, :, :6, -2:] = 70.0  # the first partition differs, and has no range to be scaled to

@@ -241,7 +241,7 @@ def test_evaluate_names_the_line_too(path: Path, model: str, capfd: pytest.Captu
 
 
 def fail_in_file(ranks: Ranks, path: str) -> list[str]:
-    """What each rank knows of an error in the file on rank 0: its status would be 2 on both."""
+    """Each rank knows of an error in the file on rank 0: its status would be 2 on both."""
     try:
         ranks.on_rank_0("the policies", lambda: policy_class(path))
         return []

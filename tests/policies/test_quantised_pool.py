@@ -92,7 +92,7 @@ def codes_of(layer: KeptLayer) -> PooledCodes:
 
 
 def dequantised(self: KeptLayer, wanted: SlotsToCopy) -> Callable[[], Tensor] | None:
-    """What is fetched if all slots were in the model's dtype."""
+    """Slots as they are fetched if all were in the model's dtype."""
     if self.codes is None:
         return GATHER(self, wanted)
     whole = KeptLayer(
@@ -131,7 +131,7 @@ def place(request: pytest.FixtureRequest) -> str:
 def test_attention_is_that_to_the_dequantised_tokens(
     name: str, lengths: tuple[int, ...], bits: int, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what is chosen, through a turn and the tokens that leave the window."""
+    """The chosen slots, through a turn and the tokens that leave the window."""
     policies = policies_of(policy(name, SOME[name]), bits=bits)
     talk = Talk(policies, lengths)
     found = talk.turns()
@@ -249,7 +249,7 @@ def test_what_travels_is_words_of_the_chosen_tokens(copies: list[LateCopies]) ->
 
 
 def test_another_turn_copies_no_words_again(copies: list[LateCopies]) -> None:  # noqa: F811
-    """What the host has stays where it is, as long as there is room."""
+    """Slots in host memory stay where they are, as long as there is room."""
     talk = Talk(policies_of(ExactTopK(fetch=10, min_tokens=0)))
     words = [codes_of(layer).words for layer in talk.cache.layers]
     assert all(isinstance(each, HostLayer) for each in words)

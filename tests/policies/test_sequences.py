@@ -312,7 +312,7 @@ TWICE: list[tuple[Policy, type[Policy], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("first", "other", "options"), TWICE, ids=[type(first).__name__ for first, *_ in TWICE])
 def test_a_policy_twice_is_two_policies(first: Policy, other: type[Policy], options: dict[str, Any]) -> None:
-    """What each accumulates is its own, as that of two classes. Seen to fail: one sum for both, counted twice; queries
+    """Each accumulates its own, as two classes do. Seen to fail: one sum for both, counted twice; queries
     of the first tokens, which one of them leaves out."""
     found = []
     for second in (type(first), other):
@@ -365,7 +365,7 @@ def in_order(run: Run) -> None:
 
 
 def test_kinds_are_those_of_the_tokens_that_are_left() -> None:
-    """Of new tokens that a step before has dropped in some heads, in chunks of which the last one is short."""
+    """New tokens that a step before has dropped in some heads, in chunks of which the last one is short."""
     model = model_with(4)
     ids = prompt(40)
     run = Run(model, [SnapKV(budget=14, window=2, kernel=3), replace(FASTGEN, recovered=1.0)], [ids])

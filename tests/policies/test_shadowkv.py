@@ -91,7 +91,7 @@ def test_outliers_are_the_pages_with_the_key_least_like_their_mean(pads: list[in
 
 
 def test_outliers_raise_the_attention_that_is_seen() -> None:
-    """Of keys of which some pages hide one that queries look for; as many pages in all.
+    """Keys of which some pages hide one that queries look for; as many pages in all.
 
     With the most similar pages it fails.
     """

@@ -120,7 +120,7 @@ class TestRKV:
             assert torch.equal(ours.positions_BKn(), theirs.positions_BKn())
 
     def test_without_redundancy_a_window_of_an_answer_keeps_what_snapkv_keeps(self) -> None:
-        """As if prompt and answer were a prompt. With the last query's votes alone, or redundancy, it keeps others."""
+        """Prompt and answer as one prompt. With the last query's votes alone, or redundancy, it keeps others."""
         rows, answer = [prompt(14), prompt(14, seed=1)], prompt(8, seed=2)
         options: dict[str, Any] = {"budget": 16, "window": 4, "kernel": 3}
         ours = Run(tiny_model("llama"), [RKV(**options, evict_every=6, importance=1.0)], rows)
@@ -315,7 +315,7 @@ class TestKeyformer:
     ids=["window", "as long", "longer", "neglects", "neglects, longer"],
 )
 def test_while_decoding_the_last_queries_before_a_cut_count(policy: Scorer, signal: str, counted: int) -> None:
-    """As many as the window has, or all since the last cut if it has more."""
+    """It counts as many as the window has, or all since the last cut if it has more."""
     policy, newest = copy(policy), dict[int, list[Tensor]]()
     compared = []
     carry, keep = policy.carry, policy.keep

@@ -25,7 +25,7 @@ class WrittenOut:
         self.k_KnH = [torch.empty(self.kv_heads, 0, self.head_dim, dtype=torch.float64) for _ in range(num_layers)]
         self.v_KnH = [k.clone() for k in self.k_KnH]
         self.tokens_Kn = [torch.empty(self.kv_heads, 0, dtype=torch.long) for _ in range(num_layers)]
-        """Which tokens of the text they are; -1 in the first places of a head that holds fewer than others."""
+        """Numbers of the tokens in the text; -1 in the first places of a head that holds fewer than others."""
         self.seen = 0
 
     def feed(self, ids: list[int], left: list[Tensor] | None = None) -> Tensor:

@@ -40,7 +40,7 @@ def kept_by(
     new_tokens: Sequence[int],
     chunk_tokens: int | None,
 ) -> list[tuple[Kept, list[list[list[float]]]]]:
-    """What this rank keeps of prompts and new tokens under each policy, and the logits (B, V) after each token."""
+    """Tokens that this rank keeps of prompts and later ones, by policy, and the logits (B, V) after each token."""
     found = []
     with arranged(ranks, num_shares), throughout(torch.float64), torch.inference_mode():
         model = shared_model(ranks, "llama", torch.float64, num_shares)

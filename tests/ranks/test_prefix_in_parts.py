@@ -164,7 +164,7 @@ def test_auto_decodes_after_a_prefix_where_it_lies(rank_pools: RankPools) -> Non
 
 
 def test_the_last_stage_gets_what_it_lacks_where_it_decodes_alone(rank_pools: RankPools) -> None:
-    """As for drafts, which do not go with parts of prefixes."""
+    """The same holds for drafts, which do not go with parts of prefixes."""
     drafting = replace(OPTIONS, speculate=Speculate.lookup)
     batches = [[DOCUMENT], [DOCUMENT + OTHER, DOCUMENT[:30] + OTHER], [DOCUMENT + OTHER + OTHER]]
     by_rank = rank_pools.run(3, prefix_tasks.sharded_then, "llama", batches, OPTIONS, AUTO, drafting)

@@ -277,7 +277,7 @@ def test_groups_of_few_bits_begin_anew_on_each_rank(rank_pools: RankPools, bound
 
 @pytest.mark.parametrize("family", ["gemma3_text", "bloom", "gemma4_text"])
 def test_in_few_bits_a_window_of_all_tokens_gives_the_answer_of_one_rank(rank_pools: RankPools, family: str) -> None:
-    """Of layers with windows, with a bias by distance, and of layers that read earlier ones."""
+    """Layers with windows, with a bias by distance, and layers that read earlier ones."""
     storage, prompts = CacheOptions(bits=4, residual=1000, residual_bits=None), [prompt(NUM_TOKENS), prompt(31, seed=4)]
     seen = run(rank_pools, RankPolicies.everywhere([], storage=storage), (0, 35, 60), family=family, prompts=prompts)
     for row, ids in enumerate(prompts):
@@ -531,7 +531,7 @@ def test_a_rank_keeps_its_share_by_the_votes_of_its_own_last_queries(
 
 
 def test_queries_of_layers_that_read_count_by_their_attention_to_the_tokens_of_all_ranks(rank_pools: RankPools) -> None:
-    """What H2O adds up for a generated token is then what it adds up on one rank.
+    """H2O's sum for a generated token is then what it adds up on one rank.
 
     Seen to fail: the shares of a reader's attention among a rank's own tokens alone, and log-sum-exps in memory that
     the gathers of layers between have written over.
@@ -542,7 +542,7 @@ def test_queries_of_layers_that_read_count_by_their_attention_to_the_tokens_of_a
     two = rank_pools.run(2, sharded_policy_tasks.generate, *arguments, (0, 35, 60), policies, GREEDY)
 
     def carried(seen: Sequence[Seen], step: int) -> dict[int, Tensor]:
-        """What each token's KV heads have received, by its position."""
+        """Attention that each token's KV heads have received, by its position."""
         return {
             at: received_K
             for each in seen

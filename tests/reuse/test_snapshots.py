@@ -134,7 +134,7 @@ def answers(tree: PrefixTree, family: str = "qwen3_next") -> Callable[[list[int]
 
 
 def test_a_second_question_computes_what_follows_the_last_snapshot() -> None:
-    """As issue 43 asks for 4,000 tokens, of 400: the next turn, and a text that branches off in the middle."""
+    """The case of issue 43, of 400 tokens for 4,000: the next turn, and a text that branches off in the middle."""
     tens, step, size = 4, 64, 400
     answer, document = answers(PrefixTree(ROOMY, snapshot_tokens=step)), prompt(size, seed=2)
     said, counts = answer(document)
@@ -152,7 +152,7 @@ def test_a_second_question_computes_what_follows_the_last_snapshot() -> None:
 def test_until_prompts_are_stored_their_states_take_no_more_than_the_tree_may(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, num_kept: int
 ) -> None:
-    """Of all rows together the last ones are kept: by hand, of 40 tokens and of 37 after 3 of padding."""
+    """The last ones of all rows together are kept: by hand, of 40 tokens and of 37 after 3 of padding."""
     model, kept = tiny_model("qwen3_next"), list[set[tuple[int, int]]]()
     state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
     engine = engine_of(model, PrefixTree((num_kept + 0.5) * state_bytes, snapshot_tokens=4))
@@ -284,7 +284,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", FAST)
 def test_states_of_a_batch_are_copied_once(family: str) -> None:
-    """Of two rows, and one that has no token yet: their states have the bytes of the rows, and memory of their own."""
+    """Two rows, and one that has no token yet: their states have the bytes of the rows, and memory of their own."""
     model = tiny_model(family)
     sizes = [shape.num_bytes for shape in model.state_shapes]
     rows = [[torch.full((1, 1, size), 7 * row, dtype=torch.uint8) for size in sizes] for row in (1, 2)]
@@ -308,7 +308,7 @@ def test_policies_on_the_attention_layers_go_on_after_a_snapshot() -> None:
 
 
 def test_in_few_bits_a_text_goes_on_after_a_snapshot() -> None:
-    """As without a tree: keys and values in the tree are those of the model's dtype."""
+    """The answers are those without a tree: keys and values in the tree are those of the model's dtype."""
     model, policies = tiny_model("qwen3_next"), RankPolicies(storage=CacheOptions(bits=4, residual=8))
     engine = engine_of(model, PrefixTree(ROOMY, snapshot_tokens=16), policies=policies)
     for ids in (prompt(70), [*prompt(70), *prompt(9, seed=3)], [*prompt(40), *prompt(9, seed=5)]):

@@ -167,7 +167,7 @@ def test_rows_that_reuse_prefixes_get_several_tokens_in_a_step() -> None:
 
 
 def test_rows_in_few_bits_reuse_prompts_and_no_answers() -> None:
-    """Which were computed from few bits, so they are not what a prompt of the same tokens gives."""
+    """They were computed from few bits, so they are not what a prompt of the same tokens gives."""
     serving = Serving("mistral", policies=RankPolicies(storage=CacheOptions(bits=4, residual=8)))
     with throughout(serving.model.dtype):
         serving.prefill(DOCUMENT)

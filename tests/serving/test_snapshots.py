@@ -114,7 +114,7 @@ def test_wrong_snapshots_show_in_the_answers(
 
 
 def known_texts(step: int | None) -> KnownTexts:
-    """What a queue of two stages knows."""
+    """Known texts of a queue of two stages."""
     queue: Any = queue_with_prefixes(num_stages=2)
     queue._engine.prefixes.step = step
     return RequestQueue(queue._engine, queue._limits, queue._estimate).stored

@@ -176,7 +176,7 @@ def test_positions_and_slots_are_padded_on_the_left() -> None:
 
 @pytest.mark.parametrize("few", [None, FewBits(bits=4, residual=3, residual_bits=None, keys_by_token=True)])
 def test_a_row_that_drops_nothing_keeps_what_it_has_counted_of_its_queries(few: FewBits | None) -> None:
-    """As it does alone, where it is not cut back."""
+    """A layer that is not cut back does as it does alone."""
     both = Both(2, 2, 1, seed=0)
     mean_BNH, scatter_BNHH = both.random(2, 2, KEY_DIM), both.random(2, 2, KEY_DIM, KEY_DIM)
     moments = QueryMoments(count_B=torch.tensor([7, 9]), mean_BNH=mean_BNH, scatter_BNHH=scatter_BNHH)
