@@ -1,4 +1,4 @@
-"""The KV cache of a batch under cache policies: layers that are cut back, and the form in which they are stored then."""
+"""KV cache of a batch under cache policies: layers that are cut back, and the form in which they are stored then."""
 
 # Legend: B batch, N query heads, C new tokens, H key dim.
 
