@@ -54,9 +54,9 @@ from policies.quest import Quest
 from policies.retriever import Retriever
 from runahead import Model
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.copy_stream import copies_for
-from runahead.cache.host_layer import HostLayer
-from runahead.cache.host_memory import host_empty
+from runahead.cache.host.copy_stream import copies_for
+from runahead.cache.host.layer import HostLayer
+from runahead.cache.host.memory import host_empty
 from runahead.cache.kept import KeptLayer
 from runahead.model.seam import ATTENTION_NAME, set_attention
 from runahead.picture_style import set_lengths

@@ -1,1 +1,1 @@
-"""Storage for keys and values: slabs, thinned layers, layers in host memory."""
+"""Storage for keys and values: slabs, layers that policies cut back."""

@@ -21,7 +21,7 @@ from policies.retriever import FEW_TOKENS, Retriever, Slots, StoredPart
 from runahead.attention.base import LayerInput
 from runahead.attention.op import nothing
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.copy_stream import copies_for
+from runahead.cache.host.copy_stream import copies_for
 from runahead.cache.kept import KeptLayer
 from runahead.cache.quantised.pool import pooled, to_host
 from runahead.model.model import Model

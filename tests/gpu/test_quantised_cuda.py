@@ -7,7 +7,7 @@ import torch
 
 from policies.base import Phase
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.copy_stream import copies_for
+from runahead.cache.host.copy_stream import copies_for
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.quantised.few_bits import FewBits

@@ -19,8 +19,8 @@ from policies.offload import Offload
 from policies.pool import Pool
 from policies.quest import Quest
 from policies.sparq import SparQ
-from runahead.cache.host_layer import HostLayer
-from runahead.cache.host_memory import host_empty, on_device
+from runahead.cache.host.layer import HostLayer
+from runahead.cache.host.memory import host_empty, on_device
 from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
 from runahead.retrieval.cache import RetrievedCache

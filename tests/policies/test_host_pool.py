@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from runahead.cache import copy_stream, host_memory
-from runahead.cache.copy_stream import MOVED_AT_ONCE, CopyStream
-from runahead.cache.host_layer import HostLayer
-from runahead.cache.host_memory import host_empty
+from runahead.cache.host import copy_stream
+from runahead.cache.host import memory as host_memory
+from runahead.cache.host.copy_stream import MOVED_AT_ONCE, CopyStream
+from runahead.cache.host.layer import HostLayer
+from runahead.cache.host.memory import host_empty
 from runahead.cache.slabs import SlotsToCopy
 from runahead.ranks.accelerator import Accelerator
 from tests.families import prompt, throughout

@@ -13,7 +13,7 @@ from policies.base import Phase, Policy
 from policies.exact_topk import ExactTopK
 from policies.offload import Offload
 from runahead import Conversation, Engine, GenerationOptions
-from runahead.cache.host_layer import HostLayer
+from runahead.cache.host.layer import HostLayer
 from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import seen_in
 from runahead.cache.new_tokens import NewTokens

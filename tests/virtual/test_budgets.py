@@ -20,7 +20,7 @@ from policies import POLICIES
 from policies.base import Policy
 from policies.quest import Quest
 from runahead import GenerationOptions, Model, PrefillOptions
-from runahead.cache import host_memory
+from runahead.cache.host import memory as host_memory
 from runahead.config import CacheOptions
 from tests.families import ROPE_THRESHOLD, VOCAB_SIZE, build
 from tests.virtual.cuda import counting, virtual_gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runahead.cache.host_memory import host_empty
+from runahead.cache.host.memory import host_empty
 from runahead.ranks.accelerator import accelerator_for
 from tests.virtual.cuda import GpuTensor, guard, virtual_gpu
 from tests.virtual.cuda.generators import GENERATOR

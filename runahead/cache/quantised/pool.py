@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from policies.row_values import row_values
-from runahead.cache.copy_stream import CopyStream
-from runahead.cache.host_layer import HostLayer
+from runahead.cache.host.copy_stream import CopyStream
+from runahead.cache.host.layer import HostLayer
 from runahead.cache.kept import KeptLayer
 from runahead.cache.quantised.groups import (
     GROUP,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runahead.cache.copy_stream import copies_for
-from runahead.cache.host_memory import host_empty
+from runahead.cache.host.copy_stream import copies_for
+from runahead.cache.host.memory import host_empty
 from runahead.cache.quantised.records import KVRecords
 from runahead.cache.slabs import KVShape
 from runahead.ranks.accelerator import Event, accelerator_for

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runahead.cache import host_memory
+from runahead.cache.host import memory as host_memory
 from runahead.ranks.accelerator import Accelerator, accelerator_for
 from runahead.ranks.mapped import cuda_driver
 from tests.virtual.cuda.captures import CAPTURING

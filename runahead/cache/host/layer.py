@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from runahead.cache.base import SeenKV
-from runahead.cache.copy_stream import CopyStream
-from runahead.cache.host_memory import host_empty, on_device
+from runahead.cache.host.copy_stream import CopyStream
+from runahead.cache.host.memory import host_empty, on_device
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab, SlotsToCopy
