@@ -371,7 +371,7 @@ def test_states_alone_take_the_bytes_that_are_told() -> None:
 
 def test_layers_that_read_those_of_others_are_refused_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """No family of transformers has both: here the second layer with attention reads the first one's."""
-    monkeypatch.setattr("runahead.model.model.find_sources", lambda calls: {1: 0})
+    monkeypatch.setattr("runahead.model.model_layers.find_sources", lambda calls: {1: 0})
     with pytest.raises(
         ValueError, match="qwen3_next .* read keys and values of others, beside linear_attention layers"
     ):
