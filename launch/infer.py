@@ -71,6 +71,9 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                generation.seed=0   generation.logprobs=<n, into the report>
                                generation.stop=<text or [list]>   generation.ignore_eos=false
                                generation.json_schema=<JSON that answers follow; needs the extra guided>
+                               generation.grammar=<Lark, as llguidance reads it, that answers follow>
+                               generation.free_part=<[begin,end] of what may come before>
+                               generation.kept_tokens=<[special tokens that texts have]>
                                generation.speculate=none|lookup|policy|model   generation.speculate_tokens=8
                                generation.speculate_match=2   generation.speculate_always=false
   draft.model=<folder, hub id or .gguf>   draft.policy='{{name:snapkv,budget:0.1}}', of generation.speculate
@@ -79,8 +82,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   experiment=<name>            report=<json>   timeline=<json>   profile=none|nvtx|torch   warmup=0
   answers=<jsonl>              of several prompts, in place of standard output; started again, a run goes on with it
 
-prompt.text=, prompt.question=, generation.stop= and generation.json_schema= take everything after the first "=" as it
-is; generation.stop=[a,b] is a list.
+prompt.text=, prompt.question=, generation.stop=, generation.json_schema= and generation.grammar= take everything after
+the first "=" as it is; generation.stop=[a,b] is a list.
 --layout prints where the modules of policy.schema stand.
 
   torchrun --nproc-per-node=2 launch/infer.py prompt.file=book.txt prompt.question="Who tells the story?"
@@ -193,7 +196,8 @@ def infer(
     for call in calls:
         stream = None
         if prompts.one_text and ranks.rank == 0:
-            stream = AnswerStream(answers, model.tokenizer, stop=run.generation.stop, eos_ids=eos_ids)
+            shown = {"stop": run.generation.stop, "kept_tokens": run.generation.kept_tokens}
+            stream = AnswerStream(answers, model.tokenizer, eos_ids=eos_ids, **shown)
         batch = engine.generate(
             prompts.asked[call.start : call.stop],
             run.generation,

@@ -322,6 +322,21 @@ class DecodeOptions:
         self.name = choice("decode", DecodeName, self.name)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Guide:
+    """What the text of a row follows.
+
+    Attributes:
+        text: a JSON schema, as JSON text, or a grammar in llguidance's form of Lark.
+        is_schema: which of the two it is.
+        free_part: texts that begin and end a part before that, in which any text may stand; None if there is none.
+    """
+
+    text: str
+    is_schema: bool
+    free_part: tuple[str, str] | None = None
+
+
 @dataclass(kw_only=True)
 class GenerationOptions:
     """Number of new tokens, sampling, and what ends a row. `runahead.decoding.sampling.Sampler` has the formulas.
@@ -331,7 +346,11 @@ class GenerationOptions:
         min_p: least probability of a token to sample, as a share of the most probable one's; 0 is off.
         logit_bias: what is added to the logits of tokens, by token id.
         stop: strings that end a row; they are not part of its text.
+        kept_tokens: special tokens that a row's text has, by their names; all others are left out of it.
         json_schema: JSON schema, as JSON text, that the text of a row follows.
+        grammar: grammar that it follows, in llguidance's form of Lark.
+        free_part: two texts between which a row may say anything before it follows the schema or the grammar, such as
+            <think> and </think>; if the first is empty, the row begins in this part.
         logprobs: number of most likely tokens that are given at each place with their log-probabilities, beside that of
             the new token; None gives none.
         speculate: what drafts tokens that are verified several at a time. The tokens are those that are generated
@@ -353,8 +372,11 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
+    kept_tokens: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     json_schema: str | None = None
+    grammar: str | None = None
+    free_part: list[str] = field(default_factory=list)
     logprobs: int | None = None
     speculate: Speculate = Speculate.none
     speculate_tokens: int = 8
@@ -383,14 +405,20 @@ class GenerationOptions:
             require(token >= 0 and -MAX_BIAS <= bias <= MAX_BIAS, "generation.logit_bias", {token: bias}, rule)
         if any(not text for text in self.stop):
             raise ValueError("generation.stop holds an empty string, which would stop at once; leave it out")
-        if self.json_schema is not None:
-            if not _is_json_object(self.json_schema):
-                raise ValueError('generation.json_schema is not an object in JSON, such as {"type": "object"}')
-            if self.ignore_eos:
-                raise ValueError(
-                    "generation.ignore_eos=true does not go with generation.json_schema, which ends the text; leave it "
-                    "out"
-                )
+        if self.json_schema is not None and not _is_json_object(self.json_schema):
+            raise ValueError('generation.json_schema is not an object in JSON, such as {"type": "object"}')
+        if self.free_part:
+            rule = "must be two texts, of which the second one is not empty"
+            are_two = len(self.free_part) == 2 and bool(self.free_part[1])
+            require(are_two, "generation.free_part", self.free_part, rule)
+            rule = "has no effect without generation.json_schema or generation.grammar; leave it out"
+            require(self.guide is not None, "generation.free_part", self.free_part, rule)
+        if self.guide is not None and self.ignore_eos:
+            name = "json_schema" if self.guide.is_schema else "grammar"
+            what = f"does not go with generation.{name}, which ends the text"
+            raise ValueError(f"generation.ignore_eos=true {what}; leave it out")
+        if self.grammar is not None and self.json_schema is not None:
+            raise ValueError("generation.json_schema and generation.grammar are both given; leave one of them out")
         if self.logprobs is not None:
             rule = f"must be from 0 to {MAX_LOGPROBS}"
             require(0 <= self.logprobs <= MAX_LOGPROBS, "generation.logprobs", self.logprobs, rule)
@@ -398,6 +426,15 @@ class GenerationOptions:
     @property
     def asks_for_drafts(self) -> bool:
         return self.speculate is not Speculate.none
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the text of a row follows; None for any text."""
+        text = self.grammar if self.json_schema is None else self.json_schema
+        if text is None:
+            return None
+        begin, end = self.free_part or ("", "")
+        return Guide(text=text, is_schema=self.json_schema is not None, free_part=(begin, end) if end else None)
 
 
 def _is_json_object(text: str) -> bool:

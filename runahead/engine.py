@@ -103,7 +103,7 @@ class Engine:
         self.policies.check_pools(model, batch=1, keep_parts=self._keeps_parts)
         self.policies.read_files(model)
         self.prompt_limits = PromptLimits.of_model(model, self.policies, self.prefill_options, ranks.num_stages)
-        self._json_schemas = model.json_schemas
+        self._grammars = model.grammars
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
         self.prefixes: Prefixes | None = None
         if tree is not None:
@@ -359,7 +359,7 @@ class Engine:
 
         All else was checked when this engine was made.
         """
-        check_options(options, self.model.tokenizer, self.model.vocab_size, self._json_schemas)
+        check_options(options, self.model.tokenizer, self.model.vocab_size, self._grammars)
         check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each in options])
         self.policies.check_pools(self.model, batch=len(prompts), keep_parts=self._keeps_parts)
         if reuse_segments(prompts):

@@ -83,6 +83,10 @@ MISTAKES = [
     (GenerationOptions, {"json_schema": "[1]"}, "not an object in JSON"),
     (GenerationOptions, {"json_schema": "{" * 100_000}, "not an object in JSON"),
     (GenerationOptions, {"json_schema": "{}", "ignore_eos": True}, "does not go with generation.json_schema"),
+    (GenerationOptions, {"grammar": "x", "ignore_eos": True}, "does not go with generation.grammar"),
+    (GenerationOptions, {"grammar": "x", "json_schema": "{}"}, "are both given"),
+    (GenerationOptions, {"grammar": "x", "free_part": ["a"]}, "must be two texts"),
+    (GenerationOptions, {"free_part": ["", "a"]}, "has no effect without"),
     (RunOptions, {"warmup": -1}, "warmup=-1"),
 ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import check_options
-from runahead.model.json_schemas import JSONSchemas
+from runahead.model.grammars import Grammars
 
 
 def check_generation(generation: GenerationOptions, tokenizer: Any | None, config: Any) -> None:
@@ -17,5 +17,5 @@ def check_generation(generation: GenerationOptions, tokenizer: Any | None, confi
     """
     ends = [getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)]
     eos_ids = {token for each in ends if each is not None for token in ([each] if isinstance(each, int) else each)}
-    schemas = JSONSchemas(tokenizer, config.vocab_size, eos_ids)
+    schemas = Grammars(tokenizer, config.vocab_size, eos_ids)
     check_options([generation], tokenizer, config.vocab_size, schemas)

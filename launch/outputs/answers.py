@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from runahead.decoding.stop_strings import StopStrings
@@ -87,9 +87,17 @@ class AnswerStream:
     arrive. Tokens in `eos_ids` end the text and are not part of it.
     """
 
-    def __init__(self, answers: AnswerWriter, tokenizer: Any | None, *, stop: list[str], eos_ids: set[int]):
+    def __init__(
+        self,
+        answers: AnswerWriter,
+        tokenizer: Any | None,
+        *,
+        stop: list[str],
+        eos_ids: set[int],
+        kept_tokens: Sequence[str] = (),
+    ):
         self._answers = answers
-        self._row = StopStrings(tokenizer, stop)
+        self._row = StopStrings(tokenizer, stop, kept_tokens)
         self._eos_ids = eos_ids
 
     def on_tokens(self, token_ids: list[int | None]) -> None:

@@ -20,7 +20,7 @@ from runahead.config import not_one_of
 
 T = TypeVar("T")
 
-VERBATIM = ("prompt.text", "prompt.question", "generation.stop", "generation.json_schema")
+VERBATIM = ("prompt.text", "prompt.question", "generation.stop", "generation.json_schema", "generation.grammar")
 """Options whose value is free text, which neither Hydra's grammar nor OmegaConf's ${...} may interpret."""
 
 OPEN = dict[str, Any]
@@ -91,7 +91,7 @@ def with_verbatim(run: T, verbatim: dict[str, list[str]]) -> T:
         value: Any = values[-1]
         if name == "generation.stop":
             value = _stop_strings(values)
-        elif name == "generation.json_schema" and value == NULL:
+        elif name in ("generation.json_schema", "generation.grammar") and value == NULL:
             value = None
         inner = replace(getattr(run, section), **{option: value})
         run = replace(run, **{section: inner})  # type: ignore[type-var]

@@ -29,6 +29,7 @@ from launch.server.answer.answering import Answering
 from launch.server.answer.form import Form
 from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
+from launch.server.answer.parser import Parts
 from launch.server.answer.row_text import RowText
 from launch.server.errors import APIError, dumps, shown, too_long, wrong
 from launch.server.keys import Keys
@@ -37,8 +38,8 @@ from launch.server.options import ServeOptions, UnknownFields, without_port
 from launch.server.page.files import page_routes
 from launch.server.page.state import state_json
 from launch.server.request.bodies import Bodies
+from launch.server.request.chats import Chats
 from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
-from launch.server.request.generation import FIELD_OF
 from launch.server.request.prompts import prompts_of
 from launch.server.request.reader import compressed, read_json, unknown
 from launch.server.request_log import RequestLog
@@ -47,12 +48,14 @@ from policies.reuse import GivenPrompt, PromptTooLong, ids_of
 from runahead.config import GenerationOptions
 from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
-from runahead.model.json_schemas import JSONSchemas
+from runahead.model.grammars import Grammars
 from runahead.serving.request import Request
 from runahead.serving.scheduler import RequestRefused, Scheduler
 
 SHORT_BYTES = 2**16
 """Longest body that does not wait for longer ones to be turned into tokens."""
+GUIDES = ("json_schema", "grammar")
+"""Generation options for which requests have other fields."""
 READERS = {True: 1, False: 2}
 """Threads that turn short bodies, and others, into tokens."""
 
@@ -91,8 +94,8 @@ class API:
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
         self._schemas, self._slower = schemas, list(slower)
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
-        self._json_schemas = JSONSchemas(tokenizer, vocab_size, eos_ids)
-        self._json_schemas.warm_up()
+        self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
+        self._grammars.warm_up()
         self._seeds = random.Random(defaults.seed)
         self._created = int(time.time())
         self._readers = {
@@ -100,6 +103,7 @@ class API:
         }
         self._reading = Counter[str]()
         self._bodies, self._log = Bodies(options), RequestLog(options)
+        self._chats = Chats(tokenizer, tools=options.tools)
         routes = [
             *page_routes(),
             Route("/health", self._safely(self._health, is_open=True)),
@@ -184,7 +188,7 @@ class API:
             options=rows,
             listener=(
                 listener := RequestListener(
-                    [RowText(self._tokenizer, self._eos_ids, options) for options in rows],
+                    [RowText(self._tokenizer, self._eos_ids, options, read.parts) for options in rows],
                     self.metrics,
                     num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts[:: len(read.options)]),
                 )
@@ -236,15 +240,19 @@ class API:
             self._log.ignored(name)
         if read.model is not None:
             self._check_model(read.model)
-        refused = refused_option(read.options[0], self._tokenizer, self._vocab_size, self._json_schemas)
-        if refused is not None:
-            name, reason = refused
-            raise wrong(FIELD_OF.get(name, name), shown(reason, 300))
         num_prompts = len(read.prompts) if isinstance(read, CompletionRequest) else 1
         if num_prompts * len(read.options) > self.options.batch:
             what = f"asks for {num_prompts * len(read.options)} answers, and this server gives at most"
             raise wrong("n" if num_prompts == 1 else "prompt", f"{what} {self.options.batch} at once")
-        prompts = prompts_of(read, self._tokenizer, self._schemas, client, longest=self.scheduler.longest_text)
+        chat = None
+        if isinstance(read, ChatRequest) and read.prompt_cache is None:
+            chat, parts = self._chats.prompt(read)
+            read = replace(read, parts=parts, options=[_with_parts(options, parts) for options in read.options])
+        refused = refused_option(read.options[0], self._tokenizer, self._vocab_size, self._grammars)
+        if refused is not None:
+            name, reason = refused
+            raise wrong((read.guided_by or name) if name in GUIDES else name, shown(reason, 300))
+        prompts = prompts_of(read, chat, self._tokenizer, self._schemas, client, longest=self.scheduler.longest_text)
         rows = [prompt for prompt in prompts for _ in read.options]
         length = self.scheduler.fitting(rows, read.options[0].max_new_tokens, is_chosen=read.length_field is not None)
         options = [replace(options, max_new_tokens=length) for options in read.options * num_prompts]
@@ -340,6 +348,11 @@ class API:
     def _about_model(self) -> dict[str, Any]:
         model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
         return model | {"max_model_len": self.scheduler.longest_text}  # as vLLM names it
+
+
+def _with_parts(options: GenerationOptions, parts: Parts) -> GenerationOptions:
+    """Options of a row whose text has what its parts are told apart by."""
+    return replace(options, kept_tokens=[*options.kept_tokens, *parts.tokens])
 
 
 @contextmanager

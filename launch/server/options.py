@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.inputs.options import PartitionOptions, only_outer, setup_of
 from launch.inputs.policies import checked, ineffective_options
+from launch.server.answer.calls import ToolForm
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -49,6 +50,7 @@ class ServeOptions(QueueLimits):
             its owner binds to this address would otherwise ask from a browser on this host.
         cors_origins: origins (https://example.org) whose pages may read answers in browsers; "*" is any.
         chat_template: file with a chat template (Jinja) in place of the model's.
+        tools: form in which the model calls tools; `auto` goes by the chat template, with `none` calls stay content.
         model_name: the model's name in the API; None is the name under which it was loaded, which is taken as well.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
             later prompts, or each stage where they decode together; 0 keeps none.
@@ -78,6 +80,7 @@ class ServeOptions(QueueLimits):
     hosts: list[str] | None = None
     cors_origins: list[str] = field(default_factory=list)
     chat_template: str | None = None
+    tools: ToolForm = ToolForm.auto
     model_name: str | None = None
     prefix_cache_bytes: int = 0
     prefix_host_bytes: int = 0
@@ -99,6 +102,7 @@ class ServeOptions(QueueLimits):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.unknown_fields = choice("serve.unknown_fields", UnknownFields, self.unknown_fields)
+        self.tools = choice("serve.tools", ToolForm, self.tools)
         require(bool(self.host), "serve.host", self.host, "must be an address")
         require(0 <= self.port <= 65535, "serve.port", self.port, "must be from 0 (any free port) to 65535")
         rule = "must be a list of names or addresses, without ports and brackets; leave it out to have the default"

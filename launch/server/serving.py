@@ -105,7 +105,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         say(f"warning: {option} has no effect: no layer of model {model.name} holds a state")
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:
         with ranks.busy():
-            model.json_schemas.warm_up()
+            model.grammars.warm_up()
     estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()

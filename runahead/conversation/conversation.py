@@ -215,7 +215,7 @@ class Conversation:
         self._require_whole()
         if self.cache is None or self.logits_BV is None:
             raise ValueError("there is nothing to answer; feed tokens first")
-        check_options([options], self.model.tokenizer, self.model.vocab_size, self.model.json_schemas)
+        check_options([options], self.model.tokenizer, self.model.vocab_size, self.model.grammars)
         for end in (self.num_tokens, self.num_tokens + options.max_new_tokens - 1):
             self._check_length(end, self.pads)
         rows = [Row(self.model, ids, options, seed=options.seed + index) for index, ids in enumerate(self.rows)]

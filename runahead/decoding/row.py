@@ -47,10 +47,9 @@ class Row:
         self.finish_reason: str | None = None
         self.options = options
         self._eos = set() if options.ignore_eos else model.eos_token_ids
-        schema = options.json_schema
-        constraint = None if schema is None else model.json_schemas.constraint(schema)
+        constraint = None if options.guide is None else model.grammars.constraint(options.guide)
         self.sampler = Sampler(options, seed, model.device, prompt=prompt, constraint=constraint)
-        self._text = StopStrings(model.tokenizer, options.stop)
+        self._text = StopStrings(model.tokenizer, options.stop, options.kept_tokens)
 
     def add(self, token: int) -> None:
         """Append a new token, and set `finish_reason` if the row ends with it."""

@@ -22,7 +22,7 @@ from transformers import (
 from policies.row_values import sent
 from runahead.config import GenerationOptions
 from runahead.decoding.scored_tokens import ROW_ENDED, unpack
-from runahead.model.json_schemas import JSONSchemas
+from runahead.model.grammars import Grammars
 
 LEAST_SCORE = -1e30
 """Least logit of an allowed token. Divided by a low temperature it is still a number."""
@@ -227,18 +227,18 @@ def warpers(options: GenerationOptions) -> list[LogitsProcessor]:
 
 
 def check_options(
-    options: Sequence[GenerationOptions], tokenizer: Any | None, vocab_size: int, json_schemas: JSONSchemas
+    options: Sequence[GenerationOptions], tokenizer: Any | None, vocab_size: int, grammars: Grammars
 ) -> None:
     """Check that a model can generate with these options. Raises: ValueError."""
     for each in options:
-        found = refused_option(each, tokenizer, vocab_size, json_schemas)
+        found = refused_option(each, tokenizer, vocab_size, grammars)
         if found is not None:
             name, reason = found
             raise ValueError(f"generation.{name}={getattr(each, name)} {reason}; leave it out")
 
 
 def refused_option(
-    options: GenerationOptions, tokenizer: Any | None, vocab_size: int, json_schemas: JSONSchemas
+    options: GenerationOptions, tokenizer: Any | None, vocab_size: int, grammars: Grammars
 ) -> tuple[str, str] | None:
     """Name of an option that a model cannot follow, and why it cannot; None if it can follow all of them."""
     if options.stop and tokenizer is None:
@@ -247,9 +247,11 @@ def refused_option(
         return "logit_bias", f"has token {max(options.logit_bias)}, and this model's are 0 to {vocab_size - 1}"
     if options.logprobs is not None and options.logprobs > vocab_size:
         return "logprobs", f"asks for more than the {vocab_size} tokens of this model"
-    if options.json_schema is not None:
+    if options.kept_tokens and tokenizer is None:
+        return "kept_tokens", "needs a tokenizer, and this model has none"
+    if options.guide is not None:
         try:
-            json_schemas.check(options.json_schema)
+            grammars.check(options.guide)
         except ValueError as error:
-            return "json_schema", f"cannot be followed: {error}"
+            return "json_schema" if options.guide.is_schema else "grammar", f"cannot be followed: {error}"
     return None

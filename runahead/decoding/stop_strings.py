@@ -23,16 +23,25 @@ class Detokenizer:
 
     Tokenizers treat the start of a text specially (SentencePiece drops its first space), so a token is decoded together
     with the tokens of the part before it, and only the text that it adds is returned.
+
+    Args:
+        tokenizer: the model's.
+        kept: names of special tokens that the text has; others are left out of it.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, kept: Sequence[str] = ()):
         self._tokenizer = tokenizer
+        self._kept = _kept_tokens(tokenizer, kept) if kept else {}
         self._window: list[int] = []  # the tokens of the last complete part, then the pending ones
         self._num_context = 0  # number of the window's tokens that belong to the last complete part
         self._num_chars = 0  # number of characters of the window's text that were returned
 
     def add(self, token_id: int) -> str:
         """Add a token, and return the text that it completes: "" while a character still lacks bytes."""
+        if token_id in self._kept:
+            before = self.finish()
+            self._window, self._num_context, self._num_chars = [], 0, 0
+            return before + self._kept[token_id]
         self._window.append(token_id)
         text = self._decode(self._window)
         num_pending = len(self._window) - self._num_context
@@ -78,6 +87,7 @@ class StopStrings:
     Args:
         tokenizer: the model's tokenizer, or None.
         stop: the stop strings.
+        kept: names of special tokens that the text has.
 
     Attributes:
         text: the text so far; after a stop string was found, the text before it.
@@ -86,10 +96,10 @@ class StopStrings:
         ValueError: there are stop strings but no tokenizer.
     """
 
-    def __init__(self, tokenizer: Any | None, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Any | None, stop: Sequence[str] = (), kept: Sequence[str] = ()):
         if stop and tokenizer is None:
             raise ValueError(f"generation.stop={list(stop)} needs a tokenizer, and this model has none; leave it out")
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer, kept) if tokenizer is not None else None
         self._stop = list(stop)
         self._stop_ids = _special_token_ids(tokenizer, self._stop) if self._stop else set()
         self.text = ""
@@ -143,6 +153,13 @@ class StopStrings:
             if any(len(stop) > length and stop.startswith(end_of_text) for stop in self._stop):
                 return length
         return 0
+
+
+def _kept_tokens(tokenizer: Any, names: Sequence[str]) -> dict[int, str]:
+    """Name of each of these tokens that decoding would leave out, by its id."""
+    ids = tokenizer.get_added_vocab()
+    found = {ids[name]: name for name in names if name in ids}
+    return {token: name for token, name in found.items() if not tokenizer.decode([token], skip_special_tokens=True)}
 
 
 def _special_token_ids(tokenizer: Any, names: list[str]) -> set[int]:

@@ -27,8 +27,8 @@ from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
+from runahead.model.grammars import Grammars
 from runahead.model.held import Held
-from runahead.model.json_schemas import JSONSchemas
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, Marks
@@ -251,9 +251,9 @@ class Model(ModelLayers):
         return set()
 
     @cached_property
-    def json_schemas(self) -> JSONSchemas:
+    def grammars(self) -> Grammars:
         """Constraints by which answers follow JSON schemas."""
-        return JSONSchemas(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     @property
     def length_threshold(self) -> int | None:

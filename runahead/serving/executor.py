@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from policies.base import ReusingPrompt, ids_of
-from runahead.config import Speculate
+from runahead.config import Guide, Speculate
 from runahead.context import ContextPartition
 from runahead.decoding.lanes import Lane, Lanes
 from runahead.decoding.row import NewToken, Row
@@ -163,7 +163,7 @@ class Executor:
 
     def _prefill(self, item: PrefillItem) -> None:
         aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
-        self._prepare_schemas(item)
+        self._prepare_guides(item)
         if self._engine.prefixes is not None and self._stores:
             self._engine.prefixes.prefetch(item.due_prefixes)
         self._under_way.append(item)
@@ -186,7 +186,7 @@ class Executor:
         aside_s, waited_s = self._aside_s - aside_s, self._waited_s - waited_s
         if prefilled.cache is not None:
             assert prefilled.logits_BV is not None
-            self._await_schemas(item)
+            self._await_guides(item)
             rows = [
                 Row(self._engine.model, ids_of(prompt), options, seed=options.seed)
                 for prompt, options in zip(item.prompts, item.options, strict=True)
@@ -246,16 +246,16 @@ class Executor:
         found = {tier.value: num_tokens for tier, num_tokens in tree.found_tokens.items()}
         return {"prefix_bytes": tree.bytes_by_tier, "prefix_found_tokens": found}
 
-    def _prepare_schemas(self, item: PrefillItem) -> None:
-        """Begin to compile the JSON schemas of rows that this rank will decode."""
+    def _prepare_guides(self, item: PrefillItem) -> None:
+        """Begin to compile the JSON schemas and grammars of rows that this rank will decode."""
         if self._ranks.stage == self._ranks.num_stages - 1:
-            for schema in _schemas(item):
-                self._engine.model.json_schemas.prepare(schema)
+            for guide in _guides(item):
+                self._engine.model.grammars.prepare(guide)
 
-    def _await_schemas(self, item: PrefillItem) -> None:
-        """Decode other rows until the JSON schemas of these are compiled."""
-        for schema in _schemas(item):
-            self.until(partial(self._engine.model.json_schemas.is_prepared, schema), "a JSON schema", ())
+    def _await_guides(self, item: PrefillItem) -> None:
+        """Decode other rows until the JSON schemas and grammars of these are compiled."""
+        for guide in _guides(item):
+            self.until(partial(self._engine.model.grammars.is_prepared, guide), "a grammar", ())
 
     def _tell_progress(self, done: int, of: int) -> None:
         item, now = self._under_way[-1], time.monotonic()
@@ -453,5 +453,5 @@ class Executor:
         return chosen
 
 
-def _schemas(item: PrefillItem) -> list[str]:
-    return [each.json_schema for each in item.options if each.json_schema is not None]
+def _guides(item: PrefillItem) -> list[Guide]:
+    return [each.guide for each in item.options if each.guide is not None]

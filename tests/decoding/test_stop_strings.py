@@ -169,6 +169,23 @@ def test_the_name_of_a_special_token_stops_though_text_does_not_show_it():
     assert row.text == "the ice"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_special_tokens_are_text_by_their_names_and_others_are_not(kind):
+    tokenizer = KINDS[kind]()
+    end, eos = (tokenizer.convert_tokens_to_ids(name) for name in ("<|end|>", "<eos>"))
+    words = ids_of(tokenizer, "the ice")
+    row = StopStrings(tokenizer, kept=["<|end|>", "<no token>"])
+    taken = ""
+    for token in [end, *words, eos, end, *words]:
+        row.add(token)
+        taken += row.take()
+    row.finish()
+    assert row.text == taken + row.take() == "<|end|>the ice<|end|>the ice"
+    row = StopStrings(tokenizer, ["d|>"], kept=["<|end|>"])  # which is text, so it may end a row
+    assert [row.add(token) for token in [*words, end]] == [False] * len(words) + [True]
+    assert row.text == "the ice<|en"
+
+
 def test_without_a_tokenizer_text_is_empty_and_stop_strings_are_refused():
     row = StopStrings(None)
     assert not row.add(3)

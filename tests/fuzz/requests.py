@@ -53,6 +53,8 @@ CHATS = (
     {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto", "response_format": FORMAT, "logprobs": True},
     {"messages": MESSAGES[1:2], "top_logprobs": 2, "logprobs": True} | GENERATION,
     {"messages": MESSAGES[:2]},
+    {"messages": MESSAGES, "tools": [TOOL, TOOL], "tool_choice": "required", "parallel_tool_calls": True},
+    {"messages": MESSAGES[:2], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
 )
 COMPLETIONS = (
     {"prompt": "the letters of the captain", "logprobs": 2} | GENERATION,
@@ -90,7 +92,8 @@ def check_body(content: bytes, *, is_chat: bool) -> Outcome:
             raise ValueError(str(error)) from error
 
     def use(found: tuple[ChatRequest | CompletionRequest, list[GivenPrompt], list[GenerationOptions]]) -> None:
-        _, prompts, options = found
+        read, prompts, options = found
+        assert set(read.parts.tokens) <= set(options[0].kept_tokens)
         assert prompts and all(prompts) and options
         assert all(type(token) is int and 0 <= token < 2**31 for ids in map(ids_of, prompts) for token in ids)
         assert all(token < api()._vocab_size for each in options for token in each.logit_bias)

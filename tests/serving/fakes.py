@@ -25,7 +25,7 @@ from runahead.cache.rows import RowsAttention
 from runahead.config import DecodeName, DecodeOptions, Device, GenerationOptions, PrefillOptions, RanksOptions
 from runahead.context import ContextPartition
 from runahead.features.slower import Way
-from runahead.model.json_schemas import JSONSchemas
+from runahead.model.grammars import Grammars
 from runahead.prefill import Prefilled, PrefillPlan
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
@@ -120,6 +120,7 @@ class FakeEngine:
         step_s: seconds per step of decoding.
         error: raised by the next prefill or step.
         slow: faster ways that it does not take.
+        says: tokens of every answer, before the end; None: those of the prompt.
     """
 
     may_shard, takes_stage_alone, prefixes = False, True, None
@@ -146,7 +147,7 @@ class FakeEngine:
             eos_token_ids={self.tokenizer.eos_token_id},
             tokenizer=self.tokenizer,
             shares=None,
-            json_schemas=JSONSchemas(self.tokenizer, len(self.tokenizer), {self.tokenizer.eos_token_id}),
+            grammars=Grammars(self.tokenizer, len(self.tokenizer), {self.tokenizer.eos_token_id}),
             memory_after=lambda **_: None,
             engine=self,
         )
@@ -161,6 +162,7 @@ class FakeEngine:
         self.step_s = 0.0
         self.error: BaseException | None = None
         self.slow = {Way.shared_prompt}
+        self.says: list[int] | None = None
 
     def takes(self, way: Way) -> bool:
         return way not in self.slow
@@ -186,7 +188,10 @@ class FakeEngine:
         def note(num_made: int) -> None:
             self.steps[number] = max(self.steps[number], num_made)
 
-        rows = [FakeRow(prompt, note) for prompt in prompts]
+        answers = prompts
+        if self.says is not None:
+            answers = [[self.tokenizer.eos_token_id, *reversed(self.says)]] * len(prompts)
+        rows = [FakeRow(answer, note) for answer in answers]
         report = RankReport(rank=0, prefill_s=max(time.perf_counter() - began_s, 1e-4))
         spans = self.spans if plan.record else []
         logits_BV, cache = self.logits(rows), FakeCache(rows)

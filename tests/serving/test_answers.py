@@ -63,4 +63,4 @@ def test_json_that_ends_before_its_time_does_not_pass_for_whole(text: str, reaso
     row = RowText(tokenizer, {tokenizer.eos_token_id}, options)
     for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]:
         row.add(token)
-    assert (row.text, row.finish_reason) == (text, reason)
+    assert (row.content, row.finish_reason) == (text, reason)

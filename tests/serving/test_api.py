@@ -43,6 +43,11 @@ def calling(arguments: Any = LEFT_OUT, *, name: Any = "f", **call: Any) -> dict[
     return {"role": "assistant", "content": None, "tool_calls": [said]}
 
 
+def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool with these arguments."""
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 def schema(inner: dict[str, Any] | None) -> dict[str, Any]:
     """A response format."""
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": inner}}
@@ -177,8 +182,16 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"tools": {}}, "tools"),
         (HELLO | {"tools": [{"type": "function"}]}, "tools[0]"),
         (HELLO | {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
-        (HELLO | {"tools": [TOOL]}, "tools"),
-        (HELLO | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        (HELLO | {"tools": [TOOL] * 129}, "tools"),
+        (HELLO | {"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
+        (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        (HELLO | {"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
+        (HELLO | {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "tools"),
+        (HELLO | {"tools": [tool_of({"enum": ["x" * 120_000]})], "tool_choice": "required"}, "tools"),
+        (HELLO | {"tools": [tool_of({"type": "robot"})], "tool_choice": "required"}, "tools"),
+        (HELLO | {"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        (HELLO | {"tool_choice": "required"}, "tool_choice"),
         (HELLO | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "tool", "content": {"ship": "x"}}]}, "messages[0].content"),
@@ -278,6 +291,7 @@ FIELDS = st.sampled_from(
         "frequency_penalty",
         "tools",
         "tool_choice",
+        "parallel_tool_calls",
         "ignore_eos",
         "x",
     ]

@@ -203,13 +203,16 @@ ERRORS: dict[str, tuple[Ask, tuple[int, str, str | None, str | None]]] = {
         (400, INVALID, None, None),
     ),
     "unsupported": (asked({"prompt": "a", "echo": True}), (400, INVALID, "unsupported_parameter", "echo")),
-    "tools of no template": (asked(HELLO | {"tools": [TOOL]}, CHAT), (400, INVALID, "unsupported_parameter", "tools")),
+    "tools of no template": (
+        asked(HELLO | {"tools": [TOOL]}, CHAT, tools="none"),
+        (400, INVALID, "unsupported_parameter", "tools"),
+    ),
     "modules": (
         asked({"prompt": "a", "prompt_cache": {"prompt": "<prompt/>"}}),
         (400, INVALID, "unsupported_parameter", "prompt_cache"),
     ),
     "tool choice": (
-        asked(HELLO | {"tools": [TOOL], "tool_choice": "required"}, CHAT),
+        asked(HELLO | {"tools": [TOOL], "tool_choice": {"type": "custom"}}, CHAT),
         (400, INVALID, "unsupported_value", "tool_choice"),
     ),
     "no template": (asked(HELLO, CHAT, tokenizer=chat_tokenizer("")), (400, INVALID, None, "messages")),

@@ -14,7 +14,7 @@ import torch
 
 from policies.pyramidinfer import PyramidInfer
 from runahead import Engine, GenerationOptions, PrefillOptions
-from runahead.config import Device, RanksOptions
+from runahead.config import Device, Guide, RanksOptions
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
@@ -324,17 +324,17 @@ def test_rows_are_decoded_while_a_json_schema_is_compiled(monkeypatch):
     class Slow:
         """Compiles until the other row has four tokens more."""
 
-        def prepare(self, schema: str) -> None:
-            calls.append(f"prepare {schema}")
+        def prepare(self, guide: Guide) -> None:
+            calls.append(f"prepare {guide.text}")
 
-        def is_prepared(self, schema: str, block_s: float) -> bool:
+        def is_prepared(self, guide: Guide, block_s: float) -> bool:
             return len(rows(rank.reports)) == 4
 
-        def constraint(self, schema: str) -> Anything:
-            calls.append(f"constraint {schema}")
+        def constraint(self, guide: Guide) -> Anything:
+            calls.append(f"constraint {guide.text}")
             return Anything(model.vocab_size)
 
-    monkeypatch.setitem(vars(model), "json_schemas", Slow())
+    monkeypatch.setitem(vars(model), "grammars", Slow())
     rank.carry_out(item(0, 20))
     formatted = item(1, 30)
     formatted.options[0] = replace(formatted.options[0], json_schema="{}", ignore_eos=False)

@@ -110,12 +110,11 @@ class Answering:
             await self._await_change()
             await self._tell_progress()
             events: list[dict[str, Any] | None] = []
-            for index, (row, text) in enumerate(zip(rows, listener.take(), strict=True)):
+            for index, (row, pieces) in enumerate(zip(rows, listener.take(), strict=True)):
                 if row.num_tokens and not begun[index]:
                     begun[index] = True
                     events.append(form.begin(index))
-                if text:
-                    events.append(form.text(index, text, row.take_scored()))
+                events.extend(form.piece(index, piece, row.take_scored()) for piece in pieces)
                 if row.finish_reason is not None and not ended[index]:
                     ended[index] = True
                     events.append(form.end(index, row.finish_reason, row.take_scored()))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from launch.server.answer.logprobs import Scored, TokenTexts, chat_logprobs, text_logprobs
+from launch.server.answer.pieces import Kind, Piece
 from launch.server.answer.row_text import RowText
 
 
@@ -30,9 +31,7 @@ class Form:
         """The answer of a request that does not stream."""
         choices = []
         for index, row in enumerate(rows):
-            said: dict[str, Any] = {"text": row.text}
-            if self._is_chat:
-                said = {"message": {"role": "assistant", "content": row.text, "refusal": None}}
+            said: dict[str, Any] = {"message": _message(row)} if self._is_chat else {"text": row.content}
             logprobs = self._logprobs(row.take_scored())
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": row.finish_reason})
         return {**self._head, "object": self._whole, "choices": choices, "usage": usage}
@@ -54,9 +53,9 @@ class Form:
         """The chunk before a row's text, which says who speaks; None if there is none."""
         return self._of(index, {"role": "assistant", "content": ""}) if self._is_chat else None
 
-    def text(self, index: int, text: str, scored: Sequence[Scored]) -> dict[str, Any]:
-        """A chunk of a row's text, with the log-probabilities of the tokens since the chunk before."""
-        return self._of(index, {"content": text} if self._is_chat else text, scored=scored)
+    def piece(self, index: int, piece: Piece, scored: Sequence[Scored]) -> dict[str, Any]:
+        """A chunk of a row's answer, with the log-probabilities of the tokens since the chunk before."""
+        return self._of(index, _delta(piece) if self._is_chat else piece.text, scored=scored)
 
     def end(self, index: int, reason: str | None, scored: Sequence[Scored]) -> dict[str, Any]:
         """The last chunk of a row, with the log-probabilities of tokens that have no text."""
@@ -81,6 +80,32 @@ class Form:
         if not scored:
             return None
         return (chat_logprobs if self._is_chat else text_logprobs)(scored, self._texts)
+
+
+def _message(row: RowText) -> dict[str, Any]:
+    """The message of a chat's answer."""
+    pieces = row.pieces
+    reasoning = "".join(piece.text for piece in pieces if piece.kind is Kind.reasoning)
+    calls = [_call(piece) for piece in pieces if piece.kind is Kind.call]
+    message: dict[str, Any] = {"role": "assistant", "content": row.content, "refusal": None}
+    if calls:
+        message |= {"content": row.content or None, "tool_calls": calls}
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    """What a chunk of a chat's answer adds to it."""
+    if piece.kind is Kind.content:
+        return {"content": piece.text}
+    if piece.kind is Kind.reasoning:
+        return {"reasoning_content": piece.text}
+    call = _call(piece) if piece.name is not None else {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": piece.number} | call]}
+
+
+def _call(piece: Piece) -> dict[str, Any]:
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"id": piece.identity, "type": "function", "function": function}
 
 
 def usage_of(num_prompt_tokens: int, rows: Sequence[RowText], cached_tokens: int = 0) -> dict[str, Any]:

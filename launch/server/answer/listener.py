@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from launch.server.answer.pieces import Piece, joined
 from launch.server.answer.row_text import RowText
 from launch.server.metrics import Metrics
 
@@ -30,7 +31,7 @@ class RequestListener:
         self.failure: str | None = None
         self.first_token_s: float | None = None
         self._last_s = 0.0
-        self._unsent = [""] * len(rows)
+        self._unsent: list[list[Piece]] = [[] for _ in rows]
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -49,10 +50,10 @@ class RequestListener:
         self._changed.clear()
         return True
 
-    def take(self) -> list[str]:
-        """Text of each row that was not taken before."""
-        taken, self._unsent = self._unsent, [""] * len(self.rows)
-        return taken
+    def take(self) -> list[list[Piece]]:
+        """Pieces of each row that were not taken before."""
+        taken, self._unsent = self._unsent, [[] for _ in self.rows]
+        return [joined(pieces) for pieces in taken]
 
     # From the scheduler's thread.
 

@@ -1,4 +1,4 @@
-"""The text of each row of an answer, from its tokens, and how it ends."""
+"""The text of each row of an answer and its parts, from its tokens, and how it ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 from launch.server.answer.logprobs import Scored
+from launch.server.answer.parser import NO_PARTS, AnswerParser, Parts
+from launch.server.answer.pieces import Kind, Piece, joined
 from runahead.config import GenerationOptions
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.decoding.stop_strings import StopStrings
@@ -17,24 +19,34 @@ FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 class RowText:
     """Text of one row, from its tokens; it ends where the rank that decodes ends it, for the same reason.
 
+    Args:
+        tokenizer: the model's; None if it has none.
+        eos_ids: token ids that end an answer.
+        options: of the row.
+        parts: what its text may consist of beside content.
+
     Attributes:
         num_tokens: new tokens so far.
-        finish_reason: "stop", "length", or None while the row goes on.
+        finish_reason: "stop", "length", "tool_calls", or None while the row goes on.
     """
 
-    def __init__(self, tokenizer: Any | None, eos_ids: set[int], options: GenerationOptions) -> None:
-        self._text = StopStrings(tokenizer, options.stop)
+    def __init__(
+        self, tokenizer: Any | None, eos_ids: set[int], options: GenerationOptions, parts: Parts = NO_PARTS
+    ) -> None:
+        self._text = StopStrings(tokenizer, options.stop, options.kept_tokens)
         self._eos_ids = set() if options.ignore_eos else eos_ids
         self._max_new_tokens = options.max_new_tokens
         self._is_json = options.json_schema is not None
+        self._has_to_call = parts.calls is not None and parts.calls.is_certain
+        self._parser, self._pieces = AnswerParser(parts), list[Piece]()
         self._scored: list[Scored] = []
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
-    def add(self, token: int) -> str:
-        """Add a token, and return the text that is sure now."""
+    def add(self, token: int) -> list[Piece]:
+        """Add a token, and return the pieces of the answer that are sure now."""
         if self.finish_reason is not None:
-            return ""
+            return []
         self.num_tokens += 1
         if isinstance(token, ScoredToken):
             self._scored.append(Scored(token=int(token), logprobs=token.logprobs, offset=len(self._text.text)))
@@ -47,19 +59,36 @@ class RowText:
             ended = "length"
         if ended is not None:
             self._text.finish()
-            self.finish_reason = FINISHED[ended]
-            if ended == "eos" and self._is_json and not _parses(self._text.text):
-                self.finish_reason = "length"  # the parser that leads it has come to a limit
-        return self._text.take()
+        pieces = self._parser.add(self._text.take())
+        if ended is not None:
+            pieces = joined([*pieces, *self._parser.finish()])
+        self._pieces += pieces
+        if ended is not None:
+            self.finish_reason = self._finish_reason(ended)
+        return pieces
+
+    def _finish_reason(self, ended: str) -> str:
+        reason, calls = FINISHED[ended], self._parser
+        if ended == "eos" and self._is_json and not _parses(self.content):
+            return "length"  # the parser that leads it has come to a limit
+        if ended == "eos" and self._has_to_call and (not calls.num_calls or calls.in_arguments):
+            return "length"
+        return "tool_calls" if reason == "stop" and calls.num_calls and not calls.in_arguments else reason
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The answer so far, in as few pieces as it can be."""
+        return joined(self._pieces)
+
+    @property
+    def content(self) -> str:
+        """What it says beside reasoning and calls."""
+        return "".join(piece.text for piece in self._pieces if piece.kind is Kind.content)
 
     def take_scored(self) -> list[Scored]:
         """Tokens with log-probabilities that were not taken before; none if the row did not ask for any."""
         taken, self._scored = self._scored, []
         return taken
-
-    @property
-    def text(self) -> str:
-        return self._text.text
 
 
 def _parses(text: str) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from launch.server.answer.parser import NO_PARTS, Parts
 from launch.server.errors import missing, wrong
 from launch.server.request.generation import read_generation
-from launch.server.request.messages import Message, read_messages, read_tools
+from launch.server.request.messages import Message, read_messages
 from launch.server.request.reader import Fields, check_unicode, unknown
+from launch.server.request.tools import Tools, read_tools
 from runahead.config import MAX_SEED, GenerationOptions
 
 
@@ -35,6 +37,8 @@ class Common:
         continuous_usage: every event of a stream has the usage so far.
         return_progress: a stream says how far the prefill is.
         prompt_cache: modules that stand before the messages or the prompt; None if there are none.
+        guided_by: the field by which answers are JSON, follow a grammar, or call a tool; None if none says so.
+        parts: what its answers may consist of beside content, which is known when its prompt is.
         unknown: names of fields that nobody knows.
     """
 
@@ -47,6 +51,8 @@ class Common:
     continuous_usage: bool
     return_progress: bool
     prompt_cache: PromptCacheFields | None
+    guided_by: str | None
+    parts: Parts = NO_PARTS
     unknown: list[str]
 
 
@@ -55,7 +61,7 @@ class ChatRequest(Common):
     """Body of /v1/chat/completions."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: Tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,7 @@ def read_chat(body: Mapping[str, Any], defaults: GenerationOptions) -> ChatReque
     fields = Fields(body)
     prompt_cache = _prompt_cache(fields)
     messages, tools = read_messages(fields, may_be_empty=prompt_cache is not None), read_tools(fields)
-    common = _common(fields, defaults, is_chat=True)
+    common = _common(fields, defaults, tools=tools)
     return ChatRequest(messages=messages, tools=tools, prompt_cache=prompt_cache, **common)
 
 
@@ -80,7 +86,7 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
     prompt_cache = _prompt_cache(fields)
     prompt = fields.take("prompt", lambda value: True, "")
     if prompt in (None, "") and prompt_cache is not None:
-        return CompletionRequest(prompts=[""], prompt_cache=prompt_cache, **_common(fields, defaults, is_chat=False))
+        return CompletionRequest(prompts=[""], prompt_cache=prompt_cache, **_common(fields, defaults))
     if prompt is None:
         raise missing("prompt")
     prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
@@ -90,18 +96,19 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
             raise wrong("prompt", "must be a text, a list of token ids, or a list of such, none of them empty")
         if isinstance(each, str):
             check_unicode(each, "prompt")
-    common = _common(fields, defaults, is_chat=False)
+    common = _common(fields, defaults)
     return CompletionRequest(prompts=prompts, prompt_cache=prompt_cache, **common)
 
 
-def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> dict[str, Any]:
+def _common(fields: Fields, defaults: GenerationOptions, *, tools: Tools | None = None) -> dict[str, Any]:
+    """Fields of both kinds of requests, by name; `tools` are those of a chat."""
     model = fields.take("model", lambda value: isinstance(value, str), "must be a text")
     stream = fields.flag("stream")
     include_usage, continuous_usage = _stream_options(fields, stream)
     progress = fields.flag("return_progress")
     if progress and not stream:
         raise wrong("return_progress", "is for 'stream': true only")
-    options, length_field, chose_seed = read_generation(fields, defaults, is_chat=is_chat)
+    options, length_field, chose_seed, guided_by = read_generation(fields, defaults, tools=tools)
     n = fields.number("n", 1, 128, whole=True) or 1
     rows = [replace(options, seed=(options.seed + number) % (MAX_SEED + 1)) for number in range(n)]
     return {
@@ -109,6 +116,7 @@ def _common(fields: Fields, defaults: GenerationOptions, *, is_chat: bool) -> di
         "options": rows,
         "length_field": length_field,
         "chose_seed": chose_seed,
+        "guided_by": guided_by,
         "stream": stream,
         "include_usage": include_usage,
         "continuous_usage": continuous_usage,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.server.errors import wrong
 from launch.server.request.reader import Fields, check_unicode
+from launch.server.request.tools import Tools
 from runahead.config import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, GenerationOptions
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
@@ -17,17 +18,21 @@ MAX_SCHEMA_CHARACTERS = 100_000
 LEAST_TEMPERATURE = 0.01
 """A lower temperature is greedy: logits divided by it might overflow."""
 
-FIELD_OF = {"json_schema": "response_format"}
-"""Field of a generation option that has another name."""
-
 ANY_OBJECT = '{"type": "object"}'
 """Schema of `{"type": "json_object"}`."""
 
 
 def read_generation(
-    fields: Fields, defaults: GenerationOptions, *, is_chat: bool
-) -> tuple[GenerationOptions, str | None, bool]:
-    """Options of one answer, the field that gave its length, and whether the client gave its seed. Raises: APIError."""
+    fields: Fields, defaults: GenerationOptions, *, tools: Tools | None
+) -> tuple[GenerationOptions, str | None, bool, str | None]:
+    """Options of one answer, the field that gave its length, whether it has a seed of the client's, and what guides it.
+
+    Args:
+        tools: of a chat; None for a completion.
+
+    Raises:
+        APIError: a field is wrong.
+    """
     lengths = {
         name: fields.number(name, 1, MAX_NEW_TOKENS, whole=True) for name in ("max_completion_tokens", "max_tokens")
     }
@@ -35,10 +40,10 @@ def read_generation(
     if len(set(given.values())) == 2:
         raise wrong("max_tokens", "and 'max_completion_tokens' differ; give one")
     seed = fields.number("seed", -(2**63), 2**63 - 1, whole=True)  # OpenAI's and vLLM's range
-    stops, biases, schema = _stops(fields), _biases(fields), _schema(fields, defaults.json_schema)
+    stops, biases, guide = _stops(fields), _biases(fields), _guide(fields, defaults, tools)
     ignore_eos = fields.flag("ignore_eos") or defaults.ignore_eos
-    if schema is not None and ignore_eos:
-        raise wrong("response_format", "does not go with 'ignore_eos': true")
+    if guide.field is not None and ignore_eos:
+        raise wrong(guide.field, "does not go with 'ignore_eos': true")
     repetition = fields.number("repetition_penalty", 0.1, 10)
     presence, frequency = (
         fields.number(name, -MAX_PENALTY, MAX_PENALTY) for name in ("presence_penalty", "frequency_penalty")
@@ -54,10 +59,12 @@ def read_generation(
         seed=(seed or 0) % (MAX_SEED + 1),
         stop=defaults.stop if stops is None else stops,
         ignore_eos=ignore_eos,
-        json_schema=schema,
-        logprobs=(_chat_logprobs if is_chat else _text_logprobs)(fields, defaults.logprobs),
+        json_schema=guide.json_schema,
+        grammar=guide.grammar,
+        free_part=defaults.free_part if guide.field is not None else [],
+        logprobs=(_text_logprobs if tools is None else _chat_logprobs)(fields, defaults.logprobs),
     )
-    return chosen, next(iter(given), None), seed is not None
+    return chosen, next(iter(given), None), seed is not None, guide.field
 
 
 def _sampling(fields: Fields, defaults: GenerationOptions) -> dict[str, Any]:
@@ -123,24 +130,49 @@ def _text_logprobs(fields: Fields, default: int | None) -> int | None:
     return default if number is None else number
 
 
-def _schema(fields: Fields, default: str | None) -> str | None:
-    """The JSON schema that the answer is to follow, as JSON text; None for any text."""
-    given = fields.take("response_format", lambda value: isinstance(value, dict), "must be an object with 'type'")
+@dataclass(frozen=True, kw_only=True)
+class _Guide:
+    """What an answer is to follow, and the field that says so; None for any text."""
+
+    json_schema: str | None = None
+    grammar: str | None = None
+    field: str | None = None
+
+
+def _guide(fields: Fields, defaults: GenerationOptions, tools: Tools | None) -> _Guide:
+    """What answers follow. Where a tool has to be called there is nothing else for a format to rule."""
+    found = _response_format(fields)
+    if tools is not None and tools.to_call:
+        return _Guide(grammar=tools.grammar, field="tools")
+    if found is None:
+        field = None if defaults.guide is None else "response_format"
+        return _Guide(json_schema=defaults.json_schema, grammar=defaults.grammar, field=field)
+    return found
+
+
+def _response_format(fields: Fields) -> _Guide | None:
+    """What the response format asks for; None if there is none."""
+    field = "response_format"
+    given = fields.take(field, lambda value: isinstance(value, dict), "must be an object with 'type'")
     if given is None:
-        return default
+        return None
     kind = given.get("type")
     if kind == "text":
-        return None
+        return _Guide()
     if kind == "json_object":
-        return ANY_OBJECT
+        return _Guide(json_schema=ANY_OBJECT, field=field)
     if kind != "json_schema":
         raise wrong("response_format.type", "must be text, json_object or json_schema")
     named = given.get("json_schema")
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise wrong("response_format.json_schema", "must be an object with 'schema', a JSON schema")
+    return _Guide(json_schema=_schema_text(schema, "response_format.json_schema.schema"), field=field)
+
+
+def _schema_text(schema: dict[str, Any], name: str) -> str:
+    """A JSON schema of the field `name` as JSON text."""
     text = json.dumps(schema)
     if len(text) > MAX_SCHEMA_CHARACTERS:
-        rule = f"has {len(text):,} characters; {MAX_SCHEMA_CHARACTERS:,} is the most"
-        raise wrong("response_format.json_schema.schema", rule)
+        raise wrong(name, f"has {len(text):,} characters; {MAX_SCHEMA_CHARACTERS:,} is the most")
     return text

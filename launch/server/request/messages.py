@@ -1,4 +1,4 @@
-"""Messages and tools of a chat, checked, in the form that chat templates take."""
+"""Messages of a chat, checked, in the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from launch.server.errors import missing, shown, wrong
 from launch.server.request.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, unsupported
+from launch.server.request.tools import is_function
 
 MAX_MESSAGES = 10_000
-MAX_TOOLS, MAX_CALLS = 128, 128
+MAX_CALLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAY_SAY_NOTHING = ("assistant", "tool")
 """Roles whose content may be missing, null or empty: an answer that only calls tools, and a result without text."""
@@ -34,34 +35,6 @@ def read_messages(fields: Fields, *, may_be_empty: bool = False) -> list[Message
     if len(messages) > MAX_MESSAGES:
         raise wrong("messages", f"has {len(messages):,} messages; {MAX_MESSAGES:,} is the most")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-
-
-def read_tools(fields: Fields) -> list[dict[str, Any]]:
-    """The tools that the model is told of; none with `"tool_choice": "none"`. Raises: APIError."""
-    tools = fields.take("tools", lambda value: isinstance(value, list), "must be a list of tools") or []
-    choice = fields.take("tool_choice", lambda value: True, "")
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "other than none and auto")
-    if len(tools) > MAX_TOOLS:
-        raise wrong("tools", f"has {len(tools):,} tools; {MAX_TOOLS} is the most")
-    for number, tool in enumerate(tools):
-        name = f"tools[{number}]"
-        function = tool.get("function") if isinstance(tool, dict) and _is_function(tool) else None
-        if not isinstance(function, dict):
-            raise wrong(name, 'must be {"type": "function", "function": {"name": ..., "parameters": ...}}')
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise wrong(f"{name}.function.name", "must be a text")
-        if not isinstance(function.get("description") or "", str):
-            raise wrong(f"{name}.function.description", "must be a text")
-        if not isinstance(function.get("parameters") or {}, dict):
-            raise wrong(f"{name}.function.parameters", "must be a JSON schema")
-        check_unicode(json.dumps(tool, ensure_ascii=False), name)
-    return [] if choice == "none" else [tool | {"type": "function"} for tool in tools]
-
-
-def _is_function(value: dict[str, Any]) -> bool:
-    """Whether a tool, or a call, is that of a function, as it is where its type is left out."""
-    return value.get("type") in (None, "function")
 
 
 def _message(message: Any, name: str) -> Message:
@@ -111,7 +84,7 @@ def _calls(calls: Any, name: str) -> list[dict[str, Any]]:
     read = []
     for number, call in enumerate(calls):
         place = f"{name}[{number}]"
-        function = call.get("function") if isinstance(call, dict) and _is_function(call) else None
+        function = call.get("function") if isinstance(call, dict) and is_function(call) else None
         if not isinstance(function, dict):
             raise wrong(place, 'must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}')
         identity = {} if call.get("id") is None else {"id": _text(call["id"], f"{place}.id")}

@@ -1,4 +1,4 @@
-"""Prompts of requests, by the model's tokenizer and chat template: token ids, or prompts that reuse modules."""
+"""Prompts of requests as token ids, by the model's tokenizer, or as prompts that reuse modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from launch.server.errors import APIError, shown, too_long, wrong
 from launch.server.request.fields import ChatRequest, CompletionRequest, PromptCacheFields
-from policies.prompt_cache.model_text import render
 from policies.prompt_cache.prompt import NewText, Prompt
 from policies.prompt_cache.prompt_cache import PromptCache
 from policies.prompt_cache.schema import ROLES
@@ -26,6 +25,7 @@ MOST_BY_A_CUT = 16
 
 def prompts_of(
     request: ChatRequest | CompletionRequest,
+    chat: str | None,
     tokenizer: Any | None,
     schemas: Schemas | None = None,
     client: str = "",
@@ -35,19 +35,21 @@ def prompts_of(
     """Each prompt of a request.
 
     Args:
+        chat: the prompt of a chat as text; None if it has modules before it, and without a chat.
         tokenizer: the model's; None if it has none.
         schemas: for prompts that reuse modules; None if the server takes none.
         client: whose request it is.
         longest: tokens of the longest text that is taken; None is no limit.
 
     Raises:
-        APIError: the model has no tokenizer or no chat template for it, the template fails or leaves the tools out, a
-            prompt does not fit its schema, or a text is so long that not all of it was tokenised.
+        APIError: the model has no tokenizer for it, a prompt does not fit its schema, or a text is so long that not all
+            of it was tokenised.
     """
     if request.prompt_cache is not None:
         return list(_after_modules(request, request.prompt_cache, schemas, client))
     if isinstance(request, ChatRequest):
-        return [_of_chat(request, tokenizer, longest)]
+        assert chat is not None
+        return [_ids(chat, tokenizer, "messages", longest, add_special_tokens=False)]
     return [_of_text(prompt, tokenizer, longest) if isinstance(prompt, str) else prompt for prompt in request.prompts]
 
 
@@ -99,7 +101,7 @@ def _refused(field: str, error: ValueError) -> APIError:
 
 def _messages(request: ChatRequest) -> list[NewText]:
     """The messages of a chat, which come after the modules."""
-    if request.tools:
+    if request.tools.told:
         raise wrong("tools", "do not go with 'prompt_cache'; leave them out")
     for number, message in enumerate(request.messages):
         if message["role"] not in ROLES or message.keys() - {"role", "content"}:
@@ -115,30 +117,6 @@ def _text(prompt: str | list[int]) -> list[NewText]:
     if not isinstance(prompt, str):
         raise wrong("prompt", "must be a text, or a list of texts, to go with 'prompt_cache'")
     return [NewText(text=prompt, line=1)] if prompt else []
-
-
-def _of_chat(request: ChatRequest, tokenizer: Any | None, longest: int | None) -> list[int]:
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise APIError(400, "this model has no chat template; use /v1/completions", param="messages")
-    # A template has the assistant answer next, or go on with what it has begun to say. After a call it cannot go on.
-    last = request.messages[-1]
-    goes_on = last["role"] == "assistant" and "tool_calls" not in last
-    how: dict[str, Any] = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
-    text = _rendered(request, tokenizer, how)
-    if request.tools:
-        told = _rendered(request, tokenizer, how | {"tools": request.tools})
-        if told == text:
-            rule = "are not in this model's chat template, so it would not know of them; leave them out"
-            raise wrong("tools", rule, code="unsupported_parameter")
-        text = told
-    return _ids(text, tokenizer, "messages", longest, add_special_tokens=False)
-
-
-def _rendered(request: ChatRequest, tokenizer: Any, how: dict[str, Any]) -> str:
-    try:
-        return render(tokenizer, request.messages, **how)
-    except ValueError as error:
-        raise wrong("messages", f"do not fit the model's chat template: {shown(str(error), 200)}") from error
 
 
 def _of_text(text: str, tokenizer: Any | None, longest: int | None) -> list[int]:

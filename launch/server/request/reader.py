@@ -15,7 +15,7 @@ WITHOUT_BOUND = 2**31
 
 NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
-    "tools": (None, []),
+    "tools": (None, []),  # of a completion
     "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),

@@ -1,0 +1,109 @@
+"""Tools of a chat, checked: which the model is told of, and which an answer has to call."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from launch.server.errors import shown, wrong
+from launch.server.request.reader import Fields, check_unicode, unsupported
+from runahead.model.grammars import LAYOUT
+
+MAX_TOOLS = 128
+MAX_CHARACTERS = 100_000
+"""Most characters of the schemas of tools that an answer has to follow."""
+CHOICE = 'must be none, auto, required or {"type": "function", "function": {"name": ...}}'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """Tools of a chat.
+
+    Attributes:
+        told: those that the model is told of, as chat templates take them.
+        to_call: those of which the answer has to call one; empty if it may say something else.
+        several: whether it may call several, or one several times; None: as the model likes, but one that has to be
+            called is called once.
+    """
+
+    told: list[dict[str, Any]]
+    to_call: list[dict[str, Any]]
+    several: bool | None
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool["function"]["name"] for tool in self.told)
+
+    @property
+    def grammar(self) -> str:
+        """Grammar of an answer that calls tools, in llguidance's form of Lark: a call, or with `several` a list.
+
+        Keywords of a schema that llguidance does not know are left out, unless the tool is strict.
+        """
+        rules, names = list[str](), list[str]()
+        for number, tool in enumerate(self.to_call):
+            function, name = tool["function"], f"call_{number}"
+            begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+            options = LAYOUT | {"lenient": function.get("strict") is not True}
+            schema = {"type": "object"} | (function.get("parameters") or {}) | {"x-guidance": options}
+            rules.append(f'{name}: {json.dumps(begin, ensure_ascii=False)} %json {json.dumps(schema)} "}}"')
+            names.append(name)
+        start = '"[" call (", " call)* "]"' if self.several else "call"
+        return "\n".join((f"start: {start}", f"call: {' | '.join(names)}", *rules))
+
+
+def read_tools(fields: Fields) -> Tools:
+    """The tools of a chat, none of which are told with `"tool_choice": "none"`. Raises: APIError."""
+    tools = fields.take("tools", lambda value: isinstance(value, list), "must be a list of tools") or []
+    choice = fields.take("tool_choice", lambda value: True, "")
+    several = fields.take("parallel_tool_calls", lambda value: isinstance(value, bool), "must be true or false")
+    if len(tools) > MAX_TOOLS:
+        raise wrong("tools", f"has {len(tools):,} tools; {MAX_TOOLS} is the most")
+    told = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    if choice in (None, "auto"):
+        return Tools(told=told, to_call=[], several=several)
+    if choice == "none":
+        return Tools(told=[], to_call=[], several=several)
+    to_call = _to_call(choice, told)
+    found = Tools(told=told, to_call=to_call, several=several and choice == "required")
+    if len(found.grammar) > MAX_CHARACTERS:
+        raise wrong("tools", f"have schemas of more than {MAX_CHARACTERS:,} characters in all")
+    return found
+
+
+def _to_call(choice: Any, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools of which an answer has to call one, by the field `tool_choice`."""
+    if isinstance(choice, dict) and choice.get("type") not in (None, "function"):
+        raise unsupported("tool_choice", f"of type {shown(str(choice.get('type')))}")
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        raise wrong("tool_choice", CHOICE)
+    if not told:
+        raise wrong("tool_choice", "needs 'tools', of which one is to be called")
+    if choice == "required":
+        return told
+    named = [tool for tool in told if tool["function"]["name"] == name]
+    if not named:
+        raise wrong("tool_choice", f"names the tool '{shown(str(name))}', which is not among 'tools'")
+    return named[:1]
+
+
+def _tool(tool: Any, name: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and is_function(tool) else None
+    if not isinstance(function, dict):
+        raise wrong(name, 'must be {"type": "function", "function": {"name": ..., "parameters": ...}}')
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise wrong(f"{name}.function.name", "must be a text")
+    if not isinstance(function.get("description") or "", str):
+        raise wrong(f"{name}.function.description", "must be a text")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise wrong(f"{name}.function.parameters", "must be a JSON schema")
+    check_unicode(json.dumps(tool, ensure_ascii=False), name)
+    return tool | {"type": "function"}
+
+
+def is_function(value: dict[str, Any]) -> bool:
+    """Whether a tool, or a call, is that of a function, as it is where its type is left out."""
+    return value.get("type") in (None, "function")
