@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 Partitioner = Callable[[int, int], "ContextPartition"]
@@ -71,10 +71,6 @@ class ContextPartition:
             most = min(num_tokens * end // self.num_tokens, num_tokens - later)
             ends.append(max(ends[-1] + (rank in chain), most))
         return ContextPartition(boundaries=tuple(ends)).check(num_tokens, self.num_ranks)
-
-    def one_each(self) -> ContextPartition:
-        """The partition in which each rank with a chunk has one token."""
-        return ContextPartition(boundaries=tuple(accumulate(map(bool, self.chunk_lengths), initial=0)))
 
     def check(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         """Check that the partition is for this prompt and this many ranks (or stages of several ranks), and return it.

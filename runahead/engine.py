@@ -432,6 +432,9 @@ class Engine:
             "its config's overrides": fact(self.model.overrides),
             "whether there is a prefix tree": "no" if self.prefixes is None else "yes",
         }
+        if self.prefixes is not None and self.prefixes.state_bytes:  # all stages keep states at the same places
+            tree = self.prefixes.tree
+            facts["the tree's snapshots of states"] = fact([tree.snapshot_tokens, tree.limit_bytes])
         if isinstance(options, GenerationOptions):
             facts |= option_facts({"generation": options})
         else:

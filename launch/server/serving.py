@@ -258,8 +258,8 @@ def room_in_memory(
 
     In a chain a state is there twice until the prompt is computed: also as it arrived. With drafts it is there twice
     afterwards: also as it was before the draft. With a tree there is one more, that after the prompt, until it is
-    stored, and on the last stage those inside of prompts: at most as many as the tree could take, of a prompt and of a
-    short one that is computed inside it.
+    stored, and on the last stage those inside of prompts, in a chain twice, too: at most as many as the tree could
+    take, of a prompt and of a short one that is computed inside it.
 
     Args:
         kept_bytes: of the last stage, for prefixes.
@@ -283,8 +283,9 @@ def room_in_memory(
     left_bytes = MEMORY_SHARE * free - kept
     most_tokens = left_bytes / per_token
     if is_last and tree is not None and tree.snapshot_tokens and state_bytes:
-        with_all = left_bytes / (per_token + state_bytes / tree.snapshot_tokens)
-        most_tokens = max(with_all, most_tokens - 2 * tree.limit_bytes / per_token)
+        copies = 2 if ranks.num_stages > 1 else 1
+        with_all = left_bytes / (per_token + copies * state_bytes / tree.snapshot_tokens)
+        most_tokens = max(with_all, most_tokens - (copies + 1) * tree.limit_bytes / per_token)
     num_tokens = min(ranks.gather(int(most_tokens), "the free memory"))
     if store is not None and num_tokens < 1:
         tier = "device_bytes" if ranks.device.type == "cuda" else "host_bytes"

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,10 +48,12 @@ class LayerAttention(ABC):
 
     Attributes:
         states: of all tokens before, which the forward updates; None: no layer holds any, or no token is before.
+        stops: indices in the padded batch before which the states of layers are kept.
         rotates: this attention rotates queries and keys itself, so that the model must leave them at position 0.
     """
 
     rotates = False
+    stops: Collection[int] = ()
 
     def __init__(self, *, start: int, pads: list[int]) -> None:
         self.start, self.pads = start, pads
@@ -74,6 +76,9 @@ class LayerAttention(ABC):
         """The n-th of the states, which the model's layer is about to read and to update."""
         assert self.states is not None, "the model has given the states of a text without tokens, if there are none"
         return self.states.layers[number]
+
+    def keep_state(self, number: int, stop: int) -> None:  # noqa: B027 (most attention has no stops)
+        """Called once the layer has updated it for the new tokens before one of `stops`."""
 
     def save_state(self, number: int) -> None:  # noqa: B027 (most attention has it in memory already)
         """Called once the layer has updated it for all new tokens."""

@@ -90,24 +90,28 @@ class StateLayer(LinearAttentionLayer):
             other.hold(name, index, change(state))
         return other
 
-    def clear(self, rows: Sequence[int], origin: StateLayer | None = None) -> None:
-        """Let these rows hold the state that they had before their first token.
+    def clear(self, rows: Sequence[int], before: StateLayer | None = None) -> None:
+        """Let these rows hold the state that they had before.
 
         Args:
-            origin: that state of all rows; None: of a text without tokens.
+            before: that state of all rows; None: of a text without tokens.
         """
-        before = {} if origin is None else {(name, index): state for name, index, state in origin.tensors()}
+        parts = {} if before is None else {(name, index): state for name, index, state in before.tensors()}
         for name, index, state in self.tensors():
             for row in rows:
-                if origin is None:
+                if before is None:
                     state[row].zero_()
                 else:
-                    state[row].copy_(before[name, index][row])
+                    state[row].copy_(parts[name, index][row])
 
     def write(self, bytes_BZ: Tensor) -> None:
         """Write the state to these bytes."""
         parts = [state.contiguous().view(torch.uint8).flatten(1) for *_, state in self.tensors()]
         torch.cat(parts, dim=1, out=bytes_BZ)
+
+    def write_row(self, row: int, bytes_Z: Tensor) -> None:
+        """Write the state of one row to these bytes."""
+        self.made(lambda state: state[row : row + 1]).write(bytes_Z.view(1, -1))
 
     def read(self, rows_Z: Sequence[Tensor], shape: StateShape) -> None:
         """Hold a copy of the state that was written to these bytes of each row."""
@@ -122,15 +126,11 @@ class States:
 
     Attributes:
         layers: in the order in which the model runs them.
-        origin: those of before the first new token, while rows that have any may be padded; None: nothing is before
-            the padded ones.
-        begun: rows that have states before their first new token, where these arrive in a forward.
+        begun: rows that have states before their first new token, which padding before that token leaves as they are.
     """
 
-    def __init__(self, layers: Sequence[StateLayer]) -> None:
-        self.layers = list(layers)
-        self.origin: States | None = None
-        self.begun: Sequence[int] = ()
+    def __init__(self, layers: Sequence[StateLayer], begun: Sequence[int] = ()) -> None:
+        self.layers, self.begun = list(layers), begun
 
     @property
     def num_bytes(self) -> int:

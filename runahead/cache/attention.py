@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -66,6 +66,9 @@ class LayerHook:
     def load_state(self, number: int) -> None:
         """Called before a layer reads its state: returns once that of all tokens before is there."""
 
+    def keep_state(self, number: int, stop: int) -> None:
+        """Called once a layer has updated its state for the tokens before a stop, if the forward has any."""
+
     def save_state(self, number: int) -> None:
         """Called once a layer has updated its state, the n-th of all."""
 
@@ -79,8 +82,8 @@ class LayerHook:
         """Called after each layer's attention, and also after that of a layer which reads another one."""
 
 
-Verb: TypeAlias = Callable[[Any], None]
-"""A method of a hook, of a `LayerCall` or the number of a state."""
+Verb: TypeAlias = Callable[..., None]
+"""A method of a hook, of a `LayerCall`, the number of a state, or this and a stop."""
 
 
 class CausalAttention(LayerAttention):
@@ -96,9 +99,11 @@ class CausalAttention(LayerAttention):
         ends: where the forward ends, if not with the logits.
         attend: computes attention in place of `op.attend`.
         on_layer: called after each layer that stores keys and values, and after each state.
+        stops: as of `LayerAttention`.
     """
 
     _load_state: Sequence[Verb] = ()
+    _keep_state: Sequence[Verb] = ()
     _save_state: Sequence[Verb] = ()
 
     def __init__(
@@ -113,8 +118,10 @@ class CausalAttention(LayerAttention):
         ends: End | None = None,
         attend: Callable[..., Part] | None = None,
         on_layer: Callable[[], None] = nothing,
+        stops: Collection[int] = (),
     ) -> None:
         super().__init__(start=start, pads=pads)
+        self.stops = stops
         self.cache, self.tokens = cache, tokens or NewTokens(start, pads, phase)
         self.states, self.rotates = cache.states, cache.rotates
         self.tokens.part = cache.part
@@ -123,6 +130,7 @@ class CausalAttention(LayerAttention):
         self._loads = _verbs(hooks, "wait_for_load")
         if self.states is not None:
             self._load_state, self._save_state = _verbs(hooks, "load_state"), _verbs(hooks, "save_state")
+            self._keep_state = _verbs(hooks, "keep_state")
         self._closed, self._attended = _verbs(hooks[::-1], "closed"), _verbs(hooks[::-1], "attended")
         self._unread: dict[int, LayerCall] = {}
         self._input_BCD: Tensor | None = None
@@ -145,6 +153,10 @@ class CausalAttention(LayerAttention):
         layer = super().load_state(number)
         assert self.start == 0 or layer.num_bytes > 0, f"state {number} of {self.start} earlier tokens is lost"
         return layer
+
+    def keep_state(self, number: int, stop: int) -> None:
+        for verb in self._keep_state:
+            verb(number, stop)
 
     def save_state(self, number: int) -> None:
         _call_all(self._save_state, number)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -98,6 +100,10 @@ class Held:
         return States([StateLayer(number_of_states=count) for count in self.counts])
 
 
+class AsksInModules(ValueError):
+    """Several modules of a layer hold a part of its state. The message has no remedy."""
+
+
 class StatesOfForward:
     """The layers of transformers' cache in one forward, as far as the model's code asks for their states.
 
@@ -107,23 +113,44 @@ class StatesOfForward:
     Args:
         attention: of the forward.
         start: index of its first token.
-        unbegun: rows of which all tokens so far are padding.
+        num_new: number of its tokens.
+        pads: left padding of each row.
+        one_by_one: layers take a given state for a single token alone.
 
     Attributes:
         are_given: there are states when the forward begins, or they arrive in it. Rows that share the keys and values
             of a prompt have its states, though nothing comes before what they store.
-        goes_on: a layer that is given its tokens one by one has more of them to come.
+        ends: of the pieces in which layers with states are given the new tokens: one, if nothing asks for more.
+        goes_on: the layer that is given its tokens in pieces has more of them to come.
     """
 
-    def __init__(self, attention: LayerAttention, held: Held, *, start: int, unbegun: Sequence[int]) -> None:
-        self._attention, self.held, self._unbegun = attention, held, unbegun
-        layers = [] if attention.states is None else attention.states.layers
-        arrive = attention.states is not None and bool(attention.states.begun)
-        self.are_given = start > 0 or arrive or any(True for layer in layers for _ in layer.tensors())
-        self.goes_on = False
+    def __init__(
+        self,
+        attention: LayerAttention,
+        held: Held,
+        *,
+        start: int,
+        num_new: int = 0,
+        pads: Sequence[int] = (),
+        one_by_one: bool = False,
+    ) -> None:
+        self._attention, self.held, self._start, self._num_new, self._pads = attention, held, start, num_new, pads
+        self._longest_pad, states = max(pads, default=0), attention.states
+        layers = [] if states is None else states.layers
+        self._begun: Sequence[int] = () if states is None else states.begun
+        self.are_given = start > 0 or bool(self._begun) or any(True for layer in layers for _ in layer.tensors())
+        self.ends, self.goes_on, self._is_in_pieces = self._ends(one_by_one), False, False
         self._loaded: dict[int, StateLayer] = {}
+        self._before: StateLayer | None = None
         self._pending: int | None = None
         self._missing: set[tuple[str, int]] = set()
+
+    def _ends(self, one_by_one: bool) -> Sequence[int]:
+        stops = {*self._attention.stops, *(self._pads[row] for row in self._begun)}
+        inside = sorted(stop - self._start for stop in stops if self._start < stop < self._start + self._num_new)
+        if one_by_one and (self.are_given or inside):
+            inside = list(range(1 if self.are_given else inside[0], self._num_new))
+        return [*inside, self._num_new]
 
     def __len__(self) -> int:
         return len(self.held.kinds)
@@ -138,19 +165,34 @@ class StatesOfForward:
             return None
         if number not in self._loaded:
             self.save_pending()
-            self._loaded[number] = self._attention.load_state(number)
-            self._pending = number
+            self._loaded[number] = loaded = self._attention.load_state(number)
+            self._pending, is_padded = number, any(self._pads[row] > self._start for row in self._begun)
+            self._before = loaded.made(Tensor.clone) if is_padded else None
             parts = self.held.shapes[number].parts if self.held.shapes else ()
             self._missing = {(part.name, part.index) for part in parts}
         return self._loaded[number]
 
     def updated(self, layer: int, name: str, index: int) -> None:
         """Called once the model has updated a part of a state."""
+        if len(self.ends) > 1 and not self._is_in_pieces:  # of what it has updated before nothing was kept
+            kind = self.held.kinds[layer]
+            raise AsksInModules(f"has {kind} layers of which several modules hold a state, which is not supported")
         if self.goes_on:
             return
         self._missing.discard((name, index))
         if not self._missing:
             self._save(self.held.state_of[layer])
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The pieces [first, end) of its tokens that a module is given, which asks for the state of one layer."""
+        self._is_in_pieces = True
+        for first, end in pairwise((0, *self.ends)):
+            self.goes_on = end < self._num_new
+            yield first, end
+            if self.goes_on:
+                assert self._pending is not None, "the module has asked for its state"
+                self._reached(self._pending, self._start + end)
+        self._is_in_pieces = False
 
     def before_attention(self, layer: int) -> None:
         """Called before the attention of a layer."""
@@ -166,7 +208,14 @@ class StatesOfForward:
 
     def _save(self, number: int) -> None:
         self._pending = None
-        # transformers masks no forward of a single token, and padding must leave no state.
-        origin = None if self._attention.states is None else self._attention.states.origin
-        self._loaded[number].clear(self._unbegun, None if origin is None else origin.layers[number])
+        self._reached(number, self._start + self._num_new)
+        self._before = None
         self._attention.save_state(number)
+
+    def _reached(self, number: int, end: int) -> None:
+        """Note that a layer has updated its state for the tokens before this index."""
+        # transformers masks no forward of a single token, and padding must leave a row the state that it had.
+        if self._longest_pad >= end:
+            self._loaded[number].clear([row for row, pad in enumerate(self._pads) if pad >= end], self._before)
+        if end in self._attention.stops:
+            self._attention.keep_state(number, end)

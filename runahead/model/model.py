@@ -33,7 +33,7 @@ from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import narrow
-from runahead.model.layers.one_by_one import give_one_by_one
+from runahead.model.layers.pieces import give_in_pieces
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
@@ -415,12 +415,9 @@ class Model(ModelLayers):
         num_new = ids_BC.shape[1]
         if tokens is not None:
             self._let_layers_narrow()
-        unbegun: list[int] = []
-        if self.held is not None:
-            if attention.states is None:
-                assert start == 0 or isinstance(attention, Recording), "the states of earlier tokens are lost"
-                attention.states = self.held.nothing()
-            unbegun = [row for row, pad in enumerate(pads) if pad >= start + num_new]
+        if self.held is not None and attention.states is None:
+            assert start == 0 or isinstance(attention, Recording), "the states of earlier tokens are lost"
+            attention.states = self.held.nothing()
         forward = SeamCache(
             attention,
             start,
@@ -430,7 +427,8 @@ class Model(ModelLayers):
             sources=self.kv_sources,
             marker=self._marker,
             held=self.held,
-            unbegun=unbegun,
+            pads=pads,
+            one_by_one=self.gives_one_by_one,
         )
         keywords: dict[str, Any] = {self._cache_name: forward, "use_cache": True}
         if self.held is not None and max(pads) > start:  # layers with states leave out padding by this alone
@@ -485,17 +483,17 @@ class Model(ModelLayers):
 
     def _require_states(self, check: LogitsCheck, held: Held) -> None:
         """Check that layers begin from given states, if need be with tokens one by one. Raises: ValueError."""
+        give_in_pieces(self.module, self._run_one_token)
         try:
             check.require_states(held)
         except StatesLost as error:
-            give_one_by_one(self.module, self._run_one_token)
+            self.gives_one_by_one = True
             try:
                 check.require_states(held)
             except (torch.OutOfMemoryError, PeerFailure):
                 raise
             except Exception:  # as above: the family's code may return what is not put together from single tokens
                 raise error from None
-            self.gives_one_by_one = True
 
     def _logits_check(self) -> LogitsCheck:
         return LogitsCheck(

@@ -69,7 +69,7 @@ class SeamCache(Cache):
         sources: layer that stores no keys and values -> the earlier one whose it reads.
         marker: marks tokens, in a model that was trained for it.
         held: what the layers hold; None: keys and values alone.
-        unbegun: rows of which all tokens so far are padding.
+        pads, one_by_one: as of `StatesOfForward`, for layers that hold states.
     """
 
     def __init__(
@@ -83,9 +83,14 @@ class SeamCache(Cache):
         sources: Mapping[int, int] | None = None,
         marker: Marker | None = None,
         held: Held | None = None,
-        unbegun: Sequence[int] = (),
+        pads: Sequence[int] = (),
+        one_by_one: bool = False,
     ) -> None:
-        self.states = None if held is None else StatesOfForward(attention, held, start=start, unbegun=unbegun)
+        self.states: StatesOfForward | None = None
+        if held is not None:
+            self.states = StatesOfForward(
+                attention, held, start=start, num_new=num_new, pads=pads, one_by_one=one_by_one
+            )
         super().__init__(layers=self.states or [])
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker

@@ -139,8 +139,7 @@ class PrefillJob:
             rank's stage has of it is `reused`, too.
         states: after what each row reuses, in layers that hold one; a forward changes them. None: there is nothing.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
-        stops: index in the padded batch -> rows whose states before it are kept. One rank that has the whole prompt
-            ends a piece there; of a chain it is where the last stage begins, which receives them.
+        stops: index in the padded batch -> rows whose states before it are kept; on all stages of a chain.
         gives_new: fill `given` of the result on the rank that decodes.
         texts: whole prompts, if some of their tokens are reused and policies decide on all.
         record: record the timeline of this rank.

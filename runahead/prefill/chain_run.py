@@ -1,6 +1,6 @@
 """One rank's part of a prefill by several stages: slabs for what it sends and receives, and the transfer."""
 
-# Legend: B batch, Z bytes of a row's state.
+# Legend: B batch, Z bytes of a row's state in a layer.
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
 from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, PrefillJob
+from runahead.prefill.kept_states import StatePlaces
 from runahead.prefill.stage_run import StageRun
-from runahead.reuse.state_rows import received_rows, row_shape
+from runahead.reuse.state_rows import row_shape
 from runahead.rotary import Rotary
 
 
@@ -33,7 +34,8 @@ class ChainRun(StageRun, LayerHook):
 
     In each layer its attention stores the chunk's keys and values, sends them on, attends to the own chunk, awaits the
     prefix, and attends to it. The state of a layer arrives from the stage before, and goes on to the next one: it is
-    one more place of the transfer, in which each stage has one token, of as many bytes as the state.
+    one more place of the transfer, in which each stage has a token of as many bytes as the state, and before it those
+    of the states that are kept inside its chunk, for the last stage.
 
     Args:
         carrier: class that transfers keys and values over the backend of the ranks.
@@ -83,7 +85,7 @@ class ChainRun(StageRun, LayerHook):
             cache.states = model.empty_states()
         if cache.states is not None and job.stored is not None:
             cache.states.begun = [row for row, num in enumerate(job.stored.num_reused) if num]
-        self._received = list[Tensor]()
+        self._states = StatePlaces(partition=job.partition, stops=job.stops, batch=len(job.batch.pads))
         self._carried = KVCache(slabs) if self._state_at else cache
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)
         self.log, self.is_last, self._attends_last = self.transfer.log, schedule.is_last, attends_last
@@ -95,7 +97,7 @@ class ChainRun(StageRun, LayerHook):
 
     @property
     def hooks(self) -> list[LayerHook]:
-        return [self]
+        return [self, *super().hooks]
 
     @property
     def slab_bytes(self) -> int:
@@ -108,26 +110,31 @@ class ChainRun(StageRun, LayerHook):
         """Wait until all that this rank sends or passes on has left."""
         self.transfer.finish()
 
-    @property
-    def _keeps_received(self) -> bool:
-        """Whether states are kept with which this stage begins."""
-        return self.is_last and bool(self.job.stops)
-
-    @property
-    def kept_states(self) -> dict[tuple[int, int], list[Tensor]]:
-        stops = self.job.stops.items() if self._keeps_received else ()
-        return {(at, row): received_rows(self._received, row) for at, rows in stops for row in rows}
-
     def load_state(self, number: int) -> None:
-        place = self._state_at[number]
+        place, stage, chain = self._state_at[number], self.job.ranks.stage, self.job.partition.chain
         self._open(place)
         self._await_prefix(place)
-        for message in self.transfer.schedule.receives(place):
-            assert self.cache.states is not None
-            shape, [bytes_B1Z] = self.job.model.state_shapes[number], self.transfer.part(message)
-            self.cache.states.layers[number].read(bytes_B1Z.flatten(1).unbind(), shape)
-            if self._keeps_received:
-                self._received.append(bytes_B1Z.flatten(1).clone())
+        if self.transfer.schedule.receives(place):
+            bytes_BZ = self._state_bytes(place, self._states.tokens.chunk(stage).start - 1)
+            self._layer(number).read(bytes_BZ.unbind(), self.job.model.state_shapes[number])
+        for earlier in chain[: chain.index(stage)] if self._kept is not None else ():
+            for each in self._states.of(earlier):
+                assert self._kept is not None
+                self._kept.put(each.stop, each.row, number, self._state_bytes(place, each.token)[each.lane])
+
+    def _layer(self, number: int) -> StateLayer:
+        assert self.cache.states is not None
+        return self.cache.states.layers[number]
+
+    def _state_bytes(self, place: int, token: int) -> Tensor:
+        """A token (B, Z) of the slab of a state."""
+        return self._carried.tokens(place, token, token + 1).flatten(2)[0]
+
+    def keep_state(self, number: int, stop: int) -> None:
+        for each in () if self.is_last else self._states.of(self.job.ranks.stage):
+            if each.stop == stop:
+                bytes_Z = self._state_bytes(self._state_at[number], each.token)[each.lane]
+                self._layer(number).write_row(each.row, bytes_Z)
 
     def save_state(self, number: int) -> None:
         """Send a layer's state on.
@@ -136,10 +143,8 @@ class ChainRun(StageRun, LayerHook):
             ForwardEndsHere: nothing is left to be handed on.
         """
         place = self._state_at[number]
-        for message in self.transfer.schedule.sends(place):
-            assert self.cache.states is not None
-            [bytes_B1Z] = self.transfer.part(message)
-            self.cache.states.layers[number].write(bytes_B1Z.flatten(1))
+        if self.transfer.schedule.sends(place):
+            self._layer(number).write(self._state_bytes(place, self._states.handed_on(self.job.ranks.stage)))
         self.transfer.send(place)
         self.transfer.close(place)
         if self._ends_with_state and place == self._state_at[-1]:

@@ -12,17 +12,15 @@ from __future__ import annotations
 import time
 from itertools import count, pairwise
 
-from torch import Tensor
-
 from policies.base import Phase
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
+from runahead.prefill.kept_states import KeptStates
 from runahead.report import RankReport
 from runahead.reuse.cache import reusing
 from runahead.reuse.reused_kv import ReusedKV, WholeTexts
-from runahead.reuse.state_rows import state_rows
 from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
@@ -55,7 +53,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     # The queries that policies look at are in the last chunk.
     last = num_tokens - (0 if texts is None else policies.num_observed)
     whole_chunks = (edge for edge in range(chunk_tokens, num_tokens, chunk_tokens) if edge <= last)
-    edges = sorted({0, *whole_chunks, *(edge for edge in job.stops if edge <= last), num_tokens})
+    edges = sorted({0, *whole_chunks, num_tokens})
     layers, num_layers = count(1), len(model.order) * (len(edges) - 1)
 
     def after_layer() -> None:
@@ -67,12 +65,13 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
 
     began_s, clock = time.perf_counter(), clock_for(ranks.device)
     marks = [clock.mark()]
-    logits_BV, kept_states = None, dict[tuple[int, int], list[Tensor]]()
+    logits_BV, stops = None, job.stops
+    inside = [] if states is None else [KeptStates(stops, states, model.state_shapes, ranks.device)]
     for start, end in pairwise(edges):
         tokens = NewTokens(start, pads)
         is_last = end == num_tokens
         if kept is None or (texts is not None and not is_last):
-            attention = CausalAttention(seen, start=start, pads=pads, on_layer=after_layer)
+            attention = CausalAttention(seen, start=start, pads=pads, hooks=inside, on_layer=after_layer, stops=stops)
         else:
             steps = PolicySteps(
                 model,
@@ -84,10 +83,16 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                 cache=kept,
             )
             if new is None or texts is None:
-                attention = attention_under(steps, kept, on_layer=after_layer)
+                attention = attention_under(steps, kept, on_layer=after_layer, hooks=inside, stops=stops)
             else:
-                hooks = [StoredTexts(new, texts, steps)]
-                attention = CausalAttention(seen, start=start, pads=pads, hooks=hooks, on_layer=after_layer)
+                attention = CausalAttention(
+                    seen,
+                    start=start,
+                    pads=pads,
+                    hooks=[*inside, StoredTexts(new, texts, steps)],
+                    on_layer=after_layer,
+                    stops=stops,
+                )
         try:
             with model.ranges("chunk of tokens", f"{start}-{end}"):
                 logits_BV = model.forward(
@@ -101,8 +106,6 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         except PrefillCancelled:
             seconds = time.perf_counter() - began_s
             return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)
-        if states is not None:
-            kept_states |= {(end, row): state_rows(states.row(row)) for row in job.stops.get(end, ())}
         marks.append(clock.mark())
     if kept is not None:
         whole = job.texts or batch
@@ -125,7 +128,11 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         for (begin, done), (start, end) in zip(pairwise(times_s), pairwise(edges), strict=True)
     ]
     prefilled = Prefilled(
-        logits_BV=logits_BV, cache=cache, report=report, states=kept_states, spans=spans if job.record else []
+        logits_BV=logits_BV,
+        cache=cache,
+        report=report,
+        states=inside[0].rows if inside else {},
+        spans=spans if job.record else [],
     )
     if job.gives_new and kept is not None:
         prefilled.given = new

@@ -21,13 +21,14 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
 from runahead.cache.shard import Shard, shard_slabs
-from runahead.config import PrefillOptions
+from runahead.config import PrefillOptions, Transfer
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_policies import ChainPolicies
 from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.chunked import run_chunked
+from runahead.prefill.kept_states import StatePlaces
 from runahead.prefill.stage_run import StageRun
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
@@ -77,8 +78,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     chunk = job.partition.chunk(ranks.stage)
     if not chunk:
         return Prefilled(report=RankReport(rank=ranks.rank))
-    if job.chunk_tokens is not None or (job.stops and len(job.partition.chain) == 1):
-        return run_chunked(job, job.chunk_tokens or job.batch.num_tokens)
+    if job.chunk_tokens is not None:
+        return run_chunked(job, job.chunk_tokens)
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
     kept, chain = None, job.partition.chain
     if policies and (ranks.stage == chain[-1] or job.shard is not None):
@@ -188,16 +189,20 @@ def _linked(
         needs_all = job.reused is not None or policies.storage.bits is not None
         return 0 if needs_all else model.first_needed(layer, start, pads)
 
-    # A state is handed on as if it were the one token of its stage, and each stage needs that of the one before; the
-    # first one that of what is stored.
-    order, handed_on = model.order, job.partition.one_each()
-    chunks = [by_layer[number] if kind == "kv" else handed_on for kind, number in order]
+    # A state is handed on as the last token of its stage, and each stage needs that of the one before; the first one
+    # that of what is stored. The last stage needs those that are kept inside of chunks, too.
+    order, states = model.order, StatePlaces(partition=job.partition, stops=job.stops, batch=len(pads))
+    chunks = [by_layer[number] if kind == "kv" else states.tokens for kind, number in order]
+    kept_at = [each.token for stage in job.partition.chain[:-1] for each in states.of(stage)]
 
     def first_of(place: int, start: int) -> int:
         kind, number = order[place]
         if kind == "kv":
             return first_needed(number, start)
-        return start - 1 if stored is not None else max(0, start - 1)
+        if start == 0:
+            return -1 if stored is not None else 0
+        brings_kept = job.options.transfer is Transfer.relay or start == states.tokens.chunk(last).start
+        return min([start - 1, *kept_at]) if brings_kept else start - 1
 
     own = None
     if job.shard is not None and not policies:  # the ring is for the prefix alone

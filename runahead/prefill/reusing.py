@@ -31,7 +31,7 @@ from runahead.prefill.kv_runahead import Single
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
 from runahead.report import ReuseReport
-from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts, unpadded
+from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts
 from runahead.reuse.reuse import Reuse
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.state_rows import state_rows, states_of
@@ -114,15 +114,9 @@ class ReusingPrefill:
             longest = max(map(len, computed))
             partition = ContextPartition(boundaries=tuple(longest if end else 0 for end in partition.boundaries))
         stops = dict[int, list[int]]()
-        if self._prefixes is not None and self._prefixes.state_bytes and prefixes:
-            if is_alone:
-                tree = self._prefixes.tree
-                stops = _stops(prefixes, ids, tree.snapshot_tokens, tree.limit_bytes / self._prefixes.state_bytes)
-            elif self._prefixes.tree.snapshot_tokens:
-                begin = partition.chunk(ranks.stage).start
-                longest = max(len(text) - num for text, num in zip(ids, stored, strict=True))
-                rows = zip(ids, stored, strict=True)
-                stops = {begin: [row for row, (text, num) in enumerate(rows) if longest - (len(text) - num) < begin]}
+        if self._prefixes is not None and self._prefixes.state_bytes and plan.reuses and reuse is None:
+            tree = self._prefixes.tree
+            stops = _stops(stored, ids, tree.snapshot_tokens, tree.limit_bytes / self._prefixes.state_bytes)
         owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
         job = self._job(
             PromptBatch.from_prompts(computed, ranks.device),
@@ -145,13 +139,13 @@ class ReusingPrefill:
         """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
         job, reuse = ready.job, ready.reuse
         job.reused = reused_kv(ready.ids, ready.prefixes, partial(self._computed_anew, meanwhile=job.meanwhile))
-        job.states = self._states_of(ready.prefixes, job.batch.pads)
+        job.states = self._states_of(ready.prefixes)
         if reuse is not None and job.partition.chunk(self._ranks.stage):
             is_last = job.partition.chain[-1] == self._ranks.stage
             job.reused = reuse.fetch(self._policies.retriever if is_last else None)  # whose indices are made there
         prefilled = self._strategy.run(job)
-        if job.states is not None:
-            job.states.origin = None  # all rows have begun
+        if prefilled.cache is not None and prefilled.cache.states is not None:
+            prefilled.cache.states.begun = ()  # all rows have
         job.reused = job.states = None  # frees reused segments, of which decoding may have its own copies
         prefilled.report.prefill_s += ready.computed_anew_s
         prefilled.prefixes = ready.prefixes
@@ -159,15 +153,12 @@ class ReusingPrefill:
             self._keep_states(ready, prefilled)
         return prefilled
 
-    def _states_of(self, prefixes: Sequence[RowPrefix], pads: Sequence[int]) -> States | None:
+    def _states_of(self, prefixes: Sequence[RowPrefix]) -> States | None:
         """The states after what the rows reuse; None if no row has any."""
         rows, nothing = [prefix.states for prefix in prefixes], self._model.empty_states()
         if nothing is None or all(row is None for row in rows):
             return None
-        states = states_of(rows, self._model.state_shapes, nothing, self._ranks.device)
-        is_padded = any(pad and row is not None for pad, row in zip(pads, rows, strict=True))
-        states.origin = states.fork() if is_padded else None
-        return states
+        return states_of(rows, self._model.state_shapes, nothing, self._ranks.device)
 
     def _keep_states(self, ready: ReadyPrefill, prefilled: Prefilled) -> None:
         """Let each row that is stored have its states after parts of its prompt, and after all of it."""
@@ -232,9 +223,6 @@ class ReusingPrefill:
         by_rank = ranks.gather([prefix.here for prefix in found], "the stored prefixes")
         by_stage = [by_rank[ranks.mesh.rank(stage, 0)] for stage in range(ranks.num_stages)]
         owners = [owners_of([here[row] if here else [] for here in by_stage]) for row in range(len(ids))]
-        if self._model.held is not None and ranks.num_stages > 1:
-            stored = unpadded(list(map(len, ids)), list(map(len, owners)))
-            owners = [of_row[:num] for of_row, num in zip(owners, stored, strict=True)]
         for text, prefix, of_row in zip(ids, found, owners, strict=False):
             prefix.agree(text, of_row, ranks.stage)
         return owners
@@ -276,7 +264,7 @@ class ReusingPrefill:
         began_s, compute = time.perf_counter(), partial(self._computed_anew, meanwhile=meanwhile)
         for text, prefix, num in zip(ids, prefixes, num_reused, strict=True):
             if prefix.num_tokens < num:
-                reused, states = reused_kv([text[:num]], [prefix], compute), self._states_of([prefix], [0])
+                reused, states = reused_kv([text[:num]], [prefix], compute), self._states_of([prefix])
                 done = self._run_alone(text[prefix.num_tokens : num], reused, states=states, meanwhile=meanwhile)
                 after = None if done.states is None else state_rows(done.states)
                 prefix.extend(text[:num], _all_kv(done, num - prefix.num_tokens), after)
@@ -345,26 +333,22 @@ def _all_kv(cache: KVStore, num_tokens: int) -> list[torch.Tensor]:
 
 
 def _stops(
-    prefixes: Sequence[RowPrefix], prompts: Sequence[Sequence[int]], snapshot_tokens: int, most: float
+    reused: Sequence[int], prompts: Sequence[Sequence[int]], snapshot_tokens: int, most: float
 ) -> dict[int, list[int]]:
-    """Where a prefill of rows with states ends a piece, as `PrefillJob.stops`.
-
-    A row that begins from states begins with a piece, since padding before it would change them.
+    """Where states inside prompts are kept, as `PrefillJob.stops`.
 
     Args:
+        reused: first tokens of each prompt that are not computed.
         snapshot_tokens: keep states after every so many tokens of a prompt; 0: nowhere in it.
         most: of all rows together keep at most so many, the last ones: until the prompts are stored, they are beside
             the tree, which could not take more.
     """
     stops, ends = dict[int, list[int]](), list[tuple[int, int]]()
-    longest = max(len(ids) - prefix.num_tokens for ids, prefix in zip(prompts, prefixes, strict=True))
-    for row, (ids, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
-        pad = longest - (len(ids) - prefix.num_tokens)
-        if prefix.num_tokens and pad:
-            stops.setdefault(pad, [])
+    longest = max(len(ids) - num for ids, num in zip(prompts, reused, strict=True))
+    for row, (ids, num) in enumerate(zip(prompts, reused, strict=True)):
         for end in range(snapshot_tokens, len(ids), snapshot_tokens) if snapshot_tokens else ():
-            if end > prefix.num_tokens:
-                ends.append((pad + end - prefix.num_tokens, row))
+            if end > num:
+                ends.append((longest - len(ids) + end, row))
     for at, row in sorted(ends)[len(ends) - int(min(len(ends), most)) :]:
         stops.setdefault(at, []).append(row)
     return stops

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import Part, nothing
@@ -20,6 +19,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.kv_transfer import TransferLog
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
+from runahead.prefill.kept_states import KeptStates
 from runahead.report import RankReport
 from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import TraceSpan
@@ -49,6 +49,7 @@ class StageRun:
     def __init__(self, job: PrefillJob, cache: KVCache) -> None:
         self.job, self.cache, self.log, self.num_done = job, cache, TransferLog(), 0
         cache.states = job.model.empty_states() if job.states is None else job.states
+        self._kept: KeptStates | None = None
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
         self._layer_ends = [self._clock.mark()]
         self._asides: list[tuple[int, object, object]] = []  # (layer, begin, end) of what it did besides
@@ -56,12 +57,7 @@ class StageRun:
     @property
     def hooks(self) -> list[LayerHook]:
         """Hooks of its own."""
-        return []
-
-    @property
-    def kept_states(self) -> dict[tuple[int, int], list[Tensor]]:
-        """States inside the prompt that were kept, as `Prefilled.states`."""
-        return {}
+        return [] if self._kept is None else [self._kept]
 
     @property
     def slab_bytes(self) -> int:
@@ -95,6 +91,9 @@ class StageRun:
             finish: called on the last rank once it has computed its tokens, as a part of the prefill.
         """
         job, start, pads = self.job, runs[0].start, self.job.batch.pads
+        if job.stops and self.is_last:
+            assert self.cache.states is not None
+            self._kept = KeptStates(job.stops, self.cache.states, job.model.state_shapes, job.ranks.device)
         attention = CausalAttention(
             self.cache if cache is None else cache,
             start=start,
@@ -104,6 +103,7 @@ class StageRun:
             ends=self.ends,
             attend=attend,
             on_layer=self._after_layer,
+            stops=job.stops,
         )
         ids_BS, index_C = job.batch.ids_BS, None
         if len(runs) == 1:
@@ -156,7 +156,7 @@ class StageRun:
             logits_BV=logits_BV,
             cache=store,
             report=report,
-            states={} if is_cancelled else self.kept_states,
+            states={} if is_cancelled or self._kept is None else self._kept.rows,
             is_cancelled=is_cancelled,
             spans=spans,
         )

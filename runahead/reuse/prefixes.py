@@ -198,8 +198,8 @@ class Prefixes:
         key: of the model's texts.
         token_bytes: bytes of a token's keys and values in all layers.
         state_bytes: bytes of the states after a text; 0 if no layer holds any.
-        step: of texts with states: a text can go on after every so many tokens of a prompt that one stage has computed,
-            as far as there was room, and after all of any prompt; 0: after all alone. None: after any token.
+        step: of texts with states: a text can go on after every so many tokens of a prompt, as far as there was room,
+            and after all of it; 0: after all alone. None: after any token.
     """
 
     def __init__(self, model: Model, tree: PrefixTree, *, least_new: int = 1) -> None:
@@ -245,22 +245,6 @@ def owners_of(here: Sequence[Sequence[range]]) -> list[int]:
         for run in runs:
             owners[run.start : run.stop] = [stage] * len(run)
     return owners[: owners.index(-1)] if -1 in owners else owners
-
-
-def unpadded(lengths: Sequence[int], stored: Sequence[int]) -> list[int]:
-    """Tokens that the prompts of a batch reuse in a chain, if those that begin from states may have no padding.
-
-    Args:
-        lengths: of the prompts.
-        stored: tokens that each could reuse.
-    """
-    found = list(stored)
-    while True:
-        longest = max(length - num for length, num in zip(lengths, found, strict=True))
-        rest = [num if length - num == longest else 0 for length, num in zip(lengths, found, strict=True)]
-        if rest == found:
-            return found
-        found = rest
 
 
 def _runs(numbers: Sequence[int]) -> list[range]:

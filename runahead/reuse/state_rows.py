@@ -27,12 +27,6 @@ def state_rows(states: States) -> list[Tensor]:
     return [part.view(1, 1, -1) for part in parts]
 
 
-def received_rows(layers_BZ: Sequence[Tensor], row: int) -> list[Tensor]:
-    """The states of one row of a batch, as `state_rows`, of the bytes of each layer's state."""
-    sizes = [bytes_BZ.shape[1] for bytes_BZ in layers_BZ]
-    return [part.view(1, 1, -1) for part in torch.cat([bytes_BZ[row] for bytes_BZ in layers_BZ]).split(sizes)]
-
-
 def states_of(
     rows: Sequence[Sequence[Tensor] | None], shapes: Sequence[StateShape], nothing: States, device: torch.device
 ) -> States:
@@ -45,4 +39,5 @@ def states_of(
     for number, (layer, shape) in enumerate(zip(nothing.layers, shapes, strict=True)):
         empty_Z = torch.zeros(1, dtype=torch.uint8, device=device).expand(shape.num_bytes)
         layer.read([empty_Z if row is None else row[number].flatten() for row in rows], shape)
+    nothing.begun = [row for row, given in enumerate(rows) if given is not None]
     return nothing

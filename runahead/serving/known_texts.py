@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from policies.base import ids_of
@@ -26,7 +25,7 @@ class KnownTexts:
     def __init__(self, least_new: int = 1, step: int | None = None) -> None:
         self._texts, self._num_changes, self._least_new, self._step = PrefixTree(math.inf), 0, least_new, step
         self._found: WeakKeyDictionary[Request, tuple[int, list[int]]] = WeakKeyDictionary()
-        self._common: WeakKeyDictionary[Request, WeakKeyDictionary[Request, list[_Common]]] = WeakKeyDictionary()
+        self._common: WeakKeyDictionary[Request, WeakKeyDictionary[Request, list[int]]] = WeakKeyDictionary()
 
     @property
     def num_tokens(self) -> int:
@@ -50,20 +49,15 @@ class KnownTexts:
             self._found[request] = self._num_changes, found
         return found
 
-    def found_after(self, request: Request, others: Mapping[Request, bool], key: str) -> list[int]:
-        """As `found`, once the prompts of other requests are stored, too.
-
-        Args:
-            others: each with whether all stages compute its prompts; then no states inside them are counted on.
-        """
+    def found_after(self, request: Request, others: Iterable[Request], key: str) -> list[int]:
+        """As `found`, once the prompts of other requests are stored, too."""
         found = self.found(request, key)
-        for other, in_chain in others.items():
-            common = self._in_common(request, other)
-            found = [max(num, each.whole if in_chain else each.inside) for num, each in zip(found, common, strict=True)]
+        for other in others:
+            found = list(map(max, found, self._in_common(request, other)))
         return found
 
-    def _in_common(self, request: Request, other: Request) -> list[_Common]:
-        """Count the tokens that each different prompt of a request shares with those of another request."""
+    def _in_common(self, request: Request, other: Request) -> list[int]:
+        """Count the tokens after which each different prompt can go on as one of another request begins."""
         known = self._common.setdefault(request, WeakKeyDictionary())
         if other not in known:
             texts, step = PrefixTree(math.inf), self._step
@@ -73,26 +67,13 @@ class KnownTexts:
                     texts.apply(Stored(key="whole", ids=text, states=states))
             known[other] = []
             for ids in self._beginnings(request):
-                whole = inside = texts.num_stored(ids, "tokens")
+                common = texts.num_stored(ids, "tokens")
                 if step is not None:
-                    whole, num = texts.num_stored(ids, "whole"), whole
-                    inside = max(whole, num // step * step if step else 0)
-                known[other].append(_Common(whole, inside))
+                    common = max(texts.num_stored(ids, "whole"), common // step * step if step else 0)
+                known[other].append(common)
         return known[other]
 
     def _beginnings(self, request: Request) -> list[list[int]]:
         """The first tokens of each different prompt that may be reused; the others are always computed."""
         prompts = [ids_of(prompt) for prompt in request.different]
         return [ids[: max(0, len(ids) - self._least_new)] for ids in prompts]
-
-
-class _Common(NamedTuple):
-    """Tokens after which a prompt can go on as one of another request's begins.
-
-    Attributes:
-        whole: where states, if there are any, are kept at the ends of prompts alone.
-        inside: where they are also kept after every `step` tokens.
-    """
-
-    whole: int
-    inside: int

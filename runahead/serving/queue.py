@@ -12,7 +12,6 @@ from runahead.engine import Engine
 from runahead.features.slower import Way
 from runahead.prefill.prompt_check import check_prompts
 from runahead.reuse.forks import each_once
-from runahead.reuse.prefixes import unpadded
 from runahead.serving.batch import Batch
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.known_texts import KnownTexts
@@ -185,14 +184,10 @@ class RequestQueue:
     def _in_chain(self, lengths: Sequence[int], reused: Sequence[int]) -> tuple[float, Sequence[int]]:
         """Seconds in which all stages compute prompts, whole or after what is stored, and what they reuse then.
 
-        Of prompts with states those that would be padded in a batch reuse nothing.
-
         Args:
             reused: tokens of each prompt that are stored.
         """
         whole_s, prefixes = self._estimate.chain.seconds(lengths), self._engine.prefixes
-        if prefixes is not None and prefixes.state_bytes and any(reused) and self._engine.takes(Way.prompts_together):
-            reused = unpadded(lengths[: len(reused)], reused)
         if prefixes is None or not any(reused):
             return whole_s, ()
         rest_s = self._estimate.after_prefixes_s(lengths, reused, sum(reused) * prefixes.token_bytes)
@@ -231,7 +226,7 @@ class RequestQueue:
         if self._engine.prefixes is None or not self._has_chain or self.is_short([request]):
             return False
         under_way = [batch for batch in self.batches.values() if not batch.is_decoded]
-        begun = {owner: not batch.is_short for batch in under_way for owner, _ in batch.owners}
+        begun = {owner: None for batch in under_way for owner, _ in batch.owners}
         found = self.stored.found_after(request, begun, self._engine.prefixes.key)
         later = self._of_computed(request, found)
         lengths = self._lengths([request])
@@ -243,18 +238,9 @@ class RequestQueue:
         """Whether a request has less than half to compute if it is not computed at once with others, but after them."""
         if self._engine.prefixes is None:
             return False
-        now, in_chain = sum(self._reusable([request])), self._has_chain and not self.is_short(others)
-        after = self.stored.found_after(request, dict.fromkeys(others, in_chain), self._engine.prefixes.key)
+        now, after = sum(self._reusable([request])), self.stored.found_after(request, others, self._engine.prefixes.key)
         later = sum(self._of_computed(request, after))
         return 2 * (later - now) > sum(self._lengths([request])) - now
-
-    def _loses_prefixes(self, request: Request, others: Sequence[Request]) -> bool:
-        """Whether all stages would reuse less of prompts with states if they compute them at once."""
-        prefixes, together = self._engine.prefixes, [*others, request]
-        if prefixes is None or not prefixes.state_bytes or self.is_short(together):
-            return False
-        apart = sum(self.stored_in_chain([request])) + sum(self.stored_in_chain(others))
-        return apart > sum(self.stored_in_chain(together))
 
     def _most_new(self, request: Request) -> int:
         """Most tokens of a row of a request that the last stage would compute."""
@@ -334,7 +320,6 @@ class RequestQueue:
                 or not self._has_room(together)
                 or self._waits_for_prefix(other)
                 or self._gains_by_waiting(other, chosen)
-                or self._loses_prefixes(other, chosen)
             ):
                 continue
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from runahead.attention.op import nothing
 from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
@@ -32,23 +32,31 @@ class PolicyHook(LayerHook):
 
 
 def attention_under(
-    steps: PolicySteps, cache: KVStore, *, ends: End | None = None, on_layer: Callable[[], None] = nothing
+    steps: PolicySteps,
+    cache: KVStore,
+    *,
+    hooks: Sequence[LayerHook] = (),
+    ends: End | None = None,
+    on_layer: Callable[[], None] = nothing,
+    stops: Collection[int] = (),
 ) -> CausalAttention:
     """Attention of new tokens to the kept ones of all tokens before them, after which policies drop some.
 
     Args:
         steps: the policies of this forward.
         cache: holds the kept tokens, or this rank's part of them, and receives the new ones.
-        ends, on_layer: as of `CausalAttention`.
+        hooks: outside of that of the policies.
+        ends, on_layer, stops: as of `CausalAttention`.
     """
     assert isinstance(cache, KeptCache), type(cache)
-    tokens, hooks = steps.tokens, [PolicyHook(cache, steps)]
+    tokens = steps.tokens
     return CausalAttention(
         cache,
         start=tokens.start,
         pads=tokens.row_pads,
         tokens=tokens,
-        hooks=hooks,
+        hooks=[*hooks, PolicyHook(cache, steps)],
         ends=ends,
         on_layer=on_layer,
+        stops=stops,
     )

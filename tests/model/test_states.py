@@ -21,9 +21,11 @@ from runahead.config import CacheOptions, Device, PrefillName
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, RowId
 from runahead.model.held import Held
-from runahead.model.layers.one_by_one import give_one_by_one
+from runahead.model.layers.pieces import give_in_pieces
 from runahead.model.seam import SeamCache
 from runahead.prefill.base import PrefillPlan, PromptBatch
+from runahead.prefill.kept_states import KeptStates
+from runahead.reuse.state_rows import states_of
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import HYBRIDS, build, largest_difference, oracle_logits, oracle_tokens, prompt, throughout
 from tests.policies import test_matrix
@@ -64,6 +66,35 @@ def test_a_text_in_pieces_has_the_logits_of_one_piece(family: str) -> None:
     for pieces in PIECES:
         ours = in_pieces(tiny_model(family), [ids], pieces)
         assert largest_difference(ours[0], oracle_logits(family, tuple(ids))) < TOLERANCE, pieces
+
+
+STOPS = {1: [0], 5: [0, 1], 25: [1, 0], 64: [1], 70: [0, 1]}
+"""Also after one token, before a row begins, where a rule's own chunk ends, and at the end."""
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_inside_a_text_are_kept_in_one_forward(family: str) -> None:
+    """They are those after the same tokens alone, and the logits are transformers' own."""
+    model, prompts = tiny_model(family), [prompt(70), prompt(70, seed=3)]
+    batch, cache = PromptBatch.from_prompts(prompts, torch.device("cpu")), model.empty_cache(70, batch=2)
+    assert cache.states is not None
+    kept = KeptStates(STOPS, cache.states, model.state_shapes, torch.device("cpu"))
+    attention = CausalAttention(cache, start=0, pads=[0, 0], hooks=[kept], stops=STOPS)
+    with throughout(model.dtype), torch.inference_mode():
+        logits_BV = model.forward(batch.ids_BS, attention, start=0, pads=[0, 0])
+        assert set(kept.rows) == {(stop, row) for stop, rows in STOPS.items() for row in rows}
+        for (stop, row), rows in kept.rows.items():
+            alone = model.empty_cache(stop)
+            ids_1C = torch.tensor([prompts[row][:stop]])
+            model.forward(ids_1C, CausalAttention(alone, start=0, pads=[0]), start=0, pads=[0])
+            nothing = model.empty_states()
+            assert alone.states is not None and nothing is not None
+            ours = states_of([rows], model.state_shapes, nothing, torch.device("cpu"))
+            for our, their in zip(ours.layers, alone.states.layers, strict=True):
+                for (*_, our_part), (*_, their_part) in zip(our.tensors(), their.tensors(), strict=True):
+                    assert largest_difference(our_part, their_part) < TOLERANCE, (stop, row)
+    for row, ids in zip(logits_BV, prompts, strict=True):
+        assert largest_difference(row, oracle_logits(family, tuple(ids))) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -299,9 +330,9 @@ def test_a_state_is_saved_after_the_last_of_tokens_that_come_one_by_one() -> Non
         attention.states = held.nothing()
         module(x_BC[:, :1], SeamCache(attention, 0, num_new=1, held=held))
 
-    give_one_by_one(module, run_one_token)
+    give_in_pieces(module, run_one_token)
     attention = Saved(states)
-    module(x_BC, SeamCache(attention, 3, num_new=3, held=held))
+    module(x_BC, SeamCache(attention, 3, num_new=3, held=held, one_by_one=True))
     assert attention.saved == [106.0]
 
 

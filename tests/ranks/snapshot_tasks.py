@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 from unittest import mock
@@ -11,7 +12,9 @@ from torch import Tensor
 from runahead import Engine, PrefillOptions, Ranks
 from runahead.attention.states import StateLayer
 from runahead.prefill import chain_run
+from runahead.prefill.base import Prefilled, PrefillJob
 from runahead.prefill.chain_run import ChainRun
+from runahead.prefill.kv_runahead import KVRunahead
 from runahead.reuse.prefix_tree import PrefixTree
 from tests.families import prompt, throughout
 from tests.ranks import prefix_tasks
@@ -33,10 +36,28 @@ def following() -> list[list[list[int]]]:
     ]
 
 
+def branching() -> list[list[list[int]]]:
+    """Two documents at once, texts that branch off inside them alone and padded, and padded ones that begin later."""
+    return [
+        [DOCUMENT + prompt(30, seed=7), OTHER + prompt(10, seed=8)],
+        [[*DOCUMENT, *prompt(30, seed=7)][:70] + prompt(5, seed=1)],
+        [DOCUMENT[:40] + prompt(20, seed=2), OTHER[:35] + prompt(3, seed=3)],
+        [OTHER[:20] + prompt(30, seed=4), DOCUMENT + prompt(30, seed=7) + prompt(7, seed=5)],
+        [prompt(33, seed=9), DOCUMENT[:50] + prompt(9, seed=6)],
+    ]
+
+
 def in_turn(
-    ranks: Ranks, family: str, split: Split, prefill: PrefillOptions, snapshot_tokens: int, fault: str = ""
+    ranks: Ranks,
+    family: str,
+    split: Split,
+    prefill: PrefillOptions,
+    snapshot_tokens: int,
+    fault: str = "",
+    *,
+    branches: bool = False,
 ) -> Turns:
-    """Generate from batches in turn, with states that are sent in a wrong way if `fault` says so."""
+    """Generate from batches in turn, with states that are sent or kept in a wrong way if `fault` says so."""
 
     def nothing(state: StateLayer, slots_1B1Z: Tensor) -> None:
         slots_1B1Z.zero_()
@@ -45,12 +66,48 @@ def in_turn(
         write(state, slots_1B1Z)
         slots_1B1Z.copy_(slots_1B1Z.flip(1).clone())
 
+    def of_the_first_stop(self: ChainRun, number: int, stop: int) -> None:
+        if not self.is_last and stop == min(each.stop for each in self._states.of(ranks.stage)):
+            for each in self._states.of(ranks.stage):
+                bytes_Z = self._state_bytes(self._state_at[number], each.token)[each.lane]
+                self._layer(number).write_row(each.row, bytes_Z)
+
+    def of_rows_as_they_are(self: StateLayer, *_: Any) -> None:
+        pass
+
     write = chain_run._write_state
-    faults = {"": write, "nothing": nothing, "of other rows": of_other_rows}
-    with mock.patch.object(chain_run, "_write_state", faults[fault]):
+    faults: dict[str, Any] = {
+        "nothing": mock.patch.object(chain_run, "_write_state", nothing),
+        "of other rows": mock.patch.object(chain_run, "_write_state", of_other_rows),
+        "of the first stop": mock.patch.object(ChainRun, "keep_state", of_the_first_stop),
+        "of padding": mock.patch.object(StateLayer, "clear", of_rows_as_they_are),
+    }
+    with faults.get(fault, nullcontext()):
+        batches = branching() if branches else following()
         return prefix_tasks.generate_in_turn(
-            ranks, family, following(), OPTIONS, split, prefill, inf, None, snapshot_tokens
+            ranks, family, batches, OPTIONS, split, prefill, inf, None, snapshot_tokens
         )
+
+
+def kept(ranks: Ranks, family: str, snapshot_tokens: int, limit: float) -> set[tuple[int, int]]:
+    """Stops and rows whose states this rank has after a prefill of two rows, until the prompts are stored.
+
+    Args:
+        limit: of the tree, in states of a row.
+    """
+    model, found, run = tiny_model(family), list[set[tuple[int, int]]](), KVRunahead.run
+    state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
+    tree = PrefixTree(limit * state_bytes, snapshot_tokens=snapshot_tokens)
+    engine = Engine(model, ranks, decode=LAST, tree=tree)
+
+    def noted(self: KVRunahead, job: PrefillJob) -> Prefilled:
+        prefilled = run(self, job)
+        found.append(set(prefilled.states))
+        return prefilled
+
+    with throughout(model.dtype), mock.patch.object(KVRunahead, "run", noted):
+        engine.generate([prompt(40, seed=1), prompt(37, seed=2)], OPTIONS)
+    return found[0]
 
 
 def waits_for_the_device(ranks: Ranks, prefill: PrefillOptions) -> tuple[int, int]:

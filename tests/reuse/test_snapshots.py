@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from policies.snapkv import SnapKV
 from runahead import GenerationOptions, PrefillOptions
-from runahead.attention.states import States
+from runahead.attention.states import StateLayer, States
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, Speculate
 from runahead.prefill import Prefilled, reusing
@@ -91,27 +92,32 @@ def test_texts_go_on_after_their_last_snapshot(family: str, snapshot_tokens: int
 
 
 @pytest.mark.parametrize(("rest", "other", "copies"), [(20, 5, 0), (5, 20, 1)], ids=["first", "padded"])
-def test_states_before_a_prompt_are_copied_for_padded_rows_and_gone_after_it(
+def test_the_state_before_a_prompt_is_copied_for_padded_rows_one_layer_at_a_time(
     rest: int, other: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row that begins after a snapshot beside one without: the copy stayed as long as the rows were decoded."""
-    model, document, fork, forks = tiny_model("qwen3_next"), prompt(30, seed=2), States.fork, list[States]()
+    model, document, made = tiny_model("qwen3_next"), prompt(30, seed=2), StateLayer.made
     engine, options = engine_of(model, PrefixTree(ROOMY)), replace(OPTIONS, max_new_tokens=3)
-    prompts, left = [document + prompt(rest, seed=3), prompt(other, seed=4)], list[int]()
+    prompts, alive = [document + prompt(rest, seed=3), prompt(other, seed=4)], WeakSet[StateLayer]()
+    left, clones = list[int](), list[int]()
 
-    def noted(self: States) -> States:
-        forks.append(fork(self))
-        return forks[-1]
+    def noted(self: StateLayer, change: Callable[[Tensor], Tensor]) -> StateLayer:
+        layer = made(self, change)
+        if change is Tensor.clone:
+            alive.add(layer)
+            gc.collect()
+            clones.append(len(alive))
+        return layer
 
     def look(*_: Any) -> None:
         gc.collect()
-        left.append(sum(isinstance(each, States) and each.origin is not None for each in gc.get_objects()))
+        left.append(len(alive))
 
     with throughout(model.dtype):
         engine.generate([document], replace(options, max_new_tokens=1))
-        monkeypatch.setattr(States, "fork", noted)
+        monkeypatch.setattr(StateLayer, "made", noted)
         ours = engine.generate(prompts, options, on_tokens=look)
-        assert (len(forks), left) == (copies, [0, 0, 0])
+        assert (clones, left) == ([1] * copies * len(model.state_shapes), [0, 0, 0])
         assert computed_and_cached(ours) == (max(rest, other), len(document))
         require_same(ours, engine_of(model).generate(prompts, options))
 
@@ -190,7 +196,13 @@ def gives_states_of_the_row_beside(patch: pytest.MonkeyPatch) -> None:
 
 
 def begins_padded_rows_with_the_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reusing, "_stops", lambda *given: {})
+    def wrong(*given: Any) -> States:
+        states = states_of(*given)
+        states.begun = ()
+        return states
+
+    states_of = reusing.states_of
+    patch.setattr(reusing, "states_of", wrong)
 
 
 def keeps_states_once_all_rows_have_ended(patch: pytest.MonkeyPatch) -> None:

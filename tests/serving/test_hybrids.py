@@ -126,11 +126,12 @@ def test_the_room_of_a_server_has_states(
     assert room.max_tokens == int(0.8 * free / token_bytes)
     assert (room.row_tokens - 1) * token_bytes < copies * row_bytes <= room.row_tokens * token_bytes
     assert str(room).endswith(f"answers at a time, of which the states of each answer take {room.row_tokens}")
-    for tree_bytes, limit in ((10**6, 0.8 * free - 3 * 10**6), (10**9, None)):
+    inside_copies = num_stages  # a chain of two has those inside a prompt also as they arrived
+    for tree_bytes, limit in ((10**6, 0.8 * free - (2 + inside_copies) * 10**6), (10**9, None)):
         tree = PrefixTree(tree_bytes, snapshot_tokens=32)
         kept = 0 if limit is None else tree_bytes
         inside = serving.room_in_memory(model, ranks, None, kept, keeps_parts=False, drafts=drafts, tree=tree)
-        every_32 = 0.8 * free / (token_bytes + row_bytes / 32)
+        every_32 = 0.8 * free / (token_bytes + inside_copies * row_bytes / 32)
         assert inside.max_tokens == int(every_32 if limit is None else limit / token_bytes) < room.max_tokens
         assert (inside.row_tokens - 1) * token_bytes < (copies + 1) * row_bytes <= inside.row_tokens * token_bytes
     monkeypatch.setattr(serving, "free_bytes", lambda *_: 2 * row_bytes)

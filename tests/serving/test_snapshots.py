@@ -122,20 +122,18 @@ def known_texts(step: int | None) -> KnownTexts:
 
 def test_requests_wait_for_others_only_where_they_can_go_on_after_them() -> None:
     first, second, whole = request([*DOCUMENT, 1]), request([*DOCUMENT, 2]), request([*DOCUMENT, 1, 5])
-    for step, common, in_chain in ((None, 90, 90), (32, 64, 0), (1, 90, 0), (0, 0, 0)):
+    for step, common in ((None, 90), (32, 64), (1, 90), (0, 0)):
         stored = known_texts(step)
-        assert stored.found_after(second, {first: False}, "a") == [common]
-        assert stored.found_after(second, {first: True}, "a") == [in_chain], "it has its states at its end alone"
-        for all_stages in (False, True):
-            assert stored.found_after(whole, {first: all_stages}, "a") == [91]
+        assert stored.found_after(second, [first], "a") == [common]
+        assert stored.found_after(whole, [first], "a") == [91]
 
 
 def test_a_prompt_goes_on_after_a_text_and_not_after_its_length_of_another() -> None:
     """Two prompts of a request: the one that begins as the other request's does is longer than what they share."""
     short = Request(prompts=[[*DOCUMENT, 1], [7] * 40], options=[ANSWERS.options[0]] * 2, listener=Kept(2))
     asked = request([*DOCUMENT[:40], 5, 6])
-    assert known_texts(0).found_after(asked, {short: False}, "a") == [0]
-    assert known_texts(0).found_after(request([*[7] * 40, 3]), {short: False}, "a") == [40]
+    assert known_texts(0).found_after(asked, [short], "a") == [0]
+    assert known_texts(0).found_after(request([*[7] * 40, 3]), [short], "a") == [40]
 
 
 @pytest.mark.parametrize(("step", "again"), [(None, 89), (32, 64), (0, 0)])
@@ -149,12 +147,12 @@ def test_rank_0_counts_of_the_same_prompt_again_what_the_last_stage_finds(step: 
         server.executor.decode_all()
     assert server.engine.prefixes is not None
     assert [known.found(same, server.engine.prefixes.key)] == [server.cached[2]] == [[again]]
-    assert known.found_after(same, {request(DOCUMENT): False}, "a") == [again]
+    assert known.found_after(same, [request(DOCUMENT)], "a") == [again]
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-def test_prompts_that_would_be_padded_after_their_states_are_computed_apart(has_states: bool) -> None:
-    """All stages begin rows with states after their prefixes only where their rests are as long."""
+def test_prompts_that_are_padded_after_their_states_are_computed_at_once(has_states: bool) -> None:
+    """All stages begin rows after their prefixes, whatever the lengths of their rests."""
     queue: Any = queue_with_prefixes(2, decode_ranks=1)  # else the last stage takes what all would compute whole
     queue._engine.prefixes.state_bytes = int(has_states)
     texts = [prompt(90, seed=seed) for seed in range(3)]
@@ -163,14 +161,14 @@ def test_prompts_that_would_be_padded_after_their_states_are_computed_apart(has_
             queue.stored.apply(Stored(key="a", ids=tuple(ids), states=states))
         queue.add(request(ids + prompt(10 + number % 2, seed=9)))
     first, longer, same = queue.waiting
-    assert queue.choose() == ([first, same] if has_states else [first, same, longer])
+    assert queue.choose() == [first, same, longer]
     assert list(queue.stored_in_chain([first, same])) == [90, 90]
-    assert list(queue.stored_in_chain([first, longer])) == ([] if has_states else [90, 90])
-    assert queue.prefill_s([first, longer]) == pytest.approx(0.5 * (201 if has_states else 21))
+    assert list(queue.stored_in_chain([first, longer])) == [90, 90]
+    assert queue.prefill_s([first, longer]) == pytest.approx(0.5 * 21)
 
 
-def test_a_prompt_does_not_wait_for_states_inside_one_that_all_stages_compute() -> None:
-    for step, waits in ((None, True), (32, False)):
+def test_a_prompt_waits_for_states_inside_one_that_all_stages_compute() -> None:
+    for step, waits in ((None, True), (32, True), (0, False)):
         queue: Any = queue_with_prefixes(2, itl_s=0.5)
         queue._engine.prefixes.step, queue._engine.prefixes.state_bytes = step, int(step is not None)
         queue = RequestQueue(queue._engine, queue._limits, queue._estimate)

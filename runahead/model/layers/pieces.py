@@ -1,15 +1,18 @@
-"""Layers that take a given state for a single token alone: they are given the tokens after it one by one.
+"""Layers that hold a state are given the tokens of a forward in pieces, between which states are kept.
+
+A piece ends where the state inside a text is to be kept, and where a padded row begins from a given state. The rest of
+a layer computes all tokens at once, and so do the other layers: only the module that asks for the state, found by a
+forward of one token, is called piece by piece. It is that of the model's own code.
 
 Some rules of transformers (Mamba 1, Jamba) begin from zero wherever several tokens are given. As they decode, they take
-a token after a state. So the module of a layer that asks for the state, found by a forward of one token, computes the
-tokens of a text's beginning at once, and those that come after a state one after another.
+a token after a state. There each token after a given state is a piece.
 """
 
 # Legend: B batch, C new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
@@ -22,8 +25,8 @@ from runahead.attention.states import StateLayer
 from runahead.model.seam import SeamCache
 
 
-def give_one_by_one(module: nn.Module, run: Callable[[LayerAttention], None]) -> None:
-    """Have layers with states compute the tokens after a given state one by one, from now on.
+def give_in_pieces(module: nn.Module, run: Callable[[LayerAttention], None]) -> None:
+    """Have layers with states compute the tokens of a forward in its pieces (`StatesOfForward.ends`), from now on.
 
     Args:
         module: the model.
@@ -41,7 +44,7 @@ def give_one_by_one(module: nn.Module, run: Callable[[LayerAttention], None]) ->
         run(asking)
     for child in asking.found:
         if "forward" not in vars(child):
-            child.forward = _one_by_one(child.forward)
+            child.forward = _in_pieces(child.forward)
 
 
 class _Asking(Recording):
@@ -67,25 +70,31 @@ def _dropped(entered: list[nn.Module]) -> None:
     entered.pop()
 
 
-def _one_by_one(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a module, called for each token that comes after a given state."""
+def _in_pieces(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module, called for each piece of its tokens."""
 
     @wraps(forward)
-    def computed(*args: Any, **keywords: Any) -> Tensor:
+    def computed(*args: Any, **keywords: Any) -> Any:
         cache = SeamCache.among(args, keywords)
-        if cache is None or cache.num_new == 1 or cache.states is None or not cache.states.are_given:
+        if cache is None or cache.states is None or len(cache.states.ends) == 1:
             return forward(*args, **keywords)
-        num_new, states = cache.num_new, cache.states
+        num_new, found = cache.num_new, list[Any]()
 
-        def of_token(value: Any, place: int) -> Any:
+        def of_piece(value: Any, first: int, end: int) -> Any:
             is_by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_new
-            return value[:, place : place + 1] if is_by_token else value
+            return value[:, first:end] if is_by_token else value
 
-        tokens = []
-        for place in range(num_new):
-            states.goes_on = place < num_new - 1
-            named = {name: of_token(each, place) for name, each in keywords.items()}
-            tokens.append(forward(*(of_token(each, place) for each in args), **named))
-        return torch.cat(tokens, dim=1)
+        for first, end in cache.states.pieces():
+            named = {name: of_piece(each, first, end) for name, each in keywords.items()}
+            found.append(forward(*(of_piece(each, first, end) for each in args), **named))
+        return _joined(found)
 
     return computed
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    """What a module returns of all its tokens: one or several tensors (B, C, ...). The rest is of no token."""
+    first = pieces[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(pieces), dim=1)
+    return tuple(_joined(each) for each in zip(*pieces, strict=True)) if isinstance(first, tuple) else first
