@@ -64,11 +64,14 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   cache.tier_bits=8|4|2        of modules in host memory and in policy.store, with policy=prompt_cache
   decode=auto|last|sharded     while decoding: the KV cache on the last rank, on each rank that of its chunk, or
                                whichever is faster
-  generation=greedy|sample     generation.max_new_tokens=64   generation.do_sample=false
+  generation=greedy|sample|model   generation.max_new_tokens=64   generation.do_sample=false
+                               generation.of_model=<true: sampling options of the checkpoint; as generation=model>
                                generation.temperature=1   generation.top_p=1   generation.top_k=0   generation.min_p=0
                                generation.repetition_penalty=1   generation.presence_penalty=0
                                generation.frequency_penalty=0   generation.logit_bias={{<id>:<bias>}}
                                generation.seed=0   generation.logprobs=<n, into the report>
+                               generation.min_new_tokens=0   generation.stop_token_ids=<[ids]>
+                               generation.include_stop=false   generation.skip_special_tokens=true
                                generation.stop=<text or [list]>   generation.ignore_eos=false
                                generation.json_schema=<JSON that answers follow; needs the extra guided>
                                generation.grammar=<Lark, as llguidance reads it, that answers follow>
@@ -188,7 +191,6 @@ def infer(
         if kept.answered:
             say(f"{len(kept.answered):,} of {len(prompts.places) + len(prompts.skipped):,} prompts are in {kept.path}")
     calls = batches_of(engine)
-    eos_ids = set() if run.generation.ignore_eos else model.eos_token_ids
     batches: list[GenerationBatch] = []
     for _ in range(run.warmup):
         few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
@@ -196,8 +198,7 @@ def infer(
     for call in calls:
         stream = None
         if prompts.one_text and ranks.rank == 0:
-            shown = {"stop": run.generation.stop, "kept_tokens": run.generation.kept_tokens}
-            stream = AnswerStream(answers, model.tokenizer, eos_ids=eos_ids, **shown)
+            stream = AnswerStream(answers, model.tokenizer, run.generation, eos_ids=model.eos_token_ids)
         batch = engine.generate(
             prompts.asked[call.start : call.stop],
             run.generation,

@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -322,6 +322,10 @@ class DecodeOptions:
         self.name = choice("decode", DecodeName, self.name)
 
 
+OF_MODEL = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling options that a checkpoint's generation_config.json may have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Guide:
     """What the text of a row follows.
@@ -342,10 +346,17 @@ class GenerationOptions:
     """Number of new tokens, sampling, and what ends a row. `runahead.decoding.sampling.Sampler` has the formulas.
 
     Attributes:
+        of_model: sampling options that have their defaults are those of the checkpoint's generation_config.json, if it
+            has them (`resolved`).
         top_k: number of tokens to sample from; 0 is off.
         min_p: least probability of a token to sample, as a share of the most probable one's; 0 is off.
         logit_bias: what is added to the logits of tokens, by token id.
+        min_new_tokens: least number of tokens before one that ends a row; stop strings that are complete before it do
+            not count.
         stop: strings that end a row; they are not part of its text.
+        stop_token_ids: tokens that end it, beside the model's own; they are not part of its text.
+        include_stop: the text has the stop string or the token of `stop_token_ids` that ended it.
+        skip_special_tokens: it has no special tokens.
         kept_tokens: special tokens that a row's text has, by their names; all others are left out of it.
         json_schema: JSON schema, as JSON text, that the text of a row follows.
         grammar: grammar that it follows, in llguidance's form of Lark.
@@ -361,6 +372,8 @@ class GenerationOptions:
     """
 
     max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    of_model: bool = False
     do_sample: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
@@ -372,6 +385,9 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop: bool = False
+    skip_special_tokens: bool = True
     kept_tokens: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     json_schema: str | None = None
@@ -389,6 +405,9 @@ class GenerationOptions:
         require(1 <= self.speculate_tokens <= most, name, self.speculate_tokens, f"must be from 1 to {most}")
         require(self.speculate_match >= 1, "generation.speculate_match", self.speculate_match, "must be at least 1")
         require(self.max_new_tokens >= 1, "generation.max_new_tokens", self.max_new_tokens, "must be at least 1")
+        require(self.min_new_tokens >= 0, "generation.min_new_tokens", self.min_new_tokens, "must not be negative")
+        for token in self.stop_token_ids:
+            require(token >= 0, "generation.stop_token_ids", token, "must be token ids")
         hint = "must be above 0; generation.do_sample=false is greedy"
         require(0 < self.temperature < math.inf, "generation.temperature", self.temperature, hint)
         require(0 < self.top_p <= 1, "generation.top_p", self.top_p, "must be above 0 and at most 1")
@@ -426,6 +445,24 @@ class GenerationOptions:
     @property
     def asks_for_drafts(self) -> bool:
         return self.speculate is not Speculate.none
+
+    def resolved(self, generation_config: Any) -> GenerationOptions:
+        """These options with `of_model` carried out.
+
+        Args:
+            generation_config: of the model, as transformers has it.
+
+        Raises:
+            ValueError: it has a value that cannot be.
+        """
+        if not self.of_model:
+            return self
+        default, found = GenerationOptions(), dict[str, Any]()
+        for name in OF_MODEL:
+            value = getattr(generation_config, name, None)
+            if value is not None and getattr(self, name) == getattr(default, name):
+                found[name] = type(getattr(default, name))(value)
+        return replace(self, of_model=False, **found)
 
     @property
     def guide(self) -> Guide | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from runahead.decoding.stop_strings import StopStrings
+from runahead.config import GenerationOptions
+from runahead.decoding.ending import EndingText
 from runahead.report import Generation
 
 
@@ -88,22 +89,15 @@ class AnswerStream:
     """
 
     def __init__(
-        self,
-        answers: AnswerWriter,
-        tokenizer: Any | None,
-        *,
-        stop: list[str],
-        eos_ids: set[int],
-        kept_tokens: Sequence[str] = (),
-    ):
+        self, answers: AnswerWriter, tokenizer: Any | None, options: GenerationOptions, *, eos_ids: set[int]
+    ) -> None:
         self._answers = answers
-        self._row = StopStrings(tokenizer, stop, kept_tokens)
-        self._eos_ids = eos_ids
+        self._row = EndingText(tokenizer, eos_ids, options)
 
     def on_tokens(self, token_ids: list[int | None]) -> None:
         """Take the token of one decoding step; None if there is none."""
         [token_id] = token_ids
-        if token_id is not None and token_id not in self._eos_ids:
+        if token_id is not None:
             self._row.add(token_id)
             self._answers.write(self._row.take())
 

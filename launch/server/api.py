@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,7 +29,7 @@ from launch.server.answer.answering import Answering
 from launch.server.answer.form import Form
 from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
-from launch.server.answer.parser import Parts
+from launch.server.answer.parser import BEGIN_REASONING, END_REASONING, Parts
 from launch.server.answer.row_text import RowText
 from launch.server.errors import APIError, dumps, shown, too_long, wrong
 from launch.server.keys import Keys
@@ -42,6 +42,7 @@ from launch.server.request.chats import Chats
 from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
 from launch.server.request.prompts import prompts_of
 from launch.server.request.reader import compressed, read_json, unknown
+from launch.server.request.tokens import detokenized, tokenized
 from launch.server.request_log import RequestLog
 from policies.prompt_cache.schemas import Schemas
 from policies.reuse import GivenPrompt, PromptTooLong, ids_of
@@ -51,6 +52,8 @@ from runahead.failures import first_line
 from runahead.model.grammars import Grammars
 from runahead.serving.request import Request
 from runahead.serving.scheduler import RequestRefused, Scheduler
+
+T = TypeVar("T")
 
 SHORT_BYTES = 2**16
 """Longest body that does not wait for longer ones to be turned into tokens."""
@@ -103,7 +106,9 @@ class API:
         }
         self._reading = Counter[str]()
         self._bodies, self._log = Bodies(options), RequestLog(options)
-        self._chats = Chats(tokenizer, tools=options.tools)
+        self._chats = Chats(
+            tokenizer, tools=options.tools, reasoning=options.reasoning, variables=options.template_kwargs
+        )
         routes = [
             *page_routes(),
             Route("/health", self._safely(self._health, is_open=True)),
@@ -114,6 +119,8 @@ class API:
             Route("/v1/models/{name:path}", self._safely(self._one_model)),
             Route("/v1/chat/completions", self._safely(self._chat), methods=["POST"]),
             Route("/v1/completions", self._safely(self._completion), methods=["POST"]),
+            Route("/tokenize", self._safely(self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._safely(self._detokenize), methods=["POST"]),
         ]
         self._hosts = options.named_hosts
         self.app = Starlette(
@@ -166,22 +173,28 @@ class API:
     async def _completion(self, request: HTTPRequest) -> ASGIApp:
         return await self._generate(request, is_chat=False)
 
+    async def _tokenize(self, request: HTTPRequest) -> ASGIApp:
+        def read(body: bytes) -> dict[str, Any]:
+            ids, texts, asked = tokenized(read_json(body), self._chats, self._tokenizer)
+            self._check_named(asked.model, asked.unknown)
+            told = {"count": len(ids), "max_model_len": self.scheduler.longest_text, "tokens": ids}
+            return told | {"token_strs": texts}
+
+        return _json(await self._in_reader(request, read))
+
+    async def _detokenize(self, request: HTTPRequest) -> ASGIApp:
+        def read(body: bytes) -> dict[str, Any]:
+            text, fields = detokenized(read_json(body), self._tokenizer, self._vocab_size)
+            model = fields.take("model", lambda value: isinstance(value, str), "must be a text")
+            self._check_named(model, fields.end())
+            return {"prompt": text}
+
+        return _json(await self._in_reader(request, read))
+
     async def _generate(self, request: HTTPRequest, *, is_chat: bool) -> ASGIApp:
         """Queue a request. Returns what sends its answer. Raises: APIError."""
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            message = "the body must be JSON; send the header 'Content-Type: application/json'"
-            raise APIError(415, message, code="unsupported_media_type")
-        encoding = request.headers.get("content-encoding", "").strip().lower()
-        if encoding not in ("", "identity"):
-            raise compressed(encoding)
-        if (refuses := self.scheduler.refuses) is not None:
-            raise APIError(503, refuses)
-        loop = asyncio.get_running_loop()
         client = request.state.client
-        with self._counted(client):
-            async with self._bodies.read(request) as body:
-                reader = self._readers[len(body) <= SHORT_BYTES]
-                read, prompts, rows = await loop.run_in_executor(reader, self._read, body, is_chat, client)
+        read, prompts, rows = await self._in_reader(request, lambda body: self._read(body, is_chat, client))
         rows = [self._with_seed(options, read.chose_seed) for options in rows]
         queued = Request(
             prompts=prompts,
@@ -210,6 +223,21 @@ class API:
             ping_s=self.options.ping_s,
         )
 
+    async def _in_reader(self, request: HTTPRequest, read: Callable[[bytes], T]) -> T:
+        """What is read of a request's body, in a thread. Raises: APIError."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            message = "the body must be JSON; send the header 'Content-Type: application/json'"
+            raise APIError(415, message, code="unsupported_media_type")
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise compressed(encoding)
+        if (refuses := self.scheduler.refuses) is not None:
+            raise APIError(503, refuses)
+        loop = asyncio.get_running_loop()
+        with self._counted(request.state.client):
+            async with self._bodies.read(request) as body:
+                return await loop.run_in_executor(self._readers[len(body) <= SHORT_BYTES], read, body)
+
     @contextmanager
     def _counted(self, client: str) -> Iterator[None]:
         """Context manager in which a request is read, which counts as one of its client's. Raises: APIError."""
@@ -234,12 +262,7 @@ class API:
         fields = read_json(body)
         read: ChatRequest | CompletionRequest
         read = read_chat(fields, self._defaults) if is_chat else read_completion(fields, self._defaults)
-        for name in read.unknown:
-            if self.options.unknown_fields is UnknownFields.refuse:
-                raise unknown(name)
-            self._log.ignored(name)
-        if read.model is not None:
-            self._check_model(read.model)
+        self._check_named(read.model, read.unknown)
         num_prompts = len(read.prompts) if isinstance(read, CompletionRequest) else 1
         if num_prompts * len(read.options) > self.options.batch:
             what = f"asks for {num_prompts * len(read.options)} answers, and this server gives at most"
@@ -251,7 +274,8 @@ class API:
         refused = refused_option(read.options[0], self._tokenizer, self._vocab_size, self._grammars)
         if refused is not None:
             name, reason = refused
-            raise wrong((read.guided_by or name) if name in GUIDES else name, shown(reason, 300))
+            field = (read.guided_by or name) if name in GUIDES else name
+            raise wrong(field, shown(reason, 300))
         prompts = prompts_of(read, chat, self._tokenizer, self._schemas, client, longest=self.scheduler.longest_text)
         rows = [prompt for prompt in prompts for _ in read.options]
         length = self.scheduler.fitting(rows, read.options[0].max_new_tokens, is_chosen=read.length_field is not None)
@@ -340,6 +364,15 @@ class API:
             raise APIError(403, message, code="unknown_host")
         return self._keys.number_of(request.headers.get("authorization"))
 
+    def _check_named(self, model: str | None, strangers: Sequence[str]) -> None:
+        """Check the model that a request names, and its fields that nobody knows. Raises: APIError."""
+        for name in strangers:
+            if self.options.unknown_fields is UnknownFields.refuse:
+                raise unknown(name)
+            self._log.ignored(name)
+        if model is not None:
+            self._check_model(model)
+
     def _check_model(self, name: str) -> None:
         if name not in self._names:
             message = f"there is no model '{shown(name)}'; this server has '{self.model}'"
@@ -351,8 +384,11 @@ class API:
 
 
 def _with_parts(options: GenerationOptions, parts: Parts) -> GenerationOptions:
-    """Options of a row whose text has what its parts are told apart by."""
-    return replace(options, kept_tokens=[*options.kept_tokens, *parts.tokens])
+    """Options of a row whose text has what its parts are told apart by. Reasoning is free of what guides an answer."""
+    free_part = options.free_part
+    if parts.reasons and options.guide is not None:
+        free_part = ["" if parts.in_reasoning else BEGIN_REASONING, END_REASONING]
+    return replace(options, kept_tokens=[*options.kept_tokens, *parts.tokens], free_part=free_part)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from launch.inputs.options import PartitionOptions, only_outer, setup_of
 from launch.inputs.policies import checked, ineffective_options
 from launch.server.answer.calls import ToolForm
+from launch.server.request.template_variables import RESERVED
 from runahead.config import (
     CacheOptions,
     DecodeName,
@@ -36,6 +37,14 @@ class UnknownFields(Enum):
     refuse = "refuse"
 
 
+class Reasoning(Enum):
+    """Whether answers begin with reasoning."""
+
+    auto = "auto"
+    think = "think"
+    none = "none"
+
+
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -50,6 +59,8 @@ class ServeOptions(QueueLimits):
             its owner binds to this address would otherwise ask from a browser on this host.
         cors_origins: origins (https://example.org) whose pages may read answers in browsers; "*" is any.
         chat_template: file with a chat template (Jinja) in place of the model's.
+        template_kwargs: variables of the chat template, for requests that do not give these themselves.
+        reasoning: whether answers begin with reasoning between <think> and </think>; `auto` goes by the chat template.
         tools: form in which the model calls tools; `auto` goes by the chat template, with `none` calls stay content.
         model_name: the model's name in the API; None is the name under which it was loaded, which is taken as well.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
@@ -80,6 +91,8 @@ class ServeOptions(QueueLimits):
     hosts: list[str] | None = None
     cors_origins: list[str] = field(default_factory=list)
     chat_template: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reasoning: Reasoning = Reasoning.auto
     tools: ToolForm = ToolForm.auto
     model_name: str | None = None
     prefix_cache_bytes: int = 0
@@ -103,6 +116,10 @@ class ServeOptions(QueueLimits):
         super().__post_init__()
         self.unknown_fields = choice("serve.unknown_fields", UnknownFields, self.unknown_fields)
         self.tools = choice("serve.tools", ToolForm, self.tools)
+        self.reasoning = choice("serve.reasoning", Reasoning, self.reasoning)
+        for name in self.template_kwargs:
+            rule = "is no variable of a template that may be given"
+            require(name not in RESERVED, "serve.template_kwargs", name, rule)
         require(bool(self.host), "serve.host", self.host, "must be an address")
         require(0 <= self.port <= 65535, "serve.port", self.port, "must be from 0 (any free port) to 65535")
         rule = "must be a list of names or addresses, without ports and brackets; leave it out to have the default"

@@ -336,7 +336,7 @@ def _serve_clients(
         vocab_size=model.vocab_size,
         names=[options.model_name or model.name, model.name, run.model.name.name],
         options=options,
-        defaults=run.generation,
+        defaults=run.generation.resolved(model.module.generation_config),
         keys=keys,
         schemas=schemas,
         slower=slower,

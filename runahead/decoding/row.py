@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runahead.config import GenerationOptions
+from runahead.decoding.ending import EndingText
 from runahead.decoding.sampling import Sampler
 from runahead.decoding.scored_tokens import ScoredToken
-from runahead.decoding.stop_strings import StopStrings
 from runahead.model.model import Model
 from runahead.report import TokenLogprobs
 
@@ -45,11 +45,13 @@ class Row:
         self.prompt, self.new_ids, self.ids = prompt, list[int](), list(prompt)
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
+        if options.of_model:
+            options = options.resolved(model.module.generation_config)
         self.options = options
-        self._eos = set() if options.ignore_eos else model.eos_token_ids
+        self._text = EndingText(model.tokenizer, model.eos_token_ids, options)
         constraint = None if options.guide is None else model.grammars.constraint(options.guide)
-        self.sampler = Sampler(options, seed, model.device, prompt=prompt, constraint=constraint)
-        self._text = StopStrings(model.tokenizer, options.stop, options.kept_tokens)
+        ends = sorted(self._text.ends)
+        self.sampler = Sampler(options, seed, model.device, prompt=prompt, constraint=constraint, ends=ends)
 
     def add(self, token: int) -> None:
         """Append a new token, and set `finish_reason` if the row ends with it."""
@@ -57,12 +59,7 @@ class Row:
         self.ids.append(int(token))
         if isinstance(token, ScoredToken):
             self.logprobs.append(token.logprobs)
-        if token in self._eos:
-            self.finish_reason = "eos"
-        elif self._text.add(token):
-            self.finish_reason = "stop"
-        elif self.num_left == 0:
-            self.finish_reason = "length"
+        self.finish_reason = self._text.add(token)
 
     def end(self, reason: str) -> None:
         """End the row, unless it has ended."""

@@ -53,7 +53,8 @@ class Sampler:
        negative ones (arXiv:1909.05858).
     3. The penalties of OpenAI's API, over the new tokens alone: logit - `frequency_penalty` * count -
        `presence_penalty` * (count > 0).
-    4. Tokens that the constraint does not allow get minus infinity.
+    4. Tokens that end the row get minus infinity until there are `min_new_tokens` of it, and those that the constraint
+       does not allow; if it allows nothing but the end, that comes.
     5. With `do_sample`: `temperature`, `top_k`, `top_p`, and `min_p`, which leaves out tokens less probable than that
        share of the most probable one's probability.
 
@@ -67,6 +68,7 @@ class Sampler:
         device: device of the logits.
         prompt: token ids of the prompt, for the repetition penalty.
         constraint: of the row's text; None allows any.
+        ends: token ids that end the row, which `min_new_tokens` rules out at first.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Sampler:
         *,
         prompt: Sequence[int] = (),
         constraint: Constraint | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         self.num_logprobs = options.logprobs
+        self._ends, self._num_before_ends = ends, options.min_new_tokens if ends else 0
         self._options, self._device, self._constraint = options, device, constraint
         self._prompt = prompt if options.repetition_penalty != 1.0 else ()
         self._counts_new = bool(options.presence_penalty or options.frequency_penalty)
@@ -95,6 +99,7 @@ class Sampler:
     def takes_largest(self) -> bool:
         """Whether the next token is that of the largest logit."""
         changes_logits = self._bias is not None or self._looks_back or self._constraint is not None
+        changes_logits = changes_logits or self._num_before_ends > 0
         return self._generator is None and not changes_logits
 
     @property
@@ -138,6 +143,9 @@ class Sampler:
         if self._counts_V is not None:
             scores_V = scores_V - options.frequency_penalty * self._counts_V
             scores_V = scores_V - options.presence_penalty * (self._counts_V > 0)
+        if self._num_before_ends > 0:
+            ends = sent(torch.tensor(self._ends), self._device)
+            scores_V = scores_V.index_fill(0, ends, -math.inf)
         if self._constraint is not None:
             # Above minus infinity, so that there is a token even if the model itself rules out all that are allowed.
             allowed_V = self._constraint.allowed(self._device)
@@ -148,7 +156,8 @@ class Sampler:
         return scores_1V[0]
 
     def add(self, token: int) -> None:
-        """Take the token that came, for the penalties and the constraint."""
+        """Take the token that came, for the penalties, the constraint and the least number of tokens."""
+        self._num_before_ends -= 1
         if self._seen_V is not None:
             self._seen_V[token : token + 1] = True  # filled; for the place of one number the host would wait
         if self._counts_V is not None:
@@ -247,6 +256,8 @@ def refused_option(
         return "logit_bias", f"has token {max(options.logit_bias)}, and this model's are 0 to {vocab_size - 1}"
     if options.logprobs is not None and options.logprobs > vocab_size:
         return "logprobs", f"asks for more than the {vocab_size} tokens of this model"
+    if any(token >= vocab_size for token in options.stop_token_ids):
+        return "stop_token_ids", f"has token {max(options.stop_token_ids)}, and this model's are 0 to {vocab_size - 1}"
     if options.kept_tokens and tokenizer is None:
         return "kept_tokens", "needs a tokenizer, and this model has none"
     if options.guide is not None:

@@ -27,10 +27,11 @@ class Detokenizer:
     Args:
         tokenizer: the model's.
         kept: names of special tokens that the text has; others are left out of it.
+        shows_special: it has all of them.
     """
 
-    def __init__(self, tokenizer: Any, kept: Sequence[str] = ()):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, kept: Sequence[str] = (), *, shows_special: bool = False):
+        self._tokenizer, self._skips = tokenizer, not shows_special
         self._kept = _kept_tokens(tokenizer, kept) if kept else {}
         self._window: list[int] = []  # the tokens of the last complete part, then the pending ones
         self._num_context = 0  # number of the window's tokens that belong to the last complete part
@@ -67,8 +68,8 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         # Cleaning up would remove spaces that were returned already ("do n" + "'t" -> "don't").
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        how = {"skip_special_tokens": self._skips, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(token_ids, **how))
 
 
 class StopStrings:
@@ -88,6 +89,8 @@ class StopStrings:
         tokenizer: the model's tokenizer, or None.
         stop: the stop strings.
         kept: names of special tokens that the text has.
+        shows_special: it has all of them.
+        keeps_stop: it has the stop string, too, at which it ends.
 
     Attributes:
         text: the text so far; after a stop string was found, the text before it.
@@ -96,26 +99,42 @@ class StopStrings:
         ValueError: there are stop strings but no tokenizer.
     """
 
-    def __init__(self, tokenizer: Any | None, stop: Sequence[str] = (), kept: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        stop: Sequence[str] = (),
+        kept: Sequence[str] = (),
+        *,
+        shows_special: bool = False,
+        keeps_stop: bool = False,
+    ):
         if stop and tokenizer is None:
             raise ValueError(f"generation.stop={list(stop)} needs a tokenizer, and this model has none; leave it out")
-        self._detokenizer = Detokenizer(tokenizer, kept) if tokenizer is not None else None
-        self._stop = list(stop)
-        self._stop_ids = _special_token_ids(tokenizer, self._stop) if self._stop else set()
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, kept, shows_special=shows_special)
+        self._stop, self._keeps_stop = list(stop), keeps_stop
+        self._stop_ids = _special_token_ids(tokenizer, self._stop) if self._stop else {}
         self.text = ""
         self._num_taken = 0
         self.stopped = False
         self.finished = False
 
-    def add(self, token_id: int) -> bool:
-        """Add the next token, and return whether a stop string is complete. Later tokens are ignored then."""
+    def add(self, token_id: int, *, may_stop: bool = True) -> bool:
+        """Add the next token, and return whether a stop string is complete. Later tokens are ignored then.
+
+        Args:
+            may_stop: a stop string that is complete with this token counts.
+        """
         if self._detokenizer is None or self.stopped or self.finished:
             return self.stopped
-        if token_id in self._stop_ids:
+        if may_stop and token_id in self._stop_ids:
             self._append(self._detokenizer.finish())
+            if not self.stopped:
+                self.text += self._stop_ids[token_id] if self._keeps_stop else ""
             self.stopped = True
         else:
-            self._append(self._detokenizer.add(token_id))
+            self._append(self._detokenizer.add(token_id), may_stop=may_stop)
         return self.stopped
 
     def finish(self) -> None:
@@ -133,9 +152,11 @@ class StopStrings:
         self._num_taken += len(part)
         return part
 
-    def _append(self, part: str) -> None:
+    def _append(self, part: str, *, may_stop: bool = True) -> None:
         old_length = len(self.text)
         self.text += part
+        if not may_stop:
+            return
         ends_and_starts = []
         for stop in self._stop:
             # A stop string may begin in the old text, but it ends in the new part.
@@ -144,7 +165,8 @@ class StopStrings:
                 ends_and_starts.append((start + len(stop), start))
         if ends_and_starts:
             self.stopped = True
-            self.text = self.text[: min(ends_and_starts)[1]]
+            end, start = min(ends_and_starts)
+            self.text = self.text[: end if self._keeps_stop else start]
 
     def _num_chars_of_a_begun_stop_string(self) -> int:
         longest = max((len(stop) for stop in self._stop), default=1) - 1
@@ -162,6 +184,7 @@ def _kept_tokens(tokenizer: Any, names: Sequence[str]) -> dict[int, str]:
     return {token: name for token, name in found.items() if not tokenizer.decode([token], skip_special_tokens=True)}
 
 
-def _special_token_ids(tokenizer: Any, names: list[str]) -> set[int]:
+def _special_token_ids(tokenizer: Any, names: list[str]) -> dict[int, str]:
+    """Name of each of these that are special tokens, by its id."""
     id_of_name = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return {id_of_name[name] for name in names if name in id_of_name}
+    return {id_of_name[name]: name for name in names if name in id_of_name}

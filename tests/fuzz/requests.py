@@ -53,6 +53,7 @@ CHATS = (
     {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto", "response_format": FORMAT, "logprobs": True},
     {"messages": MESSAGES[1:2], "top_logprobs": 2, "logprobs": True} | GENERATION,
     {"messages": MESSAGES[:2]},
+    {"messages": MESSAGES[:2], "chat_template_kwargs": {"a": [1]}, "reasoning_effort": "none"},
     {"messages": MESSAGES, "tools": [TOOL, TOOL], "tool_choice": "required", "parallel_tool_calls": True},
     {"messages": MESSAGES[:2], "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
 )

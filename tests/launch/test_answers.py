@@ -7,6 +7,7 @@ import os
 import pytest
 
 from launch.outputs.answers import AnswerStream, AnswerWriter
+from runahead.config import GenerationOptions
 from runahead.report import Generation
 from tests.tokenizers_for_tests import byte_level
 
@@ -28,11 +29,14 @@ def read(descriptor: int) -> str:
         return ""
 
 
+STOP = GenerationOptions(stop=["tain"])
+
+
 def test_the_stream_shows_text_as_soon_as_it_is_sure(pipe):
     reader, writer = pipe
     tokenizer = byte_level()
     ids = tokenizer("größer, the captain", add_special_tokens=False)["input_ids"]
-    stream = AnswerStream(AnswerWriter(writer), tokenizer, stop=["tain"], eos_ids={tokenizer.eos_token_id})
+    stream = AnswerStream(AnswerWriter(writer), tokenizer, STOP, eos_ids={tokenizer.eos_token_id})
     shown = ""
     for token in ids:
         stream.on_tokens([token])
@@ -47,7 +51,7 @@ def test_the_end_token_is_no_text_even_if_it_has_a_name(pipe):
     reader, writer = pipe
     tokenizer = byte_level()
     the, end = (tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in ("t", "e"))
-    stream = AnswerStream(AnswerWriter(writer), tokenizer, stop=[], eos_ids={end})
+    stream = AnswerStream(AnswerWriter(writer), tokenizer, GenerationOptions(), eos_ids={end})
     stream.on_tokens([the])
     stream.on_tokens([end])
     stream.on_tokens([None])
@@ -57,7 +61,7 @@ def test_the_end_token_is_no_text_even_if_it_has_a_name(pipe):
 
 def test_without_a_tokenizer_the_answer_is_an_empty_line(pipe):
     reader, writer = pipe
-    stream = AnswerStream(AnswerWriter(writer), None, stop=[], eos_ids=set())
+    stream = AnswerStream(AnswerWriter(writer), None, GenerationOptions(), eos_ids=set())
     stream.on_tokens([3])
     stream.finish()
     assert read(reader) == "\n"

@@ -357,7 +357,7 @@ def test_a_field_that_nobody_knows_is_told_once_and_changes_nothing(capfd: pytes
         plain = post(served, TEXT, {"prompt": "a"}).json()["choices"]
         for _ in range(2):
             assert post(served, TEXT, {"prompt": "a", "colour": 1, "echo": False}).json()["choices"] == plain
-        assert post(served, TEXT, {"prompt": "a", "min_tokens": 5}).status_code == 400  # known, and another answer
+        assert post(served, TEXT, {"prompt": "a", "length_penalty": 2}).status_code == 400  # known, and another answer
         for number in range(200):
             post(served, TEXT, {"prompt": "a", f"colour {number}": 1, "max_tokens": 1})
     told = capfd.readouterr().err

@@ -9,8 +9,8 @@ from launch.server.answer.logprobs import Scored
 from launch.server.answer.parser import NO_PARTS, AnswerParser, Parts
 from launch.server.answer.pieces import Kind, Piece, joined
 from runahead.config import GenerationOptions
+from runahead.decoding.ending import EndingText
 from runahead.decoding.scored_tokens import ScoredToken
-from runahead.decoding.stop_strings import StopStrings
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's word for how a row ended."""
@@ -26,37 +26,26 @@ class RowText:
         parts: what its text may consist of beside content.
 
     Attributes:
-        num_tokens: new tokens so far.
         finish_reason: "stop", "length", "tool_calls", or None while the row goes on.
     """
 
     def __init__(
         self, tokenizer: Any | None, eos_ids: set[int], options: GenerationOptions, parts: Parts = NO_PARTS
     ) -> None:
-        self._text = StopStrings(tokenizer, options.stop, options.kept_tokens)
-        self._eos_ids = set() if options.ignore_eos else eos_ids
-        self._max_new_tokens = options.max_new_tokens
+        self._text = EndingText(tokenizer, eos_ids, options)
         self._is_json = options.json_schema is not None
         self._has_to_call = parts.calls is not None and parts.calls.is_certain
         self._parser, self._pieces = AnswerParser(parts), list[Piece]()
         self._scored: list[Scored] = []
-        self.num_tokens = 0
         self.finish_reason: str | None = None
 
     def add(self, token: int) -> list[Piece]:
         """Add a token, and return the pieces of the answer that are sure now."""
         if self.finish_reason is not None:
             return []
-        self.num_tokens += 1
         if isinstance(token, ScoredToken):
             self._scored.append(Scored(token=int(token), logprobs=token.logprobs, offset=len(self._text.text)))
-        ended = None
-        if token in self._eos_ids:
-            ended = "eos"
-        elif self._text.add(token):
-            ended = "stop"
-        elif self.num_tokens == self._max_new_tokens:
-            ended = "length"
+        ended = self._text.add(token)
         if ended is not None:
             self._text.finish()
         pieces = self._parser.add(self._text.take())
@@ -74,6 +63,11 @@ class RowText:
         if ended == "eos" and self._has_to_call and (not calls.num_calls or calls.in_arguments):
             return "length"
         return "tool_calls" if reason == "stop" and calls.num_calls and not calls.in_arguments else reason
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens so far."""
+        return self._text.num_tokens
 
     @property
     def pieces(self) -> list[Piece]:

@@ -248,7 +248,7 @@ function take(line, times) {
     times.last = performance.now();
     times.first ??= times.last;
     times.reason = choice.finish_reason ?? times.reason;
-    find("answer").append(choice.text ?? choice.delta.content ?? "");
+    find("answer").append(choice.text ?? choice.delta.content ?? choice.delta.reasoning_content ?? "");
     say("times", `TTFT ${seconds((times.first - times.began) / 1000)}`);
   }
 }

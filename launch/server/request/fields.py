@@ -10,7 +10,8 @@ from launch.server.answer.parser import NO_PARTS, Parts
 from launch.server.errors import missing, wrong
 from launch.server.request.generation import read_generation
 from launch.server.request.messages import Message, read_messages
-from launch.server.request.reader import Fields, check_unicode, unknown
+from launch.server.request.reader import Fields, check_unicode, is_token, unknown
+from launch.server.request.template_variables import read_variables
 from launch.server.request.tools import Tools, read_tools
 from runahead.config import MAX_SEED, GenerationOptions
 
@@ -58,10 +59,17 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(Common):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions.
+
+    Attributes:
+        variables: of the chat template.
+        effort: of reasoning; None if the client named none.
+    """
 
     messages: list[Message]
     tools: Tools
+    variables: dict[str, Any]
+    effort: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +84,11 @@ def read_chat(body: Mapping[str, Any], defaults: GenerationOptions) -> ChatReque
     fields = Fields(body)
     prompt_cache = _prompt_cache(fields)
     messages, tools = read_messages(fields, may_be_empty=prompt_cache is not None), read_tools(fields)
+    variables, effort = read_variables(fields)
     common = _common(fields, defaults, tools=tools)
-    return ChatRequest(messages=messages, tools=tools, prompt_cache=prompt_cache, **common)
+    return ChatRequest(
+        messages=messages, tools=tools, variables=variables, effort=effort, prompt_cache=prompt_cache, **common
+    )
 
 
 def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> CompletionRequest:
@@ -89,9 +100,9 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
         return CompletionRequest(prompts=[""], prompt_cache=prompt_cache, **_common(fields, defaults))
     if prompt is None:
         raise missing("prompt")
-    prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
+    prompts = prompt if isinstance(prompt, list) and prompt and not is_token(prompt[0]) else [prompt]
     for each in prompts:
-        are_tokens = isinstance(each, list) and bool(each) and all(map(_is_token, each))
+        are_tokens = isinstance(each, list) and bool(each) and all(map(is_token, each))
         if not are_tokens and not (isinstance(each, str) and each):
             raise wrong("prompt", "must be a text, a list of token ids, or a list of such, none of them empty")
         if isinstance(each, str):
@@ -160,7 +171,3 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
             raise wrong(f"stream_options.{name}", "must be true or false")
     include, continuous = (bool(given.get(name)) for name in _USAGE)
     return include, continuous
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31

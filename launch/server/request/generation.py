@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from launch.server.errors import wrong
-from launch.server.request.reader import Fields, check_unicode
+from launch.server.request.guides import read_guide
+from launch.server.request.reader import Fields, check_unicode, is_token
 from launch.server.request.tools import Tools
 from runahead.config import MAX_BIAS, MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, GenerationOptions
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 MAX_BIASES = 1024
 MAX_NEW_TOKENS = 2**31
-MAX_SCHEMA_CHARACTERS = 100_000
+MAX_STOP_IDS = 1024
 LEAST_TEMPERATURE = 0.01
 """A lower temperature is greedy: logits divided by it might overflow."""
-
-ANY_OBJECT = '{"type": "object"}'
-"""Schema of `{"type": "json_object"}`."""
 
 
 def read_generation(
@@ -40,10 +37,13 @@ def read_generation(
     if len(set(given.values())) == 2:
         raise wrong("max_tokens", "and 'max_completion_tokens' differ; give one")
     seed = fields.number("seed", -(2**63), 2**63 - 1, whole=True)  # OpenAI's and vLLM's range
-    stops, biases, guide = _stops(fields), _biases(fields), _guide(fields, defaults, tools)
+    stops, biases, guide = _stops(fields), _biases(fields), read_guide(fields, defaults, tools)
     ignore_eos = fields.flag("ignore_eos") or defaults.ignore_eos
     if guide.field is not None and ignore_eos:
         raise wrong(guide.field, "does not go with 'ignore_eos': true")
+    least = fields.number("min_tokens", 0, MAX_NEW_TOKENS, whole=True)
+    if least and given and least > next(iter(given.values())):
+        raise wrong("min_tokens", f"is more than '{next(iter(given))}'")
     repetition = fields.number("repetition_penalty", 0.1, 10)
     presence, frequency = (
         fields.number(name, -MAX_PENALTY, MAX_PENALTY) for name in ("presence_penalty", "frequency_penalty")
@@ -51,6 +51,7 @@ def read_generation(
     chosen = replace(
         defaults,
         max_new_tokens=next(iter(given.values()), defaults.max_new_tokens),
+        min_new_tokens=defaults.min_new_tokens if least is None else least,
         **_sampling(fields, defaults),
         repetition_penalty=repetition or defaults.repetition_penalty,
         presence_penalty=defaults.presence_penalty if presence is None else presence,
@@ -58,6 +59,7 @@ def read_generation(
         logit_bias=defaults.logit_bias if biases is None else biases,
         seed=(seed or 0) % (MAX_SEED + 1),
         stop=defaults.stop if stops is None else stops,
+        **_text_options(fields, defaults),
         ignore_eos=ignore_eos,
         json_schema=guide.json_schema,
         grammar=guide.grammar,
@@ -86,6 +88,23 @@ def _sampling(fields: Fields, defaults: GenerationOptions) -> dict[str, Any]:
         "top_p": top_p or defaults.top_p,
         "top_k": defaults.top_k if top_k is None else max(0, top_k),
         "min_p": defaults.min_p if min_p is None else min_p,
+    }
+
+
+def _text_options(fields: Fields, defaults: GenerationOptions) -> dict[str, Any]:
+    """Options of what ends a text beside stop strings, and of what is in it."""
+
+    def flag(name: str, default: bool) -> bool:
+        given = fields.take(name, lambda value: isinstance(value, bool), "must be true or false")
+        return default if given is None else given
+
+    ids = fields.take("stop_token_ids", lambda value: isinstance(value, list), "must be a list of token ids")
+    if ids is not None and (len(ids) > MAX_STOP_IDS or not all(map(is_token, ids))):
+        raise wrong("stop_token_ids", f"must be a list of at most {MAX_STOP_IDS:,} token ids")
+    return {
+        "stop_token_ids": defaults.stop_token_ids if ids is None else ids,
+        "include_stop": flag("include_stop_str_in_output", defaults.include_stop),
+        "skip_special_tokens": flag("skip_special_tokens", defaults.skip_special_tokens),
     }
 
 
@@ -128,51 +147,3 @@ def _chat_logprobs(fields: Fields, default: int | None) -> int | None:
 def _text_logprobs(fields: Fields, default: int | None) -> int | None:
     number = fields.number("logprobs", 0, MAX_LOGPROBS, whole=True)
     return default if number is None else number
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Guide:
-    """What an answer is to follow, and the field that says so; None for any text."""
-
-    json_schema: str | None = None
-    grammar: str | None = None
-    field: str | None = None
-
-
-def _guide(fields: Fields, defaults: GenerationOptions, tools: Tools | None) -> _Guide:
-    """What answers follow. Where a tool has to be called there is nothing else for a format to rule."""
-    found = _response_format(fields)
-    if tools is not None and tools.to_call:
-        return _Guide(grammar=tools.grammar, field="tools")
-    if found is None:
-        field = None if defaults.guide is None else "response_format"
-        return _Guide(json_schema=defaults.json_schema, grammar=defaults.grammar, field=field)
-    return found
-
-
-def _response_format(fields: Fields) -> _Guide | None:
-    """What the response format asks for; None if there is none."""
-    field = "response_format"
-    given = fields.take(field, lambda value: isinstance(value, dict), "must be an object with 'type'")
-    if given is None:
-        return None
-    kind = given.get("type")
-    if kind == "text":
-        return _Guide()
-    if kind == "json_object":
-        return _Guide(json_schema=ANY_OBJECT, field=field)
-    if kind != "json_schema":
-        raise wrong("response_format.type", "must be text, json_object or json_schema")
-    named = given.get("json_schema")
-    schema = named.get("schema") if isinstance(named, dict) else None
-    if not isinstance(schema, dict):
-        raise wrong("response_format.json_schema", "must be an object with 'schema', a JSON schema")
-    return _Guide(json_schema=_schema_text(schema, "response_format.json_schema.schema"), field=field)
-
-
-def _schema_text(schema: dict[str, Any], name: str) -> str:
-    """A JSON schema of the field `name` as JSON text."""
-    text = json.dumps(schema)
-    if len(text) > MAX_SCHEMA_CHARACTERS:
-        raise wrong(name, f"has {len(text):,} characters; {MAX_SCHEMA_CHARACTERS:,} is the most")
-    return text

@@ -18,7 +18,7 @@ TEXT_OF = {"text": "text", "input_text": "text", "output_text": "text", "refusal
 """Name of the text in a part of a content, by the part's type."""
 
 Message = dict[str, Any]
-"""Role, content of text, and for calls of tools what templates read: tool_calls, tool_call_id."""
+"""Role, content of text, and what templates read of calls (tool_calls, tool_call_id) and of reasoning_content."""
 
 
 def read_messages(fields: Fields, *, may_be_empty: bool = False) -> list[Message]:
@@ -50,6 +50,10 @@ def _message(message: Any, name: str) -> Message:
     # Templates print a missing content in their own ways, and an empty text as nothing.
     is_silent = role in MAY_SAY_NOTHING and content in (None, [])
     read: Message = {"role": role, "content": "" if is_silent else _content(content, f"{name}.content")}
+    reasoning = message.get("reasoning_content", message.get("reasoning")) if role == "assistant" else None
+    if reasoning is not None:
+        read["reasoning_content"] = _text(reasoning, f"{name}.reasoning_content")
+        taken.add("reasoning")
     if role == "assistant" and message.get("tool_calls"):
         read["tool_calls"] = _calls(message["tool_calls"], f"{name}.tool_calls")
     if role == "tool" and message.get("tool_call_id") is not None:

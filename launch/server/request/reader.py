@@ -41,22 +41,13 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "ebnf": (None,),
     "grammar": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "include_stop_str_in_output": (None, False),
     "length_penalty": (None, 1.0),
-    "min_tokens": (None, 0),
     "prompt_logprobs": (None,),
     "regex": (None,),
     "repeat_penalty": (None, 1.0),
     "return_token_ids": (None, False),
-    "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
-    "stop_token_ids": (None, []),
     "structural_tag": (None,),
-    "structured_outputs": (None,),
     "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1.0),
     "use_beam_search": (None, False),
@@ -170,6 +161,11 @@ def check_unicode(text: str, name: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         raise wrong(name, "holds a character that is not valid Unicode") from error
+
+
+def is_token(value: Any) -> bool:
+    """Whether a value may be a token id, as far as one may know without a model."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def is_deeper(value: Any, depth: int) -> bool:

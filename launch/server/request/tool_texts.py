@@ -30,7 +30,8 @@ def with_tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, An
         role, content = message["role"], message["content"]
         if role == "assistant" and "tool_calls" in message:
             calls = [_call(call["function"]) for call in message["tool_calls"]]
-            said.append({"role": role, "content": "\n".join([content] * bool(content) + calls)})
+            said.append(message | {"content": "\n".join([content] * bool(content) + calls)})
+            del said[-1]["tool_calls"]
             continue
         result = role == "tool"
         text = f"<tool_response>\n{content}\n</tool_response>" if result else content
