@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -47,6 +48,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
                                prompt.skip_invalid=false   prompt.chat_template=<jinja>
+                               prompt.prefix_cache_bytes=auto|<n, of prompts that later ones reuse>
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
           tsp|zigzag|tensor    prefill.carrier=backend|copy|auto
                                prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
@@ -138,6 +140,7 @@ def infer(
     """
     from launch.inputs.engine import arrange, load, make_engine
     from launch.inputs.policies import prompt_cache_options
+    from launch.inputs.prefixes import kept_prefixes
     from launch.outputs.answers import AnswerStream, AnswerWriter
     from launch.outputs.summary import dtype_hint, summary
     from runahead.reuse.store import SegmentStore, StoreLimits
@@ -167,6 +170,12 @@ def infer(
             "the store", lambda: SegmentStore(model, policy.store, limits, bits=run.cache.tier_bits)
         )
 
+    kept_texts = None
+    if prompts.reusing is None:
+        batches_of_ids = [prompts.ids[start : start + run.prompt.batch] for start in starts]
+        kept_texts = kept_prefixes(run, model, ranks, policies, batches_of_ids)
+    tree = None if kept_texts is None else kept_texts.tree
+
     def batches_of(engine: Engine) -> list[range]:
         """The prompts of each call of the engine; those that cannot run at once have calls of their own."""
         found = list[range]()
@@ -181,7 +190,7 @@ def infer(
             engine.check(prompts.asked[batch.start : batch.stop], [run.generation] * len(batch))
 
     engine, _ = make_engine(
-        run, model, ranks, check_prompts, partition=partition, policies=policies, store=store, draft=draft
+        run, model, ranks, check_prompts, partition=partition, policies=policies, store=store, tree=tree, draft=draft
     )
     answers = AnswerWriter(skipped=prompts.skipped)
     if kept is not None:
@@ -192,10 +201,13 @@ def infer(
             say(f"{len(kept.answered):,} of {len(prompts.places) + len(prompts.skipped):,} prompts are in {kept.path}")
     calls = batches_of(engine)
     batches: list[GenerationBatch] = []
-    for _ in range(run.warmup):
-        few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
-        engine.generate(prompts.asked[calls[0].start : calls[0].stop], few_tokens)
+    with nullcontext() if tree is None else tree.nothing_stored():
+        for _ in range(run.warmup):
+            few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
+            engine.generate(prompts.asked[calls[0].start : calls[0].stop], few_tokens)
     for call in calls:
+        if kept_texts is not None:
+            kept_texts.make_way(prompts.ids[call.start : call.stop], run.generation.max_new_tokens)
         stream = None
         if prompts.one_text and ranks.rank == 0:
             stream = AnswerStream(answers, model.tokenizer, run.generation, eos_ids=model.eos_token_ids)

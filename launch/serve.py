@@ -35,7 +35,8 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   serve.max_tokens=<n>         of prompt and answer, of all answers at once; by default what fits into memory
   serve.itl_s=0.5              seconds after which a prefill is interrupted for a decoding step
   serve.decode_ranks=0|1       1: the last stage only decodes, and the others compute prompts
-  serve.prefix_cache_bytes=0   most bytes of keys and values that later prompts reuse; 0 reuses none
+  serve.prefix_cache_bytes=auto|<n>   most bytes of texts that later prompts reuse; 0 reuses none; auto: half of what
+                               the answers leave unused of their memory
   serve.prefix_host_bytes=0    of those in host memory that have no room there
   serve.prefix_folder=<folder> serve.prefix_disk_bytes=68719476736   of those on disk, which later servers find
   serve.snapshot_tokens=0          of hybrid models, keep states after every so many tokens of a prompt, too

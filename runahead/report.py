@@ -307,9 +307,11 @@ def report_json(
         "versions": library_versions(),
     }
     prompts = [
-        _prompt_fields(generation, batch, partition, kvr_name) | {"batch": number}
+        _prompt_fields(generation, batch, partition, kvr_name) | {"cached_tokens": cached, "batch": number}
         for number, (batch, kvr_name) in enumerate(zip(batches, kvr_names, strict=True))
-        for generation in batch.generations
+        for generation, cached in zip(
+            batch.generations, batch.cached_tokens or [0] * len(batch.generations), strict=True
+        )
     ]
     if skipped:
         places = (place for place in range(len(prompts) + len(skipped)) if place not in skipped)

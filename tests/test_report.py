@@ -75,6 +75,7 @@ def report(*batches: GenerationBatch) -> dict:
 
 
 OF_A_PROMPT = {
+    "cached_tokens",
     "prompt_tokens",
     "new_token_ids",
     "text",

@@ -6,9 +6,9 @@
 With `--against` another server gets the same requests after the first one, then the first one again, and so on (A B A
 B), `--rounds` times. So two settings are compared beside each other, such as with and without a prefix tree:
 
-    torchrun --nproc-per-node=2 --master-port=29501 launch/serve.py model=smollm2 ranks.threads=1 \
-        serve.prefix_cache_bytes=2000000000 &
-    torchrun --nproc-per-node=2 --master-port=29502 launch/serve.py model=smollm2 ranks.threads=1 serve.port=8001 &
+    torchrun --nproc-per-node=2 --master-port=29501 launch/serve.py model=smollm2 ranks.threads=1 &
+    torchrun --nproc-per-node=2 --master-port=29502 launch/serve.py model=smollm2 ranks.threads=1 serve.port=8001 \
+        serve.prefix_cache_bytes=0 &
     python -m benchmarks.studies.serving --server tree --against none=http://127.0.0.1:8001 --rounds 2 \
         --workloads turns document --rates 0.1 --seconds 50 --length 2000 --new_tokens 32
 

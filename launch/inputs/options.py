@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,10 @@ MAX_RANDOM_TOKENS = 2**27
 """Limit of random tokens, beyond the context of any model."""
 
 
+AUTO = "auto"
+"""Size of a prefix tree that has what prompts and answers leave unused of their memory."""
+
+
 class Chat(Enum):
     auto = "auto"
     true = "true"
@@ -49,6 +53,12 @@ class PartitionName(Enum):
     table = "table"
 
 
+def require_tree_size(option: str, size: int | str) -> None:
+    """Check the size of a prefix tree. Raises: ValueError."""
+    is_size = size == AUTO if isinstance(size, str) else size >= 0
+    require(is_size, option, size, "must be a number of bytes, or auto; 0 keeps no prefixes")
+
+
 @dataclass(kw_only=True)
 class PromptOptions:
     """Source of the prompts: text, file, ids_file or random_tokens.
@@ -57,6 +67,9 @@ class PromptOptions:
         chat_template: file with a chat template (Jinja) in place of the model's.
         batch: number of prompts that run at once.
         skip_invalid: whether invalid prompts of several are left out; otherwise one of them ends the run.
+        prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that later prompts reuse; 0
+            reuses none. "auto": half of the memory that the prompts of a call leave unused, where prompts of several
+            calls begin alike and nothing else is in the way.
     """
 
     text: str | None = None
@@ -68,8 +81,10 @@ class PromptOptions:
     chat_template: str | None = None
     batch: int = 1
     skip_invalid: bool = False
+    prefix_cache_bytes: int | str = AUTO
 
     def __post_init__(self) -> None:
+        require_tree_size("prompt.prefix_cache_bytes", self.prefix_cache_bytes)
         self.chat = choice("prompt.chat", Chat, self.chat)
         require(self.batch >= 1, "prompt.batch", self.batch, "must be at least 1")
         if self.random_tokens is not None:
@@ -224,7 +239,9 @@ class RunOptions:
             "prompt.chat": None if prompt.chat is Chat.auto else prompt.chat.name,
             "draft.speculate": "model" if draft.speculate is Speculate.model else None,
         }
-        return setup_of(self, options)
+        size = prompt.prefix_cache_bytes
+        asked = None if isinstance(size, str) else f"prompt.prefix_cache_bytes={size}" if size else ""
+        return replace(setup_of(self, options), prefixes=asked)
 
 
 def only_outer(profile: Profile) -> Profile:
@@ -280,6 +297,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     chain_only = ["transfer", "carrier", "layers_in_flight"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
+        ("prompt", ["prefix_cache_bytes"], is_single, "on a single prompt"),
         ("prompt", ["chat_template"], prompt.chat is Chat.false, "with prompt.chat=false"),
         (
             "prompt",

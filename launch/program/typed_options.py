@@ -88,7 +88,7 @@ def _schema(options: type) -> Any:
     return OmegaConf.structured(options)
 
 
-WHOLE_NUMBERS = (int, list[int], int | float)
+WHOLE_NUMBERS = (int, list[int], int | float, int | str)
 """Types of the options that take `counted` numbers."""
 
 
@@ -123,6 +123,7 @@ WORDS_FOR_TYPES: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    int | str: "a whole number, or auto",
     int | float: "a whole number of tokens of at least 1, or a share of the prompt in (0, 1]",
     dict[str, Any]: "a set of options such as {budget:512}",
     list[float]: "a list of numbers such as [0.6,0.4]",

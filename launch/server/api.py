@@ -144,7 +144,10 @@ class API:
             "predicted_seconds_per_token": ("Of a prefill, as learned so far.", per_token),
             "predicted_seconds_per_squared_token": ("Of a prefill, as learned so far.", per_square),
         }
-        if (stored := self.scheduler.state().stored) is not None:
+        stored = self.scheduler.state().stored
+        most_bytes = 0.0 if stored is None else stored.most_bytes
+        gauges["prefix_cache_limit_bytes"] = ("Most bytes of stored prefixes now; 0: none are reused.", most_bytes)
+        if stored is not None:
             gauges |= {
                 "prefix_cache_tokens": (
                     "Tokens whose keys and values are stored for later prompts.",

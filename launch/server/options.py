@@ -9,7 +9,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from launch.inputs.options import PartitionOptions, only_outer, setup_of
+from launch.inputs.options import AUTO, PartitionOptions, only_outer, require_tree_size, setup_of
 from launch.inputs.policies import checked, ineffective_options
 from launch.server.answer.calls import ToolForm
 from launch.server.request.template_variables import RESERVED
@@ -64,7 +64,8 @@ class ServeOptions(QueueLimits):
         tools: form in which the model calls tools; `auto` goes by the chat template, with `none` calls stay content.
         model_name: the model's name in the API; None is the name under which it was loaded, which is taken as well.
         prefix_cache_bytes: most bytes of keys and values of earlier prompts and answers that the last stage keeps for
-            later prompts, or each stage where they decode together; 0 keeps none.
+            later prompts, or each stage where they decode together; 0 keeps none. "auto": half of the memory that rows
+            leave unused at that time, and none where something else is in the way.
         prefix_host_bytes: most bytes of those that it keeps in host memory when they have no room among these.
         prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
             too; None: nowhere.
@@ -95,7 +96,7 @@ class ServeOptions(QueueLimits):
     reasoning: Reasoning = Reasoning.auto
     tools: ToolForm = ToolForm.auto
     model_name: str | None = None
-    prefix_cache_bytes: int = 0
+    prefix_cache_bytes: int | str = AUTO
     prefix_host_bytes: int = 0
     prefix_folder: str | None = None
     prefix_disk_bytes: int = 64 * 2**30
@@ -131,8 +132,7 @@ class ServeOptions(QueueLimits):
             require(is_origin, "serve.cors_origins", origin, rule)
         for name in ("max_body_bytes", "max_connections"):
             require(getattr(self, name) >= 1, f"serve.{name}", getattr(self, name), "must be at least 1")
-        rule = "must be a number of bytes; 0 keeps no prefixes"
-        require(self.prefix_cache_bytes >= 0, "serve.prefix_cache_bytes", self.prefix_cache_bytes, rule)
+        require_tree_size("serve.prefix_cache_bytes", self.prefix_cache_bytes)
         rule = "must be a number of bytes; 0 keeps no prefixes in host memory"
         require(self.prefix_host_bytes >= 0, "serve.prefix_host_bytes", self.prefix_host_bytes, rule)
         rule = "must be at least 1; without serve.prefix_folder nothing is kept on disk"
@@ -141,7 +141,7 @@ class ServeOptions(QueueLimits):
         require(self.snapshot_tokens >= 0, "serve.snapshot_tokens", self.snapshot_tokens, rule)
         require(self.prefix_folder != "", "serve.prefix_folder", "", "must name a folder; leave it out to keep none")
         if not self.prefix_cache_bytes:
-            rule = "has no effect without serve.prefix_cache_bytes, which prefixes are in first; set that, too"
+            rule = "has no effect with serve.prefix_cache_bytes=0, as prefixes are there first; leave one of them out"
             require(not self.prefix_host_bytes, "serve.prefix_host_bytes", self.prefix_host_bytes, rule)
             require(self.prefix_folder is None, "serve.prefix_folder", self.prefix_folder, rule)
             require(not self.snapshot_tokens, "serve.snapshot_tokens", self.snapshot_tokens, rule)
@@ -152,6 +152,14 @@ class ServeOptions(QueueLimits):
         for name in ("read_timeout_s", "write_timeout_s", "ping_s", "drain_s"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"serve.{name}", value, "must be a number of seconds above 0")
+
+    @property
+    def prefixes(self) -> str | None:
+        """What asks for reuse of prefixes, in messages; "" if nothing does, None if they are reused where they can."""
+        keeps_elsewhere = self.prefix_host_bytes or self.prefix_folder is not None or self.snapshot_tokens
+        if self.prefix_cache_bytes == AUTO and not keeps_elsewhere:
+            return None
+        return f"serve.prefix_cache_bytes={self.prefix_cache_bytes}" if self.prefix_cache_bytes else ""
 
     @property
     def named_hosts(self) -> frozenset[str] | None:
@@ -210,9 +218,7 @@ class ServeRun:
     def setup(self) -> Setup:
         """Facts that the options give of the run. Its policies are made once."""
         options: dict[str, Any] = {"a server": True, "serve.decode_ranks": self.serve.decode_ranks}
-        num_bytes = self.serve.prefix_cache_bytes
-        prefixes = f"serve.prefix_cache_bytes={num_bytes}" if num_bytes else ""
-        return replace(setup_of(self, options), prefixes=prefixes)
+        return replace(setup_of(self, options), prefixes=self.serve.prefixes)
 
 
 def warnings(run: ServeRun) -> list[str]:

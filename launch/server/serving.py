@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 
 from launch.inputs.engine import arrange, load, make_engine
 from launch.inputs.generation import check_generation
+from launch.inputs.options import AUTO
 from launch.inputs.partitions import partitioner
 from launch.inputs.policies import prompt_cache_options, rank_policies
 from launch.inputs.policy_file import load_files
+from launch.inputs.prefixes import in_the_way
 from launch.inputs.prompt_cache import read_schemas
 from launch.inputs.prompts import use_template
 from launch.program.ending import end_with, say
@@ -33,7 +36,7 @@ from runahead.engine import Engine
 from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.loading.memory import available_bytes, free_bytes
-from runahead.model.memory import activation_bytes
+from runahead.model.memory import token_bytes
 from runahead.model.model import Model
 from runahead.model.shares import check_shares
 from runahead.ranks.mesh import Mesh
@@ -47,12 +50,9 @@ from runahead.serving.executor import Executor
 from runahead.serving.follower import follow
 from runahead.serving.items import Generate, Inbox, Item, Part, PrefillItem, Report, Tokens
 from runahead.serving.limits import QueueLimits
-from runahead.serving.room import Room
+from runahead.serving.room import MEMORY_SHARE, Room
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
-
-MEMORY_SHARE = 0.8
-"""Share of the free memory that the KV caches of all rows and their activations may take."""
 
 STORE_SHARE = 0.25
 """Most of the free memory that the store of encoded modules takes where its size is not given."""
@@ -90,7 +90,8 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     ranks.require_same(guided, "install the same version on all hosts")
     model = load(run, ranks, partition)
     store = made_store(run, model, ranks)
-    tree = _tree(run, ranks)
+    no_tree = None if run.serve.prefixes is not None else in_the_way(run.setup, model, ranks, policies)
+    tree = None if no_tree is not None else _tree(run, ranks)
 
     def check_options(engine: Engine) -> None:
         engine.check_speculation([run.generation], [])
@@ -106,23 +107,36 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     if engine.may_shard or ranks.stage == ranks.num_stages - 1:
         with ranks.busy():
             model.grammars.warm_up()
-    estimate = _warm_up(engine)
+    with nullcontext() if tree is None else tree.nothing_stored():
+        estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()
-    kept_bytes = run.serve.prefix_cache_bytes
+    size, shares_memory = run.serve.prefix_cache_bytes, tree is not None and run.serve.prefix_cache_bytes == AUTO
+    kept_bytes = size if isinstance(size, int) else 0
     if ranks.device.type == "cpu":  # where all memory is the host's
         kept_bytes += run.serve.prefix_host_bytes
     room = Room(max_tokens=run.serve.max_tokens)
-    if room.max_tokens is None:
-        given = {"keeps_parts": engine.may_shard, "drafts": run.generation.asks_for_drafts}
-        room = room_in_memory(model, ranks, store, kept_bytes, tree=tree, **given)
+    if room.max_tokens is None or shares_memory:
+        room = room_in_memory(
+            model,
+            ranks,
+            store,
+            kept_bytes,
+            keeps_parts=engine.may_shard,
+            drafts=run.generation.asks_for_drafts,
+            tree=tree,
+            max_tokens=room.max_tokens,
+            shares_memory=shares_memory,
+        )
+    if tree is not None and shares_memory:
+        tree.limit_bytes = room.left_for_prefixes(0)
 
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
             [(bound, keys, tokenizer, schemas)] = front
-            _serve_clients(run, engine, estimate, room, bound, keys, tokenizer, schemas, told, asked)
+            _serve_clients(run, engine, estimate, room, bound, keys, tokenizer, schemas, told, asked, no_tree=no_tree)
         else:
-            follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s)
+            follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s, room=room)
         with ranks.busy():
             if tree is not None and run.serve.prefix_folder is not None:
                 tree.save(SAVE_S)
@@ -226,15 +240,18 @@ def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
     Where the last stage keeps all, other ranks only know that it does.
     """
     options, is_last = run.serve, ranks.stage == ranks.num_stages - 1
-    if not options.prefix_cache_bytes:
+    size = options.prefix_cache_bytes
+    if not size:
         return None
+    if isinstance(size, str):  # until it is known what the rows leave of it
+        size = int(MEMORY_SHARE * min(ranks.gather(free_bytes(ranks.device, ranks.local_size), "the free memory"))) // 2
     if run.decode.name is DecodeName.last and not is_last:
-        return PrefixTree(options.prefix_cache_bytes, snapshot_tokens=options.snapshot_tokens)
+        return PrefixTree(size, snapshot_tokens=options.snapshot_tokens)
     folder = options.prefix_folder
     if folder is not None and not is_last:
         folder = str(Path(folder) / f"stage-{ranks.stage}-of-{ranks.num_stages}")
     return PrefixTree(
-        options.prefix_cache_bytes,
+        size,
         host_bytes=options.prefix_host_bytes,
         folder=folder,
         disk_bytes=options.prefix_disk_bytes,
@@ -253,6 +270,8 @@ def room_in_memory(
     keeps_parts: bool,
     drafts: bool = False,
     tree: PrefixTree | None = None,
+    max_tokens: int | None = None,
+    shares_memory: bool = False,
 ) -> Room:
     """The room for tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
@@ -266,6 +285,8 @@ def room_in_memory(
         keeps_parts: of every stage.
         drafts: rows may have drafts.
         tree: of the prefixes.
+        max_tokens: that were chosen, whatever the memory is, and count tokens alone; None: those that fit.
+        shares_memory: the tree has what rows leave unused.
 
     Raises:
         ValueError: there is no room beside the store or the prefixes.
@@ -276,28 +297,45 @@ def room_in_memory(
     is_last = ranks.stage == ranks.num_stages - 1
     if keeps_parts or is_last:
         kept += kept_bytes
-    kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
-    per_token = kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
+    per_token = token_bytes(model)
     state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
     row_bytes = state_bytes * ((2 if drafts or ranks.num_stages > 1 else 1) + (tree is not None))
     left_bytes = MEMORY_SHARE * free - kept
-    most_tokens = left_bytes / per_token
+    most_tokens, with_states = left_bytes / per_token, float(per_token)
     if is_last and tree is not None and tree.snapshot_tokens and state_bytes:
         copies = 2 if ranks.num_stages > 1 else 1
-        with_all = left_bytes / (per_token + copies * state_bytes / tree.snapshot_tokens)
-        most_tokens = max(with_all, most_tokens - (copies + 1) * tree.limit_bytes / per_token)
+        with_states += copies * state_bytes / tree.snapshot_tokens
+        beside_tree = 0.0 if shares_memory else most_tokens - (copies + 1) * tree.limit_bytes / per_token
+        most_tokens = max(left_bytes / with_states, beside_tree)
+    shared = dict[str, Any]()
+    if shares_memory:
+        found = ranks.gather((left_bytes, with_states, keeps_parts or is_last), "the free memory")
+        shared["shared_bytes"] = int(min(left for left, _, keeps in found if keeps))
+        shared["token_bytes"] = max(each for _, each, keeps in found if keeps)
+    if max_tokens is not None:
+        return Room(max_tokens=max_tokens, **shared)
     num_tokens = min(ranks.gather(int(most_tokens), "the free memory"))
     if store is not None and num_tokens < 1:
         tier = "device_bytes" if ranks.device.type == "cuda" else "host_bytes"
         raise ValueError(f"policy.{tier}={kept} leaves no memory for prompts on some rank; lower it")
     if kept_bytes and num_tokens < 1:
         raise ValueError(f"serve.prefix_cache_bytes={kept_bytes} leaves no memory for prompts; use less")
-    room = Room(max_tokens=num_tokens, row_tokens=math.ceil(row_bytes / per_token))
+    room = Room(max_tokens=num_tokens, row_tokens=math.ceil(row_bytes / per_token), **shared)
     if row_bytes and room.row_tokens >= num_tokens:
         states = f"the states of one answer, {row_bytes:,} bytes, leave no memory for its tokens"
         remedy = "a smaller serve.prefix_cache_bytes" if kept_bytes else "a device with more free memory"
+        remedy = f"serve.prefix_cache_bytes=0, {remedy}" if shares_memory else remedy
         raise ValueError(f"{states}; use {remedy}, or a smaller model.dtype")
     return room
+
+
+def _about_prefixes(engine: Engine, room: Room, no_tree: str | None) -> str:
+    """What is told at the start about the reuse of prefixes."""
+    if engine.prefixes is None:
+        return "prefixes are not reused" + (f": {no_tree}" if no_tree is not None else "")
+    if room.shared_bytes is None:
+        return f"prefixes are kept in {engine.prefixes.tree.limit_bytes:,} bytes"
+    return f"prefixes are kept in half of what these leave of {room.shared_bytes:,.0f} bytes"
 
 
 def _serve_clients(
@@ -311,11 +349,14 @@ def _serve_clients(
     schemas: Schemas | None,
     slower: Sequence[str],
     asked: threading.Event,
+    *,
+    no_tree: str | None = None,
 ) -> None:
     """Answer requests on rank 0 until a signal, which `asked` says if it came before, and the last answer.
 
     Args:
         slower: the faster ways that are not taken, for the state.
+        no_tree: why no prefixes are reused, where they would be; None if they are, or are not to be.
     """
     options, model = run.serve, engine.model
     # A thread, as the main one may be in a long call.
@@ -348,7 +389,7 @@ def _serve_clients(
         http.start()
         host = socket.gethostname() if options.host in EVERYWHERE else options.host
         address = f"{host}:{bound.getsockname()[1]}"
-        say(f"serving {api.model} on http://{address}, at most {room}")
+        say(f"serving {api.model} on http://{address}, at most {room}; {_about_prefixes(engine, room, no_tree)}")
         try:
             scheduler.run()
         except BaseException:

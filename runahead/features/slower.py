@@ -7,7 +7,7 @@ server's state have it, too, and `python -m launch.combinations` tells it before
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from runahead.features.combination import Combination, that_hold
@@ -16,6 +16,7 @@ from runahead.features.refused import REFUSED, Refused
 
 AUTO = "decode=auto on several stages"
 KEEPS = "cache policies or cache.bits"
+PREFIXES = "reuse of prefixes"
 
 
 class Way(Enum):
@@ -67,6 +68,23 @@ def takes(setup: Setup, way: Way) -> bool:
     return not any(that_hold([row for row in SLOWER if row.way is way], setup))
 
 
+def in_the_way_of_prefixes(setup: Setup) -> str | None:
+    """Why a run reuses no prefixes where nobody has asked for that: they are refused, or would make it slower.
+
+    Args:
+        setup: with `prefixes`.
+
+    Returns:
+        None if nothing that is known of the run is in the way.
+    """
+    refused = [replace(row, remedy="") for row in REFUSED if PREFIXES in row.facts]
+    reasons = [message for _, message in that_hold(refused, setup)]
+    ways = [row for row in SLOWER if PREFIXES in row.facts and row.way is not Way.stored_answers]
+    without = replace(setup, prefixes="")
+    reasons += [message for row, message in that_hold(ways, setup) if takes(without, row.way)]
+    return next(iter(reasons), None)
+
+
 def _unsharded(row: Refused) -> Slower:
     """The row of a refusal of decode=sharded: with its facts decode=auto keeps all on the last stage."""
     place = row.facts.index("decode=sharded")
@@ -95,7 +113,7 @@ SLOWER = (
     Slower((KEEPS, "a GPU"), Way.graph, "{0} keep keys and values in memory of other shapes"),
     *(
         Slower((reuse, "a GPU"), Way.graph, "{0} leaves keys and values in several pieces")
-        for reuse in ("reuse of prefixes", "policy=prompt_cache")
+        for reuse in (PREFIXES, "policy=prompt_cache")
     ),
     Slower(("a GPU", "steps that differ"), Way.graph, "{1}"),
     Slower(("a GPU", "no kernel for graphs"), Way.graph, "{0} has no kernel for {1}"),
@@ -132,7 +150,7 @@ SLOWER = (
         "each of its layers needs all {model.num_shards} ranks that share {1}",
     ),
     Slower(
-        ("reuse of prefixes", KEEPS),
+        (PREFIXES, KEEPS),
         Way.stored_answers,
         "{1} change what the tokens of an answer attend to",
     ),

@@ -25,6 +25,16 @@ def activation_bytes(config: Any, dtype: torch.dtype, num_shares: int = 1) -> in
     return (11 * width + 4 * inner // num_shares) * dtype.itemsize
 
 
+def token_bytes(model: Any) -> int:
+    """Bytes that a token of a prompt takes on a rank that computes all of it: keys, values and activations.
+
+    Args:
+        model: a `Model`, whose module uses this one.
+    """
+    kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
+    return kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
+
+
 def memory_after_call(
     loaded: MemoryReport, peak: PeakMemory, device: torch.device, *, kv_bytes: int, activations: int
 ) -> MemoryReport:

@@ -28,6 +28,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
@@ -173,6 +174,15 @@ class PrefixTree:
     @limit_bytes.setter
     def limit_bytes(self, limit_bytes: float) -> None:
         self._store.memory[Tier.device].limit_bytes = limit_bytes
+
+    @contextmanager
+    def nothing_stored(self) -> Iterator[None]:
+        """Context manager in which no text is stored, such as those of a warm-up."""
+        limit_bytes, self.limit_bytes = self.limit_bytes, 0
+        try:
+            yield
+        finally:
+            self.limit_bytes = limit_bytes
 
     @property
     def num_bytes(self) -> int:

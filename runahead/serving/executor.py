@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
@@ -44,6 +45,7 @@ from runahead.serving.items import (
     Tokens,
 )
 from runahead.serving.limits import QueueLimits
+from runahead.serving.room import Room, num_tokens_of
 
 Wait = Callable[[Callable[[float], bool]], None]
 """Waits until the given function, which may block for the given seconds, returns true."""
@@ -76,6 +78,7 @@ class Executor:
         asked_to_end: whether this process was asked to end, which rank 0 is told when it asks.
         clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
         reuses: reuse prefixes, if the engine does.
+        room: of which rows may leave memory to stored prefixes; by default these have a limit of their own.
     """
 
     def __init__(
@@ -87,10 +90,13 @@ class Executor:
         asked_to_end: Callable[[], bool] = lambda: False,
         clock_offset_s: float = 0.0,
         reuses: bool = True,
+        room: Room | None = None,
     ) -> None:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
         self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
         self._reuses, self._prefixes = reuses, dict[RowId, RowPrefix]()
+        self._room = room or Room(max_tokens=None)
+        self._num_tokens, self._num_rows = dict[int, int](), Counter[int]()  # of each item whose rows have room
         lanes = Lanes(engine.model, engine.policies)
         payoff, lead = Payoff(warm_up=lanes.warm_up), lead_among(engine.model)
         self.drafts = PayingDrafts(LookupDrafter(), payoff, name=Speculate.lookup.name, lead=lead)
@@ -166,6 +172,7 @@ class Executor:
         self._prepare_guides(item)
         if self._engine.prefixes is not None and self._stores:
             self._engine.prefixes.prefetch(item.due_prefixes)
+        self._take_room(item)  # prefixes make way once those of these prompts are held
         self._under_way.append(item)
         if item.record_timeline:
             self._told_s = time.monotonic()
@@ -215,6 +222,7 @@ class Executor:
                 cached |= {id: prefilled.prefixes[number].num_cached for id, number in zip(ids, prompt_of, strict=True)}
             self._tell(new, cached=cached)
         else:
+            self._give_room(item.number, len(item.prompts))
             for prefix in prefilled.prefixes:
                 prefix.release()
         report = prefilled.report
@@ -274,7 +282,8 @@ class Executor:
         return found
 
     def _keep(self, id: RowId, row: Row, lane: Lane) -> None:
-        """Store the text of a row that leaves."""
+        """Store the text of a row that leaves, in memory that it had room for."""
+        self._give_room(id[0], 1)
         if (prefix := self._prefixes.pop(id, None)) is not None:
             num_stored = prefix.num_tokens + lane.num_behind
             if num_stored < len(row.ids):  # else the last forward gave no token, as its logits are no numbers
@@ -282,6 +291,26 @@ class Executor:
                 prefix.note_states(lane.num_behind, lane.states)
                 prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared)
             prefix.release()
+
+    def _take_room(self, item: PrefillItem | Generate) -> None:
+        """Let prefixes have what is left of the room once the rows of an item have theirs."""
+        prompt_of = each_once(item.prompts)[1] if self._engine.takes(Way.shared_prompt) else None
+        num_tokens = num_tokens_of(item.prompts, item.options, prompt_of)
+        self._num_rows[item.number] = len(item.prompts)
+        self._num_tokens[item.number] = num_tokens + self._room.row_tokens * len(item.prompts)
+        self._limit_prefixes()
+
+    def _give_room(self, number: int, num_rows: int) -> None:
+        """Note that rows of an item need no room any more. That of their keys and values ends with the last of them."""
+        self._num_rows[number] -= num_rows
+        if self._num_rows[number] == 0:
+            del self._num_rows[number], self._num_tokens[number]
+            self._limit_prefixes()
+
+    def _limit_prefixes(self) -> None:
+        if self._room.shared_bytes is not None and self._engine.prefixes is not None:
+            limit_bytes = self._room.left_for_prefixes(sum(self._num_tokens.values()))
+            self._engine.prefixes.tree.limit_bytes = limit_bytes
 
     def _computed_anew(self, lanes: Lanes, rows: Mapping[RowId, Row]) -> tuple[torch.Tensor, Lanes]:
         """Let rows leave, and join again once this stage has computed their texts; meanwhile it decodes the others."""
@@ -302,7 +331,9 @@ class Executor:
             self._report(Tokens(tokens=new))
             return [row for number, row in self._inbox.take_cancelled() if number == item.number]
 
+        self._take_room(item)
         result = self._engine.generate(item.prompts, item.options, on_tokens=on_tokens, cancellable=True)
+        self._give_room(item.number, len(item.prompts))
         if self._ranks.rank == 0:
             ends = {(item.number, row): each.finish_reason for row, each in enumerate(result.generations)}
             cached = {(item.number, row): num for row, num in enumerate(result.cached_tokens)}

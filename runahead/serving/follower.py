@@ -10,6 +10,7 @@ from runahead.serving.executor import Executor
 from runahead.serving.items import Inbox
 from runahead.serving.limits import QueueLimits
 from runahead.serving.mail import Mail
+from runahead.serving.room import Room
 
 
 def follow(
@@ -18,6 +19,7 @@ def follow(
     asked_to_end: Callable[[], bool] = lambda: False,
     *,
     clock_offset_s: float = 0.0,
+    room: Room | None = None,
 ) -> None:
     """Carry out the work items of rank 0 on another rank, until the last.
 
@@ -25,10 +27,11 @@ def follow(
         limits: as on rank 0.
         asked_to_end: whether this process was asked to end, which rank 0 learns when it looks.
         clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
+        room: as on rank 0.
     """
     ranks, inbox = engine.ranks, Inbox()
     with ranks.announcing_failure(), ranks.watching("the next work item", [0]):
         mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
-        executor = Executor(engine, inbox, mail.post, limits, asked_to_end, clock_offset_s)
+        executor = Executor(engine, inbox, mail.post, limits, asked_to_end, clock_offset_s, room=room)
         executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
         mail.close()

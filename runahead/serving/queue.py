@@ -74,6 +74,19 @@ class RequestQueue:
         """Rows that are computed or decoded."""
         return sum(len(batch.left) for batch in list(self.batches.values()))
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which these have room."""
+        of_batches = sum(batch.num_tokens for batch in list(self.batches.values()))
+        return of_batches + self._room.row_tokens * self.num_rows  # rows that left have given their states back
+
+    @property
+    def most_stored_bytes(self) -> float:
+        """Most bytes of stored prefixes now; 0 if none are stored."""
+        if self._engine.prefixes is None or self._room.shared_bytes is None:
+            return 0 if self._engine.prefixes is None else self._engine.prefixes.tree.limit_bytes
+        return self._room.left_for_prefixes(self.num_tokens)
+
     # Which requests are taken.
 
     def check(self, prompts: Sequence[GivenPrompt], options: Sequence[GenerationOptions]) -> None:
@@ -333,10 +346,9 @@ class RequestQueue:
         """Whether there is room for these requests beside all that are answered."""
         prompts, options = rows_of(requests)
         prompt_of = prompts_of_rows(requests) if self._engine.takes(Way.shared_prompt) else None
-        num_tokens = num_tokens_of(prompts, options, prompt_of)
-        num_tokens += sum(batch.num_tokens for batch in self.batches.values())
+        num_tokens = self.num_tokens + num_tokens_of(prompts, options, prompt_of)
+        num_tokens += self._room.row_tokens * len(prompts)
         num_rows = self.num_rows + len(prompts)
-        num_tokens += self._room.row_tokens * num_rows  # rows that left have given their states back
         is_over = self._room.max_tokens is not None and num_tokens > self._room.max_tokens
         return not (num_rows > self._limits.batch or is_over) or not (self.batches or requests[1:])
 

@@ -1,6 +1,7 @@
 """Tokens for which rows need memory while they are answered.
 
 Keys and values take memory by tokens. A state takes the same for any text, and counts as so many tokens of its row.
+What rows leave unused can be lent to stored prefixes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from policies.base import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions
 
+MEMORY_SHARE = 0.8
+"""Share of the free memory that the KV caches of all rows and their activations may take."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
@@ -20,14 +24,26 @@ class Room:
     Attributes:
         max_tokens: most tokens; None is no limit.
         row_tokens: tokens that take as much memory as the states of a row.
+        shared_bytes: memory that rows and stored prefixes share; None: prefixes have a limit of their own.
+        token_bytes: most bytes of it that a token of a row takes, on any rank.
     """
 
     max_tokens: int | None
     row_tokens: int = 0
+    shared_bytes: float | None = None
+    token_bytes: float = 0.0
 
     def __str__(self) -> str:
         tokens = f"{self.max_tokens:,} tokens of prompts and answers at a time"
         return f"{tokens}, of which the states of each answer take {self.row_tokens:,}" if self.row_tokens else tokens
+
+    def left_for_prefixes(self, num_tokens: int) -> int:
+        """Most bytes of prefixes beside rows of so many tokens: half of what these leave of the shared memory.
+
+        So a row that has room as if there were no prefixes has memory, too: they make way before it begins.
+        """
+        assert self.shared_bytes is not None, "prefixes have a limit of their own"
+        return max(0, int(self.shared_bytes - num_tokens * self.token_bytes) // 2)
 
 
 def num_tokens_of(

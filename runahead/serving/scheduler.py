@@ -89,7 +89,7 @@ class Scheduler:
         when_draining: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._ranks, self.limits = engine, engine.ranks, limits
-        self.estimate = estimate or TimeEstimate()
+        self.estimate, self._room = estimate or TimeEstimate(), room
         self._queue = RequestQueue(engine, limits, self.estimate, room=room)
         self._lock = threading.Lock()
         self._numbers = count()
@@ -220,7 +220,8 @@ class Scheduler:
                 if self._ranks.size > 1:
                     self._mail = Mail(self._ranks, self._events.put, partial(self._inbox.fail, is_cut_off=True))
                 threading.Thread(target=self._decide, name="scheduler", daemon=True).start()
-                Executor(self._engine, self._inbox, self._events.put, self.limits).run(self._await)
+                executor = Executor(self._engine, self._inbox, self._events.put, self.limits, room=self._room)
+                executor.run(self._await)
                 if self._mail is not None:
                     self._mail.close()
         except BaseException as error:

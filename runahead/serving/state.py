@@ -56,7 +56,7 @@ class StoredState:
     Attributes:
         num_tokens: what several texts begin with counts once.
         num_bytes: of their memory, as the last stage reported with the last prompt.
-        most_bytes: the limit of these.
+        most_bytes: the limit of these now.
     """
 
     num_tokens: int
@@ -102,8 +102,9 @@ class ServerState:
         batches, ranks, stored = queue.batches.values(), engine.ranks, None
         if engine.prefixes is not None:
             num_bytes = max((part.stored_bytes for part in parts.values()), default=0)
-            most_bytes = engine.prefixes.tree.limit_bytes
-            stored = StoredState(num_tokens=queue.stored.num_tokens, num_bytes=num_bytes, most_bytes=most_bytes)
+            stored = StoredState(
+                num_tokens=queue.stored.num_tokens, num_bytes=num_bytes, most_bytes=queue.most_stored_bytes
+            )
         return cls(
             ranks=[ranks.mesh.name(rank) for rank in range(ranks.size)],
             device=ranks.device.type,

@@ -25,7 +25,15 @@ from benchmarks.harness.study import BEGIN, END, Study, Variant, in_turn, last_r
 from tests.faults import drill, endurance
 from tests.fuzz import fuzz
 
-STUDIES = ("commits.__main__", "endurance", "hybrid.__main__", "offloading", "quality.__main__", "serving")
+STUDIES = (
+    "commits.__main__",
+    "endurance",
+    "hybrid.__main__",
+    "offloading",
+    "quality.__main__",
+    "second_question",
+    "serving",
+)
 
 
 @contextmanager

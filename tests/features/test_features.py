@@ -45,7 +45,7 @@ from runahead.config import (
 from runahead.features.combination import PLACES, Combination
 from runahead.features.facts import FACTS, Setup
 from runahead.features.refused import REFUSED, Refused, check
-from runahead.features.slower import SLOWER, Slower, slower, takes
+from runahead.features.slower import PREFIXES, SLOWER, Slower, Way, in_the_way_of_prefixes, slower, takes
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 from tests.combinations import PAGE, table
@@ -307,6 +307,24 @@ def test_clamped_distances_are_refused_wherever_ranks_decode(last: str) -> None:
 def test_drafting_policies_without_one_that_decodes_end_in_a_sentence(by_policy: RankPolicies, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(Setup(**speculating(Speculate.policy), drafting=by_policy))
+
+
+@pytest.mark.parametrize("row", [row for row in REFUSED if PREFIXES in row.facts], ids=lambda row: row.facts[-1])
+def test_prefixes_that_nobody_has_asked_for_are_left_out_where_they_are_refused(row: Refused) -> None:
+    setup = setup_with(*row.facts)
+    reason = in_the_way_of_prefixes(setup)
+    assert reason is not None and str(told(row, setup)).startswith(reason)
+    assert in_the_way_of_prefixes(replace(setup, prefixes="")) is None
+
+
+def test_prefixes_that_nobody_has_asked_for_make_no_run_slower() -> None:
+    graphs = Setup(prefixes=PREFIXES, device="cuda", model=altered(), policies=RankPolicies())
+    assert takes(replace(graphs, prefixes=""), Way.graph) and not takes(graphs, Way.graph)
+    assert "without a CUDA graph: reuse of prefixes leaves" in str(in_the_way_of_prefixes(graphs))
+    serves = replace(graphs, options={"a server": True}, num_stages=1)  # whose rows join others
+    assert in_the_way_of_prefixes(serves) is None
+    kept = RankPolicies.everywhere([SnapKV(budget=64)])  # of which prompts are stored, and answers are not
+    assert in_the_way_of_prefixes(replace(serves, policies=kept)) is None
 
 
 @pytest.mark.parametrize("program", [RunOptions, ServeRun])

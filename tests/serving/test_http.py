@@ -112,7 +112,7 @@ def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch
     monkeypatch.setattr(serving_module, "HTTPServer", Mock(return_value=http))
     monkeypatch.setattr(serving_module, "Scheduler", Mock(return_value=scheduler))
     monkeypatch.setattr(serving_module, "API", Mock())
-    engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock())
+    engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock(), prefixes=None)
     bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
     serving_module._serve_clients(
         ServeRun(), engine, TimeEstimate(), Room(max_tokens=10), bound, Keys(), None, None, [], Event()
@@ -150,6 +150,7 @@ def test_a_server_that_was_asked_to_end_before_it_serves_takes_no_request(monkey
     asked = Event()
     asked.set()
     engine: Any = MagicMock()
+    engine.prefixes = None
     serving_module._serve_clients(
         ServeRun(), engine, TimeEstimate(), Room(max_tokens=10), bound, Keys(), None, None, [], asked
     )

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch.server import serving as server
 from policies.base import Phase
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
@@ -25,6 +26,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.rows import RowsAttention
 from runahead.config import CacheOptions, Carrier, DecodeName, Device, RanksOptions, Speculate, Transfer
 from runahead.context import ContextPartition
+from runahead.model.memory import token_bytes
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
 from runahead.reuse.rows import apart_from_shared
 from runahead.reuse.tiers.entry import Tier
@@ -35,6 +37,7 @@ from runahead.serving.items import Inbox, Part, PrefillItem, Report, Stop, Stopp
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
+from runahead.serving.room import Room
 from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -69,12 +72,18 @@ class Serving:
 
     options = GREEDY
 
-    def __init__(self, family: str, limit_bytes: float = ROOMY, policies: RankPolicies | None = None) -> None:
+    def __init__(
+        self,
+        family: str,
+        limit_bytes: float = ROOMY,
+        policies: RankPolicies | None = None,
+        room: Room | None = None,
+    ) -> None:
         self.model, self.tree = tiny_model(family), PrefixTree(limit_bytes)
         ranks = Ranks.start(RanksOptions(device=Device.cpu))
         self.engine = Engine(self.model, ranks, tree=self.tree, policies=policies)
         self.plain = Engine(self.model, ranks, policies=policies)
-        self.executor = Executor(self.engine, Inbox(), self._hear, QueueLimits(itl_s=1e3))
+        self.executor = Executor(self.engine, Inbox(), self._hear, QueueLimits(itl_s=1e3), room=room)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.cached: dict[int, list[int]] = {}
         self.known = PrefixTree(inf)
@@ -300,6 +309,54 @@ def test_a_small_tree_forgets_and_rank_0_knows() -> None:
         serving.require_answers()
     assert serving.tree.num_bytes <= serving.tree.limit_bytes
     assert sum(len(node.ids) for node in serving.known.nodes()) == sum(len(node.ids) for node in serving.tree.nodes())
+
+
+def test_prefixes_have_half_of_what_rows_leave_and_make_way_for_them() -> None:
+    """By hand, in tokens: of memory for six rows of the document one leaves five, and a row of five leaves one."""
+    row, token_bytes = len(DOCUMENT) + 7, sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes)
+    room = Room(max_tokens=6 * row, shared_bytes=6 * row * token_bytes, token_bytes=token_bytes)
+    serving = Serving("llama", room.left_for_prefixes(0), room=room)
+    tree = serving.tree
+
+    def left(rows: float) -> bool:
+        return tree.limit_bytes == rows * row * token_bytes
+
+    assert left(3)
+    with throughout(serving.model.dtype):
+        serving.prefill(DOCUMENT)
+        assert left(2.5)
+        serving.prefill(prompt(len(DOCUMENT), seed=1), prompt(len(DOCUMENT), seed=2))
+        assert left(1.5)
+        serving.executor.live.cancel([(2, 0)])
+        assert left(1.5)  # the memory of a batch stays until its last row has ended
+        serving.executor.decode_all()
+        assert left(3) and tree.num_bytes > 1.5 * row * token_bytes  # which had room as soon as the rows had left
+        serving.prefill(prompt(5 * row - 7, seed=3))
+        assert left(0.5) and tree.num_bytes <= tree.limit_bytes
+        serving.executor.decode_all()
+        serving.prefill(DOCUMENT)  # of which not all is left
+        assert serving.cached[4] < [len(DOCUMENT) - 1] and left(2.5)
+        serving.require_answers()
+    assert left(3) and tree.num_bytes <= tree.limit_bytes
+
+
+def test_a_server_lends_what_rows_leave_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens for rows are those of a server without a tree, which has nothing left beside all of them."""
+    model, free = tiny_model("llama"), 10**9
+    monkeypatch.setattr(server, "free_bytes", lambda *_: free)
+    stages = {"device": model.device, "local_size": 1, "stage": 1, "num_stages": 2}
+    less = lambda value, _: [value, (value[0] / 2, 2 * value[1], False) if isinstance(value, tuple) else 2 * value]  # noqa: E731
+    ranks: Any = SimpleNamespace(**stages, gather=less)
+    given = {"keeps_parts": False, "tree": PrefixTree(9)}
+    plain, lending, chosen = (
+        server.room_in_memory(model, ranks, None, 0, **given, **more)
+        for more in ({}, {"shares_memory": True}, {"shares_memory": True, "max_tokens": 100})
+    )
+    assert plain.shared_bytes is None and chosen.max_tokens == 100
+    assert lending.max_tokens == plain.max_tokens == int(0.8 * free / token_bytes(model))
+    assert lending.left_for_prefixes(0) == 4 * 10**8  # of the rank that stores them, which is the first here
+    assert lending.left_for_prefixes(lending.max_tokens) < token_bytes(model)
+    assert chosen.left_for_prefixes(100) == 4 * 10**8 - 50 * token_bytes(model)
 
 
 FOLLOWING = [[*DOCUMENT, 3 + length, *prompt(length, seed=length)] for length in (3, 29, 8)]

@@ -113,6 +113,9 @@ def test_help_and_the_file_of_defaults_name_every_option():
         (["policy=prompt_cache", "decode=sharded"], "policy=prompt_cache needs decode=last in a server"),
         (["policy=prompt_cache", "prefill=tsp"], "policy=prompt_cache needs prefill=kv_runahead or prefill=single"),
         ("serve.prefix_cache_bytes=-1", "serve.prefix_cache_bytes=-1 must be a number of bytes"),
+        ("serve.prefix_cache_bytes=most", "serve.prefix_cache_bytes=most must be a number of bytes, or auto"),
+        ("serve.prefix_cache_bytes=0.5", "serve.prefix_cache_bytes=0.5 is not a whole number, or auto"),
+        (["serve.prefix_host_bytes=9", "policy=h2o", "policy.budget=64"], "policy H2O decides by what is computed"),
         (["serve.prefix_cache_bytes=9", "policy=h2o", "policy.budget=64"], "policy H2O decides by what is computed"),
         (
             ["serve.prefix_cache_bytes=9", "serve.prefix_host_bytes=-1"],
@@ -120,8 +123,10 @@ def test_help_and_the_file_of_defaults_name_every_option():
         ),
         (["serve.prefix_cache_bytes=9", "serve.prefix_disk_bytes=0"], "prefix_disk_bytes=0 must be at least 1"),
         (["serve.prefix_cache_bytes=9", "serve.prefix_folder=''"], "serve.prefix_folder= must name a folder"),
-        ("serve.prefix_folder=x", "serve.prefix_folder=x has no effect without serve.prefix_cache_bytes"),
-        ("serve.prefix_host_bytes=9", "serve.prefix_host_bytes=9 has no effect without serve.prefix_cache_bytes"),
+        *(
+            (["serve.prefix_cache_bytes=0", given], f"{given} has no effect with serve.prefix_cache_bytes=0")
+            for given in ("serve.prefix_folder=x", "serve.prefix_host_bytes=9", "serve.snapshot_tokens=9")
+        ),
         (["serve.prefix_cache_bytes=9", "cache.tier_bits=4"], "cache.tier_bits=4 has no effect without serve.prefix_h"),
     ],
 )
@@ -142,7 +147,8 @@ def test_prefixes_go_with_policies_that_look_at_the_end_of_a_prompt_or_retrieve(
 
 
 def test_two_ranks_answer_stream_cancel_and_drain(model):
-    with job(*options(model, "policy=prompt_cache", "serve.model_name=letters")) as server:
+    without = "serve.prefix_cache_bytes=0"  # so that each answer is computed as the others are
+    with job(*options(model, "policy=prompt_cache", "serve.model_name=letters", without)) as server:
         asked = {"prompt": TEXT, "max_tokens": 24}
         alone = server.post(asked).json()
         assert alone["usage"]["completion_tokens"] == 24
@@ -250,6 +256,28 @@ def test_short_prompts_are_answered_while_a_long_one_is_decoded(model):
             long = server.post(endless | {"max_tokens": 200}).text
             assert long.count("data: {") > 1 and long.endswith("data: [DONE]\n\n")
             next(lines)  # the first one goes on
+
+
+def test_prefixes_are_reused_without_an_option_and_it_is_told(model):
+    with job(*options(model)) as server:
+        found = re.search(r"; prefixes are kept in half of what these leave of ([\d,]+) bytes", server.ranks[0].errors)
+        limit = server.metric("runahead:prefix_cache_limit_bytes")
+        assert found is not None and limit == int(found[1].replace(",", "")) // 2 > 0
+        asked = [{"prompt": TEXT * 5 + question, "max_tokens": 3} for question in ("the ship", "the ice")]
+        usages = [server.post(each).json()["usage"] for each in asked]
+        cached = [each["prompt_tokens_details"]["cached_tokens"] for each in usages]
+        assert cached[0] == 0 and 0.9 * usages[1]["prompt_tokens"] < cached[1] < usages[1]["prompt_tokens"]
+        assert 0 < server.metric("runahead:prefix_cache_bytes") <= limit
+        assert server.client.get("/state").json()["stored"]["most_bytes"] == limit
+
+
+def test_where_something_else_is_in_the_way_no_prefixes_are_reused_and_it_is_told(model):
+    with job(*options(model, "policy=h2o", "policy.budget=64"), ranks=1) as server:
+        assert "; prefixes are not reused: policy H2O decides by what is computed" in server.ranks[0].errors
+        assert "leave the tree out" not in server.ranks[0].errors
+        assert server.metric("runahead:prefix_cache_limit_bytes") == 0
+        usages = [server.post({"prompt": TEXT, "max_tokens": 3}).json()["usage"] for _ in range(2)]
+        assert [each["prompt_tokens_details"]["cached_tokens"] for each in usages] == [0, 0]
 
 
 @pytest.mark.slow
