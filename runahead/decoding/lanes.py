@@ -181,13 +181,17 @@ class Lanes:
             return of_batch
         if self._batch is not None:
             of_batch -= self._batch.cache.state_bytes  # which its rows have, too
-        state_bytes = sum(each.kept.num_bytes for each in self._lanes.values() if each.kept is not None)
         caches = [each.cache for each in self._lanes.values()]
-        state_bytes += sum(cache.state_bytes for cache in caches)
         shared = {id(cache.shared_TKX): cache.shared_TKX for cache in caches}
         shared_bytes = sum(layer_TKX.nbytes for layers_TKX in shared.values() for layer_TKX in layers_TKX)
         kv_bytes = sum(cache.num_bytes - cache.state_bytes for cache in caches) + shared_bytes
-        return max(of_batch, kv_bytes) + state_bytes
+        return max(of_batch, kv_bytes) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of rows that are told apart, as they are and as they are kept."""
+        kept = sum(each.kept.num_bytes for each in self._lanes.values() if each.kept is not None)
+        return kept + sum(each.cache.state_bytes for each in self._lanes.values())
 
     @property
     def warm_up(self) -> int:
@@ -410,9 +414,18 @@ class Lanes:
         self.set_stored(row, lane.num_tokens - num)
         (take_back or lane.cache.take_back)(num)
 
-    def set_stored(self, row: RowId, num: int) -> None:
-        """Note how many tokens of a row are stored."""
-        self._lanes[row].num_tokens = num
+    def set_stored(self, row: RowId, num: int, states: States | None = None) -> None:
+        """Note how many tokens of a row are stored.
+
+        Args:
+            states: of another memory, after these tokens: they are copied, and take the place of the row's own.
+        """
+        lane = self._lanes[row]
+        lane.num_tokens = num
+        if states is not None:
+            assert lane.cache.states is not None
+            lane.cache.states.copy_from(states)
+            lane.kept, lane.since, lane.again = None, [], []
 
     def _in_step(self, batch: _Batch, last_ids: Mapping[RowId, int]) -> tuple[list[RowId], Tensor]:
         """A plain step of all rows of a batch, also of those that left."""

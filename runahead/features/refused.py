@@ -283,12 +283,6 @@ REFUSED = (
         "use decode=last",
     ),
     Refused(
-        ("generation.speculate=policy", "states"),
-        "{0} chooses what drafts are made from by the last tokens, which it computes once more, and {1} hold no states "
-        "of the text before them",
-        "use generation.speculate=lookup or model",
-    ),
-    Refused(
         ("generation.speculate", "a conversation", "decode=sharded"),
         "{0} does not go with a conversation whose text is stored by several ranks, each of which takes whole turns",
         "use generation.speculate=none, or a conversation on one stage",

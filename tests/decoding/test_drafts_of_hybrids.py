@@ -13,18 +13,26 @@ import torch
 from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.h2o import H2O
+from policies.quest import Quest
 from policies.snapkv import SnapKV
-from runahead import Conversation
+from runahead import Conversation, GenerationOptions
 from runahead.attention.states import StateLayer, States
 from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
+from runahead.cache.kept_cache import KeptCache
 from runahead.config import CacheOptions, Speculate
 from runahead.decoding import lanes
 from runahead.decoding.lanes import Lanes
-from runahead.decoding.row import RowId
+from runahead.decoding.row import Row, RowId
+from runahead.decoding.speculative import own_drafts
+from runahead.decoding.speculative.own_drafts import OwnDrafter
+from runahead.decoding.speculative.payoff import Payoff
+from runahead.decoding.speculative.policy_drafts import PolicyDrafter
 from runahead.decoding.speculative.speculator import Draft
+from runahead.report import SpeculationReport
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
-from tests.decoding import test_live_drafts
+from tests.decoding import test_live_drafts, test_speculation
 from tests.decoding.test_speculation import (
     DRAFTED,
     PLAIN,
@@ -314,9 +322,188 @@ def test_what_is_stored_for_later_prompts_is_what_was_accepted(family: str, monk
         assert "to unpack" in str(error), error
 
 
-def test_policies_do_not_draft_from_states() -> None:
-    policies = RankPolicies.everywhere([SnapKV(budget=16, window=4)])
-    with pytest.raises(ValueError, match="hold no states of the text before them; use generation.speculate=lookup or"):
-        engine_of(tiny_model("qwen3_next"), draft=policies).generate(
-            PROMPTS[:1], replace(PLAIN, speculate=Speculate.policy)
-        )
+def policy_of(name: str, keeps: str) -> RankPolicies:
+    """Policies that drafts are made by.
+
+    Args:
+        keeps: "all" tokens, so that each draft is what the model itself generates, or "few".
+    """
+    found: dict[tuple[str, str], Policy] = {
+        ("snapkv", "all"): SnapKV(budget=1.0, window=4),
+        ("snapkv", "few"): SnapKV(budget=0.2, window=4),
+        ("adakv", "all"): AdaKV(scorer=SnapKV(budget=1.0, window=4)),
+        ("adakv", "few"): AdaKV(scorer=SnapKV(budget=0.2, window=4)),
+        ("quest", "all"): Quest(**test_speculation.MOST, page=2, fetch=200),
+        ("quest", "few"): Quest(**test_speculation.MOST, page=2, fetch=0.2),
+    }
+    return RankPolicies.everywhere([found[name, keeps]])
+
+
+def by_policy(options: GenerationOptions, num_drafted: int = 4) -> GenerationOptions:
+    more = {"speculate": Speculate.policy, "speculate_match": 1, "speculate_always": True}
+    return replace(options, speculate_tokens=num_drafted, **more)
+
+
+def drafts_by_policy(family: str, by: RankPolicies | Draft, options: list[GenerationOptions]) -> SpeculationReport:
+    """Generate with drafts by a policy, and require the tokens and log-probabilities of plain decoding, which are those
+    of transformers. Returns what was drafted."""
+    engine = engine_of(tiny_model(family), draft=by)
+    plain = engine.generate(PROMPTS, options).generations
+    batch = engine.generate(PROMPTS, [by_policy(each) for each in options])
+    for ids, asked, ours, theirs in zip(PROMPTS, options, batch.generations, plain, strict=True):
+        num_new = len(theirs.new_token_ids)
+        assert ours.new_token_ids == theirs.new_token_ids
+        assert asked.do_sample or theirs.new_token_ids == oracle_tokens(family, tuple(ids), num_new)
+        for at, expected in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+            assert abs(at.logprob - expected.logprob) < 1e-9
+    report = batch.ranks[0].speculation
+    assert report is not None
+    return report
+
+
+LONG = [replace(each, max_new_tokens=num) for each, num in zip(LENGTHS, (30, 5, 24), strict=True)]
+"""The second row ends before drafts begin."""
+
+WITH_ATTENTION = [family for family in HYBRIDS if family not in ("mamba", "mamba2")]
+SOME = ["qwen3_next", "falcon_h1", "lfm2", "jamba"]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "quest"])
+@pytest.mark.parametrize(
+    "family", [family if family in SOME else pytest.param(family, marks=pytest.mark.slow) for family in WITH_ATTENTION]
+)
+def test_the_model_drafts_over_what_a_policy_keeps(family: str, name: str) -> None:
+    """Drafts over all tokens are right, which shows that drafting moves the right states and leaves no trace in them.
+
+    Over few tokens they are wrong at times. Rows of several lengths, one of a single token.
+    """
+    right = drafts_by_policy(family, policy_of(name, "all"), LONG)
+    assert right.accepted == right.drafted > 10
+    few = drafts_by_policy(family, policy_of(name, "few"), LONG)
+    assert few.accepted < few.drafted
+
+
+def test_drafts_from_states_of_another_text_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong variants: drafts begin from the states after the prompt, and those that retrieve go on from rejected ones.
+
+    Over all tokens they are then wrong, and the tokens are still those of plain decoding.
+    """
+    origins, join = dict[RowId, States](), OwnDrafter.join
+
+    def noted(self: OwnDrafter, id: RowId, row: Row) -> None:
+        states = self._whole.lane(id).cache.states
+        assert states is not None
+        origins[id] = states.fork()
+        join(self, id, row)
+
+    with monkeypatch.context() as wrong:
+        wrong.setattr(OwnDrafter, "join", noted)
+        wrong.setattr(OwnDrafter, "_states_of", lambda self, row: origins[row].fork())
+        report = drafts_by_policy("qwen3_next", policy_of("snapkv", "all"), LONG)
+        assert report.accepted < report.drafted
+    set_stored = Lanes.set_stored
+    monkeypatch.setattr(Lanes, "set_stored", lambda self, row, num, states=None: set_stored(self, row, num))
+    report = drafts_by_policy("qwen3_next", policy_of("quest", "all"), LONG)
+    assert report.accepted < report.drafted
+
+
+@pytest.mark.parametrize("first", ["lookup", "model"])
+@pytest.mark.parametrize("name", ["snapkv", "quest"])
+def test_others_draft_for_a_policy(name: str, first: str) -> None:
+    """A forward of the drafter verifies several tokens then, some of which are wrong."""
+    by = Draft(by=policy_of(name, "all"), first="lookup" if first == "lookup" else tiny_model("lfm2"))
+    options = [*LONG[:2], replace(LONG[2], do_sample=True, temperature=0.7, seed=3)]
+    report = drafts_by_policy("qwen3_next", by, options)
+    assert report.accepted == report.drafted > 10
+    assert report.within is not None and 0 < report.within.drafted > report.within.accepted
+
+
+def test_a_policy_chooses_by_the_tokens_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it keeps is what it keeps of the same text in one forward, whose last queries are those of these tokens."""
+    made, kept_of = list[tuple[list[int], KVStore]](), PolicyDrafter._kept
+
+    def noted(self: PolicyDrafter, row: RowId, ids: Sequence[int]) -> KVStore:
+        made.append((list(ids), kept_of(self, row, ids)))
+        return made[-1][1].fork()
+
+    monkeypatch.setattr(PolicyDrafter, "_kept", noted)
+    policies = policy_of("snapkv", "few")
+    drafts_by_policy("qwen3_next", policies, LONG)
+    assert [len(ids) - len(PROMPTS[row]) for ids, row in zip([ids for ids, _ in made], (0, 2), strict=True)] == [8, 8]
+    for ids, kept in made:
+        talking = Conversation(tiny_model("qwen3_next"), policies)
+        talking.feed(torch.tensor([ids]))
+        assert talking.cache is not None and isinstance(kept, KeptCache)
+        for ours, theirs in zip(kept.layers, talking.cache.layers, strict=True):
+            assert torch.equal(ours.positions_BKn(), theirs.positions_BKn())
+            assert largest_difference(ours.kv_BKnX(), theirs.kv_BKnX()) < 1e-9
+        assert kept.states is not None and talking.cache.states is not None
+        for mine, theirs in zip(kept.states.layers, talking.cache.states.layers, strict=True):
+            for (*_, state), (*_, expected) in zip(mine.tensors(), theirs.tensors(), strict=True):
+                assert largest_difference(state, expected) < 1e-9
+
+
+def test_states_before_drafts_are_kept_anew_where_these_begin_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else ever more tokens would have to be computed once more. They are counted in the bytes until drafts begin."""
+    model, begun = tiny_model("qwen3_next"), list[int]()
+    of_row = sum(shape.num_bytes for shape in model.state_shapes)
+    monkeypatch.setattr(own_drafts, "OBSERVED_TOKENS", 10)
+    observed = OwnDrafter._observed
+
+    def noted(self: OwnDrafter, row: RowId, whole: Any, num_tokens: int, num_last: int) -> Any:
+        assert self.num_bytes == of_row
+        first, states = observed(self, row, whole, num_tokens, num_last)
+        begun.append(num_tokens - first)
+        return first, states
+
+    may_begin = Payoff.may_begin
+    monkeypatch.setattr(OwnDrafter, "_observed", noted)
+    steps = iter(range(100))
+    monkeypatch.setattr(Payoff, "may_begin", lambda self, *given: next(steps) >= 5 and may_begin(self, *given))
+    options = replace(PLAIN, max_new_tokens=60, logprobs=2)
+    engine = engine_of(model, draft=policy_of("snapkv", "all"))
+    batch = engine.generate(PROMPTS[:1], by_policy(options))
+    assert batch.generations[0].new_token_ids == oracle_tokens("qwen3_next", tuple(PROMPTS[0]), 60)
+    report = batch.ranks[0].speculation
+    assert report is not None and report.accepted == report.drafted > 10 and report.declined == 5
+    assert begun == [10]
+
+
+def test_rows_of_a_batch_ask_for_different_drafts() -> None:
+    """Of a policy, of look-up, and of none."""
+    engine = engine_of(tiny_model("qwen3_next"), draft=policy_of("quest", "all"))
+    options = [replace(each, max_new_tokens=30) for each in LENGTHS]
+    plain = [each.new_token_ids for each in engine.generate(PROMPTS, options).generations]
+    asked = [by_policy(options[0]), drafted(options[1]), options[2]]
+    with knowing([ids + new for ids, new in zip(PROMPTS, plain, strict=True)], right=0.0):
+        batch = engine.generate(PROMPTS, asked)
+    assert [each.new_token_ids for each in batch.generations] == plain
+    report = batch.ranks[0].speculation
+    assert report is not None and 0 < report.accepted < report.drafted
+
+
+@pytest.mark.parametrize("keeps", ["all", "few"])
+@pytest.mark.parametrize("name", ["snapkv", "quest"])
+def test_a_conversation_drafts_by_a_policy(name: str, keeps: str) -> None:
+    """In every turn anew; a fork is not changed by it."""
+    family, ids, more = "qwen3_next", PROMPTS[0], prompt(7, seed=5)
+    talking = Conversation(tiny_model(family), draft=policy_of(name, keeps))
+    options = by_policy(replace(PLAIN, max_new_tokens=20))
+    talking.feed(torch.tensor([ids]))
+    text = list(ids)
+    for _ in range(2):
+        forked = talking.fork()
+        talking.generate(options)
+        answer = oracle_tokens(family, tuple(text), 20)
+        assert talking.rows[0] == [*text, *answer] and talking.speculation is not None
+        assert (talking.speculation.accepted == talking.speculation.drafted) == (keeps == "all")
+        ours = forked.feed(torch.tensor([more]))
+        assert largest_difference(ours[0], oracle_logits(family, (*text, *more))) < 1e-9
+        text += [*answer, *more]
+        ours = talking.feed(torch.tensor([more]))
+        assert largest_difference(ours[0], oracle_logits(family, tuple(text))) < 1e-9
+
+
+def test_policies_do_not_draft_where_there_are_states_alone() -> None:
+    with pytest.raises(ValueError, match="stores no keys and values, of which policy SnapKV"):
+        engine_of(tiny_model("mamba2"), draft=policy_of("snapkv", "few")).generate(PROMPTS[:1], by_policy(PLAIN))

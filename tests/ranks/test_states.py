@@ -7,7 +7,7 @@ import pytest
 from policies.adakv import AdaKV
 from policies.snapkv import SnapKV
 from runahead import GenerationOptions, PrefillOptions
-from runahead.config import CacheOptions, Carrier, PrefillName, Speculate, Transfer
+from runahead.config import CacheOptions, Carrier, DecodeName, PrefillName, Speculate, Transfer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import HYBRIDS, largest_difference, oracle_logits, oracle_tokens, prompt
@@ -55,6 +55,22 @@ def test_the_last_stage_speculates(rank_pools: RankPools) -> None:
         assert batch.ranks[1].speculation is not None and batch.ranks[1].speculation.drafted > 0
         for ids, row in zip(prompts, batch.generations, strict=True):
             assert row.new_token_ids == oracle_tokens("qwen3_next", tuple(ids), 8)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.2])
+def test_the_last_stage_drafts_by_a_policy(rank_pools: RankPools, budget: float) -> None:
+    """With all tokens kept each draft is right, which shows that it begins from the states that came to this stage."""
+    prompts = [prompt(72), prompt(27, seed=3)]
+    options = GenerationOptions(
+        max_new_tokens=20, ignore_eos=True, speculate=Speculate.policy, speculate_tokens=3, speculate_always=True
+    )
+    by = RankPolicies.everywhere([SnapKV(budget=budget, window=4)])
+    args = "qwen3_next", prompts, options, (0, 41, 72), None, 0, None, DecodeName.last, by
+    for batch, _ in rank_pools.run(2, tasks.generate, *args):
+        report = batch.ranks[1].speculation
+        assert report is not None and (report.accepted == report.drafted) == (budget == 1.0) and report.drafted > 5
+        for ids, row in zip(prompts, batch.generations, strict=True):
+            assert row.new_token_ids == oracle_tokens("qwen3_next", tuple(ids), 20)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])

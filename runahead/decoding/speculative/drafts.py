@@ -42,6 +42,10 @@ class Drafter(ABC):
         """Tokens whose forwards by the verifying model take about as long as `begin`."""
         return 0.0
 
+    def get_ready(self) -> bool:
+        """Called before each step until it has begun: whether it can begin. By its texts alone, on all ranks alike."""
+        return True
+
     def begin(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Prepare for the first draft, once the prompts' first tokens are there; new ones may have come since."""
 
@@ -105,6 +109,9 @@ class DraftsByKind(Drafter):
     def leave(self, id: RowId) -> None:
         if id in self._kinds:
             self._drafters[self._kinds.pop(id)].leave(id)
+
+    def get_ready(self) -> bool:
+        return all([each.get_ready() for each in self._drafters.values()])
 
     def begin(self) -> None:
         for each in self._drafters.values():

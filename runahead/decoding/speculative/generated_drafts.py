@@ -61,6 +61,13 @@ class GeneratedDrafter(Drafter):
         if self._first is not None:
             self._first.join(id, row)
 
+    def leave(self, id: RowId) -> None:
+        """Forget a row that has ended before drafts of it were made; later its memory stays."""
+        if self._lanes is None:
+            self._rows.pop(id, None)
+            if self._first is not None:
+                self._first.leave(id)
+
     @property
     def num_bytes(self) -> int:
         own = 0 if self._lanes is None else self._lanes.num_bytes
@@ -70,7 +77,12 @@ class GeneratedDrafter(Drafter):
     def tokens_to_begin(self) -> float:
         return 0.0 if self._first is None else self._first.tokens_to_begin
 
+    def get_ready(self) -> bool:
+        return self._first is None or self._first.get_ready()
+
     def begin(self) -> None:
+        if not self._rows:
+            return
         self._fed = {id: row.ids[:-1] for id, row in self._rows.items()}
         self._lanes = self._made(self._fed)
         self._lanes.part()

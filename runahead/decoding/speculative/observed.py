@@ -12,6 +12,7 @@ import torch
 from policies.row_values import sent
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.partial import AttentionTerms
+from runahead.attention.states import States
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 from runahead.cache.base import KVStore, SeenKV
 from runahead.cache.index import ALL_TOKENS
@@ -50,18 +51,21 @@ def first_observed(model: Model, whole: Slabs, num_tokens: int, num_last: int) -
     return start
 
 
-def observe(model: Model, whole: Slabs, ids: Sequence[int], start: int, each_layer: Observe) -> None:
+def observe(
+    model: Model, whole: Slabs, ids: Sequence[int], start: int, each_layer: Observe, states: States | None = None
+) -> None:
     """Compute the last tokens of a row that is stored; nothing is stored.
 
     Args:
         whole: keys and values of the row.
         ids: its tokens.
         start: first token that is computed; see `first_observed`.
+        states: before it, in layers that hold one; they are changed.
     """
     ids_1C = sent(torch.tensor([list(ids[start:])]), model.device)
-    attention = CausalAttention(
-        KVCache(whole), start=start, pads=[0], hooks=[_Observing(each_layer)], ends=model.last_attention
-    )
+    cache = KVCache(whole)
+    cache.states = states
+    attention = CausalAttention(cache, start=start, pads=[0], hooks=[_Observing(each_layer)], ends=model.last_attention)
     with suppress(ForwardEndsHere):
         model.forward(ids_1C, attention, start=start, pads=[0], length=len(ids))
 

@@ -15,7 +15,7 @@ from runahead.decoding.speculative.payoff import Payoff
 from runahead.report import SpeculationReport
 
 UNKNOWN = -1
-"""No plain step has told yet what verifying drafts may cost."""
+"""No plain step has told yet what verifying drafts may cost, or there is not yet what they are made from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class PayingDrafts:
         self.drafter, self.payoff, self._token_s, self._lead = drafter, payoff, token_s, lead
         self._drafts_here = lead.leads or drafter.runs_on_all
         self.report = SpeculationReport(drafts=name)
-        self.has_begun = drafter.is_free
+        self.has_begun, self._is_ready = drafter.is_free, True
         self._rests: dict[RowId, list[int]] = {}  # of drafts that were left out, whose tokens may come one by one
 
     def begin(self, num_rows: int, num_left: int) -> None:
@@ -71,8 +71,11 @@ class PayingDrafts:
         Args:
             num_left: most new tokens of a row that may come.
         """
+        if self.has_begun:
+            return
+        self._is_ready = self.drafter.get_ready()
         expected_s = self.drafter.tokens_to_begin * self._token_s
-        if self.has_begun or not self._lead.number(self.payoff.may_begin(num_rows, expected_s, num_left)):
+        if not self._is_ready or not self._lead.number(self.payoff.may_begin(num_rows, expected_s, num_left)):
             return
         began_s = time.perf_counter()
         self.prepare()
@@ -161,6 +164,6 @@ class PayingDrafts:
         if not self.payoff.is_warm(len(longest)):
             return UNKNOWN
         if not self.has_begun:
-            return 0
+            return 0 if self._is_ready else UNKNOWN
         lengths = [(row, max(0, each)) for row, each in longest.items()]
         return self.payoff.num_to_verify(lengths, is_drafted=self.drafter.is_free)
