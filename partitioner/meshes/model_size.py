@@ -18,7 +18,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from partitioner.cost.places import Places
@@ -261,10 +262,11 @@ def _kv_heads(config: Any) -> int | None:
 def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShape, Held | None]:
     """Keys and values of the first layer that attends, and what layers with states hold, by a forward without memory.
 
-    It ends at the first attention if no layer holds a state.
+    It ends at the first attention if no layer holds a state. Where the model's code asks for values before that, as
+    JetMoE's choice of queries does, its weights are zeros, each in the memory of one number.
 
     Raises:
-        ValueError: the model's code needs the values of its tensors.
+        ValueError: the model's code needs other values.
     """
     register()
     for child in module.modules():
@@ -272,13 +274,24 @@ def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShap
             child.config._experts_implementation = decoder_config(child.config)._experts_implementation = "batched_mm"
     set_attention(module, ATTENTION_NAME)
     held = Held.by_config(config)
-    recording = Recording(start=0, pads=[0]) if held is not None else Recording(start=0, pads=[0], answer=_end_here)
-    recording.states = None if held is None else held.nothing()
-    forward = SeamCache(recording, 0, num_new=1, held=held)
-    ids_11 = torch.zeros((1, 1), dtype=torch.long, device=module.device)
-    try:
+
+    def recorded(weights: Mapping[str, Tensor], device: torch.device) -> tuple[Recording, SeamCache]:
+        recording = Recording(start=0, pads=[0]) if held is not None else Recording(start=0, pads=[0], answer=_end_here)
+        recording.states = None if held is None else held.nothing()
+        forward = SeamCache(recording, 0, num_new=1, held=held)
+        ids_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
+        given = {"input_ids": ids_11, "past_key_values": forward, "use_cache": True, "runahead": forward}
         with quiet(), torch.inference_mode(), suppress(ForwardEndsHere):
-            module(input_ids=ids_11, past_key_values=forward, use_cache=True, runahead=forward)
+            functional_call(module, dict(weights), kwargs=given)
+        return recording, forward
+
+    try:
+        try:
+            recording, forward = recorded({}, module.device)
+        except RuntimeError:
+            if held is not None:  # all layers would be computed
+                raise
+            recording, forward = recorded(_zeros(module), torch.device("cpu"))
         if forward.states is not None:
             forward.states.save_pending()
         _, _, k_BKCH, v_BKCV, _ = recording.calls[0]
@@ -290,6 +303,12 @@ def _looked_at(module: PreTrainedModel, config: Any, label: str) -> tuple[KVShap
         ) from error
     heads, key_dim, value_dim = k_BKCH.shape[1], k_BKCH.shape[-1], v_BKCV.shape[-1]
     return KVShape(num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim, dtype=k_BKCH.dtype), held
+
+
+def _zeros(module: nn.Module) -> dict[str, Tensor]:
+    """Zeros in place of a module's parameters and buffers, in the memory of one number each."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in named}
 
 
 def _end_here(layer: int, zeros_BNCV: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeTopKGating
 
 from launch.infer import INFER
 from launch.program.compose import CONF, FLAGS_HELP
@@ -167,7 +168,7 @@ def one_token_flops(module: torch.nn.Module) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", DBRX])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jetmoe", DBRX])
 def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(family: str | Family, tmp_path: Path) -> None:
     """Operations of a forward of one token, counted by torch."""
     module = build(family, dtype=torch.float64, attention="eager")
@@ -183,8 +184,8 @@ def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(family: str |
     assert cost.between_s[1] == pytest.approx(2 * size.active_weights() / device.matmul_flops, rel=1e-9)
 
 
-def test_weights_of_experts_are_known_by_their_shape(tmp_path: Path) -> None:
-    """JetMoE's MLP names none of its weights after experts; its forward needs values, so that it is not planned."""
+def test_weights_of_experts_are_known_by_their_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JetMoE's MLP names none of its weights after experts. Its forward needs values, but any of them will do."""
     module = build("jetmoe", dtype=torch.float64, attention="eager")
     experts = Experts.from_module(module, module.config, "jetmoe")
     assert experts is not None and (experts.number, experts.chosen) == (4, 2)
@@ -193,6 +194,13 @@ def test_weights_of_experts_are_known_by_their_shape(tmp_path: Path) -> None:
     attention = module.config.num_hidden_layers * module.config.num_attention_heads * 2 * module.config.kv_channels
     logits = module.config.hidden_size * module.config.vocab_size
     assert one_token_flops(module) == 2 * (active + attention + logits)
+    size = read_size(module, tmp_path)
+    assert size.kv_bytes_per_token() == Model(build("jetmoe", dtype=torch.float32)).kv_shapes[0].bytes_per_token()
+
+    def asks_for_others(self: Any, hidden_states: torch.Tensor) -> Any:
+        raise RuntimeError("these are not the weights")
+
+    monkeypatch.setattr(JetMoeTopKGating, "forward", asks_for_others)
     with pytest.raises(ValueError, match="cannot be planned by its config alone"):
         read_size(module, tmp_path)
 
