@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import product
 from math import inf
 from pathlib import Path
 
 import pytest
 
 from runahead import GenerationOptions, PrefillOptions
-from runahead.config import Carrier, DecodeName, DecodeOptions, Speculate, Transfer
+from runahead.config import DecodeName, DecodeOptions, Speculate
 from runahead.report import GenerationBatch
 from tests.conftest import RankPools
 from tests.families import WINDOW, prompt
 from tests.ranks import prefix_tasks
 from tests.ranks.prefix_tasks import Parts, Split
 from tests.ranks.tasks import tiny_model
+from tests.ranks.test_stored_prefix import WAYS, chains
 from tests.reuse.test_prefixes import longest, require_same
 
 OPTIONS = GenerationOptions(max_new_tokens=6, ignore_eos=True, logprobs=5)
 SHARDED, AUTO = DecodeOptions(name=DecodeName.sharded), DecodeOptions(name=DecodeName.auto)
-WAYS = [
-    PrefillOptions(transfer=transfer, carrier=carrier, layers_in_flight=2)
-    for transfer, carrier in product(Transfer, (Carrier.copy, Carrier.backend))
-]
 DOCUMENT, OTHER = prompt(2 * WINDOW + 11), prompt(30, seed=50)
 BATCHES = [
     [DOCUMENT],
@@ -74,11 +70,7 @@ def expected(batches: list[list[list[int]]], results: list[GenerationBatch], siz
     return found
 
 
-@pytest.mark.parametrize(
-    ("size", "prefill"),
-    list(product((2, 3), WAYS)),
-    ids=lambda each: each if isinstance(each, int) else f"{each.transfer.name}, {each.carrier.name}",
-)
+@chains()
 @pytest.mark.sampled(3)
 def test_a_prefix_is_found_in_the_parts_of_all_stages(
     rank_pools: RankPools, size: int, prefill: PrefillOptions

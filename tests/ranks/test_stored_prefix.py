@@ -40,6 +40,15 @@ WAYS = [
 ]
 
 
+def chains(*alone: tuple[int, PrefillOptions]) -> pytest.MarkDecorator:
+    """Runs a test with chains of two and three ranks, in each way of messages, and with the ranks that are given."""
+    return pytest.mark.parametrize(
+        ("size", "prefill"),
+        [*alone, *product((2, 3), WAYS)],
+        ids=lambda each: each if isinstance(each, int) else f"{each.transfer.name}, {each.carrier.name}",
+    )
+
+
 LONG = [
     [DOCUMENT, OTHER[:20]],
     [DOCUMENT + prompt(53, seed=1), OTHER[:20] + prompt(44, seed=2)],
@@ -72,11 +81,7 @@ def counts(batch: GenerationBatch) -> tuple[int, int]:
     return sum(report.chunk_tokens for report in batch.ranks), batch.ranks[-1].reuse.cached_tokens
 
 
-@pytest.mark.parametrize(
-    ("size", "prefill"),
-    [(1, WAYS[0]), *product((2, 3), WAYS)],
-    ids=lambda each: each if isinstance(each, int) else f"{each.transfer.name}, {each.carrier.name}",
-)
+@chains((1, WAYS[0]))
 @pytest.mark.sampled(2)
 def test_logits_are_those_of_the_whole_prompt(rank_pools: RankPools, size: int, prefill: PrefillOptions) -> None:
     turns, known = run(rank_pools, size, "llama", Split(), prefill), list[list[int]]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.conftest import RankPools
 from tests.families import HYBRIDS
 from tests.ranks import snapshot_tasks, state_tasks
 from tests.ranks.prefix_tasks import Split, Turns
-from tests.ranks.test_stored_prefix import WAYS, counts
+from tests.ranks.test_stored_prefix import WAYS, chains, counts
 from tests.reuse.test_prefixes import require_same
 from tests.reuse.test_snapshots import KnownStates
 
@@ -24,11 +23,7 @@ FAMILIES = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("size", "prefill"),
-    list(product((2, 3), WAYS)),
-    ids=lambda each: each if isinstance(each, int) else f"{each.transfer.name}, {each.carrier.name}",
-)
+@chains()
 @pytest.mark.sampled(5)
 def test_a_chain_goes_on_after_the_last_snapshot(
     rank_pools: RankPools, family: str, size: int, prefill: PrefillOptions
@@ -63,11 +58,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("size", "prefill"),
-    list(product((2, 3), WAYS)),
-    ids=lambda each: each if isinstance(each, int) else f"{each.transfer.name}, {each.carrier.name}",
-)
+@chains()
 @pytest.mark.sampled(5)
 def test_a_branch_begins_after_the_last_snapshot_inside_a_chunk(
     rank_pools: RankPools, family: str, size: int, prefill: PrefillOptions
