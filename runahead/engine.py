@@ -131,6 +131,7 @@ class Engine:
         record_timeline: bool = False,
         first_index: int = 0,
         cancellable: bool = False,
+        salts: Sequence[str] = (),
     ) -> GenerationBatch:
         """Generate from all prompts at once, as one batch.
 
@@ -143,6 +144,7 @@ class Engine:
             record_timeline: fill the result's spans.
             first_index: index of the first prompt among all of a run, which seeds its sampling.
             cancellable: `on_tokens` may return rows to cancel, which end after the next step.
+            salts: of the prompts, as of `Prefixes.find`.
 
         Returns:
             the same result on every rank.
@@ -163,7 +165,7 @@ class Engine:
         outgrows = any(self.prompt_limits.outgrows(len(text), of_row.max_new_tokens) for text, of_row in lengths)
         setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
         asked = _asked(setup, each, reuses=reuse_segments(prompts))
-        with self._held_prefixes(prompts) as found:
+        with self._held_prefixes(prompts, salts) as found:
             plan = self.plan(prompts, each, found=found, asked=asked, record=record_timeline)
             with self.ranks.announcing_failure(), ExitStack() as profiled:
                 stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
@@ -229,12 +231,13 @@ class Engine:
         return result
 
     @contextmanager
-    def _held_prefixes(self, prompts: Sequence[GivenPrompt]) -> Iterator[list[RowPrefix]]:
+    def _held_prefixes(self, prompts: Sequence[GivenPrompt], salts: Sequence[str]) -> Iterator[list[RowPrefix]]:
         """Context manager in which this stage holds what each row reuses of its tree, if that of this stage is used."""
         found, is_last = list[RowPrefix](), self.ranks.stage == self.ranks.num_stages - 1
         try:
             if self.prefixes is not None and (is_last or self._stores_parts) and not reuse_segments(prompts):
-                found += self.prefills.found([ids_of(prompt) for prompt in prompts], in_parts=self._stores_parts)
+                ids = [ids_of(prompt) for prompt in prompts]
+                found += self.prefills.found(ids, in_parts=self._stores_parts, salts=salts)
             yield found
         finally:
             for prefix in found:

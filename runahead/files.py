@@ -97,8 +97,11 @@ def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> 
         raise ValueError(f"{name} cannot be written: {error.strerror}; name another file") from error
 
 
-def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666) -> None:
     """Write `content` (text as UTF-8) to `path` atomically: if that fails, an existing file keeps its content.
+
+    Args:
+        mode: most permissions of a new file.
 
     Raises:
         OSError: the file cannot be written.
@@ -110,8 +113,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     try:
         if target.exists() and not target.is_file():
             Path(path).write_bytes(data)
-        elif not _write_unnamed(target, part, data):
-            with os.fdopen(_create(part), "wb") as file:
+        elif not _write_unnamed(target, part, data, mode):
+            with os.fdopen(_create(part, mode), "wb") as file:
                 _fill(file, data, target)
                 os.replace(part, target)  # while the file is locked
     except BaseException as error:
@@ -122,7 +125,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         raise
 
 
-def _write_unnamed(target: Path, part: Path, data: bytes) -> bool:
+def _write_unnamed(target: Path, part: Path, data: bytes, mode: int) -> bool:
     """Write a file without a name, and name it at the end, so that a killed process leaves no partial file.
 
     Only if it replaces another file, the temporary name `part` exists for the moment between two system calls.
@@ -131,7 +134,7 @@ def _write_unnamed(target: Path, part: Path, data: bytes) -> bool:
         Whether the file system supports files without a name; if not, nothing was written.
     """
     try:
-        handle = os.open(target.parent, os.O_WRONLY | os.O_TMPFILE, 0o666)
+        handle = os.open(target.parent, os.O_WRONLY | os.O_TMPFILE, mode)
     except (AttributeError, OSError):  # an error of the folder occurs again when `part` is created
         return False
     with os.fdopen(handle, "wb") as file:
@@ -178,6 +181,6 @@ def _beside(target: Path) -> Path:
     return target.parent / f".{secrets.token_hex(6)}{PART}"
 
 
-def _create(path: Path) -> int:
-    """Create a file with the usual permissions, unlike tempfile; returns its descriptor."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+def _create(path: Path, mode: int = 0o666) -> int:
+    """Create a file, by default with the usual permissions, unlike tempfile; returns its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

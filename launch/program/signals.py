@@ -62,7 +62,8 @@ def ending_signals(when_stuck: Callable[[BaseException], object]) -> Iterator[No
     finally:
         is_over.set()
         for number in replaced:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) == end:  # else they are ignored to the end of the process
+                signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(before)
         os.close(writing)  # which ends the thread
 
@@ -93,10 +94,14 @@ def signals_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def first_signal(call: Callable[[], object]) -> Iterator[None]:
+def first_signal(call: Callable[[], object], *, is_last: bool = False) -> Iterator[None]:
     """Call `call` at the first SIGTERM, SIGHUP or Ctrl-C in this block; one that comes later ends it as elsewhere.
 
     Outside the main thread the block has no effect.
+
+    Args:
+        is_last: nothing comes after the block but the end of the process. Unless it raises an error these signals are
+            ignored from then on, as what they ask for is there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -125,5 +130,7 @@ def first_signal(call: Callable[[], object]) -> Iterator[None]:
         signal.signal(number, handle)
     try:
         yield
+        if is_last:
+            handlers = dict.fromkeys(numbers, signal.SIG_IGN)
     finally:
         restore()

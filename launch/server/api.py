@@ -210,6 +210,7 @@ class API:
                 )
             ),
             client=client,
+            salt=self._keys.salt(request.state.key, read.cache_salt),
         )
         with _refusals():
             self.scheduler.submit(queued)
@@ -335,7 +336,7 @@ class API:
             request.state.identity = uuid.uuid4().hex
             began_s = time.monotonic()
             try:
-                number = 0 if is_open else self._admitted(request)
+                number = request.state.key = 0 if is_open else self._admitted(request)
                 request.state.client = f"{number} {request.client.host if request.client else ''}"
                 return await endpoint(request)
             except ClientDisconnect:

@@ -70,6 +70,7 @@ class ServeOptions(QueueLimits):
         prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
             too; None: nowhere.
         prefix_disk_bytes: most bytes of prefixes in this folder, and in that of each stage that keeps a part.
+        prefix_share: requests of different keys reuse each other's prefixes, and so can learn of them.
         snapshot_tokens: of models whose layers hold states, keep these after every so many tokens of a prompt, too; 0:
             after prompts and answers alone.
         unknown_fields: what is done about fields of requests that nobody knows; known ones that would change the
@@ -100,6 +101,7 @@ class ServeOptions(QueueLimits):
     prefix_host_bytes: int = 0
     prefix_folder: str | None = None
     prefix_disk_bytes: int = 64 * 2**30
+    prefix_share: bool = False
     snapshot_tokens: int = 0
     unknown_fields: UnknownFields = UnknownFields.ignore
     max_body_bytes: int = 4 * 2**20

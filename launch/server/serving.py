@@ -27,7 +27,7 @@ from launch.program.ending import end_with, say
 from launch.program.signals import Terminated, first_signal
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
-from launch.server.keys import Keys
+from launch.server.keys import Keys, secret_in
 from launch.server.options import ServeRun
 from policies.prompt_cache.schemas import Schemas
 from runahead.config import DecodeName, GenerationOptions
@@ -149,17 +149,21 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
 def _to_the_end(ranks: Ranks, work: Callable[[threading.Event], object]) -> None:
     """Do a rank's part until the event says that a signal has asked for the end, and leave the job with the others.
 
-    torchrun signals its ranks one after another: the last one may hear of the end from the first before its own signal.
+    torchrun signals its ranks one after another: the last one may hear of the end from the first before its own signal,
+    and have left the job when that comes.
     """
     asked = threading.Event()
-    with first_signal(asked.set):
+    with first_signal(asked.set, is_last=True):
         work(asked)
         ranks.close()
 
 
 def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
     """Make all that can fail before the weights are loaded: address, keys, tokenizer, schemas. Rank 0 calls it."""
-    keys = Keys() if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file)
+    folder, salted = run.serve.prefix_folder, dict[str, Any](share=run.serve.prefix_share)
+    if folder is not None:
+        salted["secret"] = secret_in(folder, "serve.prefix_folder")
+    keys = Keys(**salted) if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file, **salted)
     bound = bound_socket(run.serve.host, run.serve.port)
     config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)

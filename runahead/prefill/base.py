@@ -68,12 +68,14 @@ class PrefillPlan:
         owners: of each of these tokens, the stage that has it; () if the last one has all.
         shards: what each stage stores for decoding; None if the last one stores everything.
         record: fill the spans of the result.
+        salts: of the prompts, as of `Prefixes.find`.
     """
 
     prompts: Sequence[GivenPrompt]
     partition: ContextPartition
     num_new: int
     reuses: bool = False
+    salts: Sequence[str] = ()
     stored: Sequence[int] = ()
     owners: Sequence[Sequence[int]] = ()
     shards: Mapping[int, Shard] | None = None

@@ -102,7 +102,7 @@ class ReusingPrefill:
         prefixes, computed_anew_s = list[RowPrefix](), 0.0
         has_prefixes = bool(found) or ranks.stage == partition.chain[-1]
         if plan.reuses and reuse is None and self._prefixes is not None and has_prefixes:
-            prefixes = self.found(ids, None if is_alone else stored) if found is None else found
+            prefixes = self.found(ids, None if is_alone else stored, salts=plan.salts) if found is None else found
             if prefixes and is_alone:
                 stored = [prefix.num_tokens for prefix in prefixes]
             elif prefixes:
@@ -190,25 +190,31 @@ class ReusingPrefill:
         return job, self._alone.run(job)
 
     def found(
-        self, ids: Sequence[Sequence[int]], most: Sequence[int] | None = None, *, in_parts: bool = False
+        self,
+        ids: Sequence[Sequence[int]],
+        most: Sequence[int] | None = None,
+        *,
+        in_parts: bool = False,
+        salts: Sequence[str] = (),
     ) -> list[RowPrefix]:
         """The prefix of each row on this stage, held: as long on all of its ranks, which share the heads.
 
         Args:
-            most, in_parts: as of `Prefixes.of`.
+            most, in_parts, salts: as of `Prefixes.find`.
         """
         assert self._prefixes is not None
-        found = self._prefixes.find(ids, most, in_parts=in_parts)
+        found = self._prefixes.find(ids, most, in_parts=in_parts, salts=salts)
         if self._prefixes.state_bytes:  # tokens in the middle of a text could not be computed anew without states
             while (whole := [each.num_whole() for each in found]) != [each.num_tokens for each in found]:
-                before, found = found, self._prefixes.find(ids, whole)
+                before, found = found, self._prefixes.find(ids, whole, salts=salts)
                 for prefix in before:
                     prefix.release()
         if self._ranks.num_shares == 1 and not in_parts:
             return found
         # Ranks could not compute together what only one of them finds lost later.
         by_share = self._ranks.gather_in_stage([prefix.num_whole() for prefix in found], "the stored prefixes")
-        agreed = self._prefixes.find(ids, [min(nums) for nums in zip(*by_share, strict=True)], in_parts=in_parts)
+        least = [min(nums) for nums in zip(*by_share, strict=True)]
+        agreed = self._prefixes.find(ids, least, in_parts=in_parts, salts=salts)
         for prefix in found:
             prefix.release()
         return agreed

@@ -14,12 +14,16 @@ from runahead.reuse.cache import reused_by, reusing
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 
-def each_once(prompts: Sequence[GivenPrompt]) -> tuple[list[GivenPrompt], list[int]]:
-    """Different prompts in the order in which they first appear, and for each given one its index among them."""
-    places: dict[ReusingPrompt | tuple[int, ...], int] = {}
+def each_once(prompts: Sequence[GivenPrompt], salts: Sequence[str] = ()) -> tuple[list[GivenPrompt], list[int]]:
+    """Different prompts in the order in which they first appear, and for each given one its index among them.
+
+    Args:
+        salts: of the prompts; those of different salts are different.
+    """
+    places: dict[tuple[ReusingPrompt | tuple[int, ...], str], int] = {}
     of_row = [
-        places.setdefault(prompt if isinstance(prompt, ReusingPrompt) else tuple(prompt), len(places))
-        for prompt in prompts
+        places.setdefault((prompt if isinstance(prompt, ReusingPrompt) else tuple(prompt), salt), len(places))
+        for prompt, salt in zip(prompts, salts or [""] * len(prompts), strict=True)
     ]
     return [prompts[of_row.index(number)] for number in range(len(places))], of_row
 

@@ -48,6 +48,18 @@ from runahead.reuse.tiers.store import TieredStore
 DISK_BYTES = 64 * 2**30
 """Default limit of a folder."""
 
+SALT = " with salt "
+
+
+def salted(key: str, salt: str) -> str:
+    """The key of those texts of a key that have a salt, and nothing in common with others; "" is none."""
+    return f"{key}{SALT}{salt}" if salt else key
+
+
+def unsalted(key: str) -> str:
+    """The key that was given to `salted`."""
+    return key.partition(SALT)[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -118,8 +130,8 @@ class PrefixTree:
     """Texts with their keys and values. Leaves that were not used for longest go first, held ones stay.
 
     Texts of different keys have nothing in common. A key names all that keys and values depend on beside the tokens:
-    the model with its weights and dtype, and what its positions mean. Only texts of keys that were opened leave the
-    device for another tier.
+    the model with its weights and dtype, and what its positions mean; and perhaps a salt (`salted`). Only texts of keys
+    that were opened leave the device for another tier.
 
     Args:
         limit_bytes: most bytes of all allocations of the device of which the tree holds parts. What is held may exceed
@@ -206,9 +218,10 @@ class PrefixTree:
     def open(
         self, key: str, shapes: Sequence[KVShape], device: torch.device, *, states: Sequence[KVShape] = ()
     ) -> None:
-        """Let texts of a key leave the device, and find those in the folder that are of this key.
+        """Let texts of a key, with any salt, leave the device, and find those in the folder.
 
         Args:
+            key: without a salt.
             shapes: of the layers; none if all hold states alone.
             device: that computes.
             states: shapes of the states of layers that hold one, as rows. Texts of this key are continued only where
@@ -225,15 +238,15 @@ class PrefixTree:
             self._copies_of_states[key] = self._store.copies(device, states, None)
         if (files := self._store.files) is None:
             return
-        runs, num_others = list[tuple[PrefixRun, int]](), 0
+        runs, num_others = list[tuple[PrefixRun, str, int]](), 0
         for file, metadata in files.all_metadata():
             run = PrefixRun.from_metadata(metadata, file.key)
-            if run is not None and run.key == self._stored_key(key):
-                runs.append((run, file.used_ns))
+            if run is not None and unsalted(run.key) == self._stored_key(key):
+                runs.append((run, salted(key, run.key.partition(SALT)[2]), file.used_ns))
             else:
                 num_others += 1
-        for run, _ in sorted(runs, key=lambda each: each[0].start):
-            node, at = self._walk(run.ids, key)
+        for run, of_salt, _ in sorted(runs, key=lambda each: each[0].start):
+            node, at = self._walk(run.ids, of_salt)
             if run.is_snapshot:
                 if at < len(run.ids) and key in self._states_alone:  # its tokens are in no other file
                     node, at = self._added_text(node, run.ids[at:]), len(run.ids)
@@ -243,10 +256,8 @@ class PrefixTree:
             elif run.start <= at < len(run.ids):
                 first = at - run.start
                 numbers = moved(run.here[bisect_left(run.here, first) :], -first)
-                new = PrefixNode(key=key, ids=run.ids[at:], numbers=numbers, copies=copies, parent=node)
-                node.children[new.ids[0]] = new
-                self._store.file_found(new, run.rows(first))
-        for run, used_ns in runs:
+                self._store.file_found(self._added_text(node, run.ids[at:], numbers), run.rows(first))
+        for run, _, used_ns in runs:
             for node in self._store.entries_of_file(run.name):
                 node.used = used_ns
         self._read_ahead(key)
@@ -261,7 +272,8 @@ class PrefixTree:
         names, copies = dict[str, None](), self._opened[key]
         ratio = copies.token_bytes / copies.stored_token_bytes if copies.stored_token_bytes else 1.0
         room = self.limit_bytes + self._host_bytes * ratio
-        for node in sorted(self._of_key(key), key=lambda node: -node.used):
+        of_key = [node for node in self.nodes() if unsalted(node.key) == key]
+        for node in sorted(of_key, key=lambda node: -node.used):
             room -= self._device_bytes(node)
             if room < 0:
                 break
@@ -285,11 +297,11 @@ class PrefixTree:
         """
         self._store.collect()
         node, at = self._walk(ids[: self.num_stored(ids, key)], key)
-        if key in self._with_states and node.snapshot is not None:
+        if self._has_states(key) and node.snapshot is not None:
             node = node.snapshot
             node.used = self._store.now()
         found = [(each.tier, each.num_tokens) for each in node.path]
-        if key in self._states_alone:  # what is found of tokens is their states
+        if unsalted(key) in self._states_alone:  # what is found of tokens is their states
             found = [(node.tier, len(each.ids)) for each in node.path]
         self._store.touch(node)
         hit = self._raised(PrefixHit(self, node, at))
@@ -304,12 +316,12 @@ class PrefixTree:
 
     def has_states_alone(self, key: str) -> bool:
         """Whether texts of a key have no keys and values, but states alone."""
-        return key in self._states_alone
+        return unsalted(key) in self._states_alone
 
     def num_stored(self, ids: Sequence[int], key: str) -> int:
         """Length in tokens of the longest stored prefix after which a text can go on; this counts as no use of it."""
         nodes, at = self._known(ids, key)
-        return _end_of_last_snapshot(nodes, at) if key in self._with_states else at
+        return _end_of_last_snapshot(nodes, at) if self._has_states(key) else at
 
     def insert(
         self,
@@ -354,7 +366,7 @@ class PrefixTree:
         if hit.num_tokens == at < len(ids) and (at >= start or not needs_all):
             rows = given.part(first, len(own)) if layers_TKX else NO_ROWS
             if is_needed or rows.num_bytes <= self.limit_bytes:
-                numbers = () if key in self._states_alone else moved(own[first:], -at)
+                numbers = () if unsalted(key) in self._states_alone else moved(own[first:], -at)
                 new = self._added_text(node, ids[at:], numbers)
                 self._store.put(new, rows)
                 held, hit = hit, PrefixHit(self, new, len(ids))
@@ -390,22 +402,28 @@ class PrefixTree:
             key=node.key,
             ids=tuple(ids),
             numbers=numbers,
-            copies=self._opened.get(node.key),
+            copies=self._opened.get(unsalted(node.key)),
             parent=node,
             used=node.used,
         )
         node.children[new.ids[0]] = new
+        if node.parent is None:
+            self._roots[node.key] = node
         return new
 
     def _added_snapshot(self, node: PrefixNode) -> PrefixNode:
         """A new snapshot after a node, without a place."""
-        copies = self._copies_of_states.get(node.key)
+        copies = self._copies_of_states.get(unsalted(node.key))
         new = PrefixNode(key=node.key, numbers=range(1), copies=copies, parent=node, used=self._store.now())
         node.children[SNAPSHOT] = new
         return new
 
     def _stored(self, node: PrefixNode) -> Stored:
-        return Stored(key=node.key, ids=node.text, states=node.is_snapshot if node.key in self._with_states else None)
+        states = node.is_snapshot if self._has_states(node.key) else None
+        return Stored(key=node.key, ids=node.text, states=states)
+
+    def _has_states(self, key: str) -> bool:
+        return unsalted(key) in self._with_states
 
     def _fill(self, node: PrefixNode, given: LayerRows, numbers: Sequence[int]) -> None:
         """Let a node have tokens that are given: anew, or in place of those that another stage had stored."""
@@ -425,7 +443,7 @@ class PrefixTree:
                     return
                 given = LayerRows.from_tensors(layers)
             self._store.remove(node)
-            node.numbers, node.copies = [merged[row] for row in order], self._opened.get(node.key)
+            node.numbers, node.copies = [merged[row] for row in order], self._opened.get(unsalted(node.key))
             node.places, node.file = {}, None
             self._store.put(node, given)
         elif node.tier is not Tier.device and not others:
@@ -435,7 +453,7 @@ class PrefixTree:
         """Do what another tree has done, in this one, which has its texts without keys and values."""
         if isinstance(change, Stored):
             if change.states is not None:
-                self._with_states.add(change.key)
+                self._with_states.add(unsalted(change.key))
             if change.states:
                 self.keep_states(change.ids, change.key, [])
             else:
@@ -447,15 +465,16 @@ class PrefixTree:
         if (child := node.children.get(first)) is not None:
             self._remove(child)
 
-    def prefetch(self, texts: Sequence[Sequence[int]], key: str) -> None:
+    def prefetch(self, texts: Sequence[tuple[Sequence[int], str]]) -> None:
         """Note which texts are asked for next, the first one first, in place of those that were noted before.
 
-        What they need goes last from every tier, and is brought from disk to host memory as far as it has room there.
+        Each comes with its key. What they need goes last from every tier, and is brought from disk to host memory as
+        far as it has room there.
         """
         self._store.collect()
         for node in self._needed:
             node.turn = None
-        self._needed = list(dict.fromkeys(node for ids in texts for node in self._needed_by(ids, key)))
+        self._needed = list(dict.fromkeys(node for ids, key in texts for node in self._needed_by(ids, key)))
         for turn, node in enumerate(self._needed):
             node.turn = turn
         if self._store.files is not None:
@@ -474,7 +493,7 @@ class PrefixTree:
     def _needed_by(self, ids: Sequence[int], key: str) -> list[PrefixNode]:
         """The nodes with which a text begins, and the states after which it can go on."""
         nodes, at = self._known(ids, key)
-        if key not in self._with_states:
+        if not self._has_states(key):
             return nodes
         end = _end_of_last_snapshot(nodes, at)
         nodes, _ = self._known(ids[:end], key)
@@ -483,7 +502,7 @@ class PrefixTree:
 
     def released(self, end: PrefixNode) -> None:
         """Called when nobody holds the nodes up to this one on behalf of a text any more."""
-        if end.key in self._states_alone:
+        if unsalted(end.key) in self._states_alone:
             while not end.is_attached and end.parent is not None:  # it was lost meanwhile
                 end = end.parent
             left = self._without_bare(end)
@@ -549,7 +568,7 @@ class PrefixTree:
 
     def _walk(self, ids: Sequence[int], key: str) -> tuple[PrefixNode, int]:
         """The node with which the longest stored prefix ends, split off if need be, and the length of that prefix."""
-        node, at, now = self._roots.setdefault(key, PrefixNode(key=key)), 0, self._store.now()
+        node, at, now = self._roots.get(key) or PrefixNode(key=key), 0, self._store.now()
         node.used = now
         while at < len(ids) and (child := node.children.get(ids[at])) is not None:
             same = child.num_same(ids, at)
@@ -592,7 +611,7 @@ class PrefixTree:
             while nodes and nodes[-1].snapshot in (None, hit.snapshot):
                 nodes.pop()
             nodes += [snapshot for node in nodes[-1:] if (snapshot := node.snapshot) is not None]
-        shorter = PrefixHit(self, nodes[-1] if nodes else self._roots[key], sum(len(node.ids) for node in nodes))
+        shorter = PrefixHit(self, nodes[-1] if nodes else PrefixNode(key=key), sum(len(node.ids) for node in nodes))
         hit.release()
         return self._raised(shorter) if shorter.snapshot is not None else shorter
 
@@ -602,7 +621,8 @@ class PrefixTree:
 
     def _stored_key(self, key: str) -> str:
         """Key of a text's files: of other bits, other numbers."""
-        return key if self._bits is None else f"{key} in {self._bits} bits"
+        of_model, salt = unsalted(key), key.partition(SALT)[2]
+        return key if self._bits is None else salted(f"{of_model} in {self._bits} bits", salt)
 
     def _remove(self, node: PrefixNode) -> None:
         """Drop a node and all that follow it."""
@@ -610,6 +630,8 @@ class PrefixTree:
             self._remove(child)
         assert node.parent is not None
         del node.parent.children[node.first]
+        if node.parent.parent is None and not node.parent.children:
+            self._roots.pop(node.key, None)  # there may be a salt for each request
         self._store.remove(node)
 
     # What the store asks its finder.

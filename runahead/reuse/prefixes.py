@@ -23,7 +23,7 @@ from runahead.attention.states import States
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
 from runahead.reuse.prefix_node import PrefixNode, moved
-from runahead.reuse.prefix_tree import PrefixTree
+from runahead.reuse.prefix_tree import PrefixTree, salted
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 from runahead.reuse.state_rows import row_shape, state_rows
 from runahead.reuse.store import model_key
@@ -195,7 +195,7 @@ class Prefixes:
         least_new: last tokens of a prompt that are always computed.
 
     Attributes:
-        key: of the model's texts.
+        key: of the model's texts that have no salt.
         token_bytes: bytes of a token's keys and values in all layers.
         state_bytes: bytes of the states after a text; 0 if no layer holds any.
         step: of texts with states: a text can go on after every so many tokens of a prompt, as far as there was room,
@@ -211,26 +211,33 @@ class Prefixes:
         self.step = tree.snapshot_tokens if states else None
         tree.open(self.key, model.kv_shapes, model.device, states=states)
 
-    def prefetch(self, texts: Sequence[Sequence[int]]) -> None:
-        """Keep at hand what these texts, which will be asked for next, begin with."""
-        self.tree.prefetch(texts, self.key)
+    def prefetch(self, texts: Sequence[tuple[Sequence[int], str]]) -> None:
+        """Keep at hand what these texts, which will be asked for next, begin with. Each comes with its salt."""
+        self.tree.prefetch([(ids, salted(self.key, salt)) for ids, salt in texts])
 
     def find(
-        self, prompts: Sequence[Sequence[int]], most: Sequence[int] | None = None, *, in_parts: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        most: Sequence[int] | None = None,
+        *,
+        in_parts: bool = False,
+        salts: Sequence[str] = (),
     ) -> list[RowPrefix]:
         """Find the prefix of each prompt, held for its row.
 
         Args:
             most: tokens that each reuses at most; by default all but its last ones. With 0 it can still be stored.
             in_parts: other stages may have what this one lacks of them.
+            salts: of the prompts, which reuse and are reused by those with the same; by default they have none.
         """
         ends = [max(0, len(ids) - self._least_new) for ids in prompts] if most is None else most
-        found = [RowPrefix(self.tree, self.key, ids[:end]) for ids, end in zip(prompts, ends, strict=True)]
+        keys = [salted(self.key, salt) for salt in salts or [""] * len(prompts)]
+        found = [RowPrefix(self.tree, key, ids[:end]) for ids, end, key in zip(prompts, ends, keys, strict=True)]
         if not in_parts and any(prefix.num_alone < prefix.num_tokens for prefix in found):
             ends = [prefix.num_alone for prefix in found]
             for prefix in found:
                 prefix.release()
-            return self.find(prompts, ends)
+            return self.find(prompts, ends, salts=salts)
         return found
 
 

@@ -176,13 +176,14 @@ class Executor:
         self._under_way.append(item)
         if item.record_timeline:
             self._told_s = time.monotonic()
-        prompts, prompt_of = each_once(item.prompts)
+        prompts, prompt_of = each_once(item.prompts, item.salts)
         plan = PrefillPlan(
             prompts=prompts,
             partition=ContextPartition(boundaries=item.boundaries),
             num_new=max(options.max_new_tokens for options in item.options),
             reuses=self._reuses,
             stored=[item.stored[prompt_of.index(number)] for number in range(len(prompts))] if item.stored else (),
+            salts=[item.salts[prompt_of.index(number)] for number in range(len(prompts))] if item.salts else (),
             record=item.record_timeline,
         )
         prefilled = self._engine.prefill(plan, self)
@@ -332,7 +333,9 @@ class Executor:
             return [row for number, row in self._inbox.take_cancelled() if number == item.number]
 
         self._take_room(item)
-        result = self._engine.generate(item.prompts, item.options, on_tokens=on_tokens, cancellable=True)
+        result = self._engine.generate(
+            item.prompts, item.options, on_tokens=on_tokens, cancellable=True, salts=item.salts
+        )
         self._give_room(item.number, len(item.prompts))
         if self._ranks.rank == 0:
             ends = {(item.number, row): each.finish_reason for row, each in enumerate(result.generations)}

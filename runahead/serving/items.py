@@ -30,7 +30,8 @@ class PrefillItem:
             heard of it last; none where that one computes alone, which looks itself.
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
         record_timeline: ranks report from inside it, and when they were in which layer.
-        due_prefixes: what is stored of prompts that will come after it.
+        due_prefixes: what is stored of prompts that will come after it, each with its salt.
+        salts: of the prompts, which reuse and are reused by those with the same alone; () is none.
     """
 
     number: int
@@ -40,7 +41,8 @@ class PrefillItem:
     stored: Sequence[int] = ()
     is_short: bool = False
     record_timeline: bool = True
-    due_prefixes: Sequence[Sequence[int]] = ()
+    due_prefixes: Sequence[tuple[Sequence[int], str]] = ()
+    salts: Sequence[str] = ()
 
     @property
     def reuses(self) -> bool:
@@ -55,6 +57,7 @@ class Generate:
     number: int
     prompts: Sequence[GivenPrompt]
     options: list[GenerationOptions]
+    salts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

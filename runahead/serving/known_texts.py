@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 from policies.base import ids_of
-from runahead.reuse.prefix_tree import Change, PrefixTree, Stored
+from runahead.reuse.prefix_tree import Change, PrefixTree, Stored, salted
 from runahead.serving.request import Request
 
 
@@ -41,11 +41,11 @@ class KnownTexts:
         """Tokens of each of a request's different prompts that need not be computed; its last ones always are.
 
         Args:
-            key: of the model's texts.
+            key: of the model's texts without a salt.
         """
         looked_up, found = self._found.get(request, (-1, []))
         if looked_up != self._num_changes:
-            found = [self._texts.num_stored(ids, key) for ids in self._beginnings(request)]
+            found = [self._texts.num_stored(ids, salted(key, request.salt)) for ids in self._beginnings(request)]
             self._found[request] = self._num_changes, found
         return found
 
@@ -53,7 +53,8 @@ class KnownTexts:
         """As `found`, once the prompts of other requests are stored, too."""
         found = self.found(request, key)
         for other in others:
-            found = list(map(max, found, self._in_common(request, other)))
+            if other.salt == request.salt:
+                found = list(map(max, found, self._in_common(request, other)))
         return found
 
     def _in_common(self, request: Request, other: Request) -> list[int]:

@@ -287,14 +287,15 @@ class RequestQueue:
         """The requests that wait, that which is due first in front."""
         return sorted(self.waiting, key=lambda each: each.arrived_s + SLACK * self.prefill_s([each]))
 
-    def due_prefixes(self) -> list[list[int]]:
-        """The stored beginnings of the prompts that are due next, which the last stage then keeps at hand."""
+    def due_prefixes(self) -> list[tuple[list[int], str]]:
+        """The stored beginnings of the prompts that are due next, with salts, for the last stage to keep at hand."""
         if self._engine.prefixes is None:
             return []
-        key, stored = self._engine.prefixes.key, list[list[int]]()
+        key, stored = self._engine.prefixes.key, list[tuple[list[int], str]]()
         for request in self.by_deadline()[:MOST_PREFETCHED]:
             found = self.stored.found(request, key)
-            stored += [ids_of(each)[:num] for each, num in zip(request.different, found, strict=True) if num]
+            texts = zip(request.different, found, strict=True)
+            stored += [(ids_of(each)[:num], request.salt) for each, num in texts if num]
         return stored
 
     def choose(self) -> list[Request]:

@@ -37,6 +37,7 @@ class Request:
         options: options of each row.
         listener: who receives the tokens.
         client: whose request it is, for the limit of requests per client.
+        salt: its prompts reuse, and are reused by, those of requests with the same salt alone.
         cancelled: nobody wants the answer any more; written by `Scheduler.cancel`.
         arrived_s: `time.monotonic` of its arrival.
         rows_left: rows that have not ended; written by the scheduler.
@@ -51,6 +52,7 @@ class Request:
     options: list[GenerationOptions]
     listener: Listener
     client: str = ""
+    salt: str = ""
     cancelled: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
     rows_left: int = field(init=False)

@@ -47,7 +47,7 @@ from runahead.serving.items import (
 )
 from runahead.serving.lessons import Lesson, learn_prefill
 from runahead.serving.limits import QueueLimits
-from runahead.serving.mail import Mail
+from runahead.serving.mail.mail import Mail
 from runahead.serving.queue import RequestQueue, RequestRefused
 from runahead.serving.request import Request
 from runahead.serving.room import Room
@@ -296,8 +296,8 @@ class Scheduler:
         for some in self._of_items(owners):
             prompts, options = [each.prompts[row] for each, row in some], [each.options[row] for each, row in some]
             stored = [stored_of[owner] for owner in some] if stored_of else []
-            number = next(self._numbers)
-            item: PrefillItem | Generate = Generate(number=number, prompts=prompts, options=options)
+            number, salts = next(self._numbers), [each.salt for each, _ in some]
+            item: PrefillItem | Generate = Generate(number=number, prompts=prompts, options=options, salts=salts)
             if not self._engine.may_shard:
                 new = [len(ids) - num for ids, num in zip(prompts, stored or [0] * len(prompts), strict=True)]
                 boundaries = self._partition(max(new), is_short=is_short, num_stored=max(stored, default=0)).boundaries
@@ -310,6 +310,7 @@ class Scheduler:
                     is_short=is_short,
                     record_timeline=not is_short or predicted_s >= PROGRESS_S,  # else it costs more than it tells
                     due_prefixes=queue.due_prefixes(),
+                    salts=salts,
                 )
             batch = Batch(
                 item=item,

@@ -109,7 +109,7 @@ class Tiered(Checked):
             assert self.used.keys() == before.keys(), "what was stored is found again"
 
     def prefetch(self, key: str, texts: list[Ids]) -> None:
-        self.tree.prefetch(texts, key)
+        self.tree.prefetch([(ids, key) for ids in texts])
 
     def layers_of(self, node: PrefixNode) -> list[Tensor]:
         """A node's keys and values, wherever they are."""
@@ -271,11 +271,11 @@ def test_what_is_needed_soon_stays_and_comes_up_from_disk(tmp_path: Path) -> Non
     for ids in (a, b, c, d):
         tree.insert(ids, layers(10), A).release()
     assert tiers(tree, a, b, c, d) == "disk host host device"
-    tree.prefetch([[*b, 7, 7], a], A)
+    tree.prefetch([([*b, 7, 7], A), (a, A)])
     assert tiers(tree, a, b, c, d) == "host host disk device"
     tree.insert(e, layers(10), A).release()
     assert tiers(tree, a, b, d, e) == "host host disk device"  # though d was used last
-    tree.prefetch([], A)
+    tree.prefetch([])
     tree.insert(f, layers(10), A).release()
     assert tiers(tree, a, b, e, f) == "disk host host device"
 
@@ -285,7 +285,7 @@ def test_needed_texts_that_have_no_room_together_are_kept_in_the_order_of_their_
     a, b, c, _, _, _ = texts(6)
     for ids in (a, b):
         tree.insert(ids, layers(10), A).release()
-    tree.prefetch([a, b], A)
+    tree.prefetch([(a, A), (b, A)])
     tree.insert(c, layers(10), A).release()
     assert tiers(tree, a, b, c) == "host - device"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runahead.reuse.prefix_node import PrefixNode
-from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixTree, Stored
+from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixTree, Stored, salted
 from runahead.reuse.tiers import layer_rows
 from runahead.reuse.tiers import store as tiered_store
 from runahead.reuse.tiers.store import TieredStore
@@ -132,7 +132,7 @@ class Checked:
 
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
-KEYS = st.sampled_from(["float32", "bfloat16"])
+KEYS = st.sampled_from(["float32", "bfloat16", salted("float32", "salt")])
 OPERATIONS = st.one_of(
     st.tuples(st.just("insert"), KEYS, st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 9)),
     st.tuples(st.just("match"), KEYS, TEXTS),

@@ -66,6 +66,7 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path, bits: int | None) ->
     ending = "" if bits is None else "_in_4_bits"
     for kind in ("prefixes", "segments"):
         shutil.copytree(STORED / f"{kind}{ending}", tmp_path / kind)
+        (tmp_path / kind).chmod(0o700)
 
     def as_kept(ids: list[int]) -> list[Tensor]:
         if bits is None:
@@ -293,6 +294,34 @@ def test_a_folder_that_cannot_be_written_is_refused_and_others_files_stay(tmp_pa
         kept.put(number)
     kept.wait_for_copies()
     assert (tmp_path / "model.safetensors").exists() and len(stored_by(kept)) == 2
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702, 0o701])
+def test_a_folder_of_texts_that_others_may_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "prefixes"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ValueError, match=rf"^folder={folder} holds .* \(mode {mode:o}\); use chmod 700, or name"):
+        PrefixTree(2**30, folder=folder)
+    folder.chmod(0o700)
+    PrefixTree(2**30, folder=folder)
+
+
+@pytest.mark.parametrize("has_names", [False, True], ids=["without a name at first", "named"])
+def test_files_of_texts_are_for_this_user_alone(
+    tmp_path: Path, has_names: bool, finder: type[Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_names:  # as where the file system knows no files without names
+        monkeypatch.setattr(files, "_write_unnamed", lambda *_: False)
+    kept = finder(tmp_path / "kept")
+    kept.put(1)
+    kept.save()
+    [stored] = stored_by(kept)
+    umask = os.umask(0)
+    os.umask(umask)
+    is_private = finder is not Segments  # modules of the server's own schemas are nobody's text
+    assert stored.stat().st_mode & 0o777 == (0o600 if is_private else 0o666 & ~umask)
+    assert stored.parent.stat().st_mode & 0o777 == (0o700 if is_private else 0o777 & ~umask)
 
 
 def test_two_stores_share_a_folder(tmp_path: Path, finder: type[Kept]) -> None:

@@ -120,7 +120,17 @@ def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch
     assert events == ["run", "busy", "stop", "not busy"]
 
 
-@pytest.mark.parametrize("when", ["while it works", "while it leaves"])
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of this process, to which it comes back after the test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("when", ["while it works", "while it leaves", "once it has left"])
 def test_a_signal_ends_a_server_in_good_order_whenever_it_comes(when: str) -> None:
     """The first rank that torchrun signals may have told this one of the end before."""
     told: list[bool] = []
@@ -137,7 +147,23 @@ def test_a_signal_ends_a_server_in_good_order_whenever_it_comes(when: str) -> No
     ranks: Any = SimpleNamespace(close=close if when == "while it leaves" else lambda: told.append(True))
     with ending_signals(lambda error: None):
         serving_module._to_the_end(ranks, work)
+        if when == "once it has left":
+            signal.raise_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # until the process ends
+        signal.raise_signal(number)
     assert told == [when == "while it works", True]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_server_that_fails_leaves_signals_as_they_were() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def work(asked: Event) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), ending_signals(lambda error: None):
+        serving_module._to_the_end(Mock(), work)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_a_server_that_was_asked_to_end_before_it_serves_takes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from runahead.cache.rows import RowsAttention
 from runahead.config import CacheOptions, Carrier, DecodeName, Device, RanksOptions, Speculate, Transfer
 from runahead.context import ContextPartition
 from runahead.model.memory import token_bytes
-from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored
+from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored, salted
 from runahead.reuse.rows import apart_from_shared
 from runahead.reuse.tiers.entry import Tier
 from runahead.serving.arrangement import with_slower_last
@@ -88,7 +88,8 @@ class Serving:
         self.cached: dict[int, list[int]] = {}
         self.known = PrefixTree(inf)
         self.prompts: list[list[list[int]]] = []
-        self.due_prefixes: list[list[int]] = []
+        self.due_prefixes: list[tuple[list[int], str]] = []
+        self.salts: dict[int, Sequence[str]] = {}
         self.parts: list[Part] = []
         self.stopping: list[int] = []
 
@@ -105,16 +106,18 @@ class Serving:
         elif isinstance(report, Stopping):
             self.stopping.append(report.number)
 
-    def prefill(self, *prompts: Any, num_new: int = 7) -> None:
+    def prefill(self, *prompts: Any, num_new: int = 7, salts: Sequence[str] = ()) -> None:
         options = [replace(self.options, max_new_tokens=num_new)] * len(prompts)
         boundaries = (0, max(map(len, prompts)))
         self.prompts.append(list(prompts))
+        number, self.salts[len(self.prompts)] = len(self.prompts), salts
         item = PrefillItem(
-            number=len(self.prompts),
+            number=number,
             prompts=list(prompts),
             options=options,
             boundaries=boundaries,
             due_prefixes=self.due_prefixes,
+            salts=salts,
         )
         self.executor.carry_out(item)
 
@@ -133,8 +136,45 @@ class Serving:
         assert self.executor.live.num_bytes == 0 and not self.executor._prefixes
         assert all(node.holds == 0 for node in self.tree.nodes())
         key = self.engine.prefixes.key if self.engine.prefixes else ""
-        for ids in (ids for prompts in self.prompts for ids in prompts):
-            assert self.known.num_stored(ids, key) == self.tree.num_stored(ids, key)
+        for number, prompts in enumerate(self.prompts, start=1):
+            for ids, salt in zip(prompts, self.salts[number] or [""] * len(prompts), strict=True):
+                of_salt = salted(key, salt)
+                assert self.known.num_stored(ids, of_salt) == self.tree.num_stored(ids, of_salt)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_prompts_of_different_salts_reuse_nothing_of_each_other(family: str) -> None:
+    """Also where one prompt is in a batch twice: computed once it would be found by one and not by the other."""
+    serving = Serving(family)
+    with throughout(serving.model.dtype):
+        serving.prefill(DOCUMENT, DOCUMENT, DOCUMENT, salts=["a", "b", "a"])
+        assert serving.cached == {1: [0, 0, 0]}
+        serving.executor.decode_all()
+        longer = [*DOCUMENT, 3, 4]
+        for salt, found in (("a", len(DOCUMENT)), ("b", len(DOCUMENT)), ("c", 0), ("", 0)):
+            serving.prefill(longer, salts=[salt])
+            serving.executor.decode_all()
+            assert serving.cached[len(serving.prompts)] == [found], salt
+        serving.prefill(longer)
+        assert serving.cached[len(serving.prompts)] == [len(longer) - 1 if family == "llama" else 0]
+        serving.require_answers()
+
+
+def test_rank_0_counts_on_prefixes_of_the_same_salt_alone() -> None:
+    queue, ids = queue_with_prefixes(), prompt(100)
+    queue.stored.apply(Stored(key=salted("a", "mine"), ids=tuple(ids)))
+    mine, other, none = (replace_salt(request([*ids, 7]), salt) for salt in ("mine", "other", ""))
+    assert [queue.stored.found(each, "a") for each in (mine, other, none)] == [[100], [0], [0]]
+    first = replace_salt(request([*ids, 8, 8, 8]), "other")
+    assert [queue.stored.found_after(each, [first], "a") for each in (other, none)] == [[100], [0]]
+    for each in (mine, other):
+        queue.add(each)
+    assert queue.due_prefixes() == [(ids, "mine")]
+
+
+def replace_salt(request: Request, salt: str) -> Request:
+    request.salt = salt
+    return request
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", *slowly("gemma2", "gpt_oss", "bloom")])
@@ -553,7 +593,10 @@ def test_the_last_stage_is_told_what_it_will_soon_be_asked_for() -> None:
     assert queue.due_prefixes() == []
     for each in (request(prompt(30, seed=5)), request([*ids[:40], 3]), request(ids)):
         queue.add(each)
-    assert queue.due_prefixes() == [ids[:40], ids[:-1]]  # due in this order; nothing is stored of the first one
+    assert queue.due_prefixes() == [
+        (ids[:40], ""),
+        (ids[:-1], ""),
+    ]  # due in this order; nothing is stored of the first one
 
 
 def test_what_is_told_to_come_stays_and_answers_are_the_same_from_the_host() -> None:
@@ -568,7 +611,7 @@ def test_what_is_told_to_come_stays_and_answers_are_the_same_from_the_host() -> 
         for seed in (1, 2):
             serving.prefill(prompt(50, seed=seed), num_new=2)
             serving.executor.decode_all()
-        serving.due_prefixes = [first]
+        serving.due_prefixes = [(first, "")]
         for seed in (3, 4):
             serving.prefill(prompt(50, seed=seed), num_new=2)
             serving.executor.decode_all()

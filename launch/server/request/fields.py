@@ -15,6 +15,9 @@ from launch.server.request.template_variables import read_variables
 from launch.server.request.tools import Tools, read_tools
 from runahead.config import MAX_SEED, GenerationOptions
 
+MOST_SALT = 1024
+"""Longest `cache_salt` in characters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCacheFields:
@@ -40,6 +43,7 @@ class Common:
         prompt_cache: modules that stand before the messages or the prompt; None if there are none.
         guided_by: the field by which answers are JSON, follow a grammar, or call a tool; None if none says so.
         parts: what its answers may consist of beside content, which is known when its prompt is.
+        cache_salt: prompts of other salts share no prefixes with this one's; None if the client gave none.
         unknown: names of fields that nobody knows.
     """
 
@@ -53,6 +57,7 @@ class Common:
     return_progress: bool
     prompt_cache: PromptCacheFields | None
     guided_by: str | None
+    cache_salt: str | None
     parts: Parts = NO_PARTS
     unknown: list[str]
 
@@ -132,6 +137,7 @@ def _common(fields: Fields, defaults: GenerationOptions, *, tools: Tools | None 
         "include_usage": include_usage,
         "continuous_usage": continuous_usage,
         "return_progress": progress,
+        "cache_salt": fields.take("cache_salt", _is_salt, f"must be a text of 1 to {MOST_SALT} characters"),
         "unknown": fields.end(),
     }
 
@@ -171,3 +177,7 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
             raise wrong(f"stream_options.{name}", "must be true or false")
     include, continuous = (bool(given.get(name)) for name in _USAGE)
     return include, continuous
+
+
+def _is_salt(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MOST_SALT

@@ -46,12 +46,15 @@ def checksum(layer: Tensor) -> int:
     return zlib.crc32(layer.flatten().view(torch.uint8).numpy().data)
 
 
-def write_layers(path: Path, layers_TKX: Sequence[Tensor], *, key: str, name: str, more: Mapping[str, str]) -> None:
+def write_layers(
+    path: Path, layers_TKX: Sequence[Tensor], *, key: str, name: str, more: Mapping[str, str], mode: int
+) -> None:
     """Write a file, completely or not at all.
 
     Args:
         name: for people.
         more: other metadata.
+        mode: its permissions.
 
     Raises:
         OSError: it cannot be written.
@@ -59,7 +62,7 @@ def write_layers(path: Path, layers_TKX: Sequence[Tensor], *, key: str, name: st
     tensors = {f"layer.{number}": layer.contiguous().cpu() for number, layer in enumerate(layers_TKX)}
     sums = json.dumps([checksum(layer) for layer in tensors.values()])
     about = {"format": FORMAT, "key": key, "segment": name, "crc32": sums}
-    write_whole(path, save(tensors, metadata=about | dict(more)))
+    write_whole(path, save(tensors, metadata=about | dict(more)), mode=mode)
 
 
 def read_metadata(path: Path) -> dict[str, str] | None:

@@ -118,7 +118,8 @@ class TierFiles:
         def write() -> None:
             try:
                 if not path.exists():
-                    write_layers(path, list(rows), key=about.name, name=about.title, more=about.metadata)
+                    mode = self._folder.file_mode
+                    write_layers(path, list(rows), key=about.name, name=about.title, more=about.metadata, mode=mode)
                 if about.is_pinned:
                     self._folder.pin(about.name)
                 for name, time_ns in used_ns.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -45,10 +46,13 @@ class TierFolder:
         limit_bytes: most bytes of all files.
         option: where the folder was named, for messages.
         suffix: of the files; others in the folder are left alone.
-        is_private: a folder that is created can be read by this user alone.
+        is_private: folder and files are for this user alone.
 
     Raises:
-        ValueError: the folder cannot be created or written to.
+        ValueError: the folder cannot be created or written to, or is to be private and is not.
+
+    Attributes:
+        file_mode: most permissions of its files.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class TierFolder:
         is_private: bool = False,
     ) -> None:
         self.folder, self.limit_bytes, self._suffix = Path(folder), limit_bytes, suffix
+        self.file_mode = 0o600 if is_private else 0o666
         try:
             missing = [each for each in self.folder.parents if not each.exists()]
             for each in (*reversed(missing), self.folder):  # parents=True would make these for everybody
@@ -71,6 +76,12 @@ class TierFolder:
             raise ValueError(
                 f"{option}={os.fspath(folder)} is not a writable folder: {error.strerror}; name another"
             ) from error
+        mode = stat.S_IMODE(self.folder.stat().st_mode)
+        if is_private and mode & 0o077:
+            raise ValueError(
+                f"{option}={os.fspath(folder)} holds what clients have asked, and other users may read or write in it "
+                f"(mode {mode:o}); use chmod 700, or name another folder"
+            )
         remove_partial_files(self.folder)
 
     def path(self, key: str) -> Path:
