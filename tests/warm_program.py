@@ -74,23 +74,26 @@ class WarmJob:
 
     Args:
         args: those of each rank.
-        environment: added to what torchrun sets.
+        environment: added to what torchrun sets, or in its place.
+
+    Attributes:
+        store_port: where torchrun's store would be.
     """
 
     def __init__(self, script: Path, args: Sequence[Sequence[str]], environment: Mapping[str, str] = NOTHING) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.ranks: list[WarmProgram] = []
-        port = free_port()
+        self.store_port = free_port()
         for rank, given in enumerate(args):
             of_rank = {
-                **environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(len(args)),
                 "LOCAL_WORLD_SIZE": str(len(args)),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(self.store_port),
                 "OMP_NUM_THREADS": "1",
+                **environment,
             }
             folder = Path(self._folder.name) / str(rank)
             folder.mkdir()

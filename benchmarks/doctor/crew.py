@@ -27,6 +27,7 @@ import torch.distributed as dist
 from benchmarks.doctor.facts import Facts
 from benchmarks.harness.machine import ROOT, free_port
 from runahead.failures import RunFailure
+from runahead.ranks.meeting.rendezvous import environment_store
 
 RANKS_WITHOUT_GPUS = 2
 """Ranks of a host that has no GPU."""
@@ -144,7 +145,7 @@ class Crew:
         if "RANK" not in os.environ or size == 1:
             return cls(size=num_ranks, own=list(range(num_ranks)), logs=logs)
         rank = int(os.environ["RANK"])
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=MEETING))
+        store = environment_store(rank, size, MEETING.total_seconds())
         return cls(size=size, own=[rank], store=dist.PrefixStore("runahead-doctor", store), logs=logs)
 
     @property

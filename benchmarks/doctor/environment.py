@@ -10,6 +10,7 @@ from benchmarks.doctor.facts import Facts
 from benchmarks.doctor.findings import Finding, Verdict
 from runahead.ranks.accelerator import CONNECTIONS, MOST_CONNECTIONS
 from runahead.ranks.agreement import disagreement
+from runahead.ranks.meeting.signed_store import SECRET
 
 GROUP = "environment"
 USED_MIB = 2048
@@ -40,7 +41,7 @@ class Examined:
 
 def check_environment(examined: Examined) -> list[Finding]:
     """All findings about the environment; a single good one per kind where nothing is wrong."""
-    checks = (check_variables, check_names, check_load, check_gpus)
+    checks = (check_variables, check_names, check_ports, check_load, check_gpus)
     return [*check_versions(examined.facts), *(finding for check in checks for finding in check(examined))]
 
 
@@ -170,6 +171,19 @@ def check_names(examined: Examined) -> list[Finding]:
             finding = Finding(group=GROUP, name="host name", verdict=Verdict.failed, measured=shown, words=words)
             findings.append(finding)
     return findings
+
+
+def check_ports(examined: Examined) -> list[Finding]:
+    """Do ranks of several hosts, whose ports other hosts reach, know each other's messages?"""
+    without = [rank for rank, facts in enumerate(examined.facts) if not facts.has_secret]
+    if not examined.has_several_hosts or not without:
+        return []
+    words = (
+        "whoever reaches the launcher's port or the ranks' can end such a job, and hand it work or keys and values of "
+        f"their own; set {SECRET} on all hosts, and keep these ports on a network of the ranks alone"
+    )
+    measured = f"no secret on rank {', '.join(map(str, without))}"
+    return [Finding(group=GROUP, name="open ports", verdict=Verdict.short, measured=measured, words=words)]
 
 
 def check_load(examined: Examined) -> list[Finding]:

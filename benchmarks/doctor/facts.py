@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.harness import machine
 from runahead.ranks.agreement import library_facts
+from runahead.ranks.meeting.signed_store import job_secret
 
 PREFIXES = ("NCCL_", "GLOO_", "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH_NCCL_", "PYTORCH_")
 """Beginnings of the names of environment variables that are looked at."""
@@ -48,6 +49,7 @@ class Facts:
         gpus: name, total and used MiB of each GPU that nvidia-smi lists.
         topology: kind of connection between each two GPUs, by "<index>-<index>", as in nvidia-smi topo -m.
         infiniband_gbps: rate of the fastest InfiniBand or RoCE port in 1e9 bits per second; 0 without one.
+        has_secret: the ranks of the job have one, by which they know each other.
         busy_cores: processors of the host that other processes used for a second, before any rank was started.
     """
 
@@ -63,6 +65,7 @@ class Facts:
     interfaces: list[Interface]
     infiniband_gbps: float
     environment: dict[str, str]
+    has_secret: bool = False
     busy_cores: float = 0.0
 
     def with_load(self) -> Facts:
@@ -103,6 +106,7 @@ class Facts:
             ],
             infiniband_gbps=infiniband_gbps(INFINIBAND),
             environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
+            has_secret=job_secret(os.environ) is not None,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ def run_in(
     """
     hosts: list[subprocess.Popen[bytes]] = []
     interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
-    environment = QUIET | os.environ | interface | dict(env or {})
+    environment = QUIET | os.environ | interface | {"RUNAHEAD_SECRET": secrets.token_hex(32)} | dict(env or {})
     with signals_raise(), ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile()) for _ in network.hosts[1:]]
         with signals_deferred() as interrupted:

@@ -121,6 +121,8 @@ def end_with(error: BaseException, ranks: Ranks | None, fault_file: Path | None 
                 _tell_launcher(reason)
             if os.environ.get("RUNAHEAD_TRACEBACK") == "1":
                 traceback.print_exception(error)
+            if ranks is not None:
+                ranks.leave_store()
             sys.stdout.flush()
             sys.stderr.flush()
         finally:  # also if printing fails, for lack of memory or of a reader

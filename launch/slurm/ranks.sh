@@ -24,7 +24,9 @@ run_ranks() {
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     MASTER_ADDR=${MASTER_ADDR:-$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')}
     MASTER_PORT=${MASTER_PORT:-$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
-    export PYTHON MASTER_ADDR MASTER_PORT logs
+    # By it the ranks of several nodes know each other's messages.
+    [ -n "$RUNAHEAD_SECRET_FILE" ] || RUNAHEAD_SECRET=${RUNAHEAD_SECRET:-$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')}
+    export PYTHON MASTER_ADDR MASTER_PORT RUNAHEAD_SECRET logs
     export TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-1}
 
     # torchrun and SLURM both wait 30 s by default between SIGTERM and SIGKILL (KillWait). With less, torchrun ends its

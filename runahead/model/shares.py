@@ -107,7 +107,8 @@ def shares_of(ranks: Ranks) -> Shares:
     """The ranks of this rank's stage, which share a model. Every rank calls this."""
     with ranks.announcing_failure(), ranks.busy():
         group = ranks.stage_group()
-    return Shares(group=group, run=partial(ranks.collectively, "the other ranks' shares of the layers"))
+    run = partial(ranks.collectively, "the other ranks' shares of the layers")
+    return Shares(group=group, run=run, seal=ranks.seal, device=ranks.stage_device)
 
 
 def shard_model(model: Model, ranks: Ranks) -> None:

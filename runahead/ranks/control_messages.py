@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from runahead.failures import PeerFailure, SharedError, is_mistake, line_of
+from runahead.failures import PeerFailure, RunFailure, SharedError, is_mistake, line_of
 from runahead.ranks.agreement import disagreement
+from runahead.ranks.meeting.seal import Seal
+from runahead.ranks.objects import broadcast_object, gather_objects
 from runahead.ranks.waiting import Waiting
 from runahead.ranks.worker import Worker
 
@@ -25,10 +27,16 @@ ON_ITS_WAY_S = 0.5
 
 
 class ControlMessages(Waiting):
-    """Collectives of small objects on the control group; a base class of `Ranks`, which sets up group and thread."""
+    """Collectives of small objects on the control group; a base class of `Ranks`, which sets up group and thread.
+
+    Attributes:
+        seal: of the messages of this job, whose key its ranks share once they have met.
+    """
 
     _control: dist.ProcessGroup
     _worker: Worker
+    seal = Seal(b"")
+    _num_objects = 0
 
     def control(self, what: str, call: Callable[[], T], peers: Iterable[int] | None = None) -> T:
         """Run a blocking call on the control group in the control thread and return its result.
@@ -39,6 +47,7 @@ class ControlMessages(Waiting):
 
         Raises:
             PeerFailure: as for `wait_until`, or a connection was lost.
+            RunFailure: a message came that no rank has sent.
         """
         job = self._worker.submit(call)
         try:
@@ -47,6 +56,8 @@ class ControlMessages(Waiting):
             # What a rank sends before it ends, such as why, may arrive after its heartbeat has said so.
             if not job.done.wait(ON_ITS_WAY_S) or job.error is not None:
                 raise
+        if isinstance(job.error, RunFailure):  # a stranger's message
+            raise job.error
         if job.error is not None:
             raise self.lost_connection(what) from job.error
         return job.result
@@ -74,18 +85,20 @@ class ControlMessages(Waiting):
         """Return the source rank's value on every rank."""
         if self.size == 1:
             return value
-        box = [value if self.rank == source else None]
-        peers = None if self.rank == source else [source]
-        self.control(what, lambda: dist.broadcast_object_list(box, src=source, group=self._control), peers)
-        return box[0]  # type: ignore[return-value]
+        peers, about = None if self.rank == source else [source], self._about_next()
+        return self.control(what, lambda: broadcast_object(value, source, self._control, self.seal, about), peers)
 
     def gather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        self.control(what, lambda: dist.all_gather_object(values, value, group=self._control))
-        return values
+        about = self._about_next()
+        return self.control(what, lambda: gather_objects(value, self._control, self.seal, about))
+
+    def _about_next(self) -> str:
+        """What the next object is about: ranks exchange all of them in the same order."""
+        self._num_objects += 1
+        return f"object {self._num_objects}"
 
     def on_rank_0(self, what: str, call: Callable[[], T]) -> T:
         """Run `call` on rank 0 only, and return its result on every rank. Every rank calls this.

@@ -178,6 +178,11 @@ class ProcessGroups(ControlMessages):
             self._stage_groups[self.mesh] = group
         return self._stage_groups[self.mesh]
 
+    @property
+    def stage_device(self) -> torch.device:
+        """Where tensors are that `stage_group` carries."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
     def nccl_in_stage(self) -> Communicator:
         """NCCL communicator of `stage_group`."""
 

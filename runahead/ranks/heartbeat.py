@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from runahead.failures import first_line
+from runahead.ranks.meeting.presence import Presence
 from runahead.ranks.mesh import ALONE
-from runahead.ranks.rendezvous import Presence
 from runahead.ranks.worker import Worker
 
 PERIOD_S = 0.25

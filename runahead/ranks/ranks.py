@@ -6,6 +6,8 @@ Control messages always go over Gloo, also where NCCL carries KV.
 from __future__ import annotations
 
 import mmap
+import os
+import secrets
 import threading
 import time
 import warnings
@@ -35,8 +37,12 @@ from runahead.ranks.heartbeat import Heartbeat
 from runahead.ranks.mapped.device_memory import DeviceMemory
 from runahead.ranks.mapped.memory import HostMemory, MappedSegment, SharedBytes, Unmapped, map_other
 from runahead.ranks.mapped.queues import Copying, DeviceCopying, HostCopying
+from runahead.ranks.meeting.local_store import LocalStore, is_on_one_host, listen_on_loopback
+from runahead.ranks.meeting.rendezvous import POLL_S, StoppedRanks, environment_store, meet, store_of_job
+from runahead.ranks.meeting.seal import Seal
+from runahead.ranks.meeting.signed_store import SECRET, job_secret
 from runahead.ranks.mesh import Mesh
-from runahead.ranks.rendezvous import POLL_S, StoppedRanks, environment_store, meet, store_of_job
+from runahead.ranks.objects import gather_objects
 from runahead.ranks.transfer_records import TransferRecords
 from runahead.ranks.watcher import Watcher
 from runahead.ranks.worker import Worker
@@ -95,6 +101,8 @@ class Ranks(ProcessGroups):
         self.mapped_links: set[tuple[int, int]] = set()
         self.unmapped: str | None = None
         self._is_mapped = False
+        self._store: dist.Store | None = None
+        self._num_in_stage = 0
         self._collective: Worker | None = None
         self._longest_call_s = 0.0
 
@@ -128,8 +136,8 @@ class Ranks(ProcessGroups):
         stopped = None if store is not None else StoppedRanks(self.timeout_s)
 
         def rendezvous() -> dist.Store:
-            given = environment_store(self.rank, self.size, patience_s) if store is None else store
-            of_job = store_of_job(given, self.rank)
+            self._store = environment_store(self.rank, self.size, patience_s) if store is None else store
+            of_job = store_of_job(self._store, self.rank)
             facts = library_facts() | {"the backend": self.backend}
             # Made before the ranks meet, so that its first beat is in the store when another rank reads it.
             computing = main_thread if self.device.type == "cpu" else None
@@ -167,6 +175,8 @@ class Ranks(ProcessGroups):
         return met
 
     def _connect(self, store: dist.Store) -> None:
+        number = store.compare_set("number of this job", "", secrets.token_hex(32))
+        self.seal = Seal((job_secret(os.environ) or b"") + number)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=NEVER)
         self._kv_group = dist.new_group(backend="gloo", timeout=NEVER)
         assert dist.group.WORLD is not None
@@ -190,10 +200,19 @@ class Ranks(ProcessGroups):
 
         Raises:
             ValueError: CUDA is asked for but not available, NCCL is asked for without CUDA, or an environment variable
-                makes no sense, or would make the ranks wait for each other for ever.
+                makes no sense, or would make the ranks wait for each other for ever; or the job's secret is none.
         """
         place = JobPlace.from_environment()
         size, local_rank, local_size = place.size, place.local_rank, place.local_size
+        if size > 1 and is_on_one_host(os.environ):
+            listen_on_loopback(os.environ)
+        elif size > 1 and job_secret(os.environ) is None and place.rank == 0:
+            warnings.warn(
+                f"the ranks of this job are on several hosts and have no secret, so whoever reaches port "
+                f"{os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} can end it, or answer in their "
+                f"place; set {SECRET} on all hosts (docs/reliability.md)",
+                stacklevel=2,
+            )
         may_use_nccl = options.backend is not Backend.gloo and options.device is not Device.cpu
         if size > 1 and may_use_nccl and torch.backends.cuda.is_built():
             for sentence in prepare_environment():
@@ -347,10 +366,10 @@ class Ranks(ProcessGroups):
         """Return the values of all ranks of this stage, by share, on each of them. They all call this."""
         if self.num_shares == 1:
             return [value]
-        values: list[T] = [value] * self.num_shares
         group = self.stage_group()
-        self.collectively(what, lambda: dist.all_gather_object(values, value, group=group))
-        return values
+        self._num_in_stage += 1
+        about = f"object {self._num_in_stage} of stage {self.stage}"
+        return self.collectively(what, lambda: gather_objects(value, group, self.seal, about, self.stage_device))
 
     def close(self) -> None:
         """Leave the job after a barrier. Every rank calls this at the end of a job without errors."""
@@ -376,6 +395,11 @@ class Ranks(ProcessGroups):
         if self.accelerator is not None:
             self.accelerator.enter_thread()
             self.accelerator.graphs.destroy()
+
+    def leave_store(self) -> None:
+        """Leave what the ranks of one host have met in, before this process ends without Python's own end."""
+        if isinstance(self._store, LocalStore):
+            self._store.leave()
 
     def __enter__(self) -> Ranks:
         return self

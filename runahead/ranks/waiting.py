@@ -10,8 +10,9 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from runahead.failures import PeerFailure, first_line, line_of
 from runahead.ranks.heartbeat import Heartbeat
+from runahead.ranks.meeting.presence import Presence
+from runahead.ranks.meeting.rendezvous import POLL_S
 from runahead.ranks.mesh import Mesh
-from runahead.ranks.rendezvous import POLL_S, Presence
 from runahead.ranks.watcher import Wait, Watcher
 
 LAST_CHANCE_S = 2.0

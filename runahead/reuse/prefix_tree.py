@@ -233,7 +233,7 @@ class PrefixTree:
             self._states_alone.add(key)
         if key in self._opened or not self.has_tiers:
             return
-        copies = self._opened[key] = self._store.copies(device, shapes, self._bits)
+        self._opened[key] = self._store.copies(device, shapes, self._bits)
         if states:
             self._copies_of_states[key] = self._store.copies(device, states, None)
         if (files := self._store.files) is None:

@@ -9,7 +9,7 @@ from runahead.engine import Engine
 from runahead.serving.executor import Executor
 from runahead.serving.items import Inbox
 from runahead.serving.limits import QueueLimits
-from runahead.serving.mail import Mail
+from runahead.serving.mail.mail import Mail
 from runahead.serving.room import Room
 
 

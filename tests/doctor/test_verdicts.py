@@ -25,6 +25,7 @@ from benchmarks.doctor.environment import (
     check_gpus,
     check_load,
     check_names,
+    check_ports,
     check_variables,
     check_versions,
 )
@@ -159,6 +160,16 @@ def test_a_host_name_that_is_loopback_is_told_between_hosts() -> None:
     assert found.verdict is Verdict.failed and found.measured == "b is 127.0.1.1 on rank 1"
     assert check_names(examined(local, local)) == []
     assert check_names(examined(HERE, with_variable("GLOO_SOCKET_IFNAME", "eth0", local))) == []
+
+
+def test_ranks_of_several_hosts_without_a_secret_are_told() -> None:
+    safe, there = replace(HERE, has_secret=True), replace(THERE, has_secret=True)
+    assert check_ports(examined(HERE, HERE)) == check_ports(examined(safe, there)) == []
+    [found] = check_ports(examined(safe, THERE))
+    assert (found.verdict, found.measured) == (
+        Verdict.short,
+        "no secret on rank 1",
+    ) and "RUNAHEAD_SECRET" in found.words
 
 
 def test_a_busy_host_is_told_once() -> None:

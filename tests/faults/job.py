@@ -112,6 +112,7 @@ class Job:
             environment["RUNAHEAD_CACHE"] = str(self._cache)
         if self.network is not None:
             environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+            environment["RUNAHEAD_SECRET"] = "of these drills alone"
         return environment
 
     def await_moment(self) -> bool:

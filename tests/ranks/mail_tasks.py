@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runahead.ranks.ranks import Ranks
-from runahead.serving.mail import Mail
+from runahead.serving.mail.mail import Mail
 
 
 def exchange(ranks: Ranks, number: int) -> list[Any]:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from launch.inputs.options import RunOptions
 from runahead.config import GenerationOptions, ModelOptions
 from runahead.ranks.agreement import disagreement, fact, library_facts, option_facts, secret
+from runahead.ranks.meeting.presence import Presence
+from runahead.ranks.meeting.rendezvous import environment_store, meet
 from runahead.ranks.ranks import SharedError
-from runahead.ranks.rendezvous import Presence, environment_store, meet
 
 
 def test_ranks_that_agree_are_not_spoken_of() -> None:

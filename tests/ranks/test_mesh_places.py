@@ -13,8 +13,8 @@ from runahead.config import PrefillName, PrefillOptions, RanksOptions, Transfer
 from runahead.context import ContextPartition
 from runahead.kv_transfer import TransferSchedule
 from runahead.ranks.groups import ProcessGroups
+from runahead.ranks.meeting.presence import Presence
 from runahead.ranks.mesh import Mesh
-from runahead.ranks.rendezvous import Presence
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(4, 1), Mesh(1, 4), Mesh(2, 2), Mesh(3, 2)])

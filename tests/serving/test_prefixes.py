@@ -596,7 +596,7 @@ def test_the_last_stage_is_told_what_it_will_soon_be_asked_for() -> None:
     assert queue.due_prefixes() == [
         (ids[:40], ""),
         (ids[:-1], ""),
-    ]  # due in this order; nothing is stored of the first one
+    ]  # of the first nothing is stored
 
 
 def test_what_is_told_to_come_stays_and_answers_are_the_same_from_the_host() -> None:

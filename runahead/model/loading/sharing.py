@@ -27,6 +27,8 @@ from transformers.distributed import DistributedConfig
 
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.quiet import one_line, quiet
+from runahead.ranks.meeting.seal import Seal
+from runahead.ranks.objects import gather_objects
 
 AXIS, COPIES = "tp", "_runahead_copies"
 KV_PROJECTIONS = ("k_proj", "v_proj")
@@ -44,10 +46,14 @@ class Shares:
     Attributes:
         group: their process group; nothing else may use it while one of them runs a forward.
         run: runs a call that waits for the other ranks of the group.
+        seal: of their messages.
+        device: where tensors are that the group carries.
     """
 
     group: dist.ProcessGroup
     run: Run
+    seal: Seal
+    device: torch.device
 
     @property
     def count(self) -> int:
@@ -60,8 +66,8 @@ class Shares:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all shares, in order, on every rank of the group."""
-        values: list[Any] = [None] * self.count
-        self.run(lambda: dist.all_gather_object(values, value, group=self.group))
+        about = "values of the shares of a model"
+        values: list[Any] = self.run(lambda: gather_objects(value, self.group, self.seal, about, self.device))
         return values
 
     def mean(self, x: Tensor) -> Tensor:

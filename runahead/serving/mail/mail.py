@@ -6,10 +6,10 @@ Gloo group of its own, so it arrives while a rank is in a prefill or decodes. Me
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.worker import Worker
+from runahead.serving.mail.wire import from_bytes, to_bytes
 
 TAG = 5
 
@@ -39,7 +40,7 @@ class Mail:
         self._ranks, self._on_message, self._on_loss = ranks, on_message, on_loss
         self._peers = list(range(1, ranks.size)) if ranks.rank == 0 else [0]
         self._group = ranks.mail_group()
-        self._sending = Worker("mail")
+        self._sending, self._num_sent = Worker("mail"), dict.fromkeys(self._peers, 0)
         self._receiving = [
             threading.Thread(target=self._receive, args=(peer,), name=f"mail from rank {peer}", daemon=True)
             for peer in self._peers
@@ -53,11 +54,14 @@ class Mail:
         Args:
             to: the receivers; by default rank 0, or all others.
         """
-        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        content = to_bytes(message)
 
         def send() -> None:
             try:
                 for peer in self._peers if to is None else to:
+                    self._num_sent[peer] += 1
+                    about = f"mail {self._num_sent[peer]} from {self._ranks.rank} to {peer}"
+                    data = torch.frombuffer(bytearray(self._ranks.seal.close(content, about)), dtype=torch.uint8)
                     dist.send(torch.tensor([len(data)]), peer, group=self._group, tag=TAG)
                     dist.send(data, peer, group=self._group, tag=TAG)
             except Exception as error:
@@ -80,12 +84,13 @@ class Mail:
 
     def _receive(self, peer: int) -> None:
         try:
-            while True:
+            for number in count(1):
                 length = torch.empty(1, dtype=torch.long)
                 dist.recv(length, peer, group=self._group, tag=TAG)
                 data = torch.empty(int(length), dtype=torch.uint8)
                 dist.recv(data, peer, group=self._group, tag=TAG)
-                message = pickle.loads(data.numpy().tobytes())
+                about = f"mail {number} from {peer} to {self._ranks.rank}"
+                message = from_bytes(self._ranks.seal.open(data.numpy().tobytes(), about))
                 if message is END:
                     return
                 self._on_message(message)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
@@ -19,6 +17,10 @@ import torch.distributed as dist
 from runahead.failures import RunFailure, SharedError
 from runahead.place import JobPlace, slurm_place
 from runahead.ranks.agreement import disagreement
+from runahead.ranks.meeting.local_store import JOB, is_on_one_host, meet_on_host
+from runahead.ranks.meeting.presence import Presence
+from runahead.ranks.meeting.seal import Seal
+from runahead.ranks.meeting.signed_store import SECRET, SECRET_FILE, SignedStore, job_secret
 
 POLL_S = 0.05
 """Seconds between two looks at what is waited for."""
@@ -27,66 +29,31 @@ LOOK_S = 0.5
 """Seconds between two looks at the processes of this host."""
 
 
-@dataclass(frozen=True)
-class Presence:
-    """A rank's process.
-
-    Attributes:
-        host: name of its host.
-        machine: boot id and process-id namespace; processes with the same `machine` can see each other. "" if unknown.
-        pid, started: process id, and its start in clock ticks since boot, which tells reused ids apart.
-        facts: values by name that must be the same on all ranks.
-    """
-
-    rank: int
-    host: str
-    machine: str
-    pid: int
-    started: int
-    facts: Mapping[str, str] = field(hash=False)
-
-    @classmethod
-    def of_process(cls, pid: int, rank: int) -> Presence:
-        """Describe another process of this machine, of which nothing else is known."""
-        return replace(cls.here(rank, {}), pid=pid, started=_started(pid) or 0)
-
-    @classmethod
-    def here(cls, rank: int, facts: Mapping[str, str]) -> Presence:
-        """Describe this process."""
-        machine = ""
-        with suppress(OSError):  # no /proc
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        return cls(rank, socket.gethostname(), machine, os.getpid(), _started(os.getpid()) or 0, facts)
-
-    def is_beside(self, other: Presence) -> bool:
-        """Whether one process can see and signal the other."""
-        return self.machine == other.machine != ""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether a process of this machine has ended (a zombie counts as ended)."""
-        return _started(self.pid) != self.started
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a process of this machine is stopped, as by SIGSTOP: it does not end by itself."""
-        return (_stat(self.pid) or [""])[0] == "T"
-
-
 def environment_store(rank: int, size: int, patience_s: float) -> dist.Store:
-    """The store that the launcher's environment variables name.
+    """The store of the job that the launcher's environment variables name: on one host files, else rank 0's host's.
 
-    It stays connected until the process ends, since a later job of these processes may meet there again while another
-    rank still leaves the one before. A job that is given another address or port meets in another store.
+    It stays until the process ends, since a later job of these processes may meet there again while another rank still
+    leaves the one before. A job that is given another address or port meets in another store.
+
+    Raises:
+        DistError: the store cannot be made, or rank 0 makes none in time.
+        ValueError: the job's secret is none, or not that of rank 0.
     """
-    return _store_at(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, size, patience_s)
+    return _store_of(tuple(os.environ.get(name, "") for name in JOB), rank, size, patience_s)
 
 
 @cache
-def _store_at(_address: str | None, _port: str | None, rank: int, size: int, patience_s: float) -> dist.Store:
+def _store_of(_job: tuple[str, ...], rank: int, size: int, patience_s: float) -> dist.Store:
+    if is_on_one_host(os.environ):
+        return meet_on_host(rank, os.environ, patience_s)
+    secret = job_secret(os.environ)
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timedelta(seconds=patience_s)))
-    return store
+    # Without a comparison ranks of different secrets would wait for each other in vain.
+    which = "" if secret is None else Seal(secret).close(b"", "which secret").hex()
+    store.set(f"runahead-secret-of-{rank}", which)
+    if store.get("runahead-secret-of-0").decode() != which:
+        raise ValueError(f"rank {rank} and rank 0 differ in {SECRET}, or {SECRET_FILE}; give all ranks the same")
+    return store if secret is None else SignedStore(store, secret, patience_s)
 
 
 def store_of_job(store: dist.Store, rank: int) -> dist.Store:
@@ -174,17 +141,3 @@ def _placed(environment: dict[str, str]) -> dict[str, str]:
 def _meeting_point(environment: dict[str, str]) -> tuple[str | None, ...]:
     placed = _placed(environment)
     return tuple(placed.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-
-
-def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot, or None if it has ended."""
-    fields = _stat(pid)
-    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of proc_pid_stat(5) from the state on, or None if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None

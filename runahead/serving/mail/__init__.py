@@ -1,0 +1,1 @@
+"""Mail between the ranks of a server, and the form of what it carries."""

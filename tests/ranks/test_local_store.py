@@ -1,0 +1,194 @@
+"""The store of a job of one host: what it keeps, who gets in, and what jobs leave behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from runahead.ranks.meeting import local_store
+from runahead.ranks.meeting.local_store import LocalStore, is_on_one_host, meet_on_host, private_folder
+from runahead.ranks.meeting.presence import Presence
+
+TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path, Presence.here(0, {}), 30.0)
+
+
+def jobs(temporary: Path) -> list[Path]:
+    return sorted((temporary / f"runahead-{os.getuid()}").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_one"),
+    [
+        (TORCHRUN, True),
+        (TORCHRUN | {"MASTER_ADDR": "node7"}, True),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, False),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, True),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "node7"}, False),
+    ],
+)
+def test_the_launchers_variables_say_whether_a_job_is_on_one_host(environment: dict[str, str], is_one: bool) -> None:
+    assert is_on_one_host(environment) is is_one
+
+
+def test_it_does_what_torchs_own_stores_do(tmp_path: Path) -> None:
+    """By torch's FileStore, also through the prefixes that torch's own code puts before keys, in C++."""
+    (tmp_path / "ours").mkdir()
+    ours = LocalStore(tmp_path / "ours", Presence.here(0, {}), 30.0)
+    for given in (ours, dist.FileStore(str(tmp_path / "theirs"), 1)):
+        store = dist.PrefixStore("inner", dist.PrefixStore("outer", given))
+        assert not store.check(["a"])
+        store.set("a", "1/é \0")
+        assert store.get("a") == "1/é \0".encode() and store.check(["a"]) and not store.check(["a", "b"])
+        store.set("a", "")
+        assert store.get("a") == b""
+        assert [store.compare_set("b", "", value) for value in ("first", "second")] == [b"first", b"first"]
+        assert [store.add("n", number) for number in (1, 0, 41, -2)] == [1, 1, 42, 40]
+        store.wait(["a", "b"], timedelta(seconds=1))
+        with pytest.raises(RuntimeError):
+            store.wait(["c"], timedelta(milliseconds=50))
+        clone = store.clone()
+        clone.set("c", "3")
+        assert store.get("c") == b"3"
+
+
+def test_a_value_that_comes_later_is_waited_for(store: LocalStore) -> None:
+    late = threading.Timer(0.1, store.set, ("late", "now"))
+    late.start()
+    assert store.get("late") == b"now"
+    late.join()
+
+
+def test_many_who_add_at_once_each_get_a_number_of_their_own(store: LocalStore) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(pool.map(lambda _: store.add("n", 1), range(200)))
+    assert sorted(numbers) == list(range(1, 201))
+
+
+def test_of_many_who_set_a_first_value_all_get_the_same(store: LocalStore) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        values = list(pool.map(lambda number: store.compare_set("first", "", str(number)), range(50)))
+    assert len(set(values)) == 1
+
+
+def test_readers_never_see_half_a_value(store: LocalStore) -> None:
+    values = [letter * 70_000 for letter in ("a", "b")]
+    store.set("v", values[0])
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            for value in values:
+                store.set("v", value)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = {store.get("v").decode() for _ in range(200)}
+    is_over.set()
+    writer.join()
+    assert seen <= set(values)
+
+
+def test_a_full_disk_does_not_silence_a_heartbeat(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.set("beat", "100 100")
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    store.set("beat", "101 9")
+    assert store.get("beat") == b"101 9"
+    with pytest.raises(dist.DistStoreError, match="No space left"):
+        store.set("new", "1")
+
+
+def test_ranks_meet_in_a_folder_that_nobody_else_can_enter(temporary: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(meet_on_host, 1, TORCHRUN, 30.0)
+        first = meet_on_host(0, TORCHRUN, 30.0)
+        assert second.result().folder == first.folder
+    for folder in (first.folder, first.folder.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    first.leave()
+    assert first.folder.exists()
+    second.result().leave()
+    assert jobs(temporary) == []
+
+
+@pytest.mark.parametrize("other", [{"MASTER_PORT": "29501"}, {"TORCHELASTIC_RESTART_COUNT": "1"}])
+def test_other_jobs_meet_elsewhere(temporary: Path, other: dict[str, str]) -> None:
+    meet_on_host(0, TORCHRUN, 30.0)
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not start within 0 s"):
+        meet_on_host(1, TORCHRUN | other, 0.2)
+
+
+@pytest.fixture
+def ended() -> Presence:
+    """A process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    presence = Presence.of_process(process.pid, 0)
+    process.communicate()
+    return presence
+
+
+def test_a_killed_jobs_folder_is_not_taken_and_goes_when_the_next_job_begins(temporary: Path, ended: Presence) -> None:
+    base = private_folder(temporary / f"runahead-{os.getuid()}")
+    store = meet_on_host(0, TORCHRUN, 30.0)
+    (store.folder / "rank-0").unlink()
+    local_store._enter(store.folder, ended)
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not start"):
+        meet_on_host(1, TORCHRUN, 0.2)
+    elsewhere = base / "elsewhere"
+    elsewhere.mkdir()
+    local_store._enter(elsewhere, replace(ended, machine="another container"))  # whose processes cannot be seen
+    now = meet_on_host(0, TORCHRUN, 30.0)
+    assert jobs(temporary) == sorted([elsewhere, now.folder])
+
+
+def test_the_folder_of_a_job_that_still_ends_is_not_taken_a_second_time(temporary: Path) -> None:
+    before = meet_on_host(0, TORCHRUN, 30.0)
+    assert meet_on_host(1, TORCHRUN, 30.0).folder == before.folder
+    now = meet_on_host(0, TORCHRUN, 30.0)
+    assert meet_on_host(1, TORCHRUN, 30.0).folder == now.folder
+
+
+@pytest.fixture(params=["others can enter", "a link", "a file"])
+def foreign(request: pytest.FixtureRequest, temporary: Path) -> Iterator[str]:
+    base = temporary / f"runahead-{os.getuid()}"
+    if request.param == "a link":
+        (temporary / "elsewhere").mkdir(mode=0o700)
+        base.symlink_to(temporary / "elsewhere")
+    elif request.param == "a file":
+        base.touch(mode=0o600)
+    else:
+        base.mkdir()
+        base.chmod(0o750)
+    yield str(base)
+
+
+@pytest.mark.usefixtures("foreign")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_folder_that_is_not_this_users_alone_is_refused(rank: int) -> None:
+    with pytest.raises(dist.DistStoreError, match="not a folder of this user alone; remove it, or set TMPDIR"):
+        meet_on_host(rank, TORCHRUN, 0.2)
