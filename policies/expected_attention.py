@@ -7,7 +7,7 @@ are those of the rank that cuts its tokens back.
 
 With N query heads of H dims, mean and covariance are N x H x (H + 1) numbers per row and layer, which the report counts
 as bytes of the KV cache. `epsilon` is 0.01, as in kvpress's evaluations; with 0, the default of kvpress's class,
-SmolLM2 answers much worse (docs/quality.md). It needs a model whose rotations are known (not learned positions,
+SmolLM2 answers much worse (docs/studies/quality.md). It needs a model whose rotations are known (not learned positions,
 LongRoPE or dynamic NTK). A soft cap on scores (Gemma 2) is not part of the expectation.
 """
 
