@@ -25,9 +25,10 @@ INSTALL_S, RUN_S = 400, 120
 BEGIN = """
 import json, sys
 from typing import Literal
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a random model would not end otherwise
     north: bool
 
 class Sighting(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -246,6 +247,16 @@ def test_a_result_goes_back_and_the_next_answer_is_text() -> None:
         answer = client.chat.completions.create(model="fake", messages=HISTORY, tools=[FIND], max_tokens=50).choices[0]
         assert (answer.message.content, answer.finish_reason) == ("in the ice", "stop")
         assert "tool: in the ice1" in engine.tokenizer.decode(engine.batches[-1][0])
+
+
+def test_arguments_of_no_property_are_not_made_up(client: OpenAI) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    for more, is_open in (({}, False), ({"additionalProperties": {"enum": [5]}}, True)):
+        tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema | more}}
+        asked = ASKED | {"tools": [tool], "tool_choice": "required", "max_tokens": 60, "temperature": 1.0}
+        answers = [client.chat.completions.create(**asked, seed=seed).choices[0] for seed in range(4)]
+        arguments = [choice.message.tool_calls[0].function.arguments for choice in answers]
+        assert all(re.fullmatch(r'\{"a": ?[12]\}', each) for each in arguments) != is_open
 
 
 def test_keywords_that_cannot_be_followed_are_refused_of_strict_tools_alone(client: OpenAI) -> None:

@@ -13,6 +13,13 @@ from runahead.model.grammars import LAYOUT
 MAX_TOOLS = 128
 MAX_CHARACTERS = 100_000
 """Most characters of the schemas of tools that an answer has to follow."""
+OPENS = frozenset(
+    (
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
+        *("$ref", "allOf", "anyOf", "oneOf", "minProperties"),
+    )
+)
+"""Keywords of a schema by which an object may have more properties than those of `properties`."""
 CHOICE = 'must be none, auto, required or {"type": "function", "function": {"name": ...}}'
 
 
@@ -39,7 +46,9 @@ class Tools:
     def grammar(self) -> str:
         """Grammar of an answer that calls tools, in llguidance's form of Lark: a call, or with `several` a list.
 
-        Keywords of a schema that llguidance does not know are left out, unless the tool is strict.
+        Keywords of a schema that llguidance does not know are left out, unless the tool is strict. Arguments that the
+        schema has no properties for may not be given, unless it says something about them: a model without much sense
+        would invent them.
         """
         rules, names = list[str](), list[str]()
         for number, tool in enumerate(self.to_call):
@@ -47,6 +56,8 @@ class Tools:
             begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
             options = LAYOUT | {"lenient": function.get("strict") is not True}
             schema = {"type": "object"} | (function.get("parameters") or {}) | {"x-guidance": options}
+            if not OPENS.intersection(schema):
+                schema["additionalProperties"] = False
             rules.append(f'{name}: {json.dumps(begin, ensure_ascii=False)} %json {json.dumps(schema)} "}}"')
             names.append(name)
         start = '"[" call (", " call)* "]"' if self.several else "call"
