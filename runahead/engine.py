@@ -383,6 +383,10 @@ class Engine:
         """
         check(replace(self._setup, segments=SEGMENTS, blends=blends))
 
+    def check_scores(self) -> None:
+        """Check that a server can score the tokens of prompts. Raises: ValueError."""
+        check(replace(self._serving, scores=True))
+
     def _check_chain(self, partition: ContextPartition) -> None:
         """Check that the prompts' chunks go with the options. Raises: ValueError."""
         check(replace(self._setup, num_chunks=len(partition.chain)))

@@ -195,6 +195,10 @@ class RankReport:
     memory: MemoryReport | None = None
 
 
+LEAST_LOGPROB = -9999.0
+"""Given for tokens that are all but impossible, as in OpenAI's API: JSON has no infinity."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
     """Log-probabilities at the place of one new token, as natural logarithms: log-softmax of the model's logits.
@@ -206,6 +210,35 @@ class TokenLogprobs:
 
     logprob: float
     top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of consecutive tokens of a prompt, each after all before it, as those of new tokens.
+
+    Attributes:
+        first: place of the first one in the prompt; no prompt's first token has one.
+        logprobs: of these tokens.
+        top_logprobs, top_ids: of the most likely tokens at each of their places, the largest first.
+    """
+
+    first: int
+    logprobs: list[float]
+    top_logprobs: list[list[float]]
+    top_ids: list[list[int]]
+
+    @classmethod
+    def join(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+        """All of a prompt's tokens from those of its ranks, in any order."""
+        parts, end = sorted(parts, key=lambda each: each.first), 1
+        for each in parts:
+            assert each.first == end, (each.first, end)
+            end += len(each.logprobs)
+        logprobs, top_logprobs, top_ids = (
+            [value for each in parts for value in getattr(each, name)]
+            for name in ("logprobs", "top_logprobs", "top_ids")
+        )
+        return cls(first=1, logprobs=logprobs, top_logprobs=top_logprobs, top_ids=top_ids)
 
 
 @dataclass(kw_only=True)

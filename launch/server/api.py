@@ -211,6 +211,7 @@ class API:
             ),
             client=client,
             salt=self._keys.salt(request.state.key, read.cache_salt),
+            scores=read.scores if isinstance(read, CompletionRequest) else None,
         )
         with _refusals():
             self.scheduler.submit(queued)
@@ -267,6 +268,11 @@ class API:
         read: ChatRequest | CompletionRequest
         read = read_chat(fields, self._defaults) if is_chat else read_completion(fields, self._defaults)
         self._check_named(read.model, read.unknown)
+        if isinstance(read, CompletionRequest) and read.scores is not None:
+            try:
+                self.scheduler.check_scores()
+            except ValueError as error:
+                raise wrong("echo", f"is refused: {shown(str(error), 300)}", code="unsupported_value") from error
         num_prompts = len(read.prompts) if isinstance(read, CompletionRequest) else 1
         if num_prompts * len(read.options) > self.options.batch:
             what = f"asks for {num_prompts * len(read.options)} answers, and this server gives at most"

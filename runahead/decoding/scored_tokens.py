@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from runahead.config import MAX_LOGPROBS
-from runahead.report import TokenLogprobs
+from runahead.report import LEAST_LOGPROB, TokenLogprobs
 
 ROW_ENDED = -1
 """Sent in place of a token of a row that had ended before."""
-
-LEAST_LOGPROB = -9999.0
-"""Given for tokens that are all but impossible, as in OpenAI's API: JSON has no infinity."""
 
 TOKEN_BYTES = 8 * (2 + 2 * MAX_LOGPROBS)
 """Most bytes of a token in a message."""

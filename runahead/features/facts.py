@@ -51,6 +51,7 @@ class Setup:
         prefixes: what asks for reuse of prefixes, in messages; "" if nothing does.
         segments: what asks for reuse of segments, in messages; "" if nothing does.
         blends: whether some tokens of reused segments are computed again.
+        scores: whether the tokens of prompts are scored.
         drafting: the `RankPolicies` that choose what drafts are made of, or the model that makes them.
         rows: rows of a conversation.
         outgrows: a text may grow past the length where LongRoPE changes its tables, while it is answered.
@@ -74,6 +75,7 @@ class Setup:
     prefixes: str | None = None
     segments: str | None = None
     blends: bool | None = None
+    scores: bool | None = None
     drafting: Any = None
     rows: int | None = None
     outgrows: bool | None = None
@@ -469,6 +471,7 @@ FACTS: dict[str, Fact] = {
     "serve.decode_ranks": _option("serve.decode_ranks"),
     # of texts
     "reuse of prefixes": lambda setup: setup.prefixes,
+    "echo with logprobs": lambda setup: None if setup.scores is None else _if(setup.scores, "echo with logprobs"),
     "policy=prompt_cache": lambda setup: setup.segments,
     "policy.recompute": lambda setup: None if setup.blends is None else _if(setup.blends, "policy.recompute"),
     "a conversation": _of_last(lambda setup: None if setup.rows is None else "a conversation"),

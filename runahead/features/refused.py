@@ -403,6 +403,17 @@ REFUSED = (
         "{1} counts positions on its own, so keys and values cannot be reused in other prompts",
         "leave the tree out (serve.prefix_cache_bytes=0)",
     ),
+    # log-probabilities of prompts
+    Refused(
+        ("echo with logprobs", "decode other than last on several stages"),
+        "{0} has each stage score its tokens of a prompt that one stage goes on with, and with {1} several may",
+        "use decode=last",
+    ),
+    Refused(
+        ("echo with logprobs", "a policy that narrows"),
+        "policy {1} leaves tokens of a prompt out of deeper layers, so that {0} has nothing to score them by",
+        "use one that only evicts, such as snapkv",
+    ),
     # serve.decode_ranks
     Refused(
         ("serve.decode_ranks", "prefill other than kv_runahead"),

@@ -388,6 +388,7 @@ class Model(ModelLayers):
         tokens: NewTokens | None = None,
         all_logits: bool = False,
         logits_of: Sequence[int] = (),
+        all_hidden: bool = False,
     ) -> Tensor:
         """Run the model on the tokens [start, start + C) of a left-padded batch.
 
@@ -402,6 +403,7 @@ class Model(ModelLayers):
             tokens: the tokens that layers still compute, for policies that drop some from layer to layer.
             all_logits: return the logits of all tokens. Those of tokens that a policy dropped are meaningless.
             logits_of: places of some of these tokens, whose logits are returned.
+            all_hidden: compute all tokens in all layers, as a `Head` keeps the hidden states.
 
         Returns:
             Logits of the last token (B, V), or of all or some tokens (B, C, V), in at least float32.
@@ -423,7 +425,7 @@ class Model(ModelLayers):
             start,
             num_new=num_new,
             tokens=tokens,
-            ends_with_last=bool(self.kv_sources) and not all_logits and not logits_of and num_new > 1,
+            ends_with_last=bool(self.kv_sources) and not (all_logits or logits_of or all_hidden) and num_new > 1,
             sources=self.kv_sources,
             marker=self._marker,
             held=self.held,

@@ -20,8 +20,9 @@ from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
 from runahead.model.model import Model
+from runahead.prefill.scoring import PromptScorer
 from runahead.ranks.ranks import Ranks
-from runahead.report import RankReport
+from runahead.report import PromptLogprobs, RankReport
 from runahead.reuse.prefixes import RowPrefix
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.stored_prefix import StoredPrefix
@@ -67,6 +68,8 @@ class PrefillPlan:
             lacks of them. One stage that computes the prompts alone reuses all that it has, whatever this says.
         owners: of each of these tokens, the stage that has it; () if the last one has all.
         shards: what each stage stores for decoding; None if the last one stores everything.
+        scores: compute the log-probabilities of the prompts' tokens, and give that many of the most likely ones at
+            each place, too; None computes none. Such prompts are computed whole.
         record: fill the spans of the result.
         salts: of the prompts, as of `Prefixes.find`.
     """
@@ -79,6 +82,7 @@ class PrefillPlan:
     stored: Sequence[int] = ()
     owners: Sequence[Sequence[int]] = ()
     shards: Mapping[int, Shard] | None = None
+    scores: int | None = None
     record: bool = False
 
 
@@ -144,6 +148,7 @@ class PrefillJob:
         stops: index in the padded batch -> rows whose states before it are kept; on all stages of a chain.
         gives_new: fill `given` of the result on the rank that decodes.
         texts: whole prompts, if some of their tokens are reused and policies decide on all.
+        scorer: of this rank's part of the tokens; None: they are not scored.
         record: record the timeline of this rank.
         meanwhile: what the rank does besides; None is nothing.
     """
@@ -163,6 +168,7 @@ class PrefillJob:
     stops: Mapping[int, Sequence[int]] = field(default_factory=dict)
     gives_new: bool = False
     texts: PromptBatch | None = None
+    scorer: PromptScorer | None = None
     record: bool = False
     meanwhile: InterleavedWork | None = None
 
@@ -206,6 +212,7 @@ class Prefilled:
         spans: timeline of this rank, in seconds of this host's `time.perf_counter`.
         encoded: content keys of the reused segments that this rank encoded for it, as they were not stored.
         recomputed_tokens: blended tokens that this rank computed, as a mean over the layers.
+        scores: of each prompt's tokens that this rank has scored, in runs.
     """
 
     report: RankReport
@@ -218,6 +225,7 @@ class Prefilled:
     spans: list[TraceSpan] = field(default_factory=list)
     encoded: set[str] = field(default_factory=set)
     recomputed_tokens: float = 0.0
+    scores: list[list[PromptLogprobs]] = field(default_factory=list)
 
 
 class Prefill(ABC):

@@ -88,11 +88,13 @@ class ChainRun(StageRun, LayerHook):
         self._states = StatePlaces(partition=job.partition, stops=job.stops, batch=len(job.batch.pads))
         self._carried = KVCache(slabs) if self._state_at else cache
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)
-        self.log, self.is_last, self._attends_last = self.transfer.log, schedule.is_last, attends_last
-        self._ends_with_state = not self.is_last and len(order) - 1 in self._state_at
-        if attends_last and not self.is_last:
+        self.log, self.is_last = self.transfer.log, schedule.is_last
+        computes_all = self.is_last or job.scorer is not None  # to the logits
+        self._attends_last = attends_last or job.scorer is not None
+        self._ends_with_state = not computes_all and len(order) - 1 in self._state_at
+        if attends_last and not computes_all:
             self.ends = model.last_attention
-        elif not self.is_last and not self._ends_with_state:
+        elif not computes_all and not self._ends_with_state:
             self.ends = cache.num_layers - 1, "saved"
 
     @property

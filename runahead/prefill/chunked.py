@@ -10,6 +10,7 @@ Under policies what prompts reuse is stored together with what was computed, onc
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from itertools import count, pairwise
 
 from policies.base import Phase
@@ -94,7 +95,8 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                     stops=stops,
                 )
         try:
-            with model.ranges("chunk of tokens", f"{start}-{end}"):
+            kept_hidden = nullcontext() if job.scorer is None else job.scorer.keeping()
+            with model.ranges("chunk of tokens", f"{start}-{end}"), kept_hidden:
                 logits_BV = model.forward(
                     batch.ids_BS[:, start:end],
                     attention,
@@ -102,7 +104,10 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                     pads=pads,
                     length=num_tokens,
                     tokens=tokens if policies.narrows else None,
+                    all_hidden=job.scorer is not None,
                 )
+            if job.scorer is not None:
+                job.scorer.score([range(start, end)])
         except PrefillCancelled:
             seconds = time.perf_counter() - began_s
             return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)

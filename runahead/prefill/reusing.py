@@ -29,6 +29,7 @@ from runahead.prefill.base import (
 )
 from runahead.prefill.kv_runahead import Single
 from runahead.prefill.prompt_check import PromptLimits
+from runahead.prefill.scoring import PromptScorer
 from runahead.ranks.ranks import Ranks
 from runahead.report import ReuseReport
 from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts
@@ -118,10 +119,16 @@ class ReusingPrefill:
             tree = self._prefixes.tree
             stops = _stops(stored, ids, tree.snapshot_tokens, tree.limit_bytes / self._prefixes.state_bytes)
         owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
+        batch, scorer = PromptBatch.from_prompts(computed, ranks.device), None
+        if plan.scores is not None:
+            assert reuse is None and not any(stored), "prompts whose tokens are scored are computed whole"
+            between = nothing if meanwhile is None else meanwhile.after_segment_layer
+            scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, plan.scores, between)
         job = self._job(
-            PromptBatch.from_prompts(computed, ranks.device),
+            batch,
             partition,
             plan.num_new,
+            scorer=scorer,
             meanwhile=meanwhile,
             shards=plan.shards,
             stored=StoredPrefix.from_prompts(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
@@ -148,6 +155,8 @@ class ReusingPrefill:
             prefilled.cache.states.begun = ()  # all rows have
         job.reused = job.states = None  # frees reused segments, of which decoding may have its own copies
         prefilled.report.prefill_s += ready.computed_anew_s
+        if job.scorer is not None and not prefilled.is_cancelled:
+            prefilled.scores = job.scorer.found()
         prefilled.prefixes = ready.prefixes
         if ready.prefixes:
             self._keep_states(ready, prefilled)

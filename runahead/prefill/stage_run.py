@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -114,16 +114,22 @@ class StageRun:
         logits_BV, is_cancelled = None, False
         self._begin()
         try:
+            kept = nullcontext() if job.scorer is None else job.scorer.keeping()
             with job.model.ranges("chunk of tokens", *(f"{run.start}-{run.stop}" for run in runs)):
-                logits_BV = job.model.forward(
-                    ids_BC,
-                    attention,
-                    start=start,
-                    pads=pads,
-                    length=job.batch.num_tokens,
-                    index_C=index_C,
-                    tokens=tokens if narrows else None,
-                )
+                with kept:
+                    logits_BV = job.model.forward(
+                        ids_BC,
+                        attention,
+                        start=start,
+                        pads=pads,
+                        length=job.batch.num_tokens,
+                        index_C=index_C,
+                        tokens=tokens if narrows else None,
+                        all_hidden=job.scorer is not None,
+                    )
+                if job.scorer is not None:
+                    self.await_device()
+                    job.scorer.score(runs)
                 finish()
         except ForwardEndsHere:
             pass
@@ -206,7 +212,7 @@ class StageRun:
         all_waits = [(at, seconds(b), seconds(e)) for at, b, e in log.waits]
         all_waits += [(at, b, e) for at, b, e in asides if e - b >= LEAST_ASIDE_S]
         all_waits.sort(key=lambda wait: wait[1])
-        names = {len(layers) - 1: "last MLP and logits"} if self.is_last else {}
+        names = {len(layers) - 1: "last MLP and logits"} if self.is_last or self.job.scorer is not None else {}
         places = self.job.model.places or [("KV", layer) for layer in range(len(self.job.model.order))]
         states = {place for place, (kind, _) in enumerate(places) if kind == "state"}
         spans = []

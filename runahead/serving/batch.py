@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from runahead.report import PromptLogprobs
 from runahead.reuse.forks import each_once
-from runahead.serving.items import Generate, Part, PrefillItem, Progress
+from runahead.serving.items import Generate, Part, PrefillItem, Progress, Tokens
 from runahead.serving.request import Request
 from runahead.serving.room import num_tokens_of
 
@@ -30,6 +31,7 @@ class Batch:
         cached: tokens of each prompt that were not computed.
         shares_prompts: rows of the same prompt share its keys and values.
         computed: the rows whose prompts are computed: one of each different prompt, or all if `Engine.generate` does.
+        held: reports of tokens that are heard once all ranks have reported their scores.
     """
 
     item: PrefillItem | Generate
@@ -42,6 +44,7 @@ class Batch:
     parts: dict[int, Part] = field(default_factory=dict)
     progress: dict[int, Progress] = field(default_factory=dict)
     shares_prompts: bool = False
+    held: list[Tokens] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.left, self.new_tokens = set(range(len(self.owners))), [0] * len(self.owners)
@@ -63,6 +66,18 @@ class Batch:
     def of_computed(self, of_rows: Sequence[int]) -> list[int]:
         """The numbers of those rows whose prompts are computed, of one number per row."""
         return [of_rows[row] for row in self.computed]
+
+    @property
+    def scores(self) -> bool:
+        """Whether the prompts' tokens are scored."""
+        return isinstance(self.item, PrefillItem) and self.item.scores is not None
+
+    def scores_of(self, row: int) -> PromptLogprobs:
+        """The scores of a row's prompt, of which all ranks have reported theirs."""
+        number = self._prompt_of[row]
+        return PromptLogprobs.join(
+            [each for part in self.parts.values() if part.scores for each in part.scores[number]]
+        )
 
     @property
     def reuses(self) -> bool:

@@ -181,9 +181,10 @@ class Executor:
             prompts=prompts,
             partition=ContextPartition(boundaries=item.boundaries),
             num_new=max(options.max_new_tokens for options in item.options),
-            reuses=self._reuses,
+            reuses=self._reuses and item.scores is None,
             stored=[item.stored[prompt_of.index(number)] for number in range(len(prompts))] if item.stored else (),
             salts=[item.salts[prompt_of.index(number)] for number in range(len(prompts))] if item.salts else (),
+            scores=item.scores,
             record=item.record_timeline,
         )
         prefilled = self._engine.prefill(plan, self)
@@ -243,6 +244,7 @@ class Executor:
                 report=report,
                 live_bytes=self.live.num_bytes,
                 stored_bytes=0 if self._engine.prefixes is None else self._engine.prefixes.tree.num_bytes,
+                scores=prefilled.scores if self._ranks.share == 0 else [],  # which are the same on all of them
                 **self._prefix_facts(),
                 spans=[span.shifted(self._clock_offset_s) for span in prefilled.spans if span.kind != "send"],
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from policies.base import GivenPrompt, reuse_segments
 from runahead.config import GenerationOptions
 from runahead.decoding.row import RowId
-from runahead.report import RankReport
+from runahead.report import PromptLogprobs, RankReport
 from runahead.reuse.prefix_tree import Change
 from runahead.timeline.trace import TraceSpan
 
@@ -29,6 +29,7 @@ class PrefillItem:
         stored: number of first tokens of each prompt that all stages reuse, which the last one had stored when rank 0
             heard of it last; none where that one computes alone, which looks itself.
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
+        scores: as of `PrefillPlan`.
         record_timeline: ranks report from inside it, and when they were in which layer.
         due_prefixes: what is stored of prompts that will come after it, each with its salt.
         salts: of the prompts, which reuse and are reused by those with the same alone; () is none.
@@ -40,6 +41,7 @@ class PrefillItem:
     boundaries: tuple[int, ...]
     stored: Sequence[int] = ()
     is_short: bool = False
+    scores: int | None = None
     record_timeline: bool = True
     due_prefixes: Sequence[tuple[Sequence[int], str]] = ()
     salts: Sequence[str] = ()
@@ -119,6 +121,7 @@ class Part:
             `time.perf_counter`.
         prefix_bytes: of the texts that it keeps, by tier.
         prefix_found_tokens: tokens of prompts that it has found in them so far, by tier.
+        scores: of each different prompt's tokens that it has scored, in runs.
     """
 
     number: int
@@ -133,6 +136,7 @@ class Part:
     spans: list[TraceSpan] = field(default_factory=list)
     prefix_bytes: dict[str, int] = field(default_factory=dict)
     prefix_found_tokens: dict[str, int] = field(default_factory=dict)
+    scores: list[list[PromptLogprobs]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,8 @@ def learn_prefill(batch: Batch, estimate: TimeEstimate, times: PrefillTimes) -> 
         None if the times of its ranks say nothing of whole prompts.
     """
     # The rank with the first token ends last, but what it decoded in its waits does not count.
+    if batch.scores:  # which is more work
+        return None
     longest_s = max(each.prefill_s for each in batch.parts.values())
     is_alone = batch.is_alone and all(each.is_alone for each in batch.parts.values())
     if isinstance(batch.item, PrefillItem) and any(batch.item.stored):

@@ -228,7 +228,11 @@ class RequestQueue:
         if self._engine.prefixes is None:
             return []
         key = self._engine.prefixes.key
-        return [num for each in requests for num in self._of_computed(each, self.stored.found(each, key))]
+        return [num for each in requests for num in self._of_computed(each, self._found(each, key))]
+
+    def _found(self, request: Request, key: str) -> Sequence[int]:
+        """Tokens of each different prompt that need not be computed."""
+        return self.stored.found(request, key) if request.scores is None else [0] * len(request.different)
 
     def _of_computed(self, request: Request, found: Sequence[int]) -> list[int]:
         """Numbers of the different prompts of a request as those of the prompts that are computed."""
@@ -236,7 +240,9 @@ class RequestQueue:
 
     def _waits_for_prefix(self, request: Request) -> bool:
         """Whether a long prompt begins like one that is being computed, after which it takes less than half as long."""
-        if self._engine.prefixes is None or not self._has_chain or self.is_short([request]):
+        if self._engine.prefixes is None or not self._has_chain or request.scores is not None:
+            return False
+        if self.is_short([request]):
             return False
         under_way = [batch for batch in self.batches.values() if not batch.is_decoded]
         begun = {owner: None for batch in under_way for owner, _ in batch.owners}
@@ -249,7 +255,7 @@ class RequestQueue:
 
     def _gains_by_waiting(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether a request has less than half to compute if it is not computed at once with others, but after them."""
-        if self._engine.prefixes is None:
+        if self._engine.prefixes is None or request.scores is not None:
             return False
         now, after = sum(self._reusable([request])), self.stored.found_after(request, others, self._engine.prefixes.key)
         later = sum(self._of_computed(request, after))
@@ -293,7 +299,7 @@ class RequestQueue:
             return []
         key, stored = self._engine.prefixes.key, list[tuple[list[int], str]]()
         for request in self.by_deadline()[:MOST_PREFETCHED]:
-            found = self.stored.found(request, key)
+            found = self._found(request, key)
             texts = zip(request.different, found, strict=True)
             stored += [(ids_of(each)[:num], request.salt) for each, num in texts if num]
         return stored
@@ -328,6 +334,7 @@ class RequestQueue:
             lengths = [self._most_new(each) for each in together]
             if (
                 other is first
+                or other.scores != first.scores
                 or self.is_short(together) != self.is_short(chosen)
                 or min(lengths) < SIMILAR * max(lengths)
                 or rows * max(lengths) > self._limits.batch_tokens

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from policies.base import GivenPrompt
 from runahead.config import GenerationOptions
+from runahead.report import PromptLogprobs
 from runahead.reuse.forks import each_once
 
 
@@ -38,12 +39,15 @@ class Request:
         listener: who receives the tokens.
         client: whose request it is, for the limit of requests per client.
         salt: its prompts reuse, and are reused by, those of requests with the same salt alone.
+        scores: number of most likely tokens that are given with the log-probabilities of the prompts' tokens; None
+            asks for none. Such prompts are computed whole.
         cancelled: nobody wants the answer any more; written by `Scheduler.cancel`.
         arrived_s: `time.monotonic` of its arrival.
         rows_left: rows that have not ended; written by the scheduler.
         predicted_ttft_s: seconds from its arrival to its first token, as predicted when it was queued.
         cached_tokens: of each row's prompt, tokens that were not computed for this request; written by the scheduler.
         found_tokens: of each row's prompt, tokens that were known to be stored when its prefill began; as above.
+        prompt_scores: of each row's prompt, before its first token is told; as above.
         different: the different prompts.
         prompt_of: of each row, the number of its prompt among these.
     """
@@ -53,12 +57,14 @@ class Request:
     listener: Listener
     client: str = ""
     salt: str = ""
+    scores: int | None = None
     cancelled: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
     rows_left: int = field(init=False)
     predicted_ttft_s: float = field(init=False, default=0.0)
     cached_tokens: list[int] = field(init=False)
     found_tokens: list[int] = field(init=False)
+    prompt_scores: dict[int, PromptLogprobs] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         num_rows = self.rows_left = len(self.prompts)

@@ -135,6 +135,10 @@ class Scheduler:
         """Check that prompts can be generated from at once, as the engine does. Raises: PromptTooLong, ValueError."""
         self._queue.check(prompts, options)
 
+    def check_scores(self) -> None:
+        """Check that the tokens of prompts can be scored. Raises: ValueError."""
+        self._engine.check_scores()
+
     @property
     def longest_text(self) -> int | None:
         """Most tokens of a prompt and its answer; None is no limit."""
@@ -308,6 +312,7 @@ class Scheduler:
                     boundaries=boundaries,
                     stored=stored,
                     is_short=is_short,
+                    scores=requests[0].scores,
                     record_timeline=not is_short or predicted_s >= PROGRESS_S,  # else it costs more than it tells
                     due_prefixes=queue.due_prefixes(),
                     salts=salts,
@@ -353,7 +358,11 @@ class Scheduler:
                 self.estimate.learn_step(report.step_s)
                 self.busy_s[self._leader, "decoding"] += report.step_s
             for number in dict.fromkeys(number for number, _ in [*report.tokens, *report.ended]):
-                self._hear_tokens(self._queue.batches[number], report)
+                batch = self._queue.batches[number]
+                if batch.scores and number in self._unread:
+                    batch.held.append(report)
+                else:
+                    self._hear_tokens(batch, report)
         elif isinstance(report, Part):
             self._hear_part(self._unread[report.number], report)
         elif isinstance(report, Progress):
@@ -418,6 +427,7 @@ class Scheduler:
         if isinstance(batch.item, PrefillItem) and len(batch.parts) < self._ranks.size:
             return
         del self._unread[part.number]
+        self._hear_held(batch)
         if any(each.is_cancelled for each in batch.parts.values()):
             return
         if isinstance(batch.item, PrefillItem) and batch.item.record_timeline:
@@ -425,6 +435,15 @@ class Scheduler:
         lesson = learn_prefill(batch, self.estimate, self._queue.times(is_short=batch.is_short))
         if lesson is not None:
             self._lessons.append(lesson)
+
+    def _hear_held(self, batch: Batch) -> None:
+        """Give requests the scores of their prompts, and hear of their tokens."""
+        if batch.scores and not any(each.is_cancelled for each in batch.parts.values()):
+            for row, (request, index) in enumerate(batch.owners):
+                request.prompt_scores[index] = batch.scores_of(row)
+        for report in batch.held:
+            self._hear_tokens(batch, report)
+        batch.held = []
 
     def _check_ranks(self) -> None:
         """Ask all ranks now and then whether they live, and whether one of them was asked to end."""

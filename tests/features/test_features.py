@@ -138,6 +138,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prompt.chat": lambda: {"options": {"prompt.chat": "true"}},
     "serve.decode_ranks": lambda: {"options": {"serve.decode_ranks": 1}},
     "reuse of prefixes": lambda: {"prefixes": "reuse of prefixes"},
+    "echo with logprobs": lambda: {"scores": True},
     "policy=prompt_cache": lambda: {"segments": "policy=prompt_cache"},
     "policy.recompute": lambda: {"blends": True},
     "a conversation": lambda: {"rows": 1},

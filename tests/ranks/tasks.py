@@ -23,7 +23,8 @@ from runahead.config import DecodeName, DecodeOptions
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.base import Prefilled
 from runahead.prefill.chain_run import ChainRun
-from runahead.report import GenerationBatch, RankReport
+from runahead.prefill.scoring import PromptScorer
+from runahead.report import GenerationBatch, PromptLogprobs, RankReport
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, throughout
 
@@ -82,6 +83,34 @@ def prefill(
     )
     with throughout(dtype):
         return PrefillOutcome.after(PREFILLS[options.name].run(job))
+
+
+def score(
+    ranks: Ranks,
+    family: str,
+    prompts: list[list[int]],
+    boundaries: tuple[int, ...],
+    options: PrefillOptions,
+    number: int,
+) -> list[list[PromptLogprobs]]:
+    """What this rank scores of the tokens of prompts, with so many of the most likely ones."""
+    model, batch = tiny_model(family), PromptBatch.from_prompts(prompts, ranks.device)
+    scorer = PromptScorer(model, batch.ids_BS, batch.pads, number)
+    job = PrefillJob(
+        model=model,
+        ranks=ranks,
+        batch=batch,
+        partition=PREFILLS[options.name].split(
+            batch.num_tokens, ranks.size, lambda *_: ContextPartition(boundaries=boundaries)
+        ),
+        capacity=batch.num_tokens,
+        options=options,
+        scorer=scorer,
+        chunk_tokens=options.chunk_tokens,
+    )
+    with throughout(model.dtype):
+        PREFILLS[options.name].run(job)
+        return scorer.found()
 
 
 Steps = list[list[int | None]]

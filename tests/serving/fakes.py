@@ -29,7 +29,7 @@ from runahead.model.grammars import Grammars
 from runahead.prefill import Prefilled, PrefillPlan
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
-from runahead.report import RankReport
+from runahead.report import PromptLogprobs, RankReport
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
@@ -170,6 +170,9 @@ class FakeEngine:
     def split(self, num_tokens: int) -> ContextPartition:
         return ContextPartition(boundaries=(0, num_tokens))
 
+    def check_scores(self) -> None:
+        pass
+
     def learn(self, *_: object) -> None:
         pass
 
@@ -194,8 +197,21 @@ class FakeEngine:
         rows = [FakeRow(answer, note) for answer in answers]
         report = RankReport(rank=0, prefill_s=max(time.perf_counter() - began_s, 1e-4))
         spans = self.spans if plan.record else []
+        scores = []
+        if (most := plan.scores) is not None:
+            scores = [
+                [
+                    PromptLogprobs(
+                        first=1,
+                        logprobs=[-1.0] * (len(ids) - 1),
+                        top_logprobs=[[-1.0] * most] * (len(ids) - 1),
+                        top_ids=[[id] * most for id in ids[1:]],
+                    )
+                ]
+                for ids in prompts
+            ]
         logits_BV, cache = self.logits(rows), FakeCache(rows)
-        return Prefilled(report=report, logits_BV=logits_BV, cache=cache, encoded=encoded, spans=spans)
+        return Prefilled(report=report, logits_BV=logits_BV, cache=cache, encoded=encoded, spans=spans, scores=scores)
 
     def logits(self, rows: Sequence[FakeRow]) -> torch.Tensor:
         logits_BV = torch.zeros(len(rows), len(self.tokenizer))

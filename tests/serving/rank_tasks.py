@@ -24,6 +24,7 @@ from runahead.context import ContextPartition
 from runahead.prefill.base import PrefillCancelled, PrefillPlan
 from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.ranks import Ranks
+from runahead.report import PromptLogprobs
 from runahead.reuse import reuse
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.store import SegmentStore, StoreLimits
@@ -281,6 +282,7 @@ class Load:
         store_bytes: size of the store of reused segments; None is the default.
         tree_bytes, snapshot_tokens: of prefixes that are reused.
         num_answers: to each prompt, with seeds that count up.
+        scores: by request whose prompt is scored, the number of most likely tokens at each place.
         awaits: by the items that a rank was told, whether what the test is about has come to it. Until then it decodes
             slowly after its first steps, so that rows do not end before, however late another rank is.
     """
@@ -301,6 +303,7 @@ class Load:
     snapshot_tokens: int = 0
     chain_token_s: float = 0.0
     num_answers: int = 1
+    scores: dict[int, int] = field(default_factory=dict)
     awaits: Callable[[Sequence[Item]], bool] | None = None
 
 
@@ -319,7 +322,8 @@ def two_cancellations(told: Sequence[Item]) -> bool:
 class Served:
     """Records of rank 0: tokens per answer, what the listeners heard, items that were told, the state at the end; per
     rank, bytes that stay in live rows, decoding steps and prefills that were carried out inside a prefill, and segments
-    that were encoded. `cached` are tokens per request that were found in the store."""
+    that were encoded. `cached` are tokens per request that were found in the store, `scores` those of each answer's
+    prompt."""
 
     tokens: list[list[int]] = field(default_factory=list)
     heard: list[list[str | int]] = field(default_factory=list)
@@ -329,6 +333,7 @@ class Served:
     inside: list[str] = field(default_factory=list)
     encoded: list[str] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+    scores: list[dict[int, PromptLogprobs]] = field(default_factory=list)
 
 
 def serve(ranks: Ranks, load: Load) -> Served:
@@ -414,7 +419,8 @@ def _serve(engine: Engine, load: Load, served: Served) -> None:
         if load.cancel.get(number) == 0:
             listener.when_started = cancelling(number)
         rows = [replace(options, seed=options.seed + row) for row in range(load.num_answers)]
-        requests.append(Request(prompts=[ids] * load.num_answers, options=rows, listener=listener))
+        prompts, scores = [ids] * load.num_answers, load.scores.get(number)
+        requests.append(Request(prompts=prompts, options=rows, listener=listener, scores=scores))
     kept = [request.listener for request in requests]
     tell = scheduler._tell
 
@@ -435,6 +441,7 @@ def _serve(engine: Engine, load: Load, served: Served) -> None:
     served.heard = [each.heard for each in kept]
     served.state = scheduler.state()
     served.cached = [request.cached_tokens[0] for request in requests]
+    served.scores = [request.prompt_scores for request in requests]
 
 
 def _drain_at_the_end(scheduler: Scheduler, listeners: list[Kept]) -> None:

@@ -202,7 +202,9 @@ ERRORS: dict[str, tuple[Ask, tuple[int, str, str | None, str | None]]] = {
         sent(request_of(JSON).replace(b"content-length", b"transfer-encoding: chunked\r\ncontent-length")),
         (400, INVALID, None, None),
     ),
-    "unsupported": (asked({"prompt": "a", "echo": True}), (400, INVALID, "unsupported_parameter", "echo")),
+    "unsupported": (asked({"prompt": "a", "suffix": "b"}), (400, INVALID, "unsupported_parameter", "suffix")),
+    "echo in a stream": (asked({"prompt": "a", "echo": True, "stream": True}), (400, INVALID, "invalid_value", "echo")),
+    "no tokens without echo": (asked({"prompt": "a", "max_tokens": 0}), (400, INVALID, "invalid_value", "max_tokens")),
     "tools of no template": (
         asked(HELLO | {"tools": [TOOL]}, CHAT, tools="none"),
         (400, INVALID, "unsupported_parameter", "tools"),

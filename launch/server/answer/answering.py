@@ -84,7 +84,9 @@ class Answering:
     @property
     def _usage(self) -> dict[str, Any]:
         """The usage so far. A prompt counts once, however many answers it gets."""
-        return usage_of(self._num_prompt_tokens, self._listener.rows, self._of_prompts(self._queued.cached_tokens))
+        is_answered = not isinstance(self._read, CompletionRequest) or self._read.is_answered
+        rows = self._listener.rows if is_answered else []
+        return usage_of(self._num_prompt_tokens, rows, self._of_prompts(self._queued.cached_tokens))
 
     def _of_prompts(self, of_rows: Sequence[int]) -> int:
         """Sum of a number of each row, over one row of each prompt."""
@@ -100,6 +102,9 @@ class Answering:
             return
         await self._start(200, "application/json")
         body = self._form.whole(self._listener.rows, self._usage)
+        if isinstance(self._read, CompletionRequest) and self._read.echo:
+            ids = list(map(ids_of, self._queued.prompts))
+            body = await asyncio.to_thread(self._form.with_prompts, body, self._read, ids, self._queued)
         await self._write(dumps(body), more=False)
 
     async def _stream(self) -> None:

@@ -6,9 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from launch.server.answer.echo import with_prompt
 from launch.server.answer.logprobs import Scored, TokenTexts, chat_logprobs, text_logprobs
 from launch.server.answer.pieces import Kind, Piece
 from launch.server.answer.row_text import RowText
+from launch.server.request.fields import CompletionRequest
+from runahead.serving.request import Request
 
 
 class Form:
@@ -35,6 +38,27 @@ class Form:
             logprobs = self._logprobs(row.take_scored())
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": row.finish_reason})
         return {**self._head, "object": self._whole, "choices": choices, "usage": usage}
+
+    def with_prompts(
+        self, answer: dict[str, Any], read: CompletionRequest, prompts: Sequence[Sequence[int]], queued: Request
+    ) -> dict[str, Any]:
+        """A whole answer, with each prompt before its answers.
+
+        Args:
+            prompts: token ids of each row.
+        """
+        choices = [
+            with_prompt(
+                choice,
+                read.prompts[index // len(read.options)],
+                prompts[index],
+                queued.prompt_scores.get(index),
+                self._texts,
+                is_answered=read.is_answered,
+            )
+            for index, choice in enumerate(answer["choices"])
+        ]
+        return answer | {"choices": choices}
 
     def progress(self, *, total: int, cache: int, processed: int, time_ms: int) -> dict[str, Any]:
         """A chunk before all text with the progress of the prefill, as llama.cpp's server has it.

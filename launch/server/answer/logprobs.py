@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runahead.decoding.stop_strings import REPLACEMENT
+from runahead.decoding.stop_strings import REPLACEMENT, Detokenizer
 from runahead.report import TokenLogprobs
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -49,6 +49,15 @@ class TokenTexts:
         if token not in self._known:
             self._known[token] = self._look_up(token)
         return self._known[token]
+
+    def parts(self, ids: Sequence[int]) -> list[str]:
+        """What each of some tokens adds to their text, without special tokens."""
+        if self._tokenizer is None:
+            return [""] * len(ids)
+        text = Detokenizer(self._tokenizer)
+        parts = [text.add(token) for token in ids]
+        parts[-1] += text.finish()
+        return parts
 
     def _look_up(self, token: int) -> tuple[str, list[int] | None]:
         if self._tokenizer is None:

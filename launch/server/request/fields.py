@@ -79,9 +79,22 @@ class ChatRequest(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(Common):
-    """Body of /v1/completions. `prompts` are texts or token ids."""
+    """Body of /v1/completions.
+
+    Attributes:
+        prompts: texts or token ids.
+        echo: the prompt stands before its answer.
+        is_answered: False: the client wants no new tokens.
+    """
 
     prompts: list[str | list[int]]
+    echo: bool = False
+    is_answered: bool = True
+
+    @property
+    def scores(self) -> int | None:
+        """Number of most likely tokens to be given with the log-probabilities of prompts; None: without any."""
+        return self.options[0].logprobs if self.echo else None
 
 
 def read_chat(body: Mapping[str, Any], defaults: GenerationOptions) -> ChatRequest:
@@ -99,7 +112,11 @@ def read_chat(body: Mapping[str, Any], defaults: GenerationOptions) -> ChatReque
 def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> CompletionRequest:
     """A completion request. Raises: APIError."""
     fields = Fields(body)
-    prompt_cache = _prompt_cache(fields)
+    prompt_cache, echo = _prompt_cache(fields), fields.flag("echo")
+    for name, is_there in (("stream", fields.has("stream")), ("prompt_cache", prompt_cache is not None)):
+        if echo and is_there:
+            raise wrong("echo", f"does not go with '{name}'")
+    is_answered = not (echo and any(fields.is_zero(name) for name in ("max_tokens", "max_completion_tokens")))
     prompt = fields.take("prompt", lambda value: True, "")
     if prompt in (None, "") and prompt_cache is not None:
         return CompletionRequest(prompts=[""], prompt_cache=prompt_cache, **_common(fields, defaults))
@@ -112,11 +129,13 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
             raise wrong("prompt", "must be a text, a list of token ids, or a list of such, none of them empty")
         if isinstance(each, str):
             check_unicode(each, "prompt")
-    common = _common(fields, defaults)
-    return CompletionRequest(prompts=prompts, prompt_cache=prompt_cache, **common)
+    common = _common(fields, defaults, least_new=0 if echo else 1)
+    return CompletionRequest(prompts=prompts, echo=echo, is_answered=is_answered, prompt_cache=prompt_cache, **common)
 
 
-def _common(fields: Fields, defaults: GenerationOptions, *, tools: Tools | None = None) -> dict[str, Any]:
+def _common(
+    fields: Fields, defaults: GenerationOptions, *, tools: Tools | None = None, least_new: int = 1
+) -> dict[str, Any]:
     """Fields of both kinds of requests, by name; `tools` are those of a chat."""
     model = fields.take("model", lambda value: isinstance(value, str), "must be a text")
     stream = fields.flag("stream")
@@ -124,7 +143,7 @@ def _common(fields: Fields, defaults: GenerationOptions, *, tools: Tools | None 
     progress = fields.flag("return_progress")
     if progress and not stream:
         raise wrong("return_progress", "is for 'stream': true only")
-    options, length_field, chose_seed, guided_by = read_generation(fields, defaults, tools=tools)
+    options, length_field, chose_seed, guided_by = read_generation(fields, defaults, tools=tools, least_new=least_new)
     n = fields.number("n", 1, 128, whole=True) or 1
     rows = [replace(options, seed=(options.seed + number) % (MAX_SEED + 1)) for number in range(n)]
     return {

@@ -20,18 +20,20 @@ LEAST_TEMPERATURE = 0.01
 
 
 def read_generation(
-    fields: Fields, defaults: GenerationOptions, *, tools: Tools | None
+    fields: Fields, defaults: GenerationOptions, *, tools: Tools | None, least_new: int = 1
 ) -> tuple[GenerationOptions, str | None, bool, str | None]:
     """Options of one answer, the field that gave its length, whether it has a seed of the client's, and what guides it.
 
     Args:
         tools: of a chat; None for a completion.
+        least_new: tokens that the client has to ask for. For none one is generated.
 
     Raises:
         APIError: a field is wrong.
     """
     lengths = {
-        name: fields.number(name, 1, MAX_NEW_TOKENS, whole=True) for name in ("max_completion_tokens", "max_tokens")
+        name: fields.number(name, least_new, MAX_NEW_TOKENS, whole=True)
+        for name in ("max_completion_tokens", "max_tokens")
     }
     given = {name: value for name, value in lengths.items() if value is not None}
     if len(set(given.values())) == 2:
@@ -50,7 +52,7 @@ def read_generation(
     )
     chosen = replace(
         defaults,
-        max_new_tokens=next(iter(given.values()), defaults.max_new_tokens),
+        max_new_tokens=max(1, next(iter(given.values()), defaults.max_new_tokens)),
         min_new_tokens=defaults.min_new_tokens if least is None else least,
         **_sampling(fields, defaults),
         repetition_penalty=repetition or defaults.repetition_penalty,

@@ -116,6 +116,15 @@ class Fields:
         value = self.take(name, is_right, f"must be {what} {bounds}{upper}")
         return value if whole or value is None else float(value)
 
+    def has(self, name: str) -> bool:
+        """Whether a field that was not taken asks for something."""
+        return bool(self._left.get(name))
+
+    def is_zero(self, name: str) -> bool:
+        """Whether a field that was not taken is the number 0."""
+        value = self._left.get(name)
+        return isinstance(value, int) and not isinstance(value, bool) and value == 0
+
     def flag(self, name: str) -> bool:
         return bool(self.take(name, lambda value: isinstance(value, bool), "must be true or false"))
 

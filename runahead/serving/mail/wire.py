@@ -15,7 +15,15 @@ from typing import Any
 from policies.base import ReusingPrompt, Segment, SegmentUse
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.scored_tokens import ScoredToken
-from runahead.report import MemoryReport, RankReport, RetrievalReport, ReuseReport, SpeculationReport, TokenLogprobs
+from runahead.report import (
+    MemoryReport,
+    PromptLogprobs,
+    RankReport,
+    RetrievalReport,
+    ReuseReport,
+    SpeculationReport,
+    TokenLogprobs,
+)
 from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving.items import (
     Alive,
@@ -39,6 +47,7 @@ CLASSES: Mapping[str, type] = {
         *(Tokens, Part, Progress, Stored, Dropped, Alive, Stopping),
         *(GenerationOptions, Speculate, ReusingPrompt, SegmentUse, Segment, TraceSpan),
         *(RankReport, RetrievalReport, ReuseReport, SpeculationReport, MemoryReport, TokenLogprobs),
+        PromptLogprobs,
     )
 }
 """What messages are made of: dataclasses and enums, by name."""
