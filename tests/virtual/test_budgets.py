@@ -53,6 +53,11 @@ PROMPT = {**ONCE, "clock.py": 2}
 """The waits of every prompt: for its first tokens, and for the times of its report."""
 
 
+VARYING = {"unequal heads in 4 bits of 4,096 tokens": 12}
+"""How far kernels may be from those pinned: another processor's last bits have other tokens kept, so that other heads'
+windows reach a group of 32 in the counted steps."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def a_virtual_gpu(own_cache: object) -> Iterator[None]:
     """A virtual GPU, which counts."""
@@ -230,7 +235,8 @@ def require(name: str, kernels: float, step: Waits, prompt: Waits) -> None:
         step, prompt: waits by place, such as "runahead/x.py:12 tolist".
     """
     pinned = BUDGETS.get(name, (0, {}, {}))
-    found = kernels if HAS_PINNED_VERSIONS else pinned[0], _by_file(step), _by_file(prompt)
+    is_near = abs(kernels - pinned[0]) <= VARYING.get(name, 0)
+    found = pinned[0] if is_near or not HAS_PINNED_VERSIONS else kernels, _by_file(step), _by_file(prompt)
     exceeds = found[0] > pinned[0] or any(_exceeds(*each) for each in zip(found[1:], pinned[1:], strict=True))
     assert not exceeds, f"more than pinned, {pinned}: {name!r}: {found}; waits are in {[*step, *prompt]}"
     assert found == pinned, f"better than pinned: lower it, {pinned}: {name!r}: {found}"
