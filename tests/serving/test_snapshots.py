@@ -195,7 +195,7 @@ def test_rank_0_knows_where_texts_can_go_on() -> None:
 
 def test_the_option_needs_a_tree_and_a_number_of_tokens() -> None:
     assert ServeOptions(prefix_cache_bytes=1, snapshot_tokens=512).snapshot_tokens == 512
-    with pytest.raises(ValueError, match="serve.snapshot_tokens=512 has no effect without serve.prefix_cache_bytes"):
-        ServeOptions(snapshot_tokens=512)
+    with pytest.raises(ValueError, match="serve.snapshot_tokens=512 has no effect with serve.prefix_cache_bytes=0"):
+        ServeOptions(prefix_cache_bytes=0, snapshot_tokens=512)
     with pytest.raises(ValueError, match="serve.snapshot_tokens=-1 must be a number of tokens"):
         ServeOptions(prefix_cache_bytes=1, snapshot_tokens=-1)
