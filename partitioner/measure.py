@@ -42,7 +42,7 @@ HOPELESS = 1.06
 
 class _Probe(LayerHook):
     """Marks when each place begins and ends: a layer's attention from when its keys and values are known, and its state
-    from when it is asked for until that after the chunk is known. The forward ends where place `depth - 1` begins.
+    from when it is waited for until that after the chunk is known. The forward ends where place `depth - 1` begins.
     """
 
     def __init__(self, model: Model, clock: Clock, depth: int, keep: Collection[int] = ()) -> None:

@@ -36,7 +36,7 @@ class ComputeCost(Protocol):
         """The places that hold a state, ascending; the others attend."""
 
     def first(self, c: float) -> float:
-        """Embedding, norm and projections of place 0, until its keys and values are known or it asks for its state."""
+        """Embedding, norm and projections of place 0, until its keys and values are known or it waits for its state."""
 
     def between(self, c: float) -> float:
         """Steps from one place to the next: output projection, MLP, and norm and projections of the next layer."""

@@ -113,12 +113,21 @@ class StateLayer(LinearAttentionLayer):
         """Write the state of one row to these bytes."""
         self.made(lambda state: state[row : row + 1]).write(bytes_Z.view(1, -1))
 
+    def allocate(self, shape: StateShape, batch: int, device: torch.device) -> None:
+        """Hold memory for a state that will be read."""
+        for part in shape.parts:
+            self.hold(part.name, part.index, torch.empty(batch, *part.shape, dtype=part.dtype, device=device))
+
     def read(self, rows_Z: Sequence[Tensor], shape: StateShape) -> None:
-        """Hold a copy of the state that was written to these bytes of each row."""
+        """Hold a copy of the state that was written to these bytes of each row, in the memory that is there, if any."""
         sizes = [part.num_bytes for part in shape.parts]
         for part, rows in zip(shape.parts, zip(*(row_Z.split(sizes) for row_Z in rows_Z), strict=True), strict=True):
-            state = torch.stack(rows).view(part.dtype)
-            self.hold(part.name, part.index, state.view(len(rows_Z), *part.shape))
+            state = torch.stack(rows).view(part.dtype).view(len(rows_Z), *part.shape)
+            held = getattr(self, part.name)[part.index]
+            if held is None:
+                self.hold(part.name, part.index, state)
+            else:
+                held.copy_(state)
 
 
 class States:

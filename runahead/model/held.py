@@ -7,6 +7,7 @@ a state: a layer may be both, and some (experts alone) are neither.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias
@@ -38,6 +39,8 @@ class Held:
         counts: how many convolution and recurrent states the layer of each state has.
         shapes: of each state; empty while they are not known.
         order: all of them, in the order in which a forward is done with them.
+        reads_late: layers that are given several tokens take hold of a state at once, and read it only after they have
+            updated some part of it.
     """
 
     kinds: Sequence[str]
@@ -46,6 +49,7 @@ class Held:
     counts: Sequence[int]
     shapes: Sequence[StateShape] = ()
     order: Sequence[Place] = ()
+    reads_late: bool = False
 
     @classmethod
     def by_config(cls, config: Any) -> Held | None:
@@ -107,8 +111,10 @@ class AsksInModules(ValueError):
 class StatesOfForward:
     """The layers of transformers' cache in one forward, as far as the model's code asks for their states.
 
-    A state is loaded when the model first asks for it. It is saved once the model has updated all of it; where it does
-    so in place, as it does for single tokens, when the forward goes on to what comes after it in `Held.order`.
+    A state is loaded when the model first asks for it, or only when it first updates it where `Held.reads_late` says
+    that its numbers are not read before: what a layer computes until then need not wait for them. It is saved once the
+    model has updated all of it; where it does so in place, as it does for single tokens, when the forward goes on to
+    what comes after it in `Held.order`.
 
     Args:
         attention: of the forward.
@@ -140,6 +146,7 @@ class StatesOfForward:
         self._begun: Sequence[int] = () if states is None else states.begun
         self.are_given = start > 0 or bool(self._begun) or any(True for layer in layers for _ in layer.tensors())
         self.ends, self.goes_on, self._is_in_pieces = self._ends(one_by_one), False, False
+        self._reads_late, self._only_asks = held.reads_late and self.ends[0] > 1, False
         self._loaded: dict[int, StateLayer] = {}
         self._before: StateLayer | None = None
         self._pending: int | None = None
@@ -165,12 +172,24 @@ class StatesOfForward:
             return None
         if number not in self._loaded:
             self.save_pending()
+            if self._only_asks and self._reads_late:
+                assert self._attention.states is not None
+                return self._attention.states.layers[number]
             self._loaded[number] = loaded = self._attention.load_state(number)
             self._pending, is_padded = number, any(self._pads[row] > self._start for row in self._begun)
             self._before = loaded.made(Tensor.clone) if is_padded else None
             parts = self.held.shapes[number].parts if self.held.shapes else ()
             self._missing = {(part.name, part.index) for part in parts}
         return self._loaded[number]
+
+    @contextmanager
+    def only_asked(self) -> Iterator[None]:
+        """Context manager in which the model's code takes hold of a state that it has not updated."""
+        self._only_asks = True
+        try:
+            yield
+        finally:
+            self._only_asks = False
 
     def updated(self, layer: int, name: str, index: int) -> None:
         """Called once the model has updated a part of a state."""

@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from runahead.attention.base import LayerAttention
-from runahead.cache.attention import CausalAttention
+from runahead.attention.states import States
+from runahead.cache.attention import CausalAttention, LayerHook
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.model.adapters import ADAPTERS
@@ -190,6 +191,23 @@ class LogitsCheck:
             f"{transformers.__version__}; {found}), as each chunk of a prompt but the first does; use another model"
         )
 
+    def reads_late(self) -> bool:
+        """Whether layers that are given several tokens read a given state only after they have updated a part of it.
+
+        Then they give the same logits if it is no number before.
+        """
+        num_tokens = sum(CHECK_TOKENS)
+        ids_1S = check_text(int(self._config.vocab_size), self.module.device, 2 * num_tokens)
+        cache, logits = self.empty_cache(ids_1S.shape[1]), list[Tensor]()
+        self._logits(ids_1S, cache, 0, num_tokens, [0])
+        given = cache.states
+        assert given is not None
+        for is_late in (False, True):
+            cache.states = given.fork()
+            hooks = [_Arriving(cache.states)] if is_late else []
+            logits.append(self._logits(ids_1S, cache, num_tokens, num_tokens, _ends_of(num_tokens), hooks=hooks))
+        return torch.equal(*logits)
+
     def _off(
         self,
         ids_1S: Tensor,
@@ -233,9 +251,10 @@ class LogitsCheck:
         num_tokens: int,
         places: Sequence[int],
         stops: Sequence[int] = (),
+        hooks: Sequence[LayerHook] = (),
     ) -> Tensor:
         """Logits (C, V) of some tokens of a chunk of a text, after what the cache holds."""
-        attention = CausalAttention(cache, start=start, pads=[0], stops=stops)
+        attention = CausalAttention(cache, start=start, pads=[0], stops=stops, hooks=hooks)
         ids_1C = ids_1S[:, start : start + num_tokens]
         return self.forward(ids_1C, attention, start=start, pads=[0], logits_of=places)[0]
 
@@ -291,6 +310,20 @@ class LogitsCheck:
                 logits_BV = self.forward(ids_1S[:, start:end], attention, start=start, pads=[0], length=ids_1S.shape[1])
             start = end
         return logits_BV
+
+
+class _Arriving(LayerHook):
+    """Lets states be no numbers until they are loaded, as those that come from another rank."""
+
+    def __init__(self, states: States) -> None:
+        self._states, self._arrived = states, states.fork()
+        for layer in states.layers:
+            for *_, state in layer.tensors():
+                state.fill_(math.nan)
+
+    def load_state(self, number: int) -> None:
+        arrived = States(self._arrived.layers[number : number + 1])
+        States(self._states.layers[number : number + 1]).copy_from(arrived)
 
 
 def check_text(vocab_size: int, device: torch.device, num_tokens: int = sum(CHECK_TOKENS)) -> Tensor:

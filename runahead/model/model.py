@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -484,7 +485,11 @@ class Model(ModelLayers):
         return hidden_1CD
 
     def _require_states(self, check: LogitsCheck, held: Held) -> None:
-        """Check that layers begin from given states, if need be with tokens one by one. Raises: ValueError."""
+        """Check that layers begin from given states, if need be with tokens one by one, and see when they read these.
+
+        Raises:
+            ValueError: they do not.
+        """
         give_in_pieces(self.module, self._run_one_token)
         try:
             check.require_states(held)
@@ -496,6 +501,9 @@ class Model(ModelLayers):
                 raise
             except Exception:  # as above: the family's code may return what is not put together from single tokens
                 raise error from None
+        else:
+            self.held = replace(held, reads_late=True)
+            self.held = self.held if check.reads_late() else held
 
     def _logits_check(self) -> LogitsCheck:
         return LogitsCheck(

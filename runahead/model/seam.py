@@ -121,6 +121,16 @@ class SeamCache(Cache):
         self._layer = layer_idx
         return key_states, value_states
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        with self.layers.only_asked():
+            state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+            return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        with self.layers.only_asked():
+            state: Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+            return state
+
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **keywords: Any) -> Tensor:
         full: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **keywords)
         self.layers.updated(layer_idx, "conv_states", state_idx)

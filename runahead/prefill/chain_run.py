@@ -88,6 +88,11 @@ class ChainRun(StageRun, LayerHook):
         self._states = StatePlaces(partition=job.partition, stops=job.stops, batch=len(job.batch.pads))
         self._carried = KVCache(slabs) if self._state_at else cache
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)
+        for number, place in enumerate(self._state_at):
+            if schedule.receives(place):  # the model's code takes hold of it before it has arrived
+                assert cache.states is not None
+                shape, batch = model.state_shapes[number], len(job.batch.pads)
+                cache.states.layers[number].allocate(shape, batch, job.ranks.device)
         self.log, self.is_last = self.transfer.log, schedule.is_last
         computes_all = self.is_last or job.scorer is not None  # to the logits
         self._attends_last = attends_last or job.scorer is not None

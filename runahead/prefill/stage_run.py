@@ -113,6 +113,8 @@ class StageRun:
             ids_BC = ids_BS[:, index_C]
         logits_BV, is_cancelled = None, False
         self._begin()
+        if job.model.held is not None and max(pads) > start:  # transformers asks whether any token is padding
+            self.await_device()
         try:
             kept = nullcontext() if job.scorer is None else job.scorer.keeping()
             with job.model.ranges("chunk of tokens", *(f"{run.start}-{run.stop}" for run in runs)):

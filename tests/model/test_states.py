@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, RowId
 from runahead.model.held import Held
 from runahead.model.layers.pieces import give_in_pieces
+from runahead.model.logits_check import _Arriving
 from runahead.model.seam import SeamCache
 from runahead.prefill.base import PrefillPlan, PromptBatch
 from runahead.prefill.kept_states import KeptStates
@@ -348,6 +350,41 @@ def losing(name: str) -> Any:
         return layer
 
     return mock.patch.object(CausalAttention, "load_state", without)
+
+
+READING_AT_ONCE = ["zaya", "mamba", "jamba"]
+"""Families that read a state before they update any part of it, or are given tokens one by one."""
+
+
+def off_where_states_arrive_late(family: str) -> float:
+    """How far logits are off if states are no numbers until they are loaded, as those of other ranks."""
+    model, ids, off = tiny_model(family), prompt(70), 0.0
+    for pieces in ((60, 10), (3, 67), (30, 2, 38)):
+        cache, start = model.empty_cache(70), 0
+        with throughout(model.dtype), torch.inference_mode():
+            for num_tokens in pieces:
+                assert cache.states is not None
+                attention = CausalAttention(cache, start=start, pads=[0], hooks=[_Arriving(cache.states)])
+                ids_1C = torch.tensor([ids[start : start + num_tokens]])
+                [logits_V] = model.forward(ids_1C, attention, start=start, pads=[0])
+                start += num_tokens
+        off = max(off, largest_difference(logits_V.nan_to_num(torch.inf), oracle_logits(family, tuple(ids))))
+    return off
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_state_may_arrive_after_a_layer_has_begun(family: str) -> None:
+    """Its memory is there before. Logits are transformers' own."""
+    held = tiny_model(family).held
+    assert held is not None and held.reads_late == (family not in READING_AT_ONCE)
+    assert off_where_states_arrive_late(family) < TOLERANCE
+
+
+def test_a_state_that_is_read_before_it_has_arrived_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = tiny_model("zaya").held
+    assert held is not None
+    monkeypatch.setattr(tiny_model("zaya"), "held", replace(held, reads_late=True))
+    assert not off_where_states_arrive_late("zaya") < WRONG
 
 
 @pytest.mark.parametrize("name", ["conv_states", "recurrent_states"])

@@ -232,6 +232,22 @@ def test_layers_that_take_tokens_one_by_one_are_timed_after_a_given_state_too(
     assert ("later_s" in cost.to_json(), "later_s" in fitted.to_json()) == (is_one_by_one, is_one_by_one)
 
 
+@pytest.mark.parametrize("reads_late", [True, False])
+def test_what_is_computed_while_a_state_is_on_its_way_is_timed_before_it(
+    reads_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks wait for it: the simulated chain waits between the two."""
+    model = tiny_model("qwen3_next", torch.float32)
+    assert model.held is not None and model.held.reads_late
+    monkeypatch.setattr(model, "held", replace(model.held, reads_late=reads_late))
+    calls = Calls(child for name, child in model.module.named_modules() if name.endswith("attn.in_proj_qkvz"))
+    monkeypatch.setattr(measure, "clock_for", lambda device: calls)
+    cost = probe_compute(model, chunks=[8, 80], prefixes=[16, 64], repeats=1)
+    for chunk in (8, 80):
+        before, inside = cost.first(chunk), cost.state(chunk, 16)
+        assert (before > 0.9, inside > 0.9) == (reads_late, not reads_late), (before, inside)
+
+
 def test_each_kind_counts_as_often_as_it_comes() -> None:
     """Three kinds of steps, measured several times each, in a model in which they come 6, 2 and 1 times."""
     seconds = {0: 1.0, 1: 3.0, 2: 2.0, 3: 10.0, 4: 100.0}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
+
+import torch
+from torch import nn
 
 from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.attention.states import StateLayer
@@ -61,6 +65,61 @@ def named_layers(
     records = [f"{each.kind} {each.layer}" for each in ranks.records.all() if all(each is not one for one in before)]
     named = [found[1] for what in waited if (found := re.search(r"the (\w+ of layer \d+)", what))]
     return layers, sent, sorted(set(records)), named
+
+
+def computed_before_states(
+    ranks: Ranks, family: str, ids: list[int], boundaries: tuple[int, ...], reads_late: bool | None = None
+) -> list[list[str]]:
+    """Projections of each layer with a state that this rank has computed before it waits for the state.
+
+    Args:
+        reads_late: in place of what was found when the model was loaded.
+    """
+    model, computed, found = (
+        tasks.tiny_model(family, torch.float64),
+        list[str](),
+        list[list[str]](),
+    )  # that of `prefill`
+    held = model.held
+    assert held is not None
+    layers, load = list(held.state_of), ChainRun.load_state
+
+    def noted(self: ChainRun, number: int) -> None:
+        inside = f"layers.{layers[number]}."
+        found.append([name.rpartition(".")[2] for name in computed if inside in name])
+        load(self, number)
+
+    def note(name: str) -> Any:
+        return lambda *_: computed.append(name)
+
+    linear = {name: child for name, child in model.module.named_modules() if isinstance(child, nn.Linear)}
+    hooks = [child.register_forward_hook(note(name)) for name, child in linear.items()]
+    late = held if reads_late is None else replace(held, reads_late=reads_late)
+    try:
+        with mock.patch.object(ChainRun, "load_state", noted), mock.patch.object(model, "held", late):
+            tasks.prefill(ranks, family, [ids], boundaries, PrefillOptions())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def waits_before_padding(ranks: Ranks, prompts: list[list[int]], boundaries: tuple[int, ...]) -> list[str]:
+    """What this rank waits for, of its device and of states, in a prefill of these prompts, in order."""
+    waited = list[str]()
+    await_device, load = Ranks.await_device, ChainRun.load_state
+
+    def noted(self: Ranks, *args: Any) -> None:
+        waited.append("device")
+        await_device(self, *args)
+
+    def loading(self: ChainRun, number: int) -> None:
+        waited.append("state")
+        load(self, number)
+
+    with mock.patch.object(Ranks, "await_device", noted), mock.patch.object(ChainRun, "load_state", loading):
+        tasks.prefill(ranks, "qwen3_next", prompts, boundaries, PrefillOptions())
+    return waited
 
 
 def bytes_in_layers(

@@ -164,6 +164,35 @@ def test_states_are_in_the_reported_bytes(rank_pools: RankPools, family: str, bo
             assert report.kv_kept_bytes == 2 * (70 + num_new - 1) * kv + 2 * states
 
 
+@pytest.mark.parametrize(
+    ("family", "projections"),
+    [
+        ("qwen3_next", ["in_proj_qkvz", "in_proj_ba"]),
+        ("falcon_h1", ["in_proj"]),
+        ("mamba2", ["in_proj"]),
+        ("zaya", []),  # which reads its convolution's state before it updates it
+    ],
+)
+def test_projections_are_computed_while_a_state_is_on_its_way(
+    rank_pools: RankPools, family: str, projections: list[str]
+) -> None:
+    """On the rank that receives it, as on the first one. Without `Held.reads_late` each layer begins with the wait."""
+    args = state_tasks.computed_before_states, family, prompt(70), (0, 41, 70)
+    for by_layer in rank_pools.run(2, *args):
+        assert by_layer and all(computed == projections for computed in by_layer)
+    for by_layer in rank_pools.run(2, *args, False):
+        assert not any(by_layer)
+
+
+def test_transformers_asks_for_padding_where_the_host_is_watched(rank_pools: RankPools) -> None:
+    """A rank whose tokens begin with padding of a row waits for its device before its forward, and no other one."""
+    prompts = [prompt(70), prompt(15, seed=3)]
+    waits = rank_pools.run(3, state_tasks.waits_before_padding, prompts, (0, 41, 60, 70))
+    states = ["state"] * 2
+    assert waits == [["device", *states], ["device", *states], states]
+    assert rank_pools.run(2, state_tasks.waits_before_padding, prompts[:1], (0, 41, 70)) == [states] * 2
+
+
 @pytest.mark.parametrize("lost", ["conv_states", "recurrent_states"])
 def test_a_state_that_does_not_arrive_shows(rank_pools: RankPools, lost: str) -> None:
     ids, expected = prompt(70), oracle_logits("qwen3_next", tuple(prompt(70)))
