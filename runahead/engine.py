@@ -441,7 +441,7 @@ class Engine:
         }
         if self.prefixes is not None and self.prefixes.state_bytes:  # all stages keep states at the same places
             tree = self.prefixes.tree
-            facts["the tree's snapshots of states"] = fact([tree.snapshot_tokens, tree.limit_bytes])
+            facts["the tree's snapshots of states"] = fact([tree.snapshot_tokens, tree.first_limit_bytes])
         if isinstance(options, GenerationOptions):
             facts |= option_facts({"generation": options})
         else:

@@ -117,7 +117,9 @@ class ReusingPrefill:
         stops = dict[int, list[int]]()
         if self._prefixes is not None and self._prefixes.state_bytes and plan.reuses and reuse is None:
             tree = self._prefixes.tree
-            stops = _stops(stored, ids, tree.snapshot_tokens, tree.limit_bytes / self._prefixes.state_bytes)
+            # Stages of a chain derive the same, though the limit may change on each of them.
+            limit_bytes = tree.limit_bytes if is_alone else tree.first_limit_bytes
+            stops = _stops(stored, ids, tree.snapshot_tokens, limit_bytes / self._prefixes.state_bytes)
         owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
         batch, scorer = PromptBatch.from_prompts(computed, ranks.device), None
         if plan.scores is not None:

@@ -149,6 +149,7 @@ class PrefixTree:
         ValueError: the folder cannot be created or written to.
 
     Attributes:
+        first_limit_bytes: the limit with which it was made; `limit_bytes` may change.
         found_tokens: tokens of texts that were found so far, by tier.
     """
 
@@ -165,6 +166,7 @@ class PrefixTree:
         snapshot_tokens: int = 0,
     ) -> None:
         self.on_change, self._bits, self.snapshot_tokens = on_change, bits, snapshot_tokens
+        self.first_limit_bytes = limit_bytes
         limits = {Tier.device: limit_bytes} | ({Tier.host: host_bytes} if host_bytes else {})
         kept = None
         if folder is not None:
