@@ -171,7 +171,7 @@ def infer(
         )
 
     kept_texts = None
-    if prompts.reusing is None:
+    if prompts.reusing is None and len(starts) > 1:
         batches_of_ids = [prompts.ids[start : start + run.prompt.batch] for start in starts]
         kept_texts = kept_prefixes(run, model, ranks, policies, batches_of_ids)
     tree = None if kept_texts is None else kept_texts.tree
