@@ -104,4 +104,5 @@ class Curves:
 
 def from_zero(axes: Any, found: list[Line]) -> None:
     """`finish` of curves whose heights are compared: the axis begins at zero and leaves the highest marker whole."""
-    axes.set_ylim(0, 1.08 * axes.yaxis.get_data_interval()[1])
+    highest = max((max(line.get_ydata()) for line in axes.get_lines()), default=1.0)
+    axes.set_ylim(0, 1.08 * highest)
