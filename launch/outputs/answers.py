@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from runahead.config import GenerationOptions
-from runahead.decoding.ending import EndingText
+from runahead.decoding.stop_strings import EndingText
 from runahead.report import Generation
 
 

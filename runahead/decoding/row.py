@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runahead.config import GenerationOptions
-from runahead.decoding.ending import EndingText
 from runahead.decoding.sampling import Sampler
 from runahead.decoding.scored_tokens import ScoredToken
+from runahead.decoding.stop_strings import EndingText
 from runahead.model.model import Model
 from runahead.report import TokenLogprobs
 

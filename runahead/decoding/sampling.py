@@ -260,7 +260,8 @@ def refused_option(
         return "stop_token_ids", f"has token {max(options.stop_token_ids)}, and this model's are 0 to {vocab_size - 1}"
     if options.kept_tokens and tokenizer is None:
         return "kept_tokens", "needs a tokenizer, and this model has none"
-    if options.guide is not None:
+    if options.json_schema is not None or options.grammar is not None:
+        assert options.guide is not None
         try:
             grammars.check(options.guide)
         except ValueError as error:

@@ -9,8 +9,8 @@ from launch.server.answer.logprobs import Scored
 from launch.server.answer.parser import NO_PARTS, AnswerParser, Parts
 from launch.server.answer.pieces import Kind, Piece, joined
 from runahead.config import GenerationOptions
-from runahead.decoding.ending import EndingText
 from runahead.decoding.scored_tokens import ScoredToken
+from runahead.decoding.stop_strings import EndingText
 
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's word for how a row ended."""
