@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.server.answer.calls import CALL_FORMS, GUIDED, CallForm, ToolForm, form_of_template
-from launch.server.answer.parser import AnswerParser, Parts
+from launch.server.answer.calls import CALL_FORMS, GUIDED, CallForm, JSONEnd, ToolForm, form_of_template
+from launch.server.answer.parser import MOST_BETWEEN, MOST_WRONG, AnswerParser, Parts
 from launch.server.answer.pieces import Kind, joined
 from tests.examples import examples
 
@@ -87,6 +87,16 @@ CASES: dict[str, tuple[Parts, str, Said]] = {
         '<tool_call>{"name": "find", "arguments": {"x": NaN}}</tool_call>',
         [("content", '<tool_call>{"name": "find", "arguments": {"x": NaN}}</tool_call>')],
     ),
+    "hermes, too large a number": (
+        of(HERMES),
+        '<tool_call>{"name": "find", "arguments": {"x": 1e999}}</tool_call>',
+        [("content", '<tool_call>{"name": "find", "arguments": {"x": 1e999}}</tool_call>')],
+    ),
+    "hermes, too large a number in arguments as text": (
+        of(HERMES),
+        '<tool_call>{"name": "find", "arguments": "{\\"x\\": -1e999}"}</tool_call>',
+        [("content", '<tool_call>{"name": "find", "arguments": "{\\"x\\": -1e999}"}</tool_call>')],
+    ),
     "hermes, no object": (
         of(HERMES),
         '<tool_call>{"name": "find", "arguments": [1]}</tool_call>',
@@ -130,6 +140,16 @@ CASES: dict[str, tuple[Parts, str, Said]] = {
     ),
     "mistral, no call": (of(MISTRAL), "[TOOL_CALLS] find it", [("content", "[TOOL_CALLS] find it")]),
     "mistral, empty list": (of(MISTRAL), "[TOOL_CALLS][]", [("content", "[TOOL_CALLS][]")]),
+    "hermes, no name before the JSON": (
+        of(HERMES),
+        f"<tool_call>find[ARGS]{{}} <tool_call>{FIND}</tool_call>",
+        [("content", "<tool_call>find[ARGS]{}"), TOLD_FIND],
+    ),
+    "mistral, a long name": (
+        of(MISTRAL),
+        f"[TOOL_CALLS]{'a' * 257}[ARGS]{{}}",
+        [("content", f"[TOOL_CALLS]{'a' * 257}[ARGS]{{}}")],
+    ),
     "mistral, a name alone": (of(MISTRAL), "[TOOL_CALLS]find[AR", [("content", "[TOOL_CALLS]find[AR")]),
     # led by a grammar
     "guided": (of(GUIDED), QUOTED, [("find", '{"ship": "a \\"b\\" \\\\"}')]),
@@ -243,21 +263,70 @@ def test_content_is_not_held_longer_than_it_has_to_be() -> None:
     assert [[piece.text for piece in each] for each in pieces] == [['{"sh'], ['ip": "E'], ['rebus"}'], []]
 
 
-def test_reading_takes_time_in_proportion_to_the_text() -> None:
-    """Counted characters, not seconds: a call of n pieces is scanned once, not n times."""
-    parser, text = AnswerParser(of(HERMES)), '<tool_call>{"name": "find", "arguments": {"x": "' + "a" * 20_000
-    parser.add(text[:12])
-    seen = 0
+def characters_read(parts: Parts, pieces: Iterable[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, Said]:
+    """Characters in which the end of JSON was looked for, and what is in the text."""
+    seen, real = 0, JSONEnd.find
 
-    def find(text: str, start: int, real: Any = parser._json.find) -> int | None:
+    def find(self: JSONEnd, text: str, start: int) -> int | None:
         nonlocal seen
-        seen += len(text) - start
-        return real(text, start)
+        end = real(self, text, start)
+        seen += (len(text) if end is None else end) - start
+        return end
 
-    parser._json.find = find  # type: ignore[method-assign]
-    for start in range(12, len(text), 10):
-        parser.add(text[start : start + 10])
-    assert seen == len(text) - 12
+    with monkeypatch.context() as patched:
+        patched.setattr(JSONEnd, "find", find)
+        found = said(parts, pieces)
+    return seen, found
+
+
+def cut(text: str, length: int) -> list[str]:
+    return [text[start : start + length] for start in range(0, len(text), length)]
+
+
+def test_reading_takes_time_in_proportion_to_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted characters, not seconds: a call of n pieces is scanned once, not n times."""
+    text = '<tool_call>{"name": "find", "arguments": {"x": "' + "a" * 20_000
+    seen, found = characters_read(of(HERMES), cut(text, 10), monkeypatch)
+    assert seen == len(text) - len("<tool_call>") and found == [("content", text)]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+def test_marks_that_begin_no_call_make_little_be_read_anew(form: CallForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the marks is followed by JSON that never ends, of which nothing is known before the text's end."""
+    text = f'{form.begin}{{"a": [' * 1000
+    seen, found = characters_read(of(form), cut(text, 50), monkeypatch)
+    assert seen <= MOST_WRONG * len(text) and found == [("content", text)]
+    # After so many marks there are no calls any more, and one before these counts.
+    assert said(of(form), [f"{form.begin}x " * (MOST_WRONG - 1) + form.begin + FIND])[-1] == TOLD_FIND
+    wrong = f"{form.begin}x " * MOST_WRONG + form.begin + FIND
+    assert said(of(form), [wrong]) == said(of(form), wrong) == [("content", wrong)]
+
+
+@pytest.mark.parametrize("form", [None, HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize("before", ["", "{begin}", "a", "{call}", "<think>a", "</think>"])
+@pytest.mark.parametrize("more", [" ", "a"])
+def test_what_is_held_before_a_call_has_a_bound(form: CallForm | None, before: str, more: str) -> None:
+    """All that is held is looked at again with each piece, so it may not grow, unless it is JSON of a call."""
+    parser = AnswerParser(of(form, reasons=True, in_reasoning=before == "</think>"))
+    begin, end = (form.begin, form.end) if form else ("", "")
+    parser.add(before.format(begin=begin, call=f"{begin}{FIND}{end}") if before != "</think>" else before)
+    for _ in range(3000):
+        parser.add(more)
+        assert len(parser._held) + len(parser._dropped) <= 2 * MOST_BETWEEN + len(FIND)
+
+
+BLANKS = st.sampled_from([0, 1, 1000, MOST_BETWEEN - 1, MOST_BETWEEN, MOST_BETWEEN + 1, 2500])
+
+
+@examples(200)
+@given(st.data())
+def test_pieces_of_a_text_with_many_blanks_make_what_the_whole_makes(data: st.DataObject) -> None:
+    reasons = data.draw(st.booleans())
+    form = data.draw(st.sampled_from([HERMES, LLAMA, MISTRAL]))
+    parts = of(form, reasons=reasons, in_reasoning=reasons and data.draw(st.booleans()))
+    fragments = [(data.draw(BLANKS), data.draw(FRAGMENTS)) for _ in range(data.draw(st.integers(0, 5)))]
+    text = "".join(" " * number + fragment for number, fragment in fragments) + " " * data.draw(BLANKS)
+    assert said(parts, cut(text, data.draw(st.integers(1, 400)))) == said(parts, [text])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 
 from launch.server.request.reader import MAX_DEPTH, is_deeper
 
+MAX_NAME = 256
+"""Most characters of the name of a tool, and of a call."""
 NOTHING = object()
 """Value of text that is no JSON."""
 
@@ -108,11 +110,17 @@ def calls_in(text: str, known: Collection[str] | None = None) -> list[tuple[str,
 
 
 def arguments_of(value: Any) -> str | None:
-    """Arguments as JSON text, if they are an object, JSON text of one, or None, which stands for an empty one."""
+    """Arguments as JSON text, if they are an object, JSON text of one, or None, which stands for an empty one.
+
+    A number that is too large for a float, as 1e999, would come out as no JSON: such are none.
+    """
     value = _read(value) if isinstance(value, str) else value
     if value is None:
         return "{}"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else None
+    except ValueError:
+        return None
 
 
 def _call(value: Any, known: Collection[str] | None) -> tuple[str, str] | None:

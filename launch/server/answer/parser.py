@@ -10,15 +10,22 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from launch.server.answer.calls import CallForm, JSONEnd, arguments_of, calls_in
+from launch.server.answer.calls import MAX_NAME, CallForm, JSONEnd, arguments_of, calls_in
 from launch.server.answer.pieces import Kind, Piece, joined
 
 BEGIN_REASONING, END_REASONING = "<think>", "</think>"
 
 HEAD = re.compile(r'[\[\]},\s]*\{"name": ?("(?:[^"\\]|\\.)*"), ?"arguments": ?(?=\{)')
 """What comes before the arguments of a call that a grammar has led, from the end of those of the call before it."""
-NAMED = re.compile(r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<identity>[^\s\[\]{}]+))?\[ARGS\]\s*(?=\{)")
+NAMED = re.compile(
+    rf"\s*(?P<name>[^\s\[\]{{}}]{{1,{MAX_NAME}}})(?:\[CALL_ID\](?P<identity>[^\s\[\]{{}}]{{1,{MAX_NAME}}}))?\[ARGS\]\s*(?=\{{)"
+)
 """What comes before the arguments in Mistral's newer form."""
+MOST_BETWEEN = 1024
+"""Most characters before the JSON of a call, and most blanks that are held: all that is looked at again as more comes.
+"""
+MOST_WRONG = 16
+"""Marks of calls that began none, after which an answer has no calls any more: each makes what follows be read anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +72,8 @@ class AnswerParser:
     """Parts of one answer.
 
     What pieces of the text are given makes no difference to the parts: text that may belong to two of them is held
-    until more has come. Blanks between parts belong to none. What begins as a call and is none is content.
+    until more has come. Blanks between parts belong to none. What begins as a call and is none is
+    content, and after `MOST_WRONG` of such all is.
 
         parser = AnswerParser(parts)
         pieces = [*parser.add("<think>So"), *parser.add("</think>Yes"), *parser.finish()]
@@ -80,6 +88,7 @@ class AnswerParser:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._held = parts, ""
+        self._calls, self._num_wrong = parts.calls, 0
         self._reasons = parts.reasons
         self._where = Where.start
         if parts.in_reasoning:
@@ -122,17 +131,20 @@ class AnswerParser:
 
     def _at_start(self) -> list[Piece] | None:
         """Where reasoning may begin, or a call without a text before it."""
-        rest = self._held.lstrip(self._blanks)
+        begin, is_whole = self._begin_and_whole(0)
+        rest = begin.lstrip(self._blanks)
+        place = len(begin) - len(rest)
         if self._reasons and rest.startswith(BEGIN_REASONING):
-            self._held, self._where, self._drops_blanks = rest[len(BEGIN_REASONING) :], Where.reasoning, True
+            self._held, self._where = self._held[place + len(BEGIN_REASONING) :], Where.reasoning
+            self._drops_blanks = True
             return []
-        if not self._is_last and (not rest or (self._reasons and BEGIN_REASONING.startswith(rest))):
+        if not is_whole and (not rest or (self._reasons and BEGIN_REASONING.startswith(rest))):
             return None
-        calls, self._reasons, self._where = self._parts.calls, False, Where.content
+        calls, self._reasons, self._where = self._calls, False, Where.content
         if calls is not None and calls.is_bare and rest.startswith(("{", "[")):
-            self._begin_call(0, len(self._held) - len(rest))
+            self._begin_call(0, place)
             self._where = Where.head if calls.is_certain else Where.call
-        elif not rest and self.num_calls:
+        elif self._is_last and not rest and self.num_calls:
             self._held = ""
         return []
 
@@ -140,35 +152,37 @@ class AnswerParser:
         end = self._held.find(END_REASONING)
         if end < 0:
             return self._all_but(END_REASONING, Kind.reasoning)
-        said, self._held = self._say(Kind.reasoning, self._held[:end].rstrip()), self._held[end + len(END_REASONING) :]
+        said = self._say(Kind.reasoning, _stripped(self._held[:end]))
+        self._held = self._held[end + len(END_REASONING) :]
         self._where, self._reasons, self._drops_blanks = Where.start, False, True
         return said
 
     def _in_content(self) -> list[Piece] | None:
-        calls = self._parts.calls
+        calls = self._calls
         if calls is None or not calls.begin:
             said, self._held = self._say(Kind.content, self._held), ""
             return said or None
         begin = self._held.find(calls.begin)
         if begin < 0:
             return self._all_but(calls.begin, Kind.content)
-        text = self._held[:begin].rstrip()
+        text = _stripped(self._held[:begin])
         said = self._say(Kind.content, text)
         self._begin_call(len(text), begin)
         return said
 
     def _in_call(self) -> list[Piece] | None:
-        calls = self._parts.calls
+        calls = self._calls
         assert calls is not None
+        before, is_whole = self._begin_and_whole(0)
         start = len(calls.begin) if calls.begin and self._held.startswith(calls.begin) else 0
         identity, name = None, None
-        if (named := NAMED.match(self._held, start)) is not None and calls.others:
+        if calls.others and (named := NAMED.match(before, start)) is not None:
             start, name, identity = named.end(), named["name"], named["identity"]
-        while start < len(self._held) and self._held[start].isspace():
-            start += 1
-        if self._held[start : start + 1] not in ("{", "["):
-            may_become = calls.others and not re.search(r"[\s{]", self._held[start:].rstrip())
-            return None if not self._is_last and (start == len(self._held) or may_become) else self._no_call()
+        rest = before[start:].lstrip()
+        start = len(before) - len(rest)
+        if not rest.startswith(("{", "[")):
+            may_become = calls.others and not re.search(r"[\s{]", rest.rstrip())
+            return None if not is_whole and (not rest or may_become) else self._no_call()
         if self._value_end is None:
             self._value_end = self._json.find(self._held, max(start, self._scanned))
             self._scanned = len(self._held)
@@ -176,10 +190,11 @@ class AnswerParser:
             return self._no_call() if self._is_last else None
         after, value = self._value_end, self._held[start : self._value_end]
         if calls.end:
-            rest = self._held[after:].lstrip()
+            behind, is_whole = self._begin_and_whole(after)
+            rest = behind.lstrip()
             if rest.startswith(calls.end):
-                after = len(self._held) - len(rest) + len(calls.end)
-            elif not self._is_last and calls.end.startswith(rest):
+                after += len(behind) - len(rest) + len(calls.end)
+            elif not is_whole and calls.end.startswith(rest):
                 return None
             elif rest:
                 return self._no_call()
@@ -215,12 +230,17 @@ class AnswerParser:
 
     # What steps share.
 
+    def _begin_and_whole(self, start: int) -> tuple[str, bool]:
+        """What is held from `start` on, as far as one looks at it more than once, and whether it gets no longer."""
+        text = self._held[start : start + MOST_BETWEEN]
+        return text, self._is_last or len(text) == MOST_BETWEEN
+
     def _all_but(self, mark: str, kind: Kind) -> list[Piece] | None:
         """The held text but for what may be the beginning of a mark, and blanks before that."""
         if self._is_last:
-            text = self._held = self._held.rstrip() if self.num_calls else self._held
+            text = self._held = _stripped(self._held) if self.num_calls else self._held
         else:
-            text = self._held[: len(self._held) - _num_begun(self._held, mark)].rstrip()
+            text = _stripped(self._held[: len(self._held) - _num_begun(self._held, mark)])
         self._held = self._held[len(text) :]
         return self._say(kind, text) or None
 
@@ -237,11 +257,14 @@ class AnswerParser:
 
     def _no_call(self) -> list[Piece]:
         """What began as a call is content, at least as far as what it began with."""
-        calls = self._parts.calls
+        calls = self._calls
         assert calls is not None
         length = len(calls.begin) if calls.begin and self._held.startswith(calls.begin) else 1
         text, self._held = self._dropped + self._held[:length], self._held[length:]
         self._dropped, self._where = "", Where.content
+        self._num_wrong += 1
+        if self._num_wrong == MOST_WRONG:
+            self._calls = None
         return self._say(Kind.content, text)
 
     def _call(self, name: str, text: str, identity: str | None = None) -> list[Piece]:
@@ -259,3 +282,8 @@ def new_identity() -> str:
 def _num_begun(text: str, mark: str) -> int:
     """Characters at the end of a text with which a mark may begin."""
     return next((length for length in range(len(mark) - 1, 0, -1) if text.endswith(mark[:length])), 0)
+
+
+def _stripped(text: str) -> str:
+    """A text without the blanks at its end, of which at most `MOST_BETWEEN` are taken away."""
+    return max(text.rstrip(), text[:-MOST_BETWEEN], key=len)

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from launch.server.answer.calls import MAX_NAME
 from launch.server.errors import shown, wrong
 from launch.server.request.reader import Fields, check_unicode, unsupported
 from runahead.model.grammars import LAYOUT
@@ -105,8 +106,8 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and is_function(tool) else None
     if not isinstance(function, dict):
         raise wrong(name, 'must be {"type": "function", "function": {"name": ..., "parameters": ...}}')
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise wrong(f"{name}.function.name", "must be a text")
+    if not isinstance(function.get("name"), str) or not 1 <= len(function["name"]) <= MAX_NAME:
+        raise wrong(f"{name}.function.name", f"must be a text of 1 to {MAX_NAME} characters")
     if not isinstance(function.get("description") or "", str):
         raise wrong(f"{name}.function.description", "must be a text")
     if not isinstance(function.get("parameters") or {}, dict):
