@@ -11,7 +11,7 @@ from launch.program.ending import say
 from runahead.features.facts import Setup
 from runahead.features.slower import PREFIXES, in_the_way_of_prefixes
 from runahead.model.loading.memory import free_bytes
-from runahead.model.memory import token_bytes
+from runahead.model.memory import row_state_bytes, token_bytes
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.reuse.prefix_tree import PrefixTree, Stored
@@ -34,7 +34,7 @@ class KeptPrefixes:
         """Leave memory to prompts that run next, each with so many new tokens."""
         if self.room is not None:
             num_tokens = len(prompts) * (max(map(len, prompts)) + num_new)
-            self.tree.limit_bytes = self.room.left_for_prefixes(num_tokens)
+            self.tree.limit_bytes = self.room.left_for_prefixes(num_tokens, len(prompts))
 
 
 def kept_prefixes(
@@ -54,10 +54,17 @@ def kept_prefixes(
     if reason is not None:
         say(f"prompts that begin alike are computed whole: {reason}")
         return None
-    found = ranks.gather((free_bytes(ranks.device, ranks.local_size), token_bytes(model)), "the free memory")
-    shared_bytes = MEMORY_SHARE * min(free for free, _ in found)
-    room = Room(max_tokens=None, shared_bytes=shared_bytes, token_bytes=max(each for _, each in found))
-    return KeptPrefixes(tree=PrefixTree(room.left_for_prefixes(0)), room=room)
+    drafts, in_chain = run.generation.asks_for_drafts, ranks.num_stages > 1
+    row_bytes = row_state_bytes(model, in_chain=in_chain, drafts=drafts, stores=True)
+    own = free_bytes(ranks.device, ranks.local_size), token_bytes(model), row_bytes
+    free, of_token, of_row = zip(*ranks.gather(own, "the free memory"), strict=True)
+    room = Room(
+        max_tokens=None,
+        shared_bytes=MEMORY_SHARE * min(free),
+        token_bytes=max(of_token),
+        row_bytes=max(of_row),
+    )
+    return KeptPrefixes(tree=PrefixTree(room.left_for_prefixes(0, 0)), room=room)
 
 
 def in_the_way(setup: Setup, model: Model, ranks: Ranks, policies: RankPolicies) -> str | None:

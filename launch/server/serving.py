@@ -36,7 +36,7 @@ from runahead.engine import Engine
 from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.loading.memory import available_bytes, free_bytes
-from runahead.model.memory import token_bytes
+from runahead.model.memory import row_state_bytes, token_bytes
 from runahead.model.model import Model
 from runahead.model.shares import check_shares
 from runahead.ranks.mesh import Mesh
@@ -129,7 +129,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
             shares_memory=shares_memory,
         )
     if tree is not None and shares_memory:
-        tree.limit_bytes = room.left_for_prefixes(0)
+        tree.limit_bytes = room.left_for_prefixes(0, 0)
 
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
@@ -279,10 +279,8 @@ def room_in_memory(
 ) -> Room:
     """The room for tokens whose keys, values and activations fit into every rank's free memory, all computed at once.
 
-    In a chain a state is there twice until the prompt is computed: also as it arrived. With drafts it is there twice
-    afterwards: also as it was before the draft. With a tree there is one more, that after the prompt, until it is
-    stored, and on the last stage those inside of prompts, in a chain twice, too: at most as many as the tree could
-    take, of a prompt and of a short one that is computed inside it.
+    A row has states as of `row_state_bytes`. With a tree there are on the last stage those inside of prompts, in a
+    chain twice, too: at most as many as the tree could take, of a prompt and of a short one that is computed inside it.
 
     Args:
         kept_bytes: of the last stage, for prefixes.
@@ -302,8 +300,8 @@ def room_in_memory(
     if keeps_parts or is_last:
         kept += kept_bytes
     per_token = token_bytes(model)
-    state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
-    row_bytes = state_bytes * ((2 if drafts or ranks.num_stages > 1 else 1) + (tree is not None))
+    state_bytes = row_state_bytes(model)
+    row_bytes = row_state_bytes(model, in_chain=ranks.num_stages > 1, drafts=drafts, stores=tree is not None)
     left_bytes = MEMORY_SHARE * free - kept
     most_tokens, with_states = left_bytes / per_token, float(per_token)
     if is_last and tree is not None and tree.snapshot_tokens and state_bytes:
@@ -313,9 +311,10 @@ def room_in_memory(
         most_tokens = max(left_bytes / with_states, beside_tree)
     shared = dict[str, Any]()
     if shares_memory:
-        found = ranks.gather((left_bytes, with_states, keeps_parts or is_last), "the free memory")
-        shared["shared_bytes"] = int(min(left for left, _, keeps in found if keeps))
-        shared["token_bytes"] = max(each for _, each, keeps in found if keeps)
+        found = ranks.gather((left_bytes, with_states, row_bytes, keeps_parts or is_last), "the free memory")
+        kept_on = [each for *each, keeps in found if keeps]
+        left, of_token, of_row = zip(*kept_on, strict=True)
+        shared |= {"shared_bytes": int(min(left)), "token_bytes": max(of_token), "row_bytes": max(of_row)}
     if max_tokens is not None:
         return Room(max_tokens=max_tokens, **shared)
     num_tokens = min(ranks.gather(int(most_tokens), "the free memory"))

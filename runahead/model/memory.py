@@ -35,6 +35,19 @@ def token_bytes(model: Any) -> int:
     return kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
 
 
+def row_state_bytes(model: Any, *, in_chain: bool = False, drafts: bool = False, stores: bool = False) -> int:
+    """Bytes that the states of a row take on a rank.
+
+    Args:
+        model: as of `token_bytes`.
+        in_chain: until its prompt is computed each is there twice: also as it arrived.
+        drafts: afterwards each is there twice: also as it was before the draft.
+        stores: there is one more, that after the prompt, until a tree has it.
+    """
+    state_bytes = sum(shape.num_bytes for shape in model.state_shapes)
+    return state_bytes * ((2 if drafts or in_chain else 1) + stores)
+
+
 def memory_after_call(
     loaded: MemoryReport, peak: PeakMemory, device: torch.device, *, kv_bytes: int, activations: int
 ) -> MemoryReport:

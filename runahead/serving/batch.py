@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from runahead.report import PromptLogprobs
-from runahead.reuse.forks import each_once
 from runahead.serving.items import Generate, Part, PrefillItem, Progress, Tokens
 from runahead.serving.request import Request
 from runahead.serving.room import num_tokens_of
@@ -49,7 +48,7 @@ class Batch:
     def __post_init__(self) -> None:
         self.left, self.new_tokens = set(range(len(self.owners))), [0] * len(self.owners)
         self.cached = [0] * len(self.owners)
-        self._prompt_of = each_once(self.item.prompts)[1]
+        self._prompt_of = self.item.different[1]
         self.computed = list(range(len(self.owners)))
         if isinstance(self.item, PrefillItem):
             self.computed = [self._prompt_of.index(number) for number in sorted(set(self._prompt_of))]

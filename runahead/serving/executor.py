@@ -26,7 +26,6 @@ from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
 from runahead.features.slower import Way
 from runahead.prefill.base import NeverCancelled, PrefillCancelled, PrefillPlan
-from runahead.reuse.forks import each_once
 from runahead.reuse.prefixes import RowPrefix, store_prompts
 from runahead.serving.items import (
     PROGRESS_S,
@@ -172,16 +171,16 @@ class Executor:
         self._prepare_guides(item)
         if self._engine.prefixes is not None and self._stores:
             self._engine.prefixes.prefetch(item.due_prefixes)
-        self._take_room(item)  # prefixes make way once those of these prompts are held
+        self._take_room(item)
         self._under_way.append(item)
         if item.record_timeline:
             self._told_s = time.monotonic()
-        prompts, prompt_of = each_once(item.prompts, item.salts)
+        prompts, prompt_of = item.different
         plan = PrefillPlan(
             prompts=prompts,
             partition=ContextPartition(boundaries=item.boundaries),
             num_new=max(options.max_new_tokens for options in item.options),
-            reuses=self._reuses and item.scores is None,
+            reuses=self._reuses and item.finds_prefixes,
             stored=[item.stored[prompt_of.index(number)] for number in range(len(prompts))] if item.stored else (),
             salts=[item.salts[prompt_of.index(number)] for number in range(len(prompts))] if item.salts else (),
             scores=item.scores,
@@ -296,24 +295,28 @@ class Executor:
             prefix.release()
 
     def _take_room(self, item: PrefillItem | Generate) -> None:
-        """Let prefixes have what is left of the room once the rows of an item have theirs."""
-        prompt_of = each_once(item.prompts)[1] if self._engine.takes(Way.shared_prompt) else None
-        num_tokens = num_tokens_of(item.prompts, item.options, prompt_of)
+        """Let prefixes have what is left of the room once the rows of an item have theirs.
+
+        They make way once those of these prompts are found, and so held; at once if none are looked for.
+        """
+        prompt_of = item.different[1] if self._engine.takes(Way.shared_prompt) else None
         self._num_rows[item.number] = len(item.prompts)
-        self._num_tokens[item.number] = num_tokens + self._room.row_tokens * len(item.prompts)
+        self._num_tokens[item.number] = num_tokens_of(item.prompts, item.options, prompt_of)
         self._limit_prefixes()
+        if self._engine.prefixes is not None and not (self._reuses and item.finds_prefixes):
+            self._engine.prefixes.tree.make_room()
 
     def _give_room(self, number: int, num_rows: int) -> None:
         """Note that rows of an item need no room any more. That of their keys and values ends with the last of them."""
         self._num_rows[number] -= num_rows
         if self._num_rows[number] == 0:
             del self._num_rows[number], self._num_tokens[number]
-            self._limit_prefixes()
+        self._limit_prefixes()
 
     def _limit_prefixes(self) -> None:
         if self._room.shared_bytes is not None and self._engine.prefixes is not None:
-            limit_bytes = self._room.left_for_prefixes(sum(self._num_tokens.values()))
-            self._engine.prefixes.tree.limit_bytes = limit_bytes
+            num_tokens, num_rows = sum(self._num_tokens.values()), self._num_rows.total()
+            self._engine.prefixes.tree.limit_bytes = self._room.left_for_prefixes(num_tokens, num_rows)
 
     def _computed_anew(self, lanes: Lanes, rows: Mapping[RowId, Row]) -> tuple[torch.Tensor, Lanes]:
         """Let rows leave, and join again once this stage has computed their texts; meanwhile it decodes the others."""

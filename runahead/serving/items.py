@@ -11,6 +11,7 @@ from policies.base import GivenPrompt, reuse_segments
 from runahead.config import GenerationOptions
 from runahead.decoding.row import RowId
 from runahead.report import PromptLogprobs, RankReport
+from runahead.reuse.forks import each_once
 from runahead.reuse.prefix_tree import Change
 from runahead.timeline.trace import TraceSpan
 
@@ -19,12 +20,41 @@ PROGRESS_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillItem:
-    """Prefill these prompts together. Their rows then join those that the last stage decodes.
+class RowsItem:
+    """An item with rows.
 
     Attributes:
         number: of the item; unique.
         prompts, options: of each row. A prompt that reuses segments has them encoded where they are not stored.
+        salts: of the prompts, which reuse and are reused by those with the same alone; () is none.
+    """
+
+    number: int
+    prompts: Sequence[GivenPrompt]
+    options: list[GenerationOptions]
+    salts: Sequence[str] = ()
+
+    @property
+    def different(self) -> tuple[list[GivenPrompt], list[int]]:
+        """The different prompts, and the number of each row's among them: equal ones of other salts are different."""
+        return each_once(self.prompts, self.salts)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether a prompt reuses segments."""
+        return reuse_segments(self.prompts)
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether its prompts may reuse prefixes, where there are any."""
+        return not self.reuses
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillItem(RowsItem):
+    """Prefill these prompts together. Their rows then join those that the last stage decodes.
+
+    Attributes:
         boundaries: of the stages' chunks, in tokens of the longest prompt that are computed.
         stored: number of first tokens of each prompt that all stages reuse, which the last one had stored when rank 0
             heard of it last; none where that one computes alone, which looks itself.
@@ -32,34 +62,23 @@ class PrefillItem:
         scores: as of `PrefillPlan`.
         record_timeline: ranks report from inside it, and when they were in which layer.
         due_prefixes: what is stored of prompts that will come after it, each with its salt.
-        salts: of the prompts, which reuse and are reused by those with the same alone; () is none.
     """
 
-    number: int
-    prompts: Sequence[GivenPrompt]
-    options: list[GenerationOptions]
     boundaries: tuple[int, ...]
     stored: Sequence[int] = ()
     is_short: bool = False
     scores: int | None = None
     record_timeline: bool = True
     due_prefixes: Sequence[tuple[Sequence[int], str]] = ()
-    salts: Sequence[str] = ()
 
     @property
-    def reuses(self) -> bool:
-        """Whether a prompt reuses segments."""
-        return reuse_segments(self.prompts)
+    def finds_prefixes(self) -> bool:
+        return self.scores is None and not self.reuses
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate:
+class Generate(RowsItem):
     """Generate from these prompts on all ranks to the end, as `Engine.generate` does, for sharded decoding."""
-
-    number: int
-    prompts: Sequence[GivenPrompt]
-    options: list[GenerationOptions]
-    salts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

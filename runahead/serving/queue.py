@@ -77,15 +77,19 @@ class RequestQueue:
     @property
     def num_tokens(self) -> int:
         """Tokens for which these have room."""
-        of_batches = sum(batch.num_tokens for batch in list(self.batches.values()))
-        return of_batches + self._room.row_tokens * self.num_rows  # rows that left have given their states back
+        return self._num_stateless + self._room.row_tokens * self.num_rows  # rows that left have given theirs back
+
+    @property
+    def _num_stateless(self) -> int:
+        """Tokens for which they have room, without the states of their rows."""
+        return sum(batch.num_tokens for batch in list(self.batches.values()))
 
     @property
     def most_stored_bytes(self) -> float:
         """Most bytes of stored prefixes now; 0 if none are stored."""
         if self._engine.prefixes is None or self._room.shared_bytes is None:
             return 0 if self._engine.prefixes is None else self._engine.prefixes.tree.limit_bytes
-        return self._room.left_for_prefixes(self.num_tokens)
+        return self._room.left_for_prefixes(self._num_stateless, self.num_rows)
 
     # Which requests are taken.
 

@@ -23,27 +23,32 @@ class Room:
 
     Attributes:
         max_tokens: most tokens; None is no limit.
-        row_tokens: tokens that take as much memory as the states of a row.
+        row_tokens: tokens of these that take as much memory as the states of a row.
         shared_bytes: memory that rows and stored prefixes share; None: prefixes have a limit of their own.
-        token_bytes: most bytes of it that a token of a row takes, on any rank.
+        token_bytes, row_bytes: most bytes of it that a token of a row takes, and the states of a row, on any rank.
     """
 
     max_tokens: int | None
     row_tokens: int = 0
     shared_bytes: float | None = None
     token_bytes: float = 0.0
+    row_bytes: int = 0
 
     def __str__(self) -> str:
         tokens = f"{self.max_tokens:,} tokens of prompts and answers at a time"
         return f"{tokens}, of which the states of each answer take {self.row_tokens:,}" if self.row_tokens else tokens
 
-    def left_for_prefixes(self, num_tokens: int) -> int:
-        """Most bytes of prefixes beside rows of so many tokens: half of what these leave of the shared memory.
+    def left_for_prefixes(self, num_tokens: int, num_rows: int) -> int:
+        """Most bytes of prefixes beside so many rows: half of what these leave of the shared memory.
 
         So a row that has room as if there were no prefixes has memory, too: they make way before it begins.
+
+        Args:
+            num_tokens: for which these rows have memory, without their states.
         """
         assert self.shared_bytes is not None, "prefixes have a limit of their own"
-        return max(0, int(self.shared_bytes - num_tokens * self.token_bytes) // 2)
+        left_bytes = self.shared_bytes - num_tokens * self.token_bytes - num_rows * self.row_bytes
+        return max(0, int(left_bytes) // 2)
 
 
 def num_tokens_of(

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from launch.infer import INFER, main
+from launch.inputs import prefixes
 from launch.inputs.options import ineffective_settings
 from launch.inputs.prefixes import LEAST_SHARED, num_shared
+from runahead import Ranks
+from runahead.config import Device, RanksOptions
+from runahead.model.memory import token_bytes
+from runahead.serving.room import MEMORY_SHARE
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import save_tiny_llama
+from tests.ranks.tasks import tiny_model
 from tests.serving.fakes import chat_tokenizer
 
 TEXT = "the letters of the captain to his sister, from the ice. " * 6
@@ -65,6 +72,20 @@ def test_prompts_that_have_little_in_common_keep_nothing(
 ) -> None:
     monkeypatch.setattr("launch.inputs.prefixes.KeptPrefixes", None)  # so that a run that makes one fails
     assert cached(run(model, tmp_path, APART)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_prefixes_make_way_for_the_states_of_the_prompts_that_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 2 of 4 layers of the hybrid hold states; a row has two copies until a tree has that after its prompt."""
+    model, free = tiny_model(family), 10**9
+    monkeypatch.setattr(prefixes, "free_bytes", lambda *_: free)
+    with Ranks.start(RanksOptions(device=Device.cpu)) as ranks:
+        text = [[*range(40)], [*range(40)]]
+        kept = prefixes.kept_prefixes(INFER.compose([]), model, ranks, RankPolicies(), [text, [[*range(41)]]])
+    assert kept is not None and kept.tree.limit_bytes == int(MEMORY_SHARE * free) // 2
+    kept.make_way(text, 8)
+    states = 0 if family == "llama" else 2 * 2 * 2 * 8 * (64 * 4 + 4 * 8 * 8)  # as in tests/serving/test_hybrids.py
+    assert kept.tree.limit_bytes == (int(MEMORY_SHARE * free) - 2 * 48 * token_bytes(model) - states) // 2
 
 
 def test_what_is_in_the_way_is_told(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from runahead.config import Device, RanksOptions
 from runahead.report import PromptLogprobs
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.batch import Batch
-from runahead.serving.items import Part, PrefillItem, Tokens
+from runahead.serving.executor import Executor
+from runahead.serving.items import Inbox, Part, PrefillItem, Report, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
@@ -149,6 +150,32 @@ def test_stages_score_a_prompt_together_while_others_reuse_what_it_begins_with(
         assert found.keys() == ({0, 1} if number in load.scores else set())
         for scores in found.values():
             require_scores([[[scores]]], load.family, [texts[number]])
+
+
+def test_equal_prompts_of_different_salts_are_each_computed_and_no_row_has_the_scores_of_another_text() -> None:
+    texts, salts, reports = [TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[0]], ["a", "b", "a", "b"], list[Report]()
+    ranks = Ranks.start(RanksOptions(device=Device.cpu))
+    engine = Engine(tiny_model("llama", torch.float32), ranks, tree=PrefixTree(1 << 30))
+    item = PrefillItem(
+        number=0, prompts=texts, options=[GREEDY] * 4, boundaries=(0, len(TEXTS[0])), salts=salts, scores=0
+    )
+    executor = Executor(engine, Inbox(), reports.append, QueueLimits(itl_s=1e3))
+    executor.carry_out(item)
+    request = Request(prompts=texts, options=[GREEDY] * 4, listener=Kept(4), scores=0)
+    batch = Batch(
+        item=item,
+        owners=[(request, row) for row in range(4)],
+        predicted_s=1.0,
+        is_short=False,
+        is_alone=True,
+        shares_prompts=True,
+    )
+    [batch.parts[0]] = [report for report in reports if isinstance(report, Part)]
+    for row, ids in enumerate(texts):
+        right = expected(ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert batch.scores_of(row).logprobs == pytest.approx(right.tolist(), abs=1e-4)
+    assert batch.computed == [0, 1, 2] and batch.of_computed(batch.lengths) == list(map(len, texts[:3]))
+    assert batch.num_tokens == 3 * len(TEXTS[0]) + (3 + 2) * 5  # two rows share a prompt, and have a place each
 
 
 def test_tokens_are_told_once_all_ranks_have_told_their_scores() -> None:

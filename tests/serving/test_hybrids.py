@@ -134,6 +134,13 @@ def test_the_room_of_a_server_has_states(
         every_32 = 0.8 * free / (token_bytes + inside_copies * row_bytes / 32)
         assert inside.max_tokens == int(every_32 if limit is None else limit / token_bytes) < room.max_tokens
         assert (inside.row_tokens - 1) * token_bytes < (copies + 1) * row_bytes <= inside.row_tokens * token_bytes
+    given: Any = {"keeps_parts": False, "drafts": drafts, "tree": PrefixTree(10**6), "shares_memory": True}
+    ranks.gather = lambda value, _: [value]
+    for more in ({}, {"max_tokens": 100}):  # which count tokens alone; beside prefixes there are states all the same
+        lending = serving.room_in_memory(model, ranks, None, 0, **given, **more)
+        assert lending.row_bytes == (copies + 1) * row_bytes
+        half = (int(0.8 * free) - 50 * token_bytes - 2 * (copies + 1) * row_bytes) // 2
+        assert lending.left_for_prefixes(50, 2) == half
     monkeypatch.setattr(serving, "free_bytes", lambda *_: 2 * row_bytes)
     for kept, remedy in ((0, "a device with more free memory"), (100, "a smaller serve.prefix_cache_bytes")):
         tree = PrefixTree(kept, snapshot_tokens=32)

@@ -26,11 +26,13 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.rows import RowsAttention
 from runahead.config import CacheOptions, Carrier, DecodeName, Device, RanksOptions, Speculate, Transfer
 from runahead.context import ContextPartition
+from runahead.features.slower import Way
 from runahead.model.memory import token_bytes
 from runahead.reuse.prefix_tree import Dropped, PrefixTree, Stored, salted
 from runahead.reuse.rows import apart_from_shared
 from runahead.reuse.tiers.entry import Tier
 from runahead.serving.arrangement import with_slower_last
+from runahead.serving.batch import Batch
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
 from runahead.serving.items import Inbox, Part, PrefillItem, Report, Stop, Stopping, Tokens
@@ -46,7 +48,7 @@ from tests.ranks.tasks import generate, tiny_model
 from tests.reuse.prefix_tasks import damage
 from tests.serving import rank_tasks
 from tests.serving.fakes import FakeEngine
-from tests.serving.rank_tasks import Load
+from tests.serving.rank_tasks import Kept, Load
 from tests.serving.test_queue import begin
 
 GREEDY = GenerationOptions(max_new_tokens=7, ignore_eos=True)
@@ -106,7 +108,9 @@ class Serving:
         elif isinstance(report, Stopping):
             self.stopping.append(report.number)
 
-    def prefill(self, *prompts: Any, num_new: int = 7, salts: Sequence[str] = ()) -> None:
+    def prefill(
+        self, *prompts: Any, num_new: int = 7, salts: Sequence[str] = (), scores: int | None = None
+    ) -> PrefillItem:
         options = [replace(self.options, max_new_tokens=num_new)] * len(prompts)
         boundaries = (0, max(map(len, prompts)))
         self.prompts.append(list(prompts))
@@ -118,8 +122,10 @@ class Serving:
             boundaries=boundaries,
             due_prefixes=self.due_prefixes,
             salts=salts,
+            scores=scores,
         )
         self.executor.carry_out(item)
+        return item
 
     def step(self, times: int) -> None:
         for _ in range(times):
@@ -355,7 +361,7 @@ def test_prefixes_have_half_of_what_rows_leave_and_make_way_for_them() -> None:
     """By hand, in tokens: of memory for six rows of the document one leaves five, and a row of five leaves one."""
     row, token_bytes = len(DOCUMENT) + 7, sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes)
     room = Room(max_tokens=6 * row, shared_bytes=6 * row * token_bytes, token_bytes=token_bytes)
-    serving = Serving("llama", room.left_for_prefixes(0), room=room)
+    serving = Serving("llama", room.left_for_prefixes(0, 0), room=room)
     tree = serving.tree
 
     def left(rows: float) -> bool:
@@ -376,8 +382,53 @@ def test_prefixes_have_half_of_what_rows_leave_and_make_way_for_them() -> None:
         serving.executor.decode_all()
         serving.prefill(DOCUMENT)  # of which not all is left
         assert serving.cached[4] < [len(DOCUMENT) - 1] and left(2.5)
+        serving.executor.decode_all()
+        assert tree.num_bytes > 0.5 * row * token_bytes
+        serving.prefill(prompt(5 * row - 7, seed=4), scores=0)  # which looks for none
+        assert left(0.5) and tree.num_bytes <= tree.limit_bytes
         serving.require_answers()
     assert left(3) and tree.num_bytes <= tree.limit_bytes
+
+
+def test_rank_0_and_the_stage_that_decodes_count_the_same_memory() -> None:
+    """By hand, in tokens: of memory for 2,000, with states of 40 for each row."""
+    token_bytes = sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes)
+    room = Room(max_tokens=2000, shared_bytes=2000 * token_bytes, token_bytes=token_bytes, row_bytes=40 * token_bytes)
+    serving = Serving("llama", room=room)
+    queue, length = RequestQueue(serving.engine, QueueLimits(), TimeEstimate(), room=room), len(DOCUMENT)
+
+    def begun(item: PrefillItem) -> Batch:
+        owner = Request(prompts=item.prompts, options=item.options, listener=Kept(len(item.prompts)))
+        owners = [(owner, row) for row in range(len(item.prompts))]
+        batch = Batch(
+            item=item,
+            owners=owners,
+            predicted_s=1.0,
+            is_short=False,
+            is_alone=True,
+            shares_prompts=serving.engine.takes(Way.shared_prompt),
+        )
+        queue.batches[item.number] = batch
+        return batch
+
+    def left(num_tokens: int) -> bool:
+        half = (2000 - num_tokens) * token_bytes // 2
+        return (serving.tree.limit_bytes, queue.most_stored_bytes) == (half, half)
+
+    with throughout(serving.model.dtype):
+        batch = begun(serving.prefill(DOCUMENT, DOCUMENT, DOCUMENT, salts=["a", "b", "a"]))
+        assert batch.lengths == [length] * 3 and batch.computed == [0, 1]
+        prompts = 2 * length + (2 + 2) * 7  # two prompts; two of the rows share one, and have a place each
+        assert left(prompts + 3 * 40)
+        serving.executor.live.cancel([(1, 1)])
+        batch.left.discard(1)
+        assert left(prompts + 2 * 40)
+        item = serving.prefill(DOCUMENT, scores=0)
+        begun(item)
+        assert left(prompts + length + 7 + 3 * 40)
+        serving.executor.decode_all()
+        queue.batches.clear()
+        assert left(0)
 
 
 def test_a_server_lends_what_rows_leave_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +436,7 @@ def test_a_server_lends_what_rows_leave_of_its_memory(monkeypatch: pytest.Monkey
     model, free = tiny_model("llama"), 10**9
     monkeypatch.setattr(server, "free_bytes", lambda *_: free)
     stages = {"device": model.device, "local_size": 1, "stage": 1, "num_stages": 2}
-    less = lambda value, _: [value, (value[0] / 2, 2 * value[1], False) if isinstance(value, tuple) else 2 * value]  # noqa: E731
+    less = lambda value, _: [value, (value[0] / 2, 2 * value[1], 9, False) if isinstance(value, tuple) else 2 * value]  # noqa: E731
     ranks: Any = SimpleNamespace(**stages, gather=less)
     given = {"keeps_parts": False, "tree": PrefixTree(9)}
     plain, lending, chosen = (
@@ -394,9 +445,9 @@ def test_a_server_lends_what_rows_leave_of_its_memory(monkeypatch: pytest.Monkey
     )
     assert plain.shared_bytes is None and chosen.max_tokens == 100
     assert lending.max_tokens == plain.max_tokens == int(0.8 * free / token_bytes(model))
-    assert lending.left_for_prefixes(0) == 4 * 10**8  # of the rank that stores them, which is the first here
-    assert lending.left_for_prefixes(lending.max_tokens) < token_bytes(model)
-    assert chosen.left_for_prefixes(100) == 4 * 10**8 - 50 * token_bytes(model)
+    assert lending.left_for_prefixes(0, 0) == 4 * 10**8  # of the rank that stores them, which is the first here
+    assert lending.left_for_prefixes(lending.max_tokens, 7) < token_bytes(model)
+    assert chosen.left_for_prefixes(100, 7) == 4 * 10**8 - 50 * token_bytes(model)
 
 
 FOLLOWING = [[*DOCUMENT, 3 + length, *prompt(length, seed=length)] for length in (3, 29, 8)]
