@@ -178,7 +178,9 @@ class API:
 
     async def _tokenize(self, request: HTTPRequest) -> ASGIApp:
         def read(body: bytes) -> dict[str, Any]:
-            ids, texts, asked = tokenized(read_json(body), self._chats, self._tokenizer)
+            ids, texts, asked = tokenized(
+                read_json(body), self._chats, self._tokenizer, longest=self.scheduler.longest_text
+            )
             self._check_named(asked.model, asked.unknown)
             told = {"count": len(ids), "max_model_len": self.scheduler.longest_text, "tokens": ids}
             return told | {"token_strs": texts}

@@ -182,6 +182,7 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"tools": {}}, "tools"),
         (HELLO | {"tools": [{"type": "function"}]}, "tools[0]"),
         (HELLO | {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        (HELLO | {"tools": [{"type": "function", "function": {"name": "f" * 257}}]}, "tools[0].function.name"),
         (HELLO | {"tools": [TOOL] * 129}, "tools"),
         (HELLO | {"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
         (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
@@ -190,6 +191,7 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "tools"),
         (HELLO | {"tools": [tool_of({"enum": ["x" * 120_000]})], "tool_choice": "required"}, "tools"),
         (HELLO | {"tools": [tool_of({"type": "robot"})], "tool_choice": "required"}, "tools"),
+        (HELLO | {"tools": [tool_of({"type": ["null", "string"]})], "tool_choice": "required"}, "tools"),
         (HELLO | {"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         (HELLO | {"tool_choice": "required"}, "tool_choice"),
         (HELLO | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -197,6 +199,7 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         (HELLO | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (HELLO | {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs"),
+        (HELLO | {"chat_template_kwargs": {"a": {"b": ["\ud800"]}}}, "chat_template_kwargs"),
         (HELLO | {"reasoning_effort": "some"}, "reasoning_effort"),
         (HELLO | {"reasoning_effort": "high"}, "reasoning_effort"),
         ({"messages": [{"role": "assistant", "content": "x", "reasoning": 1}]}, "messages[0].reasoning_content"),
@@ -223,7 +226,14 @@ def test_a_wrong_field_is_named(served, body, param):
 
 def test_fields_that_ask_for_nothing_are_taken(served):
     idle = {name: values[-1] for name, values in NOT_SUPPORTED.items()} | {"user": "me"}
-    idle |= {"presence_penalty": 0.0, "logprobs": False, "logit_bias": {}, "response_format": {"type": "text"}}
+    idle |= {
+        "store": True,
+        "verbosity": "low",
+        "presence_penalty": 0.0,
+        "logprobs": False,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+    }
     assert post(served, CHAT, HELLO | idle).status_code == 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch.server.answer import answering
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.config import Device, RanksOptions
 from runahead.report import PromptLogprobs
@@ -95,6 +97,21 @@ def test_texts_are_echoed_as_they_were_given_and_offsets_are_those_of_the_whole_
             for piece, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
                 assert "\ufffd" in piece or choice["text"][offset:].startswith(piece)
             assert given == "ice" or logprobs["top_logprobs"][1] == {logprobs["tokens"][1]: -1.0}  # which is one token
+
+
+def test_large_answers_are_written_beside_the_event_loop_and_before_their_header(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = list[str]()
+
+    def failing(value: Any) -> bytes:
+        names.append(threading.current_thread().name)
+        raise MemoryError
+
+    monkeypatch.setattr(answering, "dumps", failing)
+    with serving() as served:
+        assert post(served, PATH, {"prompt": "a", "max_tokens": 1, "logprobs": 1, "echo": True}).status_code == 500
+    assert len(names) == 1 and names[0].startswith("asyncio_")  # asyncio's threads for calls
 
 
 @pytest.mark.parametrize(

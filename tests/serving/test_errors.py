@@ -401,13 +401,13 @@ class WatchedTokenizer:
         return len(self._inner)
 
 
-@pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_a_text_that_is_far_too_long_is_refused_before_all_of_it_is_tokenised(path: str) -> None:
+@pytest.mark.parametrize(("path", "is_chat"), [(TEXT, False), (CHAT, True), ("/tokenize", False), ("/tokenize", True)])
+def test_a_text_that_is_far_too_long_is_refused_before_all_of_it_is_tokenised(path: str, is_chat: bool) -> None:
     (gate := threading.Event()).set()
     tokenizer = WatchedTokenizer(gate)
     with serving(tokenizer=tokenizer, max_body_bytes=10_000_000) as served:
         text = "the ice " * 400_000
-        body = {"prompt": text} if path == TEXT else {"messages": [{"role": "user", "content": text}]}
+        body = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
         refused = post(served, path, body)
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
         assert tokenizer.num_characters < len(text) / 10

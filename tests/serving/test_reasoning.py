@@ -96,6 +96,14 @@ def test_reasoning_of_earlier_answers_is_given_to_the_template() -> None:
         assert "assistant: <think>So.</think> Yes.\n" in text
 
 
+def test_of_two_names_of_reasoning_the_one_that_is_given_counts() -> None:
+    for given in ({"reasoning_content": None, "reasoning": "So."}, {"reasoning_content": "So.", "reasoning": None}):
+        [message] = read_chat(
+            {"messages": [{"role": "assistant", "content": "Yes."} | given]}, GenerationOptions()
+        ).messages
+        assert message["reasoning_content"] == "So."
+
+
 def test_effort_is_for_templates_that_read_it() -> None:
     assert "effort high assistant:" in parts_of(EFFORT, reasoning_effort="high")[0]
     given = {"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}

@@ -20,7 +20,8 @@ from launch.server.errors import APIError
 from launch.server.request.chats import Chats
 from launch.server.request.fields import read_chat
 from runahead import Engine, Model, ModelOptions, Ranks, RanksOptions
-from runahead.config import Device, DType, GenerationOptions, ModelName
+from runahead.config import Device, DType, GenerationOptions, Guide, ModelName
+from runahead.model.grammars import Grammars
 from tests.families import save_tiny_llama
 from tests.serving.fakes import TEMPLATE, TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, serving
 
@@ -247,6 +248,57 @@ def test_a_result_goes_back_and_the_next_answer_is_text() -> None:
         answer = client.chat.completions.create(model="fake", messages=HISTORY, tools=[FIND], max_tokens=50).choices[0]
         assert (answer.message.content, answer.finish_reason) == ("in the ice", "stop")
         assert "tool: in the ice1" in engine.tokenizer.decode(engine.batches[-1][0])
+
+
+def test_where_a_format_is_asked_for_there_are_no_calls() -> None:
+    """The answer of a format may look like a call."""
+    chats = Chats(chat_tokenizer(TOOLS_TEMPLATE), tools=ToolForm.hermes)
+    for more, calls in (
+        ({}, True),
+        ({"response_format": {"type": "text"}}, True),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"guided_regex": ".*"}, False),
+        ({"guided_regex": ".*", "tool_choice": "required"}, True),
+    ):
+        read = read_chat({"messages": HISTORY, "tools": [SAIL]} | more, GenerationOptions())
+        assert (chats.prompt(read)[1].calls is not None) == calls, more
+
+
+def follows(grammars: Grammars, grammar: str, text: str) -> bool:
+    """Whether a whole text follows a grammar, each of its tokens being allowed where it stands."""
+    tokenizer = chat_tokenizer()
+    constraint = grammars.constraint(Guide(text=grammar, is_schema=False))
+    for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]:
+        if not constraint.allowed(torch.device("cpu"))[token]:
+            return False
+        constraint.add(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        (None, ["{}"], ['{"a": 1}']),
+        ({"type": "object", "properties": {}}, ["{}"], ['{"a": 1}']),
+        ({"type": "object"}, ["{}", '{"a": 1}'], ["5"]),
+        ({"type": ["object", "null"], "properties": {"a": {}}}, ['{"a": 1}'], ["null", '{"b": 1}']),
+        (
+            {"properties": {"a": {}}, "required": ["b"]},
+            ['{"a": 1, "b": 2}', '{"b": "x"}'],
+            ['{"a": 1}', '{"b": 1, "c": 2}'],
+        ),
+    ],
+)
+def test_a_call_has_the_arguments_that_its_schema_has(parameters: Any, right: list[str], wrong: list[str]) -> None:
+    function = {"name": "f"} | ({} if parameters is None else {"parameters": parameters})
+    tools = read_chat(
+        {"messages": HISTORY, "tools": [{"function": function}], "tool_choice": "required"}, GenerationOptions()
+    )
+    tokenizer = chat_tokenizer()
+    compiled = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    for arguments in (*right, *wrong):
+        text = f'{{"name": "f", "arguments": {arguments}}}'
+        assert follows(compiled, tools.tools.grammar, text) == (arguments in right), arguments
 
 
 def test_arguments_of_no_property_are_not_made_up(client: OpenAI) -> None:

@@ -100,12 +100,17 @@ class Answering:
             await self._start(error.status, "application/json", error.headers)
             await self._write(dumps(error.body), more=False)
             return
-        await self._start(200, "application/json")
         body = self._form.whole(self._listener.rows, self._usage)
+        data = await asyncio.to_thread(self._encoded, body)  # others are served while log-probabilities are written
+        await self._start(200, "application/json")
+        await self._write(data, more=False)
+
+    def _encoded(self, body: dict[str, Any]) -> bytes:
+        """The body of a whole answer, with its prompts if they are wanted."""
         if isinstance(self._read, CompletionRequest) and self._read.echo:
             ids = list(map(ids_of, self._queued.prompts))
-            body = await asyncio.to_thread(self._form.with_prompts, body, self._read, ids, self._queued)
-        await self._write(dumps(body), more=False)
+            body = self._form.with_prompts(body, self._read, ids, self._queued)
+        return dumps(body)
 
     async def _stream(self) -> None:
         listener, form, rows = self._listener, self._form, self._listener.rows

@@ -59,7 +59,8 @@ class Chats:
         text, form = self._text(request, options)
         tools, calls = request.tools, None
         if tools.told:
-            calls = GUIDED if tools.to_call else form
+            # Another guide leads the whole answer, in which what looks like a call is what was asked for.
+            calls = GUIDED if tools.to_call else None if request.guided_by else form
         parts = Parts(calls=calls, known=tools.names, at_most_one=tools.several is False)
         return text, self._with_reasoning(parts, text, request.messages) if self._reasons else parts
 

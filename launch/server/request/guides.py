@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.server.errors import shown, wrong
-from launch.server.request.reader import Fields, check_unicode, unsupported
+from launch.server.request.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, unsupported
 from launch.server.request.tools import Tools
 from runahead.config import GenerationOptions
 
@@ -92,6 +92,8 @@ def _json(value: Any, name: str) -> Guided:
             schema = None
     if not isinstance(schema, dict):
         raise wrong(name, "must be a JSON schema, or one as JSON text")
+    if is_deeper(schema, MAX_DEPTH):
+        raise wrong(name, f"is nested deeper than {MAX_DEPTH} levels")
     return Guided(json_schema=_text(json.dumps(schema), name), field=name)
 
 

@@ -50,7 +50,10 @@ def _message(message: Any, name: str) -> Message:
     # Templates print a missing content in their own ways, and an empty text as nothing.
     is_silent = role in MAY_SAY_NOTHING and content in (None, [])
     read: Message = {"role": role, "content": "" if is_silent else _content(content, f"{name}.content")}
-    reasoning = message.get("reasoning_content", message.get("reasoning")) if role == "assistant" else None
+    reasoning = None
+    if role == "assistant":
+        given = [message.get(field) for field in ("reasoning_content", "reasoning")]
+        reasoning = next((each for each in given if each is not None), None)
     if reasoning is not None:
         read["reasoning_content"] = _text(reasoning, f"{name}.reasoning_content")
         taken.add("reasoning")

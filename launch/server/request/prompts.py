@@ -49,7 +49,7 @@ def prompts_of(
         return list(_after_modules(request, request.prompt_cache, schemas, client))
     if isinstance(request, ChatRequest):
         assert chat is not None
-        return [_ids(chat, tokenizer, "messages", longest, add_special_tokens=False)]
+        return [ids_of_text(chat, tokenizer, "messages", longest, add_special_tokens=False)]
     return [_of_text(prompt, tokenizer, longest) if isinstance(prompt, str) else prompt for prompt in request.prompts]
 
 
@@ -122,10 +122,10 @@ def _text(prompt: str | list[int]) -> list[NewText]:
 def _of_text(text: str, tokenizer: Any | None, longest: int | None) -> list[int]:
     if tokenizer is None:
         raise wrong("prompt", "must be a list of token ids, as this model has no tokenizer")
-    return _ids(text, tokenizer, "prompt", longest)
+    return ids_of_text(text, tokenizer, "prompt", longest)
 
 
-def _ids(text: str, tokenizer: Any, name: str, longest: int | None, **how: bool) -> list[int]:
+def ids_of_text(text: str, tokenizer: Any, name: str, longest: int | None, **how: bool) -> list[int]:
     """Token ids of a text in the field `name`. One that is far too long is refused before all of it is tokenised."""
     least = 0
     if longest is not None and len(text) > MANY_CHARACTERS * longest:

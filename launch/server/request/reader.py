@@ -23,12 +23,10 @@ NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "reasoning_effort": (None, "none"),
-    "verbosity": (None,),
     "web_search_options": (None,),
     "echo": (None, False),
     "suffix": (None, ""),
     "best_of": (None, 1),
-    "store": (None, False),
     "service_tier": (None, "auto", "default"),
     # of vLLM, SGLang and llama.cpp, which change an answer
     "add_generation_prompt": (None, True),
@@ -64,8 +62,12 @@ COMPRESSED = {
 }
 """First bytes of compressed data, for bodies without a header that says so."""
 
-WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "metadata", "parallel_tool_calls")
-"""Fields that are taken and change nothing in the answer, neither here nor at OpenAI's."""
+WITHOUT_EFFECT = (
+    *("user", "safety_identifier", "prompt_cache_key", "metadata", "parallel_tool_calls"),
+    *("store", "verbosity"),
+)
+"""Fields that are taken and change nothing here: what an answer says has nothing to do with them, or is a hint at most.
+"""
 
 
 def read_json(body: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from launch.server.errors import shown, wrong
@@ -23,8 +24,8 @@ def read_variables(fields: Fields) -> tuple[dict[str, Any], str | None]:
     """The fields `chat_template_kwargs` and `reasoning_effort`. Raises: APIError."""
     name = "chat_template_kwargs"
     given = fields.take(name, lambda value: isinstance(value, dict), "must be an object") or {}
+    check_unicode(json.dumps(given, ensure_ascii=False), name)
     for variable in given:
-        check_unicode(variable, name)
         if variable in RESERVED:
             raise wrong(name, f"has '{variable}', which is not for requests to give")
     rule = f"must be one of {', '.join(EFFORTS)}"

@@ -8,6 +8,7 @@ from typing import Any
 from launch.server.errors import missing, wrong
 from launch.server.request.chats import Chats
 from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
+from launch.server.request.prompts import ids_of_text
 from launch.server.request.reader import Fields, is_token
 from runahead.config import GenerationOptions
 
@@ -15,10 +16,13 @@ MAX_IDS = 2**20
 NO_TOKENIZER = "needs a tokenizer, and this model has none"
 
 
-def tokenized(body: Mapping[str, Any], chats: Chats, tokenizer: Any | None) -> tuple[list[int], list[str] | None, Any]:
+def tokenized(
+    body: Mapping[str, Any], chats: Chats, tokenizer: Any | None, *, longest: int | None = None
+) -> tuple[list[int], list[str] | None, Any]:
     """Tokens of a prompt or of a chat, their texts if those are asked for, and the request. Raises: APIError.
 
-    A chat is read as /v1/chat/completions reads it, so its tokens are those that its prompt would have there.
+    A chat is read as /v1/chat/completions reads it, so its tokens are those that its prompt would have there. A text
+    that is far longer than `longest` tokens is refused as it is there.
     """
     fields = Fields(body)
     is_chat = body.get("messages") is not None
@@ -27,6 +31,8 @@ def tokenized(body: Mapping[str, Any], chats: Chats, tokenizer: Any | None) -> t
     rest = {name: value for name, value in body.items() if name not in ("add_special_tokens", "return_token_strs")}
     if tokenizer is None:
         raise wrong("messages" if is_chat else "prompt", NO_TOKENIZER)
+    if body.get("prompt_cache") is not None:
+        raise wrong("prompt_cache", "is not for /tokenize; leave it out", code="unsupported_parameter")
     read: ChatRequest | CompletionRequest
     if is_chat:
         read = read_chat(rest, GenerationOptions())
@@ -36,7 +42,7 @@ def tokenized(body: Mapping[str, Any], chats: Chats, tokenizer: Any | None) -> t
         if len(read.prompts) != 1 or not isinstance(read.prompts[0], str):
             raise wrong("prompt", "must be a text")
         text, adds = read.prompts[0], adds is not False
-    ids = [int(token) for token in tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]]
+    ids = ids_of_text(text, tokenizer, "messages" if is_chat else "prompt", longest, add_special_tokens=adds)
     return ids, tokenizer.convert_ids_to_tokens(ids) if shows else None, read
 
 

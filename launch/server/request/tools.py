@@ -21,6 +21,7 @@ OPENS = frozenset(
     )
 )
 """Keywords of a schema by which an object may have more properties than those of `properties`."""
+CLOSED = {"additionalProperties": False}
 CHOICE = 'must be none, auto, required or {"type": "function", "function": {"name": ...}}'
 
 
@@ -47,18 +48,16 @@ class Tools:
     def grammar(self) -> str:
         """Grammar of an answer that calls tools, in llguidance's form of Lark: a call, or with `several` a list.
 
-        Keywords of a schema that llguidance does not know are left out, unless the tool is strict. Arguments that the
-        schema has no properties for may not be given, unless it says something about them: a model without much sense
-        would invent them.
+        Keywords of a schema that llguidance does not know are left out, unless the tool is strict. Where the schema has
+        properties, other arguments may not be given, unless it requires them or says something about them: a model
+        without much sense would invent them. A function without a schema has no arguments, as at OpenAI's.
         """
         rules, names = list[str](), list[str]()
         for number, tool in enumerate(self.to_call):
             function, name = tool["function"], f"call_{number}"
             begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
             options = LAYOUT | {"lenient": function.get("strict") is not True}
-            schema = {"type": "object"} | (function.get("parameters") or {}) | {"x-guidance": options}
-            if not OPENS.intersection(schema):
-                schema["additionalProperties"] = False
+            schema = _closed(function.get("parameters")) | {"type": "object", "x-guidance": options}
             rules.append(f'{name}: {json.dumps(begin, ensure_ascii=False)} %json {json.dumps(schema)} "}}"')
             names.append(name)
         start = '"[" call (", " call)* "]"' if self.several else "call"
@@ -78,6 +77,10 @@ def read_tools(fields: Fields) -> Tools:
     if choice == "none":
         return Tools(told=[], to_call=[], several=several)
     to_call = _to_call(choice, told)
+    for tool in to_call:
+        kind = (tool["function"].get("parameters") or {}).get("type") or "object"
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise wrong("tools", f"have '{shown(tool['function']['name'])}', whose parameters are no object")
     found = Tools(told=told, to_call=to_call, several=several and choice == "required")
     if len(found.grammar) > MAX_CHARACTERS:
         raise wrong("tools", f"have schemas of more than {MAX_CHARACTERS:,} characters in all")
@@ -100,6 +103,17 @@ def _to_call(choice: Any, told: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not named:
         raise wrong("tool_choice", f"names the tool '{shown(str(name))}', which is not among 'tools'")
     return named[:1]
+
+
+def _closed(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """A schema of arguments that may have no others than its properties and what it requires, if it has properties."""
+    if schema is None:
+        schema = {"properties": {}}
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or OPENS.intersection(schema):
+        return schema
+    more = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    return schema | {"properties": properties | {name: {} for name in more if name not in properties}} | CLOSED
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:
