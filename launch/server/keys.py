@@ -108,7 +108,7 @@ def secret_in(folder: str, option: str) -> bytes:
         mode, secret = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
     except OSError as error:
         raise ValueError(
-            f"{option}={folder}: {path.name} cannot be made or read ({error.strerror}); use a folder with space to write to"
+            f"{option}={folder}: {path.name} cannot be made or read ({error.strerror}); use another folder"
         ) from error
     if mode & 0o077:
         raise ValueError(f"{option}={folder}: other users may read {path.name} (mode {mode:o}); use chmod 600")
