@@ -325,6 +325,8 @@ class DecodeOptions:
 OF_MODEL = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling options that a checkpoint's generation_config.json may have."""
 
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Guide:
@@ -443,6 +445,11 @@ class GenerationOptions:
             require(0 <= self.logprobs <= MAX_LOGPROBS, "generation.logprobs", self.logprobs, rule)
 
     @property
+    def may_sample(self) -> bool:
+        """Whether it samples, as far as that is known before the checkpoint is."""
+        return self.do_sample or self.of_model
+
+    @property
     def asks_for_drafts(self) -> bool:
         return self.speculate is not Speculate.none
 
@@ -461,7 +468,7 @@ class GenerationOptions:
         for name in OF_MODEL:
             value = getattr(generation_config, name, None)
             if value is not None and getattr(self, name) == getattr(default, name):
-                found[name] = type(getattr(default, name))(value)
+                found[name] = _of_checkpoint(name, value, type(getattr(default, name)))
         return replace(self, of_model=False, **found)
 
     @property
@@ -472,6 +479,21 @@ class GenerationOptions:
             return None
         begin, end = self.free_part or ("", "")
         return Guide(text=text, is_schema=self.json_schema is not None, free_part=(begin, end) if end else None)
+
+
+def _of_checkpoint(name: str, value: Any, kind: type) -> Any:
+    """A checkpoint's value of an option of this kind. Raises: ValueError."""
+    is_of_kind = type(value) is kind or (kind is float and type(value) is int)
+    reason = None if is_of_kind else _WORDS[kind]
+    if reason is None:
+        try:
+            return getattr(GenerationOptions(**{name: kind(value)}), name)
+        except ValueError as error:  # whose remedies are for options that a user has given
+            reason = str(error).partition(" ")[2].partition(";")[0].removeprefix("must be ")
+    raise ValueError(
+        f"the checkpoint's generation_config.json has {name}={value!s}, which must be {reason}; "
+        "use generation=greedy or generation=sample, or correct the file"
+    )
 
 
 def _is_json_object(text: str) -> bool:

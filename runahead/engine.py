@@ -157,6 +157,10 @@ class Engine:
         """
         assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         mesh, given = self.ranks.mesh, options or GenerationOptions()
+        if isinstance(given, GenerationOptions):
+            given = given.resolved(self.model.module.generation_config)
+        else:
+            given = self._resolved(given)
         rows, ids = row_options(given, len(prompts), first_index), [ids_of(prompt) for prompt in prompts]
         each = [of_row for of_row, _ in rows]
         self.check(prompts, each)
@@ -362,6 +366,7 @@ class Engine:
 
         All else was checked when this engine was made.
         """
+        options = self._resolved(options)  # of the checkpoint, too
         check_options(options, self.model.tokenizer, self.model.vocab_size, self._grammars)
         check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each in options])
         self.policies.check_pools(self.model, batch=len(prompts), keep_parts=self._keeps_parts)
@@ -369,6 +374,10 @@ class Engine:
             self.check_reuse(blends=_blend(prompts))
         if any(each.asks_for_drafts for each in options):
             self.check_speculation(options, prompts)
+
+    def _resolved(self, options: Sequence[GenerationOptions]) -> list[GenerationOptions]:
+        """Options of rows with what they leave to the checkpoint. Raises: ValueError."""
+        return [each.resolved(self.model.module.generation_config) for each in options]
 
     def check_speculation(self, options: Sequence[GenerationOptions], prompts: Sequence[GivenPrompt]) -> None:
         """Check that drafts can be made and verified as the options of these prompts ask. Raises: ValueError."""

@@ -81,9 +81,9 @@ def first_line(error: BaseException) -> str:
     return cut_short(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__))
 
 
-def cut_short(message: str) -> str:
+def cut_short(message: str, longest: int = LONGEST_MESSAGE) -> str:
     """A message without its middle where it quotes so much of a file that nobody would read it; remedies are last."""
-    if len(message) <= LONGEST_MESSAGE:
+    if len(message) <= longest:
         return message
-    kept = LONGEST_MESSAGE // 2
+    kept = longest // 2
     return f"{message[:kept]} [...] {message[-kept:]}"

@@ -121,3 +121,7 @@ def test_settings_without_effect_are_told():
         ]
         assert ineffective_settings(RunOptions(prefill=PrefillOptions(name=prefill.name))) == []
     assert not ineffective_settings(RunOptions(generation=GenerationOptions(do_sample=True, temperature=0.5, top_k=3)))
+
+
+def test_sampling_options_beside_those_of_the_checkpoint_may_have_an_effect():
+    assert not ineffective_settings(RunOptions(generation=GenerationOptions(of_model=True, temperature=0.5, seed=3)))

@@ -305,7 +305,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             prompt.text is None and prompt.file is None,
             "without prompt.text or prompt.file",
         ),
-        ("generation", sampling, not run.generation.do_sample, "without generation.do_sample=true"),
+        ("generation", sampling, not run.generation.may_sample, "without generation.do_sample=true"),
         ("generation", drafting, speculate is Speculate.none, "without generation.speculate"),
         (
             "generation",

@@ -94,7 +94,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     tree = None if no_tree is not None else _tree(run, ranks)
 
     def check_options(engine: Engine) -> None:
-        engine.check_speculation([run.generation], [])
+        engine.check_speculation([run.generation.resolved(model.module.generation_config)], [])
         if store is not None:
             engine.check_reuse(blends=prompt_cache_options(run.policy).recompute > 0)
 

@@ -211,7 +211,7 @@ class Conversation:
             ValueError: there is nothing to answer, more tokens than the model has positions, an earlier turn failed
                 half-way, or options ask for drafts that cannot be made or verified.
         """
-        options = options or GenerationOptions()
+        options = (options or GenerationOptions()).resolved(self.model.module.generation_config)
         self._require_whole()
         if self.cache is None or self.logits_BV is None:
             raise ValueError("there is nothing to answer; feed tokens first")

@@ -45,8 +45,7 @@ class Row:
         self.prompt, self.new_ids, self.ids = prompt, list[int](), list(prompt)
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
-        if options.of_model:
-            options = options.resolved(model.module.generation_config)
+        assert not options.of_model, "options are resolved before rows are made"
         self.options = options
         self._text = EndingText(model.tokenizer, model.eos_token_ids, options)
         constraint = None if options.guide is None else model.grammars.constraint(options.guide)

@@ -22,10 +22,14 @@ from transformers import (
 from policies.row_values import sent
 from runahead.config import GenerationOptions
 from runahead.decoding.scored_tokens import ROW_ENDED, unpack
+from runahead.failures import cut_short
 from runahead.model.grammars import Grammars
 
 LEAST_SCORE = -1e30
 """Least logit of an allowed token. Divided by a low temperature it is still a number."""
+
+LONGEST_VALUE = 200
+"""Characters of an option's value in a message: grammars are long."""
 
 NOT_NUMBERS = (
     "the model's logits are not numbers, so there is no next token; check its weights, or use another model.dtype"
@@ -243,7 +247,9 @@ def check_options(
         found = refused_option(each, tokenizer, vocab_size, grammars)
         if found is not None:
             name, reason = found
-            raise ValueError(f"generation.{name}={getattr(each, name)} {reason}; leave it out")
+            raise ValueError(
+                f"generation.{name}={cut_short(str(getattr(each, name)), LONGEST_VALUE)} {reason}; leave it out"
+            )
 
 
 def refused_option(

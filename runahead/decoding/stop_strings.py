@@ -95,7 +95,7 @@ class StopStrings:
         keeps_stop: it has the stop string, too, at which it ends.
 
     Attributes:
-        text: the text so far; after a stop string was found, the text before it.
+        text: the text so far; after a stop string was found, the text before it, or with `keeps_stop` up to its end.
 
     Raises:
         ValueError: there are stop strings but no tokenizer.

@@ -170,7 +170,7 @@ class Executor:
         aside_s, waited_s, was_idle = self._aside_s, self._waited_s, not self.live
         self._prepare_guides(item)
         if self._engine.prefixes is not None and self._stores:
-            self._engine.prefixes.prefetch(item.due_prefixes)
+            self._engine.prefixes.prefetch(item.to_prefetch)
         self._take_room(item)
         self._under_way.append(item)
         if item.record_timeline:

@@ -61,7 +61,7 @@ class PrefillItem(RowsItem):
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
         scores: as of `PrefillPlan`.
         record_timeline: ranks report from inside it, and when they were in which layer.
-        due_prefixes: what is stored of prompts that will come after it, each with its salt.
+        to_prefetch: what is stored of prompts that will come after it, each with its salt.
     """
 
     boundaries: tuple[int, ...]
@@ -69,7 +69,7 @@ class PrefillItem(RowsItem):
     is_short: bool = False
     scores: int | None = None
     record_timeline: bool = True
-    due_prefixes: Sequence[tuple[Sequence[int], str]] = ()
+    to_prefetch: Sequence[tuple[Sequence[int], str]] = ()
 
     @property
     def finds_prefixes(self) -> bool:

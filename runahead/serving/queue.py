@@ -297,7 +297,7 @@ class RequestQueue:
         """The requests that wait, that which is due first in front."""
         return sorted(self.waiting, key=lambda each: each.arrived_s + SLACK * self.prefill_s([each]))
 
-    def due_prefixes(self) -> list[tuple[list[int], str]]:
+    def to_prefetch(self) -> list[tuple[list[int], str]]:
         """The stored beginnings of the prompts that are due next, with salts, for the last stage to keep at hand."""
         if self._engine.prefixes is None:
             return []

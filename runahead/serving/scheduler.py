@@ -314,7 +314,7 @@ class Scheduler:
                     is_short=is_short,
                     scores=requests[0].scores,
                     record_timeline=not is_short or predicted_s >= PROGRESS_S,  # else it costs more than it tells
-                    due_prefixes=queue.due_prefixes(),
+                    to_prefetch=queue.to_prefetch(),
                     salts=salts,
                 )
             batch = Batch(

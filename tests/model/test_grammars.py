@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runahead.config import GenerationOptions, Guide
-from runahead.decoding.sampling import Sampler, next_tokens
+from runahead.decoding.sampling import Sampler, check_options, next_tokens
 from runahead.model import grammars
 from runahead.model.grammars import Grammars
 from tests.tokenizers_for_tests import KINDS, byte_level
@@ -229,3 +229,10 @@ def test_a_free_part_may_come_first_and_ends_where_its_end_comes_first(is_schema
     assert allowed("a b<|end|>7", "", "<|end|>")
     other = Guide(text=text, is_schema=is_schema, free_part=("", "<|end|>"))
     assert not allows(made, other, tokenizer("a b<|", add_special_tokens=False)["input_ids"])
+
+
+def test_a_long_grammar_is_not_in_its_message() -> None:
+    text = "start: " + "x" * 10_000
+    with pytest.raises(ValueError, match=r"^generation.grammar=start: x.*cannot be followed.*; leave it out$") as told:
+        check_options([GenerationOptions(grammar=text)], None, 400, Grammars(None, 400, {1}))
+    assert "[...]" in str(told.value) and len(str(told.value)) < 500

@@ -68,7 +68,7 @@ class Serving:
         tokens: new tokens of each prompt, by number and row.
         cached: tokens that each prompt reuses, by number.
         known: the tree as rank 0 knows it.
-        due_prefixes: what is told to come with the next prefill.
+        to_prefetch: what is told to come with the next prefill.
         stopping: prefills that it says to stop.
     """
 
@@ -90,7 +90,7 @@ class Serving:
         self.cached: dict[int, list[int]] = {}
         self.known = PrefixTree(inf)
         self.prompts: list[list[list[int]]] = []
-        self.due_prefixes: list[tuple[list[int], str]] = []
+        self.to_prefetch: list[tuple[list[int], str]] = []
         self.salts: dict[int, Sequence[str]] = {}
         self.parts: list[Part] = []
         self.stopping: list[int] = []
@@ -120,7 +120,7 @@ class Serving:
             prompts=list(prompts),
             options=options,
             boundaries=boundaries,
-            due_prefixes=self.due_prefixes,
+            to_prefetch=self.to_prefetch,
             salts=salts,
             scores=scores,
         )
@@ -175,7 +175,7 @@ def test_rank_0_counts_on_prefixes_of_the_same_salt_alone() -> None:
     assert [queue.stored.found_after(each, [first], "a") for each in (other, none)] == [[100], [0]]
     for each in (mine, other):
         queue.add(each)
-    assert queue.due_prefixes() == [(ids, "mine")]
+    assert queue.to_prefetch() == [(ids, "mine")]
 
 
 def replace_salt(request: Request, salt: str) -> Request:
@@ -641,10 +641,10 @@ def test_what_is_stored_counts_as_computed() -> None:
 def test_the_last_stage_is_told_what_it_will_soon_be_asked_for() -> None:
     queue, ids = queue_with_prefixes(), prompt(100)
     queue.stored.apply(Stored(key="a", ids=tuple(ids)))
-    assert queue.due_prefixes() == []
+    assert queue.to_prefetch() == []
     for each in (request(prompt(30, seed=5)), request([*ids[:40], 3]), request(ids)):
         queue.add(each)
-    assert queue.due_prefixes() == [
+    assert queue.to_prefetch() == [
         (ids[:40], ""),
         (ids[:-1], ""),
     ]  # of the first nothing is stored
@@ -662,7 +662,7 @@ def test_what_is_told_to_come_stays_and_answers_are_the_same_from_the_host() -> 
         for seed in (1, 2):
             serving.prefill(prompt(50, seed=seed), num_new=2)
             serving.executor.decode_all()
-        serving.due_prefixes = [(first, "")]
+        serving.to_prefetch = [(first, "")]
         for seed in (3, 4):
             serving.prefill(prompt(50, seed=seed), num_new=2)
             serving.executor.decode_all()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from launch.server.request.template_variables import RESERVED
 from policies.prompt_cache.model_text import render
 from runahead import Engine, Model, ModelOptions, Ranks, RanksOptions
 from runahead.config import Device, DType, GenerationOptions, ModelName
+from runahead.conversation.conversation import Conversation
 from tests.families import save_tiny_llama
 from tests.serving.fakes import TEMPLATE, TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, serving
 
@@ -154,8 +157,21 @@ def test_sampling_options_of_the_checkpoint_are_taken_where_others_are_not_given
     found = GenerationOptions(of_model=True, top_p=0.5).resolved(theirs)
     assert found == GenerationOptions(do_sample=True, temperature=0.6, top_p=0.5, top_k=20)
     assert GenerationOptions(of_model=True).resolved(GenerationConfig()) == GenerationOptions()
-    with pytest.raises(ValueError, match="generation.temperature=0.0 must be above 0"):
-        GenerationOptions(of_model=True).resolved(GenerationConfig(temperature=0.0))
+    other = "; use generation=greedy or generation=sample, or correct the file"
+    for name, value, rule in (
+        ("temperature", 0.0, "above 0"),
+        ("top_p", "0.9", "a number"),
+        ("top_k", 20.5, "a whole number"),
+        ("do_sample", "false", "true or false"),
+        ("repetition_penalty", True, "a number"),
+        ("min_p", 1.5, "from 0 to 1"),
+    ):
+        wrong: Any = SimpleNamespace(**{name: value})
+        told = re.escape(f"the checkpoint's generation_config.json has {name}={value}, which must be {rule}{other}")
+        with pytest.raises(ValueError, match=f"^{told}$"):
+            GenerationOptions(of_model=True).resolved(wrong)
+        assert GenerationOptions().resolved(wrong) == GenerationOptions()
+    assert GenerationOptions(of_model=True, min_p=0.5).resolved(wrong).min_p == 0.5  # which was given
 
 
 def test_an_engine_samples_as_the_checkpoint_says(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -170,3 +186,10 @@ def test_an_engine_samples_as_the_checkpoint_says(tmp_path_factory: pytest.TempP
             return engine.generate([[5, 6, 7]], made).generations[0].new_token_ids
 
         assert answer(of_model=True) == answer(do_sample=True, temperature=2.0, top_k=40) != answer()
+        conversation = Conversation(engine.model)
+        conversation.feed(torch.tensor([[5, 6, 7]]))
+        told = GenerationOptions(max_new_tokens=20, ignore_eos=True, seed=3, of_model=True)
+        assert conversation.generate(told).rows[0].new_ids == answer(of_model=True)
+        model.module.generation_config.temperature = -1.0
+        with pytest.raises(ValueError, match="generation_config.json has temperature=-1.0, which must be above 0"):
+            engine.check([[5, 6, 7]], [told])  # before anything is computed

@@ -36,7 +36,7 @@ OPTIONS = GenerationOptions(
 )
 MESSAGES = [
     items.PrefillItem(
-        number=1, prompts=[[1, 2, 3], PROMPT], options=[OPTIONS] * 2, boundaries=(0, 2, 3), due_prefixes=[([4], "a")]
+        number=1, prompts=[[1, 2, 3], PROMPT], options=[OPTIONS] * 2, boundaries=(0, 2, 3), to_prefetch=[([4], "a")]
     ),
     items.PrefillItem(number=2, prompts=((1, 2), [3]), options=[], boundaries=(0, 2), stored=(1, 0), salts=["a", ""]),
     items.Generate(number=3, prompts=[[1] * 1000], options=[OPTIONS]),
