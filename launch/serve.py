@@ -29,7 +29,9 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
 
   serve.host=127.0.0.1  serve.port=8000   serve.api_key_file=<file, a key per line>   serve.model_name=<name>
   serve.hosts=[<name>]         by which clients call it, and serve.cors_origins=[<origin>], whose pages may read answers
-  serve.chat_template=<jinja>
+  serve.chat_template=<jinja>  and serve.template_kwargs={{name: value}}, its variables where a request gives none
+  serve.tools=auto|hermes|llama3|mistral|none   how the model writes calls; auto: as its template has them
+  serve.reasoning=auto|think|none   markers of what it thinks; auto: those of its template
   serve.batch=8                answers that are generated at once; 1 answers one after another
   serve.batch_tokens=4096      prompt tokens of several requests that are computed at once
   serve.max_tokens=<n>         of prompt and answer, of all answers at once; by default what fits into memory
@@ -53,7 +55,7 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
   model=..., prefill=..., partition=..., ranks=..., cache.bits=..., decode=last|sharded|auto   as launch/infer.py has
                                them (its --help lists them)
 {choices("policy", NAMES)}
-  generation=greedy|sample     and generation.<option>: for requests that do not say otherwise
+  generation=greedy|sample|model   and generation.<option>: for requests that do not say otherwise
                                generation.max_new_tokens=512
 
   torchrun --nproc-per-node=2 launch/serve.py model=smollm2

@@ -249,7 +249,9 @@ def test_what_was_found_of_prompts_is_told_in_progress_metrics_and_state() -> No
 
 def test_a_server_that_keeps_no_texts_tells_of_none() -> None:
     with serving() as served:
-        assert state_of(served)["stored"] is None and set(metrics_of(served)) == {"hits_total", "queries_total"}
+        metrics = metrics_of(served)
+        assert state_of(served)["stored"] is None and set(metrics) == {"hits_total", "queries_total", "limit_bytes"}
+        assert metrics["limit_bytes"] == 0
 
 
 def test_progress_is_for_streams_alone() -> None:
