@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
@@ -93,11 +93,37 @@ def signals_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class _FirstSignal:
+    """Handler of a signal in a block of `first_signal`: of a block within another, the first signal is that of both.
+
+    Args:
+        around: handlers before the block, by number.
+        restore: brings them back.
+    """
+
+    def __init__(
+        self, call: Callable[[], object], around: Mapping[signal.Signals, object], restore: Callable[[], object]
+    ) -> None:
+        self._call, self._around, self._restore = call, around, restore
+        outer = next((each for each in around.values() if isinstance(each, _FirstSignal)), None)
+        self.first_s: float | None = None if outer is None else outer.first_s
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.first_s is None:
+            self.first_s = time.monotonic()
+            self._call()
+            if isinstance(outer := self._around[signal.Signals(number)], _FirstSignal):
+                outer(number, frame)
+        elif time.monotonic() - self.first_s > SAME_S:
+            self._restore()
+            signal.raise_signal(number)
+
+
 @contextmanager
 def first_signal(call: Callable[[], object], *, is_last: bool = False) -> Iterator[None]:
     """Call `call` at the first SIGTERM, SIGHUP or Ctrl-C in this block; one that comes later ends it as elsewhere.
 
-    Outside the main thread the block has no effect.
+    Outside the main thread the block has no effect. A signal that came in a block around this one is not the first.
 
     Args:
         is_last: nothing comes after the block but the end of the process. Unless it raises an error these signals are
@@ -110,22 +136,13 @@ def first_signal(call: Callable[[], object], *, is_last: bool = False) -> Iterat
     handlers = {number: signal.getsignal(number) for number in numbers}
     # Without it, the thread of `ending_signals` does not see the signals, and does not end the process after one.
     before = signal.set_wakeup_fd(-1)
-    first_s: float | None = None
 
     def restore() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal first_s
-        if first_s is None:
-            first_s = time.monotonic()
-            call()
-        elif time.monotonic() - first_s > SAME_S:
-            restore()
-            signal.raise_signal(number)
-
+    handle = _FirstSignal(call, handlers, restore)
     for number in numbers:
         signal.signal(number, handle)
     try:

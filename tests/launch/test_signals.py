@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.program.signals import Terminated, ending_signals
+from launch.program import signals
+from launch.program.signals import Terminated, ending_signals, first_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,6 +59,40 @@ def test_a_main_thread_that_runs_gets_an_exception() -> None:
     with pytest.raises(Terminated, match="ended by SIGTERM"), ending_signals(late.append):
         signal.raise_signal(signal.SIGTERM)
     assert not late
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_second_signal_ends_what_the_first_one_drains_though_blocks_nest(
+    is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a server, whose rank 0 asks for the end in one block, and drains in another."""
+    monkeypatch.setattr(signals, "SAME_S", -1.0)  # no two signals are one
+    called: list[str] = []
+    with (
+        pytest.raises(Terminated, match="ended by SIGTERM"),
+        ending_signals(called.append),  # type: ignore[arg-type]
+        first_signal(lambda: called.append("outer"), is_last=True),
+    ):
+        if is_early:
+            signal.raise_signal(signal.SIGTERM)
+        with first_signal(lambda: called.append("inner")):
+            if not is_early:
+                signal.raise_signal(signal.SIGTERM)
+            called.append("drains")
+            signal.raise_signal(signal.SIGTERM)
+            called.append("is never there")
+    assert called == (["outer", "drains"] if is_early else ["inner", "outer", "drains"])
+
+
+def test_signals_that_come_together_are_one_though_blocks_nest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "SAME_S", 1e9)
+    called: list[str] = []
+    with first_signal(lambda: called.append("outer")):
+        with first_signal(lambda: called.append("inner")):
+            for _ in range(3):
+                signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert called == ["inner", "outer"]
 
 
 def test_signals_are_as_before_behind_the_block() -> None:
