@@ -35,7 +35,7 @@ class ControlMessages(Waiting):
 
     _control: dist.ProcessGroup
     _worker: Worker
-    seal = Seal(b"")
+    seal: Seal
     _num_objects = 0
 
     def control(self, what: str, call: Callable[[], T], peers: Iterable[int] | None = None) -> T:

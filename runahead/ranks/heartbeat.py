@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from runahead.failures import first_line
+from runahead.ranks.meeting.local_store import FolderFailure
 from runahead.ranks.meeting.presence import Presence
 from runahead.ranks.mesh import ALONE
 from runahead.ranks.worker import Worker
@@ -149,7 +150,7 @@ class Heartbeat:
         """Announce a failure to all ranks, so that none waits for this one. Only the first announcement is kept."""
 
         def announce() -> None:
-            with suppress(RuntimeError):  # the store is gone, and the ranks with it
+            with suppress(RuntimeError):  # the store is gone, and the ranks with it; or it can take no word more
                 self._announcements.compare_set(FAILURE, "", message)
 
         since = self.asking_since
@@ -187,8 +188,11 @@ class Heartbeat:
                 self._publish()
                 self._look()
                 self.asking_since = None
-            except RuntimeError as error:  # the store's host is gone or cannot be reached
-                lost = f"the rendezvous store is lost, its launcher or host is gone ({first_line(error)})"
+            except RuntimeError as error:
+                if isinstance(error, FolderFailure):
+                    lost = f"{self._name(self._rank)} cannot reach the others ({first_line(error)})"
+                else:
+                    lost = f"the rendezvous store is lost, its launcher or host is gone ({first_line(error)})"
                 self._has_ended(ended or lost)
                 return
             self._has_ended(ended)  # after _look: what the process announced before it ended says more

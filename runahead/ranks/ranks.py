@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -39,7 +38,7 @@ from runahead.ranks.mapped.memory import HostMemory, MappedSegment, SharedBytes,
 from runahead.ranks.mapped.queues import Copying, DeviceCopying, HostCopying
 from runahead.ranks.meeting.local_store import LocalStore, is_on_one_host, listen_on_loopback
 from runahead.ranks.meeting.rendezvous import POLL_S, StoppedRanks, environment_store, meet, store_of_job
-from runahead.ranks.meeting.seal import Seal
+from runahead.ranks.meeting.seal import job_seal
 from runahead.ranks.meeting.signed_store import SECRET, job_secret
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.objects import gather_objects
@@ -175,8 +174,7 @@ class Ranks(ProcessGroups):
         return met
 
     def _connect(self, store: dist.Store) -> None:
-        number = store.compare_set("number of this job", "", secrets.token_hex(32))
-        self.seal = Seal((job_secret(os.environ) or b"") + number)
+        self.seal = job_seal(store, self.rank, self.size, job_secret(os.environ) or b"")
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=NEVER)
         self._kv_group = dist.new_group(backend="gloo", timeout=NEVER)
         assert dist.group.WORLD is not None
@@ -200,7 +198,8 @@ class Ranks(ProcessGroups):
 
         Raises:
             ValueError: CUDA is asked for but not available, NCCL is asked for without CUDA, or an environment variable
-                makes no sense, or would make the ranks wait for each other for ever; or the job's secret is none.
+                makes no sense, or would make the ranks wait for each other for ever; or the job's secret cannot be
+                used.
         """
         place = JobPlace.from_environment()
         size, local_rank, local_size = place.size, place.local_rank, place.local_size

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
+from runahead.ranks.heartbeat import Heartbeat
 from runahead.ranks.meeting import local_store
-from runahead.ranks.meeting.local_store import LocalStore, is_on_one_host, meet_on_host, private_folder
+from runahead.ranks.meeting.local_store import FolderFailure, LocalStore, is_on_one_host, make_private, meet_on_host
 from runahead.ranks.meeting.presence import Presence
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -25,7 +31,7 @@ TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setitem(TORCHRUN, "TMPDIR", str(tmp_path))
     return tmp_path
 
 
@@ -119,8 +125,119 @@ def test_a_full_disk_does_not_silence_a_heartbeat(store: LocalStore, monkeypatch
     monkeypatch.setattr(Path, "write_bytes", full)
     store.set("beat", "101 9")
     assert store.get("beat") == b"101 9"
-    with pytest.raises(dist.DistStoreError, match="No space left"):
+    with pytest.raises(FolderFailure, match=f"^{store.folder}: No space left on device; free some of its disk, or set"):
         store.set("new", "1")
+    assert not list(store.folder.glob("part-*"))
+    monkeypatch.setattr(Path, "open", full)  # nor is there room in the beat's own file
+    with pytest.raises(FolderFailure, match="No space left"):
+        store.set("beat", "102 9")
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """This process can open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_disk() -> Iterator[None]:
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it names no file
+
+    opens = Path.open
+
+    def writes_fail(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        return (opens if mode[0] == "r" else full)(path, mode, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "NamedTemporaryFile", full)
+        patch.setattr(tempfile, "mkdtemp", full)
+        patch.setattr(Path, "open", writes_fail)
+        yield
+
+
+LACKS = {
+    no_descriptor: "Too many open files; raise `ulimit -n`",
+    no_disk: "No space left on device; free some of its disk, or set TMPDIR",
+}
+
+
+@pytest.fixture(params=LACKS)
+def lack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    monkeypatch.setattr(local_store, "SCARCE_S", 0.1)
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_what_lacks_is_told_with_the_folder_and_the_remedy(
+    store: LocalStore, lack: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with lack(), pytest.raises(FolderFailure, match=f"^{store.folder}: {LACKS[lack]}"):
+        store.add("n", 1)
+    assert store.add("n", 1) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_cannot_meet_says_where_and_why(
+    temporary: Path, lack: Callable[[], AbstractContextManager[None]], rank: int
+) -> None:
+    if rank == 1:
+        meet_on_host(0, TORCHRUN, 30.0)
+    with lack(), pytest.raises(FolderFailure, match=f"^{temporary}/runahead-.*: {LACKS[lack]}"):
+        meet_on_host(rank, TORCHRUN, 30.0)
+
+
+def test_a_rank_that_lacks_room_or_descriptors_can_tell_one_failure(
+    store: LocalStore, lack: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with lack():
+        assert store.compare_set("failure", "", "rank 1 failed: é") == "rank 1 failed: é".encode()
+        with pytest.raises(FolderFailure, match=LACKS[lack]):
+            store.compare_set("another", "", "1")
+    assert store.get("failure") == "rank 1 failed: é".encode() and not store.check(["another"])
+    assert store.compare_set("failure", "", "rank 0 failed") == "rank 1 failed: é".encode()
+
+
+def test_a_first_failure_stays_where_there_is_no_room_for_a_second(
+    store: LocalStore, lack: Callable[[], AbstractContextManager[None]]
+) -> None:
+    store.compare_set("failure", "", "rank 0 failed")
+    with suppress(FolderFailure), lack():
+        assert store.compare_set("failure", "", "rank 1 failed") == b"rank 0 failed"
+    assert store.get("failure") == b"rank 0 failed"
+
+
+def test_a_lack_of_descriptors_that_passes_is_not_noticed(store: LocalStore) -> None:
+    with ExitStack() as lacking:
+        lacking.enter_context(no_descriptor())
+        later = threading.Timer(0.1, lacking.close)
+        later.start()
+        store.set("a", "1")
+        later.join()
+    assert store.get("a") == b"1"
+
+
+def test_a_rank_that_can_open_no_file_names_that_as_the_cause(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: "the rendezvous store is lost, its launcher or host is gone", or that the peer has ended."""
+    monkeypatch.setattr(local_store, "SCARCE_S", 0.1)
+    heartbeats = [Heartbeat(store, rank, 2, computing=None) for rank in range(2)]
+    beside = replace(Presence.here(0, {}), rank=1)
+    with no_descriptor(), heartbeats[0].waiting():
+        heartbeats[0].start([replace(beside, rank=0), beside])
+        heartbeats[0]._thread.join(timeout=30.0)
+        failure = heartbeats[0].failure
+        heartbeats[0].announce_failure(f"rank 0 says: {failure}")
+    assert failure is not None and failure.startswith(f"rank 0 cannot reach the others ({store.folder}: Too many open")
+    assert heartbeats[1].announced() == f"rank 0 says: {failure}"
+    for heartbeat in heartbeats:
+        heartbeat.close()
 
 
 def test_ranks_meet_in_a_folder_that_nobody_else_can_enter(temporary: Path) -> None:
@@ -139,7 +256,9 @@ def test_ranks_meet_in_a_folder_that_nobody_else_can_enter(temporary: Path) -> N
 @pytest.mark.parametrize("other", [{"MASTER_PORT": "29501"}, {"TORCHELASTIC_RESTART_COUNT": "1"}])
 def test_other_jobs_meet_elsewhere(temporary: Path, other: dict[str, str]) -> None:
     meet_on_host(0, TORCHRUN, 30.0)
-    with pytest.raises(dist.DistStoreError, match="rank 0 did not start within 0 s"):
+    with pytest.raises(
+        dist.DistStoreError, match=r"rank 0 did not come to /.*/runahead-\d+ within 0 s; .* need the same"
+    ):
         meet_on_host(1, TORCHRUN | other, 0.2)
 
 
@@ -153,17 +272,21 @@ def ended() -> Presence:
 
 
 def test_a_killed_jobs_folder_is_not_taken_and_goes_when_the_next_job_begins(temporary: Path, ended: Presence) -> None:
-    base = private_folder(temporary / f"runahead-{os.getuid()}")
+    base = temporary / f"runahead-{os.getuid()}"
+    make_private(base)
     store = meet_on_host(0, TORCHRUN, 30.0)
     (store.folder / "rank-0").unlink()
     local_store._enter(store.folder, ended)
-    with pytest.raises(dist.DistStoreError, match="rank 0 did not start"):
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not come"):
         meet_on_host(1, TORCHRUN, 0.2)
     elsewhere = base / "elsewhere"
     elsewhere.mkdir()
     local_store._enter(elsewhere, replace(ended, machine="another container"))  # whose processes cannot be seen
     now = meet_on_host(0, TORCHRUN, 30.0)
     assert jobs(temporary) == sorted([elsewhere, now.folder])
+    os.utime(elsewhere, (time.time() - 90_000,) * 2)  # no beat for more than a day
+    later = meet_on_host(0, TORCHRUN, 30.0)
+    assert jobs(temporary) == sorted([now.folder, later.folder])
 
 
 def test_the_folder_of_a_job_that_still_ends_is_not_taken_a_second_time(temporary: Path) -> None:

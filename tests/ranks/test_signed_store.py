@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,7 +16,7 @@ from runahead.failures import RunFailure
 from runahead.ranks.heartbeat import FAILURE, Heartbeat
 from runahead.ranks.meeting import rendezvous
 from runahead.ranks.meeting.rendezvous import environment_store
-from runahead.ranks.meeting.seal import Seal
+from runahead.ranks.meeting.seal import Seal, job_seal
 from runahead.ranks.meeting.signed_store import SignedStore, job_secret
 
 SECRET = b"what only the ranks of this job know"
@@ -139,6 +140,33 @@ def test_a_message_counts_in_its_own_place_alone() -> None:
     for by, message, about in strangers:
         with pytest.raises(RunFailure, match="no rank of this job has sent"):
             by.open(message, about)
+
+
+def seals_of_a_job(stores: Sequence[dist.Store], secrets: Sequence[bytes]) -> list[Seal]:
+    with ThreadPoolExecutor(len(stores)) as pool:
+        each = zip(stores, secrets, strict=True)
+        made = [pool.submit(job_seal, store, rank, len(stores), secret) for rank, (store, secret) in enumerate(each)]
+        return [one.result() for one in made]
+
+
+def test_ranks_have_one_seal_which_no_other_job_with_their_secret_has(opened: dist.TCPStore) -> None:
+    stores = [SignedStore(dist.PrefixStore(job, opened), SECRET, 5.0) for job in ("first", "second", "third")]
+    first, second = (seals_of_a_job([store] * 3, [SECRET] * 3) for store in stores[:2])
+    sealed = first[0].close(b"work", "mail 1 from 0 to 1")
+    assert [seal.opened(sealed, "mail 1 from 0 to 1") for seal in first] == [b"work"] * 3
+    assert [seal.opened(sealed, "mail 1 from 0 to 1") for seal in second] == [None] * 3
+    differing = seals_of_a_job([stores[2]] * 2, [SECRET, b"another"])
+    assert differing[1].opened(differing[0].close(b"work", "mail"), "mail") is None
+
+
+def test_what_an_earlier_job_has_written_gives_no_rank_its_seal(opened: dist.TCPStore) -> None:
+    """A stranger has copied the whole store of a job of the same secret, and answers for rank 1 before it does."""
+    before, now = dist.PrefixStore("before", opened), dist.PrefixStore("now", opened)
+    earlier = seals_of_a_job([SignedStore(before, SECRET, 5.0)] * 2, [SECRET] * 2)
+    for rank in range(2):
+        now.set(f"nonce of {rank}", before.get(f"nonce of {rank}"))  # type: ignore[arg-type]
+    seal = job_seal(SignedStore(now, SECRET, 5.0), 0, 2, SECRET)
+    assert seal.opened(earlier[1].close(b"work", "mail 1 from 1 to 0"), "mail 1 from 1 to 0") is None
 
 
 @pytest.mark.parametrize("secrets", [[SECRET, SECRET], [SECRET, b"another secret of another job"], [SECRET, None]])

@@ -29,6 +29,24 @@ class PolledStore(dist.Store):
     def found(self, key: str) -> bytes | None:
         """The value of a key; None while there is none."""
 
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> None:
+        """Set a value. Raises: DistError: it cannot be written."""
+
+    @abstractmethod
+    def put_first(self, key: str, data: bytes) -> bytes:
+        """Set a value that is not there yet, and return what is there then. Raises: DistError: it cannot be written."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.put(key, _bytes(value))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        assert not expected_value, "values are never replaced under a condition"
+        return self.put_first(key, _bytes(desired_value))
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 (as C++ calls it)
+        return self.delete_key(key)
+
     def get(self, key: str) -> bytes:
         """Raises: DistStoreError: nothing came in time."""
         self.wait([key])
@@ -46,3 +64,7 @@ class PolledStore(dist.Store):
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"no value came for {', '.join(keys)}")
             time.sleep(LOOK_S)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

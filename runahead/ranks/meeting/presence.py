@@ -37,7 +37,7 @@ class Presence:
     def here(cls, rank: int, facts: Mapping[str, str]) -> Presence:
         """Describe this process."""
         machine = ""
-        with suppress(OSError):  # no /proc
+        with suppress(FileNotFoundError, PermissionError):  # no /proc
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
         return cls(rank, socket.gethostname(), machine, os.getpid(), _started(os.getpid()) or 0, facts)
@@ -48,13 +48,18 @@ class Presence:
 
     @property
     def has_ended(self) -> bool:
-        """Whether a process of this machine has ended (a zombie counts as ended)."""
-        return _started(self.pid) != self.started
+        """Whether a process of this machine is known to have ended (a zombie counts as ended)."""
+        try:
+            return _started(self.pid) != self.started
+        except OSError:  # as of too many open files
+            return False
 
     @property
     def is_stopped(self) -> bool:
         """Whether a process of this machine is stopped, as by SIGSTOP: it does not end by itself."""
-        return (_stat(self.pid) or [""])[0] == "T"
+        with suppress(OSError):
+            return (_stat(self.pid) or [""])[0] == "T"
+        return False
 
 
 def _started(pid: int) -> int | None:
@@ -64,8 +69,12 @@ def _started(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of proc_pid_stat(5) from the state on, or None if there is no such process."""
+    """Fields of proc_pid_stat(5) from the state on, or None if there is no such process.
+
+    Raises:
+        OSError: they cannot be read.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None

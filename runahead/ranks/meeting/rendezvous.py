@@ -25,7 +25,7 @@ from runahead.ranks.meeting.signed_store import SECRET, SECRET_FILE, SignedStore
 POLL_S = 0.05
 """Seconds between two looks at what is waited for."""
 
-LOOK_S = 0.5
+PROCESS_LOOK_S = 0.5
 """Seconds between two looks at the processes of this host."""
 
 
@@ -37,7 +37,7 @@ def environment_store(rank: int, size: int, patience_s: float) -> dist.Store:
 
     Raises:
         DistError: the store cannot be made, or rank 0 makes none in time.
-        ValueError: the job's secret is none, or not that of rank 0.
+        ValueError: the job's secret cannot be used, or is not that of rank 0.
     """
     return _store_of(tuple(os.environ.get(name, "") for name in JOB), rank, size, patience_s)
 
@@ -115,10 +115,13 @@ class StoppedRanks:
     def look(self) -> dict[Presence, float]:
         """Ranks that have been stopped for longer than the timeout, each with the seconds for which it was seen so."""
         elapsed_s = time.monotonic() - self._looked_s
-        if elapsed_s >= LOOK_S:
+        if elapsed_s >= PROCESS_LOOK_S:
             self._looked_s += elapsed_s
             # This process may have been stopped as well: what it has not seen does not count.
-            found = {each: self._stopped_s.get(each, -LOOK_S) + min(elapsed_s, 2 * LOOK_S) for each in self._now()}
+            found = {
+                each: self._stopped_s.get(each, -PROCESS_LOOK_S) + min(elapsed_s, 2 * PROCESS_LOOK_S)
+                for each in self._now()
+            }
             self._stopped_s = found
         return {each: seconds for each, seconds in self._stopped_s.items() if seconds > self._timeout_s}
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import secrets
+
+import torch.distributed as dist
 
 from runahead.failures import RunFailure
 
@@ -38,3 +41,15 @@ class Seal:
     def _signature(self, data: bytes, about: str) -> bytes:
         place = about.encode()
         return hmac.digest(self._key, len(place).to_bytes(8, "little") + place + data, "sha256")
+
+
+def job_seal(store: dist.Store, rank: int, size: int, secret: bytes) -> Seal:
+    """The seal of a job: its key is made of the secret and of a fresh random text of every rank. Every rank calls this.
+
+    So what ranks of an earlier job with this secret have written or sent gives no key that a rank of this job takes.
+    """
+    own = secrets.token_hex(32).encode()
+    store.set(f"nonce of {rank}", own.decode())
+    nonces = [own if peer == rank else store.get(f"nonce of {peer}") for peer in range(size)]
+    told = b"".join(len(each).to_bytes(8, "little") + each for each in nonces)
+    return Seal(hmac.digest(secret, told, "sha256"))

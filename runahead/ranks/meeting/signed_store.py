@@ -27,7 +27,7 @@ def job_secret(environment: Mapping[str, str]) -> bytes | None:
     """The secret that the ranks of a job were given; None if there is none.
 
     Raises:
-        ValueError: its file cannot be read, or by others, too; or it is short.
+        ValueError: its file cannot be read, or others can read it, too; or the secret is too short.
     """
     secret, source = environment.get(SECRET, ""), SECRET
     if path := environment.get(SECRET_FILE):
@@ -67,16 +67,14 @@ class SignedStore(PolledStore):
         self._clones.append(SignedStore(connection, self._secret, self._patience_s))
         return self._clones[-1]
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, self._signed(key, value))  # type: ignore[arg-type]
+    def put(self, key: str, data: bytes) -> None:
+        self._store.set(key, self._seal.close(data, key))  # type: ignore[arg-type]
 
     def found(self, key: str) -> bytes | None:
         return self._seal.opened(self._store.get(key), key) if self._store.check([key]) else None
 
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set a value that is not there yet, and return what is there then."""
-        assert not expected_value, "values are never replaced under a condition"
-        given = self._signed(key, desired_value)
+    def put_first(self, key: str, data: bytes) -> bytes:
+        given = self._seal.close(data, key)
         there = self._seal.opened(self._store.compare_set(key, "", given), key)  # type: ignore[arg-type]
         if there is None:  # a stranger's
             self._store.set(key, given)  # type: ignore[arg-type]
@@ -88,8 +86,3 @@ class SignedStore(PolledStore):
 
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)
-
-    deleteKey = delete_key  # as C++ calls it
-
-    def _signed(self, key: str, value: str | bytes) -> bytes:
-        return self._seal.close(value.encode() if isinstance(value, str) else value, key)

@@ -61,11 +61,11 @@ def to_bytes(message: object) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """The message that was sent. Raises: ValueError: it is none, or names what messages are not made of."""
+    """The message that was sent. Raises: ValueError: it cannot be read, or names what messages are not made of."""
     try:
         return _value(json.loads(data))
     except (AttributeError, KeyError, RecursionError, TypeError) as error:
-        raise ValueError(f"a message of another rank is none: {error}") from error
+        raise ValueError(f"a message of another rank cannot be read: {error}") from error
 
 
 def _form(value: Any) -> Any:
