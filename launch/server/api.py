@@ -9,10 +9,11 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -104,6 +105,7 @@ class API:
         self._readers = {
             is_short: ThreadPoolExecutor(threads, thread_name_prefix="reader") for is_short, threads in READERS.items()
         }
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")  # a guide may take seconds
         self._reading = Counter[str]()
         self._bodies, self._log = Bodies(options), RequestLog(options)
         self._chats = Chats(
@@ -185,7 +187,8 @@ class API:
             told = {"count": len(ids), "max_model_len": self.scheduler.longest_text, "tokens": ids}
             return told | {"token_strs": texts}
 
-        return _json(await self._in_reader(request, read))
+        async with self._body(request) as body:
+            return _json(await self._in_reader(body, partial(read, body)))
 
     async def _detokenize(self, request: HTTPRequest) -> ASGIApp:
         def read(body: bytes) -> dict[str, Any]:
@@ -194,12 +197,17 @@ class API:
             self._check_named(model, fields.end())
             return {"prompt": text}
 
-        return _json(await self._in_reader(request, read))
+        async with self._body(request) as body:
+            return _json(await self._in_reader(body, partial(read, body)))
 
     async def _generate(self, request: HTTPRequest, *, is_chat: bool) -> ASGIApp:
         """Queue a request. Returns what sends its answer. Raises: APIError."""
         client = request.state.client
-        read, prompts, rows = await self._in_reader(request, lambda body: self._read(body, is_chat, client))
+        async with self._body(request) as body:
+            read, chat = await self._in_reader(body, partial(self._asked, body, is_chat))
+            if read.options[0].guide is not None:
+                await asyncio.get_running_loop().run_in_executor(self._compiler, self._check_options, read)
+            prompts, rows = await self._in_reader(body, partial(self._rows, read, chat, client))
         rows = [self._with_seed(options, read.chose_seed) for options in rows]
         queued = Request(
             prompts=prompts,
@@ -230,8 +238,9 @@ class API:
             ping_s=self.options.ping_s,
         )
 
-    async def _in_reader(self, request: HTTPRequest, read: Callable[[bytes], T]) -> T:
-        """What is read of a request's body, in a thread. Raises: APIError."""
+    @asynccontextmanager
+    async def _body(self, request: HTTPRequest) -> AsyncIterator[bytes]:
+        """Context manager of a request's body, in which the request counts as its client's. Raises: APIError."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             message = "the body must be JSON; send the header 'Content-Type: application/json'"
             raise APIError(415, message, code="unsupported_media_type")
@@ -240,10 +249,13 @@ class API:
             raise compressed(encoding)
         if (refuses := self.scheduler.refuses) is not None:
             raise APIError(503, refuses)
-        loop = asyncio.get_running_loop()
         with self._counted(request.state.client):
             async with self._bodies.read(request) as body:
-                return await loop.run_in_executor(self._readers[len(body) <= SHORT_BYTES], read, body)
+                yield body
+
+    async def _in_reader(self, body: bytes, read: Callable[[], T]) -> T:
+        """What is read of a body, in a thread for those of its length. Raises: APIError."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers[len(body) <= SHORT_BYTES], read)
 
     @contextmanager
     def _counted(self, client: str) -> Iterator[None]:
@@ -262,10 +274,8 @@ class API:
         """Options of a row; one that is sampled without a seed takes the next of the server's."""
         return options if chose_seed or not options.do_sample else replace(options, seed=self._seeds.getrandbits(32))
 
-    def _read(
-        self, body: bytes, is_chat: bool, client: str
-    ) -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt], list[GenerationOptions]]:
-        """A request, and the prompt and the options of each of its rows, checked. Raises: APIError."""
+    def _asked(self, body: bytes, is_chat: bool) -> tuple[ChatRequest | CompletionRequest, str | None]:
+        """A request, and its prompt as text if it is a chat. Raises: APIError."""
         fields = read_json(body)
         read: ChatRequest | CompletionRequest
         read = read_chat(fields, self._defaults) if is_chat else read_completion(fields, self._defaults)
@@ -283,11 +293,23 @@ class API:
         if isinstance(read, ChatRequest) and read.prompt_cache is None:
             chat, parts = self._chats.prompt(read)
             read = replace(read, parts=parts, options=[_with_parts(options, parts) for options in read.options])
+        if read.options[0].guide is None:
+            self._check_options(read)
+        return read, chat
+
+    def _check_options(self, read: ChatRequest | CompletionRequest) -> None:
+        """Check what answers may be asked for, for which a guide is compiled. Raises: APIError."""
         refused = refused_option(read.options[0], self._tokenizer, self._vocab_size, self._grammars)
         if refused is not None:
             name, reason = refused
             field = (read.guided_by or name) if name in GUIDES else name
             raise wrong(field, shown(reason, 300))
+
+    def _rows(
+        self, read: ChatRequest | CompletionRequest, chat: str | None, client: str
+    ) -> tuple[list[GivenPrompt], list[GenerationOptions]]:
+        """The prompt and the options of each row of a request, checked. Raises: APIError."""
+        num_prompts = len(read.prompts) if isinstance(read, CompletionRequest) else 1
         prompts = prompts_of(read, chat, self._tokenizer, self._schemas, client, longest=self.scheduler.longest_text)
         rows = [prompt for prompt in prompts for _ in read.options]
         length = self.scheduler.fitting(rows, read.options[0].max_new_tokens, is_chosen=read.length_field is not None)
@@ -296,7 +318,7 @@ class API:
             self.scheduler.check(rows, options)
         except ValueError as error:
             raise self._refused_length(read, rows, options, error) from error
-        return read, rows, options
+        return rows, options
 
     def _refused_length(
         self,

@@ -23,7 +23,9 @@ import launch.server
 from launch.server.errors import APIError
 from launch.server.keys import Keys
 from launch.server.request.bodies import BODIES
+from runahead.config import Guide
 from runahead.failures import PeerFailure
+from runahead.model.grammars import Grammars
 from runahead.serving.limits import QueueLimits
 from tests.serving.fakes import POSITIONS, Served, chat_tokenizer, held, serving
 from tests.serving.test_api import CHAT, CLIENT, HELLO, TEXT, TOOL, post, request_of
@@ -104,7 +106,7 @@ def losing_a_rank(served: Served) -> None:
 
 
 def failing_inside(served: Served) -> None:
-    served.api._read = lambda *_: 1 / 0  # type: ignore[method-assign]
+    served.api._rows = lambda *_: 1 / 0  # type: ignore[method-assign]
 
 
 def with_large_bodies(served: Served) -> None:
@@ -125,13 +127,13 @@ def draining(common: Served) -> Answer:
 def draining_after_the_first_look(common: Served) -> Answer:
     """The server begins to shut down while a request is read."""
     with serving() as served:
-        read = served.api._read
+        read = served.api._rows
 
         def reading(*given: Any) -> Any:
             served.scheduler.drain()
             return read(*given)
 
-        served.api._read = reading  # type: ignore[method-assign]
+        served.api._rows = reading  # type: ignore[method-assign]
         response = post(served, TEXT, {"prompt": "hello"})
         return response.status_code, response.json()
 
@@ -425,6 +427,29 @@ def test_a_short_text_does_not_wait_for_long_ones_to_be_tokenised() -> None:
         assert post(served, TEXT, {"prompt": "a"}).status_code == 200
         gate.set()
         assert {each.result().status_code for each in long} == {400}
+
+
+def test_a_request_does_not_wait_for_the_schema_of_another_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def slow(self: Grammars, guide: Guide, real: Any = Grammars.check) -> None:
+        begun.set()
+        assert gate.wait(60)
+        real(self, guide)
+
+    monkeypatch.setattr(Grammars, "check", slow)
+    with serving() as served, ThreadPoolExecutor(3) as pool:
+        try:
+            guided = [
+                pool.submit(post, served, TEXT, {"prompt": "a", "max_tokens": 1, "guided_json": {"const": number}})
+                for number in range(3)
+            ]
+            assert begun.wait(60)
+            assert post(served, TEXT, {"prompt": "a", "max_tokens": 1}).status_code == 200
+            assert not any(each.done() for each in guided)
+        finally:
+            gate.set()
+        assert {each.result().status_code for each in guided} == {200}
 
 
 def test_a_request_counts_as_its_clients_as_soon_as_its_header_is_read() -> None:
