@@ -44,6 +44,7 @@ from runahead.serving.items import (
     Tokens,
 )
 from runahead.serving.limits import QueueLimits
+from runahead.serving.mail.mail import LostConnection
 from runahead.serving.room import Room, num_tokens_of
 
 Wait = Callable[[Callable[[float], bool]], None]
@@ -147,7 +148,7 @@ class Executor:
         return self._inbox.take()
 
     def _raise_error(self) -> None:
-        if self._inbox.is_cut_off:
+        if isinstance(self._inbox.error, LostConnection):
             raise self._ranks.lost_connection("the next work item") from self._inbox.error
         if self._inbox.error is not None:
             raise self._inbox.error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from runahead.engine import Engine
 from runahead.serving.executor import Executor
@@ -31,7 +30,7 @@ def follow(
     """
     ranks, inbox = engine.ranks, Inbox()
     with ranks.announcing_failure(), ranks.watching("the next work item", [0]):
-        mail = Mail(ranks, inbox.put, partial(inbox.fail, is_cut_off=True))
+        mail = Mail(ranks, inbox.put, inbox.fail)
         executor = Executor(engine, inbox, mail.post, limits, asked_to_end, clock_offset_s, room=room)
         executor.run(lambda ready: ranks.wait_until(ready, "the next work item", [0]))
         mail.close()

@@ -199,7 +199,6 @@ class Inbox:
         on_stop: called with the number of a prefill, by the thread that puts in that it is to stop, once
             `is_stopped` knows.
         error: why there are no more items.
-        is_cut_off: a connection is lost.
     """
 
     def __init__(self) -> None:
@@ -210,7 +209,6 @@ class Inbox:
         self._stopped: set[int] = set()
         self._changed = threading.Condition()
         self.error: BaseException | None = None
-        self.is_cut_off = False
 
     # From any thread.
 
@@ -227,10 +225,10 @@ class Inbox:
         if isinstance(item, Stop):
             self.on_stop(item.number)
 
-    def fail(self, error: BaseException, *, is_cut_off: bool = False) -> None:
-        """Let the main thread end with an error, or because a connection is lost."""
+    def fail(self, error: BaseException) -> None:
+        """Let the main thread end with an error; of several, with the first."""
         with self._changed:
-            self.error, self.is_cut_off = self.error or error, self.is_cut_off or is_cut_off
+            self.error = self.error or error
             self._changed.notify()
 
     # In the main thread.

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 
 from policies.base import GivenPrompt
@@ -222,7 +221,7 @@ class Scheduler:
         try:
             with self._ranks.announcing_failure(), self._ranks.watching(OTHERS, range(self._ranks.size)):
                 if self._ranks.size > 1:
-                    self._mail = Mail(self._ranks, self._events.put, partial(self._inbox.fail, is_cut_off=True))
+                    self._mail = Mail(self._ranks, self._events.put, self._inbox.fail)
                 threading.Thread(target=self._decide, name="scheduler", daemon=True).start()
                 executor = Executor(self._engine, self._inbox, self._events.put, self.limits, room=self._room)
                 executor.run(self._await)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from runahead.failures import RunFailure
 from runahead.ranks.ranks import Ranks
 from runahead.ranks.worker import Worker
 from runahead.serving.mail.wire import from_bytes, to_bytes
@@ -25,19 +27,24 @@ END = None
 """The last message of a sender."""
 
 
+class LostConnection(Exception):
+    """Mail can no longer be sent to a rank, or received from it. The message is torch's."""
+
+
 class Mail:
     """One rank's end. Every rank makes one, in the same order among all that they do together, and closes it.
 
     Args:
         on_message: called with each message, in the thread that received it.
-        on_loss: called with the error, in such a thread, when a connection is lost. The main thread should then raise
-            `Ranks.lost_connection`, which names the rank.
+        on_error: called, in such a thread, with the error after which there is no more mail. If it is a LostConnection,
+            the main thread should raise `Ranks.lost_connection`, which names the rank; else, the error: a stranger's
+            message or one that cannot be read (RunFailure), or what `on_message` raises.
     """
 
     def __init__(
-        self, ranks: Ranks, on_message: Callable[[Any], object], on_loss: Callable[[Exception], object]
+        self, ranks: Ranks, on_message: Callable[[Any], object], on_error: Callable[[Exception], object]
     ) -> None:
-        self._ranks, self._on_message, self._on_loss = ranks, on_message, on_loss
+        self._ranks, self._on_message, self._on_error = ranks, on_message, on_error
         self._peers = list(range(1, ranks.size)) if ranks.rank == 0 else [0]
         self._group = ranks.mail_group()
         self._sending, self._num_sent = Worker("mail"), dict.fromkeys(self._peers, 0)
@@ -62,10 +69,11 @@ class Mail:
                     self._num_sent[peer] += 1
                     about = f"mail {self._num_sent[peer]} from {self._ranks.rank} to {peer}"
                     data = torch.frombuffer(bytearray(self._ranks.seal.close(content, about)), dtype=torch.uint8)
-                    dist.send(torch.tensor([len(data)]), peer, group=self._group, tag=TAG)
-                    dist.send(data, peer, group=self._group, tag=TAG)
+                    with _connected():
+                        dist.send(torch.tensor([len(data)]), peer, group=self._group, tag=TAG)
+                        dist.send(data, peer, group=self._group, tag=TAG)
             except Exception as error:
-                self._on_loss(error)
+                self._on_error(error)
 
         self._sending.submit(send)
 
@@ -86,13 +94,29 @@ class Mail:
         try:
             for number in count(1):
                 length = torch.empty(1, dtype=torch.long)
-                dist.recv(length, peer, group=self._group, tag=TAG)
-                data = torch.empty(int(length), dtype=torch.uint8)
-                dist.recv(data, peer, group=self._group, tag=TAG)
+                with _connected():
+                    dist.recv(length, peer, group=self._group, tag=TAG)
+                    data = torch.empty(int(length), dtype=torch.uint8)
+                    dist.recv(data, peer, group=self._group, tag=TAG)
                 about = f"mail {number} from {peer} to {self._ranks.rank}"
-                message = from_bytes(self._ranks.seal.open(data.numpy().tobytes(), about))
+                message = _read(self._ranks.seal.open(data.numpy().tobytes(), about))
                 if message is END:
                     return
                 self._on_message(message)
         except Exception as error:
-            self._on_loss(error)
+            self._on_error(error)
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise LostConnection(str(error)) from error
+
+
+def _read(data: bytes) -> Any:
+    try:
+        return from_bytes(data)
+    except ValueError as error:  # no mistake of the user's
+        raise RunFailure(str(error)) from error

@@ -64,7 +64,7 @@ def from_bytes(data: bytes) -> Any:
     """The message that was sent. Raises: ValueError: it cannot be read, or names what messages are not made of."""
     try:
         return _value(json.loads(data))
-    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"a message of another rank cannot be read: {error}") from error
 
 
