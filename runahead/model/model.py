@@ -442,9 +442,8 @@ class Model(ModelLayers):
                 position_ids_BC = (index_C - row_values(pads, ids_BC.device)[:, None]).clamp_min(0)
             keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
-            keywords["logits_to_keep"] = (
-                torch.tensor(logits_of, device=ids_BC.device) if logits_of else 0 if all_logits else 1
-            )
+            kept = logits_of or ([num_new - 1] if all_hidden else [])  # with a number Gemma 4 drops the other tokens
+            keywords["logits_to_keep"] = torch.tensor(kept, device=ids_BC.device) if kept else 0 if all_logits else 1
         if self._passes_keywords:
             keywords["runahead"] = forward
         length = start + num_new if length is None else length
