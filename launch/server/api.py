@@ -379,10 +379,7 @@ class API:
                 )
                 error = APIError(500, f"the server has made a mistake; its log says more of {request.state.identity}")
             self.metrics.ended(str(error.status))
-            told = str(error)
-            if (error.param or "").startswith("prompt_cache."):  # which quotes the request
-                told = f"'{error.param}' is wrong"
-            self._log.ended(request, f"{error.status} {shown(told, 120)}", began_s)
+            self._log.ended(request, f"{error.status} {shown(error.logged, 120)}", began_s)
             headers = {"x-request-id": request.state.identity, **error.headers}
             if not await self._bodies.discarded(request):
                 headers["connection"] = "close"

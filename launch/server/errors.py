@@ -9,6 +9,12 @@ from typing import Any
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 """Type of an error by status; all others are invalid_request_error."""
 
+QUOTING = (
+    *("prompt_cache.", "tools", "tool_choice", "response_format", "structured_outputs", "guided_"),
+    *("json_schema", "grammar", "chat_template_kwargs", "messages"),
+)
+"""Beginnings of the names of fields of whose texts messages may quote a part."""
+
 
 class APIError(Exception):
     """A request that is answered with an error.
@@ -31,6 +37,12 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    @property
+    def logged(self) -> str:
+        """The message for the log, which has nothing of a request's texts."""
+        is_length = self.param == "messages" and self.code == "context_length_exceeded"
+        return f"'{self.param}' is wrong" if (self.param or "").startswith(QUOTING) and not is_length else str(self)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -295,7 +295,7 @@ def serving(
     **options: Any,
 ) -> Iterator[Served]:
     """A server in threads of this process, stopped after the block; with an engine that makes up tokens by default."""
-    made = ServeOptions(log=False, port=0, **options)
+    made = ServeOptions(port=0, **({"log": False} | options))
     served = Served(
         engine or FakeEngine(),
         made,

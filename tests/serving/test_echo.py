@@ -99,6 +99,25 @@ def test_texts_are_echoed_as_they_were_given_and_offsets_are_those_of_the_whole_
             assert given == "ice" or logprobs["top_logprobs"][1] == {logprobs["tokens"][1]: -1.0}  # which is one token
 
 
+def test_offsets_count_special_tokens_that_a_prompt_names() -> None:
+    text = "<s>the größer<|end|> ship <|end|>x"
+    with serving() as served:
+        ids = post(served, "/tokenize", {"prompt": text, "return_token_strs": True}).json()["token_strs"]
+        assert ids.count("<|end|>") == 2
+        asked = {"prompt": text, "max_tokens": 1, "logprobs": 0, "echo": True}
+        [choice] = post(served, PATH, asked).json()["choices"]
+    pieces, offsets = (choice["logprobs"][name][:-1] for name in ("tokens", "text_offset"))
+    assert (
+        len(pieces) == len(ids)
+        and choice["text"].startswith(text)
+        and choice["logprobs"]["text_offset"][-1] == len(text)
+    )
+    starts = [offset for piece, offset in zip(pieces, offsets, strict=True) if piece == "<|end|>"]
+    assert starts == [text.index("<|end|>"), text.rindex("<|end|>")]
+    for piece, offset in list(zip(pieces, offsets, strict=True))[pieces.count("<s>") :]:
+        assert "\ufffd" in piece or text[offset:].startswith(piece), (piece, offset)
+
+
 def test_large_answers_are_written_beside_the_event_loop_and_before_their_header(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

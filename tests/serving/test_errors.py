@@ -27,13 +27,16 @@ from runahead.config import Guide
 from runahead.failures import PeerFailure
 from runahead.model.grammars import Grammars
 from runahead.serving.limits import QueueLimits
-from tests.serving.fakes import POSITIONS, Served, chat_tokenizer, held, serving
+from tests.serving.fakes import POSITIONS, TEMPLATE, Served, chat_tokenizer, held, serving
 from tests.serving.test_api import CHAT, CLIENT, HELLO, TEXT, TOOL, post, request_of
 from tests.waiting import until
 
 FOLDER = Path(launch.server.__path__[0])
 INVALID, LIMITED, SERVER = "invalid_request_error", "rate_limit_error", "server_error"
 LONG = "hello " * POSITIONS
+SECRET_TOOL = {"type": "function", "function": {"name": "SECRET", "parameters": {"type": "robot"}}}
+REFUSING = "{{ raise_exception('no ' + messages[0].content) }}"
+"""A chat template that takes no message, and says of it what it is."""
 FEW_TOKENS = QueueLimits(max_tokens=100)
 
 Answer = tuple[int, dict[str, Any]]
@@ -367,6 +370,29 @@ def test_a_field_that_nobody_knows_is_told_once_and_changes_nothing(capfd: pytes
     told = capfd.readouterr().err
     assert told.count("the field 'colour' is unknown and ignored") == 1
     assert told.count("is unknown and ignored") == 100 and told.count("no more are told") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "template"),
+    [
+        ({"tools": [SECRET_TOOL], "tool_choice": "required"}, TEMPLATE),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "SECRET"}}}, TEMPLATE),
+        ({"tools": [TOOL], "tool_choice": {"type": "SECRET"}}, TEMPLATE),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "SECRET"}}}}, TEMPLATE),
+        ({"guided_grammar": "start: SECRET"}, TEMPLATE),
+        ({"structured_outputs": {"grammar": "start: SECRET"}}, TEMPLATE),
+        ({"messages": [{"role": "user", "content": "SECRET"}]}, REFUSING),
+        ({"messages": [{"role": "user", "content": "SECRET " * POSITIONS}]}, TEMPLATE),
+    ],
+)
+def test_the_log_has_nothing_of_a_requests_texts(
+    fields: dict[str, Any], template: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(log=True, tokenizer=chat_tokenizer(template)) as served:
+        refused = post(served, CHAT, HELLO | fields)
+        assert refused.status_code == 400, refused.text
+    told = capfd.readouterr().err
+    assert f"{CHAT} " in told and " 400 " in told and "SECRET" not in told, told
 
 
 def test_a_seed_is_any_whole_number_of_64_bits_and_a_wrong_one_is_told_the_rule_it_breaks() -> None:

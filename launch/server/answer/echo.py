@@ -26,7 +26,7 @@ def with_prompt(
         scores: of all but the first of them; None: no log-probabilities were asked for.
         is_answered: False leaves out the new tokens.
     """
-    parts = texts.parts(ids)
+    parts = texts.parts(ids, prompt if isinstance(prompt, str) else None)
     text = prompt if isinstance(prompt, str) else "".join(parts)
     answer = choice["text"] if is_answered else ""
     logprobs = None if scores is None else _prompt_logprobs(parts, ids, scores, texts)

@@ -50,13 +50,20 @@ class TokenTexts:
             self._known[token] = self._look_up(token)
         return self._known[token]
 
-    def parts(self, ids: Sequence[int]) -> list[str]:
-        """What each of some tokens adds to their text, without special tokens."""
+    def parts(self, ids: Sequence[int], given: str | None = None) -> list[str]:
+        """What each of some tokens adds to their text.
+
+        Args:
+            given: the text that they were made of, which may name special tokens; None: the text has none of these.
+        """
         if self._tokenizer is None:
             return [""] * len(ids)
-        text = Detokenizer(self._tokenizer)
+        named = [] if given is None else [name for name in self._tokenizer.get_added_vocab() if name in given]
+        text = Detokenizer(self._tokenizer, named)
         parts = [text.add(token) for token in ids]
         parts[-1] += text.finish()
+        if "".join(parts[1:]) == given:  # the tokenizer has begun with a token that the text names later
+            parts[0] = ""
         return parts
 
     def _look_up(self, token: int) -> tuple[str, list[int] | None]:
