@@ -66,6 +66,7 @@ def judged(
     *,
     names: Sequence[str] = (),
     folder: Path | None = None,
+    warning: str = "",
     limit_s: float = LIMIT_S,
 ) -> Outcome:
     """Read an input, and use what was read.
@@ -75,6 +76,7 @@ def judged(
         use: may raise nothing.
         names: one of these has to be in the line that refuses the input: the file, or the option.
         folder: that has to be the same afterwards where the input is refused.
+        warning: end of lines that may be printed whatever becomes of the input; none if empty.
         limit_s: for both.
     """
     before = None if folder is None else listing(folder)
@@ -97,10 +99,9 @@ def judged(
     if watch.too_long:
         return Outcome(accepted=False, problems=watch.problems)
     told.problems += watch.problems
-    if told.accepted and output.text:
-        told.problems.append(f"printed {output.text[-300:]!r}")
-    if not told.accepted and told.line + "\n" != output.text:
-        told.problems.append(f"printed {output.text[-300:]!r} beside its line")
+    lines = [line for line in output.text.split("\n")[:-1] if not (warning and line.endswith(warning))]
+    if lines != ([] if told.accepted else [told.line]):
+        told.problems.append(f"printed {output.text[-300:]!r}{'' if told.accepted else ' beside its line'}")
     if folder is not None and not told.accepted and listing(folder) != before:
         told.problems.append("files changed")
     return told

@@ -183,6 +183,7 @@ def test_a_stop_string_ends_a_row_and_is_not_part_of_it(served):
         (HELLO | {"tools": [{"type": "function"}]}, "tools[0]"),
         (HELLO | {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         (HELLO | {"tools": [{"type": "function", "function": {"name": "f" * 257}}]}, "tools[0].function.name"),
+        (HELLO | {"tools": [tool_of([])], "tool_choice": "required"}, "tools[0].function.parameters"),
         (HELLO | {"tools": [TOOL] * 129}, "tools"),
         (HELLO | {"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
         (HELLO | {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),

@@ -122,9 +122,9 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
         raise wrong(name, 'must be {"type": "function", "function": {"name": ..., "parameters": ...}}')
     if not isinstance(function.get("name"), str) or not 1 <= len(function["name"]) <= MAX_NAME:
         raise wrong(f"{name}.function.name", f"must be a text of 1 to {MAX_NAME} characters")
-    if not isinstance(function.get("description") or "", str):
+    if not isinstance(function.get("description"), str | None):
         raise wrong(f"{name}.function.description", "must be a text")
-    if not isinstance(function.get("parameters") or {}, dict):
+    if not isinstance(function.get("parameters"), dict | None):
         raise wrong(f"{name}.function.parameters", "must be a JSON schema")
     check_unicode(json.dumps(tool, ensure_ascii=False), name)
     return tool | {"type": "function"}
