@@ -31,7 +31,7 @@ STUDIES = (
     "hybrid.__main__",
     "offloading",
     "quality.__main__",
-    "second_question",
+    "reused_prefix",
     "serving",
 )
 

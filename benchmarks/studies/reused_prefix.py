@@ -1,7 +1,7 @@
 """How much sooner does a running server begin its answer to the second question about a long text?
 
     torchrun --nproc-per-node=2 launch/serve.py model=smollm2 &
-    python -m benchmarks.studies.second_question
+    python -m benchmarks.studies.reused_prefix
 
 Each of some documents of random token ids is asked about twice, with other questions, one request at a time. TTFT is
 the time from sending a request to the first event of its stream. The bound of the ratio is the share of tokens that the
@@ -77,7 +77,7 @@ TABLE = Table(
 )
 
 STUDY = Study(
-    name="second_question",
+    name="reused_prefix",
     text=__doc__,
     has="second_s",
     variants=variants,
