@@ -88,8 +88,10 @@ def drilled(drill: Drill, model: str, folder: Path) -> Iterator[Job]:
     if drill.moment == "prefill":
         do = "kill" if drill.kind == "kill" else "stop"
         environment["FAULT"] = json.dumps({"rank": drill.rank, "moment": "prefill", "layer": 2, "do": do})
-    # A stage that only decodes: then all ranks compute each prompt, also one as short as these.
-    given = options(model, f"ranks.timeout_s={TIMEOUT_S[drill.kind]:g}", "serve.decode_ranks=1")
+    # A stage that only decodes, and no prefixes: then all ranks compute each prompt, also one as short as these.
+    given = options(
+        model, f"ranks.timeout_s={TIMEOUT_S[drill.kind]:g}", "serve.decode_ranks=1", "serve.prefix_cache_bytes=0"
+    )
     with job(*given, ranks=drill.size, script=FAULTY_SERVE, environment=environment) as server:
         yield server
 
