@@ -72,7 +72,7 @@ def decode_batch(
 
     def keep_states(id: RowId, row: Row, lane: Lane) -> None:
         if prefilled.prefixes and not policies:  # else answers are not stored
-            prefilled.prefixes[id[1]].note_states(lane.num_behind, lane.states)
+            prefilled.prefixes[id[1]].note_states(lane.num_after_prefix, lane.states)
 
     choose = choose_alone if gather is None else choose_together(gather)
     decoded = decode(

@@ -68,8 +68,8 @@ class Lane:
     states: States | None = None
 
     @property
-    def num_behind(self) -> int:
-        """Tokens of the row's text that are stored behind those that its prompt reused."""
+    def num_after_prefix(self) -> int:
+        """Tokens of the row's text that are stored after those that its prompt reused."""
         return self.num_shared + self.num_tokens
 
     def to_feed(self, ids: Sequence[int]) -> list[int]:

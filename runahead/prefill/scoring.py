@@ -57,14 +57,14 @@ class PromptScorer:
         return max(1, MOST_LOGITS // (self._vocab_size * len(self._pads)))
 
     def _scores(self, logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-        """Of each token its log-probability, the largest ones at its place and their ids, side by side."""
+        """Each token's log-probability, the largest ones at its place and their ids, side by side."""
         logprobs_BTV = logits_BTV.log_softmax(dim=-1)
         own_BT1 = logprobs_BTV.gather(-1, ids_BT[..., None])
         largest, ids = logprobs_BTV.topk(self._number)
         return torch.cat([own_BT1.double(), largest.double(), ids.double()], dim=-1).clamp_min(LEAST_LOGPROB)
 
     def found(self) -> list[list[PromptLogprobs]]:
-        """What was found of each row's prompt so far. The host waits for the device."""
+        """The log-probabilities of each row's prompt so far. The host waits for the device."""
         rows = [list[PromptLogprobs]() for _ in self._pads]
         for first, scores in self._found:
             for row, pad in enumerate(self._pads):

@@ -288,10 +288,10 @@ class Executor:
         """Store the text of a row that leaves, in memory that it had room for."""
         self._give_room(id[0], 1)
         if (prefix := self._prefixes.pop(id, None)) is not None:
-            num_stored = prefix.num_tokens + lane.num_behind
+            num_stored = prefix.num_tokens + lane.num_after_prefix
             if num_stored < len(row.ids):  # else the last forward gave no token, as its logits are no numbers
                 own = lane.cache.row_kv(0, 0, lane.num_tokens)
-                prefix.note_states(lane.num_behind, lane.states)
+                prefix.note_states(lane.num_after_prefix, lane.states)
                 prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared)
             prefix.release()
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from runahead.ranks.heartbeat import Heartbeat
 from runahead.ranks.meeting import local_store
 from runahead.ranks.meeting.local_store import FolderFailure, LocalStore, is_on_one_host, make_private, meet_on_host
 from runahead.ranks.meeting.presence import Presence
+from tests.ranks.store_contract import require_like_torchs
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
@@ -59,24 +59,10 @@ def test_the_launchers_variables_say_whether_a_job_is_on_one_host(environment: d
 
 
 def test_it_does_what_torchs_own_stores_do(tmp_path: Path) -> None:
-    """By torch's FileStore, also through the prefixes that torch's own code puts before keys, in C++."""
+    """By torch's FileStore."""
     (tmp_path / "ours").mkdir()
-    ours = LocalStore(tmp_path / "ours", Presence.here(0, {}), 30.0)
-    for given in (ours, dist.FileStore(str(tmp_path / "theirs"), 1)):
-        store = dist.PrefixStore("inner", dist.PrefixStore("outer", given))
-        assert not store.check(["a"])
-        store.set("a", "1/é \0")
-        assert store.get("a") == "1/é \0".encode() and store.check(["a"]) and not store.check(["a", "b"])
-        store.set("a", "")
-        assert store.get("a") == b""
-        assert [store.compare_set("b", "", value) for value in ("first", "second")] == [b"first", b"first"]
-        assert [store.add("n", number) for number in (1, 0, 41, -2)] == [1, 1, 42, 40]
-        store.wait(["a", "b"], timedelta(seconds=1))
-        with pytest.raises(RuntimeError):
-            store.wait(["c"], timedelta(milliseconds=50))
-        clone = store.clone()
-        clone.set("c", "3")
-        assert store.get("c") == b"3"
+    require_like_torchs(LocalStore(tmp_path / "ours", Presence.here(0, {}), 30.0))
+    require_like_torchs(dist.FileStore(str(tmp_path / "theirs"), 1))
 
 
 def test_a_value_that_comes_later_is_waited_for(store: LocalStore) -> None:

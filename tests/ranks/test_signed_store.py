@@ -18,6 +18,7 @@ from runahead.ranks.meeting import rendezvous
 from runahead.ranks.meeting.rendezvous import environment_store
 from runahead.ranks.meeting.seal import Seal, job_seal
 from runahead.ranks.meeting.signed_store import SignedStore, job_secret
+from tests.ranks.store_contract import require_like_torchs
 
 SECRET = b"what only the ranks of this job know"
 
@@ -34,18 +35,7 @@ def store(opened: dist.TCPStore) -> SignedStore:
 
 
 def test_it_does_what_torchs_own_stores_do(store: SignedStore) -> None:
-    ours = dist.PrefixStore("inner", dist.PrefixStore("outer", store))
-    assert not ours.check(["a"])
-    ours.set("a", "1/é \0")
-    assert ours.get("a") == "1/é \0".encode() and ours.check(["a"]) and not ours.check(["a", "b"])
-    assert [ours.compare_set("b", "", value) for value in ("first", "second")] == [b"first", b"first"]
-    assert [ours.add("n", number) for number in (1, 0, 41)] == [1, 1, 42]
-    ours.wait(["a", "b"], timedelta(seconds=1))
-    with pytest.raises(RuntimeError):
-        ours.wait(["c"], timedelta(milliseconds=50))
-    clone = ours.clone()
-    clone.set("c", "3")
-    assert ours.get("c") == b"3"
+    require_like_torchs(store)
 
 
 def test_another_rank_reads_what_one_has_written(opened: dist.TCPStore, store: SignedStore) -> None:

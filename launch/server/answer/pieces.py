@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a piece is of."""
+    """The part of an answer to which a piece belongs."""
 
     content = "content"
     reasoning = "reasoning"

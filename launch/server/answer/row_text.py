@@ -76,7 +76,7 @@ class RowText:
 
     @property
     def content(self) -> str:
-        """What it says beside reasoning and calls."""
+        """The text beside reasoning and calls."""
         return "".join(piece.text for piece in self._pieces if piece.kind is Kind.content)
 
     def take_scored(self) -> list[Scored]:
