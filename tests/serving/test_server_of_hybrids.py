@@ -15,6 +15,7 @@ from tests.serving.test_server import Job, job, options
 
 STEP, SIZE, MIDDLE = 512, 4_000, 2_100
 TREE = ("serve.prefix_cache_bytes=1000000000", f"serve.snapshot_tokens={STEP}")
+NO_TREE = ("serve.prefix_cache_bytes=0",)
 LENGTHS = [40, 9, 131, 1, 3, 700, 22, 2, 18, 70]
 FORTY = [
     *(prompt(LENGTHS[number % 10] + number // 10, seed=number) for number in range(30)),
@@ -66,7 +67,7 @@ def test_a_server_answers_as_transformers_and_computes_from_the_last_snapshot_on
 ) -> None:
     """Of two ranks both compute the document: no prompt before it was as long."""
     folder, expected = hybrid
-    given = ["serve.itl_s=0.001", "serve.max_per_client=64", "model.dtype=float32", *(TREE if with_tree else ())]
+    given = ["serve.itl_s=0.001", "serve.max_per_client=64", "model.dtype=float32", *(TREE if with_tree else NO_TREE)]
     with job(*options(folder, *given), ranks=ranks) as server, ThreadPoolExecutor(40) as clients:
         asked = [(ids, 2 + number % 8) for number, ids in enumerate(FORTY)]
         at_once = list(clients.map(lambda each: ask(server, *each), asked))
