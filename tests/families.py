@@ -7,8 +7,8 @@ wrong position shows in the logits. Windows and chunks are 16 tokens: far shorte
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from inspect import unwrap
@@ -455,6 +455,16 @@ class Float64:
                         setattr(place, name, unwrap(cast))
 
     @classmethod
+    @contextmanager
+    def suspended(cls) -> Iterator[None]:
+        """Context manager in which float32 is float32 for this thread, whatever is open around it."""
+        before, cls._here.num_open = getattr(cls._here, "num_open", 0), 0
+        try:
+            yield
+        finally:
+            cls._here.num_open = before
+
+    @classmethod
     def casting(cls, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that takes a dtype, in whose place it is given float64 for float32."""
 
@@ -504,12 +514,13 @@ def build(
 ) -> PreTrainedModel:
     """A new model of a family, with the same weights in every process; `config` overrides the family's.
 
-    float64 makes transformers run its experts one by one, since its grouped kernels know no float64.
+    Rotary frequencies are rounded to float32 as transformers has them, inside `throughout`, too. float64 makes
+    transformers run its experts one by one, since its grouped kernels know no float64.
     """
     family = name if isinstance(name, Family) else {**FAMILIES, **SHARING, **HYBRIDS, **MARKING, **REFUSED}[name]
     settings = {**SHARED, **family.config, **config}
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    with torch.random.fork_rng(devices=[]):
+    with Float64.suspended(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(family.model_type, **settings),

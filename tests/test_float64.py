@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.families import CASTS, Float64
+from tests.families import CASTS, Float64, build
 
 X = torch.ones(2, 2, dtype=torch.float64)
 
@@ -45,3 +45,13 @@ def test_torch_is_as_it_was_once_the_last_one_is_closed() -> None:
         assert X.to(torch.float16).dtype == torch.float16
     assert [getattr(place, name) for place, name in CASTS] == before
     assert not {name for place, name in CASTS if place is torch.Tensor} & vars(torch.Tensor).keys()
+
+
+def test_a_model_is_the_same_wherever_it_is_built() -> None:
+    """Its rotary frequencies, of which transformers rounds some to float32."""
+    outside = build("phi3_longrope")
+    with Float64():
+        inside = build("phi3_longrope")
+        assert X.float().dtype == torch.float64
+    for (name, ours), (_, theirs) in zip(inside.named_buffers(), outside.named_buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
