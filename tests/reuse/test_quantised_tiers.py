@@ -21,7 +21,7 @@ from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
 from runahead.cache.quantised.records import KVRecords, whole_groups
 from runahead.cache.slabs import KVShape
 from runahead.reuse.prefix_node import PrefixNode
-from runahead.reuse.prefix_tree import PrefixTree
+from runahead.reuse.prefix_tree import PrefixTree, unsalted
 from runahead.reuse.tiers.entry import Tier
 from tests.cache.predicted_bytes import group_bytes
 from tests.examples import examples
@@ -212,7 +212,7 @@ class InFewBits(Tiered):
         rows = rows_of(self.tree, node)
         if not rows.memory.is_packed:
             return list(rows)
-        kept, first = self.tree._opened[node.key]._records, rows.start - rows.whole.start
+        kept, first = self.tree._opened[unsalted(node.key)]._records, rows.start - rows.whole.start
         assert kept is not None
         layers = [kept.unpack(*each) for each in enumerate(rows.whole)]
         return [layer[first : first + len(node.ids)] for layer in layers]
