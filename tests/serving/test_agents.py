@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +17,9 @@ from runahead import Engine, Model, ModelOptions, Ranks, RanksOptions
 from runahead.config import Device, DType, ModelName
 from tests.families import save_tiny_llama
 from tests.serving.fakes import chat_tokenizer, serving
+from tests.serving.packages import INSTALL_S, installed
 
-INSTALL_S, RUN_S = 400, 120
+RUN_S = 120
 
 BEGIN = """
 import json, sys
@@ -97,16 +96,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.timeout(INSTALL_S + RUN_S + 60)
 @pytest.mark.parametrize("package", CLIENTS)
 def test_a_package_for_agents_is_told_what_it_asks_for(url: str, package: str, tmp_path: Path) -> None:
-    environment = tmp_path / "environment"
-    venv.create(environment)
-    python = environment / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", f"--python={python}", "--disable-pip-version-check", "-q", "install", package]
-    try:
-        installed = subprocess.run(pip, capture_output=True, text=True, timeout=INSTALL_S)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"{package} did not install in {INSTALL_S} s")
-    if installed.returncode:
-        pytest.skip(f"{package} does not install here: {installed.stderr.strip().splitlines()[-1:]}")
+    python = installed(package, tmp_path / "environment") / "python"
     run = [str(python), "-c", BEGIN + CLIENTS[package], url]
     done = subprocess.run(run, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
