@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -43,6 +43,7 @@ from launch.server.request.chats import Chats
 from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
 from launch.server.request.prompts import prompts_of
 from launch.server.request.reader import compressed, read_json, unknown
+from launch.server.request.readers import Readers
 from launch.server.request.tokens import detokenized, tokenized
 from launch.server.request_log import RequestLog
 from policies.prompt_cache.schemas import Schemas
@@ -54,14 +55,8 @@ from runahead.model.grammars import Grammars
 from runahead.serving.request import Request
 from runahead.serving.scheduler import RequestRefused, Scheduler
 
-T = TypeVar("T")
-
-SHORT_BYTES = 2**16
-"""Longest body that does not wait for longer ones to be turned into tokens."""
 GUIDES = ("json_schema", "grammar")
 """Generation options for which requests have other fields."""
-READERS = {True: 1, False: 2}
-"""Threads that turn short bodies, and others, into tokens."""
 
 
 class API:
@@ -102,9 +97,7 @@ class API:
         self._grammars.warm_up()
         self._seeds = random.Random(defaults.seed)
         self._created = int(time.time())
-        self._readers = {
-            is_short: ThreadPoolExecutor(threads, thread_name_prefix="reader") for is_short, threads in READERS.items()
-        }
+        self._readers = Readers()
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")  # a guide may take seconds
         self._reading = Counter[str]()
         self._bodies, self._log = Bodies(options), RequestLog(options)
@@ -188,7 +181,7 @@ class API:
             return told | {"token_strs": texts}
 
         async with self._body(request) as body:
-            return _json(await self._in_reader(body, partial(read, body)))
+            return _json(await self._readers.run(len(body), partial(read, body)))
 
     async def _detokenize(self, request: HTTPRequest) -> ASGIApp:
         def read(body: bytes) -> dict[str, Any]:
@@ -198,16 +191,16 @@ class API:
             return {"prompt": text}
 
         async with self._body(request) as body:
-            return _json(await self._in_reader(body, partial(read, body)))
+            return _json(await self._readers.run(len(body), partial(read, body)))
 
     async def _generate(self, request: HTTPRequest, *, is_chat: bool) -> ASGIApp:
         """Queue a request. Returns what sends its answer. Raises: APIError."""
         client = request.state.client
         async with self._body(request) as body:
-            read, chat = await self._in_reader(body, partial(self._asked, body, is_chat))
+            read, chat = await self._readers.run(len(body), partial(self._asked, body, is_chat))
             if read.options[0].guide is not None:
                 await asyncio.get_running_loop().run_in_executor(self._compiler, self._check_options, read)
-            prompts, rows = await self._in_reader(body, partial(self._rows, read, chat, client))
+            prompts, rows = await self._readers.run(len(body), partial(self._rows, read, chat, client))
         rows = [self._with_seed(options, read.chose_seed) for options in rows]
         queued = Request(
             prompts=prompts,
@@ -252,10 +245,6 @@ class API:
         with self._counted(request.state.client):
             async with self._bodies.read(request) as body:
                 yield body
-
-    async def _in_reader(self, body: bytes, read: Callable[[], T]) -> T:
-        """What is read of a body, in a thread for those of its length. Raises: APIError."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers[len(body) <= SHORT_BYTES], read)
 
     @contextmanager
     def _counted(self, client: str) -> Iterator[None]:

@@ -31,6 +31,7 @@ STUDIES = (
     "hybrid.__main__",
     "offloading",
     "quality.__main__",
+    "refused_texts",
     "reused_prefix",
     "serving",
 )

@@ -17,7 +17,7 @@ from policies.reuse import GivenPrompt, PromptTooLong
 
 MANY_CHARACTERS = 8
 """Characters per token, more than texts have: with more in all, a text is first counted piece by piece."""
-PIECE = 2**15
+PIECE = 2**13
 """Characters of a longer one that are tokenised at a time."""
 MOST_BY_A_CUT = 16
 """Tokens that a cut adds to a text, at most."""
