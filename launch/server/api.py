@@ -33,11 +33,12 @@ from launch.server.answer.logprobs import TokenTexts
 from launch.server.answer.parser import BEGIN_REASONING, END_REASONING, Parts
 from launch.server.answer.row_text import RowText
 from launch.server.errors import APIError, dumps, shown, too_long, wrong
-from launch.server.keys import Keys
+from launch.server.keys import NO_KEY, Key, Keys
 from launch.server.metrics import Metrics, prefix_lines
 from launch.server.options import ServeOptions, UnknownFields, without_port
 from launch.server.page.files import page_routes
 from launch.server.page.state import state_json
+from launch.server.process import process_lines
 from launch.server.request.bodies import Bodies
 from launch.server.request.chats import Chats
 from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
@@ -119,7 +120,7 @@ class API:
         ]
         self._hosts = options.named_hosts
         self.app = Starlette(
-            routes=routes, exception_handlers={HTTPException: _no_such_route}, middleware=_cors(options.cors_origins)
+            routes=routes, exception_handlers={HTTPException: self._unrouted}, middleware=_cors(options.cors_origins)
         )
 
     # Endpoints.
@@ -139,6 +140,8 @@ class API:
             "predicted_seconds_per_token": ("Of a prefill, as learned so far.", per_token),
             "predicted_seconds_per_squared_token": ("Of a prefill, as learned so far.", per_square),
         }
+        if (share := self.scheduler.share_in_use) is not None:
+            gauges["kv_cache_usage_perc"] = ("Share of the memory for keys and values that rows have; 1: all.", share)
         stored = self.scheduler.state().stored
         most_bytes = 0.0 if stored is None else stored.most_bytes
         gauges["prefix_cache_limit_bytes"] = ("Most bytes of stored prefixes now; 0: none are reused.", most_bytes)
@@ -151,6 +154,7 @@ class API:
                 "prefix_cache_bytes": ("Bytes of these, as last reported.", stored.num_bytes),
             }
         text = self.metrics.text(gauges, dict(self.scheduler.busy_s)) + prefix_lines(self.scheduler.last_part)
+        text += await asyncio.to_thread(process_lines)  # the system is asked
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _state(self, request: HTTPRequest) -> Response:
@@ -352,11 +356,13 @@ class API:
         """An endpoint of which whatever goes wrong is an error in OpenAI's shape."""
 
         async def safe(request: HTTPRequest) -> ASGIApp:
-            request.state.identity = uuid.uuid4().hex
-            began_s = time.monotonic()
+            request.state.identity, request.state.key = uuid.uuid4().hex, NO_KEY
+            began_s, tell = time.monotonic(), self._log.refused
             try:
-                number = request.state.key = 0 if is_open else self._admitted(request)
-                request.state.client = f"{number} {request.client.host if request.client else ''}"
+                if not is_open:
+                    request.state.key = self._admitted(request)
+                key, tell = request.state.key, self._log.ended
+                request.state.client = f"{key.digest.hex()} {request.client.host if request.client else ''}"
                 return await endpoint(request)
             except ClientDisconnect:
                 error = APIError(400, "the client has gone")
@@ -367,8 +373,8 @@ class API:
                     f"request {request.state.identity}: {type(caught).__name__}: {first_line(caught)}", file=sys.stderr
                 )
                 error = APIError(500, f"the server has made a mistake; its log says more of {request.state.identity}")
-            self.metrics.ended(str(error.status))
-            self._log.ended(request, f"{error.status} {shown(error.logged, 120)}", began_s)
+            self.metrics.ended(str(error.status), request.state.key.name)
+            tell(request, f"{error.status} {shown(error.logged, 120)}", began_s)
             headers = {"x-request-id": request.state.identity, **error.headers}
             if not await self._bodies.discarded(request):
                 headers["connection"] = "close"
@@ -376,13 +382,30 @@ class API:
 
         return safe
 
-    def _admitted(self, request: HTTPRequest) -> int:
-        """Number of the key with which a request comes. Raises: APIError: a wrong key, or the name of a page's host."""
+    def _admitted(self, request: HTTPRequest) -> Key:
+        """The key with which a request comes. Raises: APIError: a wrong key, or the name of a page's host."""
         host = request.headers.get("host")  # which every browser sends
         if self._hosts is not None and host and without_port(host) not in self._hosts:
             message = f"this server is not called '{shown(host)}'; add the name to serve.hosts, or start it with a key"
             raise APIError(403, message, code="unknown_host")
-        return self._keys.number_of(request.headers.get("authorization"))
+        try:
+            return self._keys.admitted(request.headers.get("authorization"))
+        except APIError:
+            self.metrics.counters["wrong_keys_total"] += 1
+            raise
+
+    async def _unrouted(self, request: HTTPRequest, error: Exception) -> Response:
+        """The answer to a request for what is not here."""
+        assert isinstance(error, HTTPException), error
+        what, is_unknown = f"{shown(request.method)} {shown(request.url.path)}", error.status_code == 404
+        message, code = f"no {what}", "method_not_allowed"
+        if is_unknown:
+            message, code = f"there is no {what} here", "unknown_url"
+        request.state.identity = uuid.uuid4().hex
+        self.metrics.counters["unrouted_requests_total"] += 1
+        self._log.refused(request, str(error.status_code), time.monotonic())
+        headers = {"x-request-id": request.state.identity, **(error.headers or {})}
+        return _json(APIError(error.status_code, message, code=code).body, error.status_code, headers)
 
     def _check_named(self, model: str | None, strangers: Sequence[str]) -> None:
         """Check the model that a request names, and its fields that nobody knows. Raises: APIError."""
@@ -443,11 +466,3 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(dumps(value), status, headers, media_type="application/json")
-
-
-async def _no_such_route(request: HTTPRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), error
-    what, is_unknown = f"{shown(request.method)} {shown(request.url.path)}", error.status_code == 404
-    message, code = (f"there is no {what} here", "unknown_url") if is_unknown else (f"no {what}", "method_not_allowed")
-    found = APIError(error.status_code, message, code=code)
-    return _json(found.body, error.status_code, dict(error.headers or {}))

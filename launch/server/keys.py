@@ -1,4 +1,4 @@
-"""API keys: read from a file, compared in constant time."""
+"""API keys, compared in constant time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import hmac
 import json
 import math
 import os
+import re
 import secrets
 import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 
-from launch.program.ending import say
 from launch.server.errors import APIError
-from runahead.files import read_user_file
 from runahead.reuse.tiers.folder import TierFolder
 
 LEAST_LENGTH = 16
@@ -25,71 +24,87 @@ SECRET_NAME, SECRET_BYTES = "salt", 32
 
 SALT_DIGITS = 32
 
+NAME = re.compile("[A-Za-z0-9._-]{1,64}")
+"""What a key may be called: nothing that a log or a label of a metric would have to escape."""
+
+LABEL_DIGITS = 6
+"""Of a key without a name: enough to tell a server's keys apart, too few to find one by trying."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """An API key, of which only a digest is kept, so that a comparison takes the same time whatever is given.
+
+    Attributes:
+        name: in the log and in metrics; several keys may have the same.
+        digest: of the key.
+    """
+
+    name: str
+    digest: bytes
+
+    @classmethod
+    def of_line(cls, line: str) -> Key:
+        """The key of a line "name:key" or "key". Raises: ValueError: it is too short."""
+        name, colon, key = line.partition(":")
+        if not (colon and NAME.fullmatch(name)):
+            name, key = "", line
+        if len(key := key.strip()) < LEAST_LENGTH:
+            raise ValueError(f"has a key of less than {LEAST_LENGTH} characters; use longer ones")
+        return cls(name or f"key-{_digest('label ' + key).hex()[:LABEL_DIGITS]}", _digest(key))
+
+
+NO_KEY = Key("", b"")
+"""That of every request to a server without keys."""
+
 
 class Keys:
     """The keys with which requests may come; without any, every request may.
 
-    Only digests are kept, so that a comparison takes the same time whatever is given.
-
     Args:
+        lines: a key each, as of a file.
         secret: by which salts are made; by default of this object alone.
         share: requests of different keys have no different salts.
     """
 
-    def __init__(self, keys: Sequence[str] = (), *, secret: bytes | None = None, share: bool = False) -> None:
-        self._digests, self._share = [_digest(key) for key in keys], share
+    def __init__(self, lines: Sequence[str] = (), *, secret: bytes | None = None, share: bool = False) -> None:
+        self._keys, self._share = list(map(Key.of_line, lines)), share
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
 
-    @classmethod
-    def read(cls, path: str, *, secret: bytes | None = None, share: bool = False) -> Keys:
-        """Keys of a file, one per line; empty lines and those that begin with # are left out.
-
-        Raises:
-            ValueError, OSError: the file cannot be read, has no key, or one that is too short.
-        """
-        name = f"serve.api_key_file={path}"
-        try:
-            lines = read_user_file(path).decode("utf-8-sig").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not text; give a file with a key per line") from error
-        keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not keys:
-            raise ValueError(f"{name} has no key; give a file with a key per line")
-        if min(map(len, keys)) < LEAST_LENGTH:
-            raise ValueError(f"{name} has a key of less than {LEAST_LENGTH} characters; use longer ones")
-        if os.stat(Path(path).expanduser()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            say(f"warning: {name} can be read by other users of this host; chmod 600 it")
-        return cls(keys, secret=secret, share=share)
-
-    def number_of(self, header: str | None) -> int:
-        """Number of the key in a header "Bearer <key>"; 0 if there are no keys.
+    def admitted(self, header: str | None) -> Key:
+        """The key in a header "Bearer <key>"; `NO_KEY` if there are no keys.
 
         Raises:
             APIError: it has none of them.
         """
-        if not self._digests:
-            return 0
-        scheme, _, key = (header or "").partition(" ")
-        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if not any(matches):
+        if not self._keys:
+            return NO_KEY
+        scheme, _, given = (header or "").partition(" ")
+        digest = _digest(given.strip() if scheme.lower() == "bearer" else "")
+        matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        if not matches:
             message = "the API key is wrong; send the header 'Authorization: Bearer <key>'"
             raise APIError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        return matches.index(True)
+        return matches[0]
 
-    def salt(self, number: int, cache_salt: str | None) -> str:
+    def salt(self, key: Key, cache_salt: str | None) -> str:
         """Salt of the prompts of requests with a key, among which prefixes are reused; "" if they have none.
 
-        It does not tell the key, nor depend on its place in the file.
+        It does not tell the key, nor depend on its name or its place in the file.
 
         Args:
-            number: of the key, as `number_of` returns it.
+            key: as `admitted` returns it.
             cache_salt: that the request has.
         """
-        key = self._digests[number].hex() if self._digests and not self._share else ""
-        if not key and cache_salt is None:
+        digest = "" if self._share else key.digest.hex()
+        if not digest and cache_salt is None:
             return ""
-        return hmac.digest(self._secret, json.dumps([key, cache_salt]).encode(), "sha256").hex()[:SALT_DIGITS]
+        return hmac.digest(self._secret, json.dumps([digest, cache_salt]).encode(), "sha256").hex()[:SALT_DIGITS]
+
+    def replace(self, keys: Sequence[Key]) -> None:
+        """Take these keys from now on, in place of those from before. Any thread may call it."""
+        assert keys, "a server with keys becomes none without"
+        self._keys = list(keys)
 
 
 def secret_in(folder: str, option: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -44,16 +45,33 @@ class Metrics:
         "generation_tokens_total": "New tokens.",
         "prefix_cache_queries_total": "Tokens of prompts, of requests that have ended after their first token.",
         "prefix_cache_hits_total": "Of these, tokens that were not computed, as their keys and values were stored.",
+        "wrong_keys_total": "Requests that came without a right key.",
+        "unrouted_requests_total": "Requests for a path or method that the server does not have.",
     }
+    OF_KEYS: Mapping[str, str] = {
+        "key_requests_total": "Requests that have ended, by their key's name.",
+        "key_prompt_tokens_total": "Tokens of their prompts, of those that had a first token.",
+        "key_generation_tokens_total": "Their new tokens.",
+    }
+    """Counters with the name of a key, of which there are as many as the server's owner has written."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in self.HISTOGRAMS.items()}
         self.counters = dict.fromkeys(self.COUNTERS, 0)
-        self._ended: dict[str, int] = {}
+        self._ended = Counter[str]()
+        self._of_keys = defaultdict[str, Counter[str]](Counter)
 
-    def ended(self, how: str) -> None:
-        """Count a request that has ended: "stop", "length", "cancelled", "failed" or its status."""
-        self._ended[how] = self._ended.get(how, 0) + 1
+    def ended(self, how: str, key: str, *, prompt_tokens: int = 0, new_tokens: int = 0) -> None:
+        """Count a request that has ended.
+
+        Args:
+            how: "stop", "length", "cancelled", "failed" or its status.
+            key: the name of its key; "" if it has none.
+        """
+        self._ended[how] += 1
+        if key:
+            for name, number in zip(self.OF_KEYS, (1, prompt_tokens, new_tokens), strict=True):
+                self._of_keys[name][key] += number
 
     def text(self, gauges: Mapping[str, tuple[str, float]], busy_s: Mapping[tuple[int, str], float]) -> str:
         """All metrics: those counted here, gauges with their help and value, and seconds by rank and what it did."""
@@ -69,6 +87,9 @@ class Metrics:
             lines.append(f"{head(name, about, 'counter')} {self.counters[name]}")
         name = head("requests_total", "Requests by how they ended.", "counter")
         lines.extend(f'{name}{{ended="{how}"}} {count}' for how, count in sorted(self._ended.items()))
+        for name, of_key in self._of_keys.items():
+            told = head(name, self.OF_KEYS[name], "counter")
+            lines.extend(f'{told}{{key="{key}"}} {count}' for key, count in sorted(of_key.items()))
         name = head("rank_seconds_total", "Seconds of each rank by what it did.", "counter")
         lines.extend(f'{name}{{rank="{rank}",doing="{doing}"}} {s:.3f}' for (rank, doing), s in sorted(busy_s.items()))
         for name, (about, _) in self.HISTOGRAMS.items():

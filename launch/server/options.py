@@ -53,7 +53,8 @@ class ServeOptions(QueueLimits):
     """Address, limits and log of the server. The limits of the queue are those of `QueueLimits`.
 
     Attributes:
-        api_key_file: file of keys, one per line; None takes every request.
+        api_key_file: file of keys, a line "key" or "name:key" each, read again when it changes; None takes every
+            request.
         hosts: names by which clients call the server, without ports, besides those of this host where it is reached
             from this host alone; None: only the latter without a key, and else any (`named_hosts`). A page whose name
             its owner binds to this address would otherwise ask from a browser on this host.

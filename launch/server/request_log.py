@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -15,6 +16,9 @@ from launch.server.request.fields import ChatRequest, CompletionRequest
 
 MOST_NAMES = 100
 """Unknown fields that are told: a client may make up any number."""
+MOST_REFUSED = 20
+"""Lines in a minute about requests without a key or for nothing: whoever reaches the port can send any number."""
+MINUTE_S = 60.0
 
 
 class RequestLog:
@@ -27,6 +31,7 @@ class RequestLog:
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self._ignored = set[str]()
+        self._minute_s, self._num_refused = -math.inf, 0
 
     def ignored(self, name: str) -> None:
         """Print once that a field of this name is unknown."""
@@ -40,11 +45,24 @@ class RequestLog:
     def ended(self, request: HTTPRequest, what: str, began_s: float) -> None:
         """Print a line about a request that has ended."""
         if self._options.log and request.url.path.startswith("/v1/"):
-            client = request.client.host if request.client else "-"
-            now = time.strftime("%Y-%m-%dT%H:%M:%S")
-            seconds = time.monotonic() - began_s
-            path = shown(request.url.path)
-            print(f"{now} {request.state.identity} {client} {path} {seconds:.2f} s: {what}", file=sys.stderr)
+            self._tell(request, f"{request.state.key.name} {shown(request.url.path)}".lstrip(), what, began_s)
+
+    def refused(self, request: HTTPRequest, what: str, began_s: float) -> None:
+        """Print a line about a request of somebody who may know nothing of this server, if there were not many."""
+        if not self._options.log:
+            return
+        if began_s - self._minute_s >= MINUTE_S:
+            self._minute_s, self._num_refused = began_s, 0
+        self._num_refused += 1
+        if self._num_refused <= MOST_REFUSED:
+            self._tell(request, f"{shown(request.method)} {shown(request.url.path)}", what, began_s)
+        if self._num_refused == MOST_REFUSED:
+            say(f"after {MOST_REFUSED} refused requests in a minute no more are told; /metrics counts them")
+
+    def _tell(self, request: HTTPRequest, asked: str, what: str, began_s: float) -> None:
+        client = request.client.host if request.client else "-"
+        now, seconds = time.strftime("%Y-%m-%dT%H:%M:%S"), time.monotonic() - began_s
+        print(f"{now} {request.state.identity} {client} {asked} {seconds:.2f} s: {what}", file=sys.stderr)
 
     def prompt(self, read: ChatRequest | CompletionRequest) -> str:
         """A prompt's text for the log, if that is asked for."""

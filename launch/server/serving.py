@@ -27,6 +27,7 @@ from launch.program.ending import end_with, say
 from launch.program.signals import Terminated, first_signal
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
+from launch.server.key_file import KeyFile
 from launch.server.keys import Keys, secret_in
 from launch.server.options import ServeRun
 from policies.prompt_cache.schemas import Schemas
@@ -163,7 +164,9 @@ def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.
     folder, salted = run.serve.prefix_folder, dict[str, Any](share=run.serve.prefix_share)
     if folder is not None:
         salted["secret"] = secret_in(folder, "serve.prefix_folder")
-    keys = Keys(**salted) if run.serve.api_key_file is None else Keys.read(run.serve.api_key_file, **salted)
+    keys = Keys(**salted)
+    if run.serve.api_key_file is not None:
+        KeyFile(run.serve.api_key_file, keys).watch()
     bound = bound_socket(run.serve.host, run.serve.port)
     config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)

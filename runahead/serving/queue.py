@@ -85,6 +85,11 @@ class RequestQueue:
         return sum(batch.num_tokens for batch in list(self.batches.values()))
 
     @property
+    def share_in_use(self) -> float | None:
+        """Share of the room for tokens that these have, from 0 to 1; None if it has no limit."""
+        return None if self._room.max_tokens is None else min(1.0, self.num_tokens / self._room.max_tokens)
+
+    @property
     def most_stored_bytes(self) -> float:
         """Most bytes of stored prefixes now; 0 if none are stored."""
         if self._engine.prefixes is None or self._room.shared_bytes is None:

@@ -119,6 +119,11 @@ class Scheduler:
         return len(self._queue.running)
 
     @property
+    def share_in_use(self) -> float | None:
+        """Share of the memory for tokens that rows have, from 0 to 1; None if it has no limit."""
+        return self._queue.share_in_use
+
+    @property
     def last_part(self) -> Part | None:
         """The last report of the rank that decodes, of its part of a prefill."""
         return self._parts.get(self._leader)

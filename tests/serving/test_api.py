@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from openai import APIStatusError, OpenAI
 
 from launch.server.http import HTTPServer
+from launch.server.key_file import KeyFile
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
 from launch.server.request.reader import NOT_SUPPORTED
@@ -444,7 +445,8 @@ def test_keys_are_asked_for(tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"# ours\n{KEY}\n\n{KEY}2\n")
     path.chmod(0o600)
-    with serving(keys=Keys.read(str(path))) as served:
+    KeyFile(str(path), keys := Keys())
+    with serving(keys=keys) as served:
         for header in (None, "Bearer wrong", KEY, "Bearer", "Bearer \xff"):
             headers = {} if header is None else {"authorization": header.encode("latin-1")}
             response = post(served, CHAT, HELLO, headers=headers)
@@ -460,7 +462,7 @@ def test_a_file_without_good_keys_is_refused(tmp_path, content):
     path = tmp_path / "keys"
     path.write_text(content)
     with pytest.raises(ValueError, match="serve.api_key_file="):
-        Keys.read(str(path))
+        KeyFile(str(path), Keys())
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back():
@@ -674,19 +676,22 @@ def test_metrics_count_what_was_served():
         assert lines["runahead:inter_token_latency_seconds_count"] == "3"
 
 
-def request_of(body: bytes) -> bytes:
+def request_of(body: bytes, headers: dict[str, str] | None = None) -> bytes:
     lines = [f"POST {TEXT} HTTP/1.1", "host: localhost", "content-type: application/json"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
-def connection_of(served: Served, body: dict[str, Any], receive_bytes: int | None = None) -> socket.socket:
+def connection_of(
+    served: Served, body: dict[str, Any], receive_bytes: int | None = None, headers: dict[str, str] | None = None
+) -> socket.socket:
     """A connection on which a request was sent."""
     connection = socket.socket()
     if receive_bytes is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     connection.settimeout(20)
     connection.connect(("127.0.0.1", served.port))
-    connection.sendall(request_of(json.dumps(body).encode()))
+    connection.sendall(request_of(json.dumps(body).encode(), headers))
     return connection
 
 

@@ -70,15 +70,19 @@ def test_with_prefix_share_a_key_finds_what_others_have_asked(model: str, tmp_pa
         assert salted == [False, True], "whoever knows the salt"
 
 
-def test_a_salt_depends_on_the_key_and_not_on_its_place() -> None:
+def test_a_salt_depends_on_the_key_and_not_on_its_place_or_name() -> None:
     secret = bytes(32)
-    keys, others = Keys([ANNE, BOB], secret=secret), Keys([BOB, ANNE], secret=secret)
-    assert keys.salt(0, None) == others.salt(1, None) != keys.salt(1, None)
-    assert Keys([ANNE]).salt(0, None) != Keys([ANNE]).salt(0, None), "each has a secret of its own"
-    assert Keys(secret=secret).salt(0, None) == Keys([ANNE], share=True).salt(0, None) == ""
-    of_x = Keys(secret=secret).salt(0, "x")
-    assert of_x == Keys([ANNE], secret=secret, share=True).salt(0, "x") not in ("", keys.salt(0, "x"))
-    assert ANNE not in keys.salt(0, ANNE) and len({keys.salt(0, salt) for salt in (None, "x", "y")}) == 3
+    keys, others = Keys([ANNE, BOB], secret=secret), Keys([f"bob:{BOB}", f"anne:{ANNE}"], secret=secret)
+
+    def salt(keys: Keys, key: str, cache_salt: str | None = None) -> str:
+        return keys.salt(keys.admitted(f"Bearer {key}"), cache_salt)
+
+    assert salt(keys, ANNE) == salt(others, ANNE) != salt(keys, BOB)
+    assert salt(Keys([ANNE]), ANNE) != salt(Keys([ANNE]), ANNE), "each has a secret of its own"
+    assert salt(Keys(secret=secret), ANNE) == salt(Keys([ANNE], share=True), ANNE) == ""
+    of_x = salt(Keys(secret=secret), "", "x")
+    assert of_x == salt(Keys([ANNE], secret=secret, share=True), ANNE, "x") not in ("", salt(keys, ANNE, "x"))
+    assert ANNE not in salt(keys, ANNE, ANNE) and len({salt(keys, ANNE, each) for each in (None, "x", "y")}) == 3
 
 
 def test_the_secret_of_a_folder_is_kept_there_for_its_user_alone(tmp_path: Path) -> None:

@@ -65,10 +65,14 @@ class Answering:
                 task.cancel()
             if self._listener.failure is not None or not self._listener.is_over:
                 self._scheduler.cancel(self._queued)
+            num_prompt_tokens = 0
             if self._listener.first_token_s is not None:
-                self._metrics.counters["prefix_cache_queries_total"] += self._num_prompt_tokens
+                num_prompt_tokens = self._num_prompt_tokens
+                self._metrics.counters["prefix_cache_queries_total"] += num_prompt_tokens
                 self._metrics.counters["prefix_cache_hits_total"] += self._of_prompts(self._queued.cached_tokens)
-            self._metrics.ended(ended)
+            num_new = sum(row.num_tokens for row in self._listener.rows)
+            key = self._request.state.key.name
+            self._metrics.ended(ended, key, prompt_tokens=num_prompt_tokens, new_tokens=num_new)
             self._log_end(ended)
 
     def _log_end(self, ended: str) -> None:
