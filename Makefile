@@ -2,7 +2,8 @@
 # make test       make check, then the tests
 # make test-slow  more of some tests: repetitions, larger sizes, longer lists and more examples, which make test leaves out
 # make check      lint, format and types
-# make setup      only what the others need first: an environment in .venv with the pinned dependencies
+# make setup      only what the others need first: an environment in .venv with the pinned dependencies, and kernels for
+#                 this processor where there is a C++ compiler
 # make clean      remove caches; the environment and the downloaded model stay
 #
 # Each sets up what it needs, once. Variables:
@@ -93,6 +94,7 @@ else
 	$(PIP_INSTALL) -c $(VENV)/constraints.txt torch setuptools
 endif
 	$(PIP_INSTALL) -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	-$(IN_VENV) -m launch.kernels
 	touch $@
 
 clean:

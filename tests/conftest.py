@@ -16,6 +16,7 @@ from transformers.utils import logging
 from runahead.model.loading.cache_folder import cache_folder
 from tests.examples import FEW, MANY
 from tests.exit_status import Exited
+from tests.needs import TEST_KERNELS
 from tests.rank_pool import RankPool
 from tests.virtual.cuda import guard
 
@@ -39,9 +40,10 @@ def pytest_report_header() -> str:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder of the tests' own, in which the user's downloaded model is but none of what runs have learned."""
     folder, users = tmp_path_factory.mktemp("cache"), cache_folder()
-    (users / guard.FOLDER).mkdir(parents=True, exist_ok=True)  # what is compiled for tests/gpu stays
+    for name in (guard.FOLDER, TEST_KERNELS):  # what is compiled for tests stays
+        (users / name).mkdir(parents=True, exist_ok=True)
     for path in users.iterdir():
-        if path.is_dir() and path.name not in ("splits", "tables", "gguf"):
+        if path.is_dir() and path.name not in ("splits", "tables", "gguf", "kernels"):
             (folder / path.name).symlink_to(path)
     with pytest.MonkeyPatch.context() as patch:
         if any(folder.iterdir()):  # else a test downloads the model, once and for all

@@ -47,6 +47,7 @@ ROOMS = {
     "runahead": (
         ("failures", "config", "features", "context", "rotary", "files", "picture_style"),
         ("place",),
+        ("kernels",),
         ("ranks", "timeline", "attention"),
         ("report",),
         ("cache",),
@@ -73,7 +74,7 @@ ROOMS = {
         ("program",),
         ("inputs", "outputs"),
         ("server",),
-        ("infer", "serve", "combinations", *(door.split(".")[1] for door in DOORS)),
+        ("infer", "serve", "combinations", "kernels", *(door.split(".")[1] for door in DOORS)),
         ("duo_gates", "encode", "fit_kvzap", "retrieval_heads", "skew"),
         ("__init__",),
     ),

@@ -18,6 +18,7 @@ from partitioner.table.fingerprint import Fingerprint
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, even
 from runahead.failures import first_line
+from runahead.kernels.operators import KERNELS
 from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
@@ -147,7 +148,8 @@ def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: Prefill
 
 def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str) -> str:
     """One line that is equal for runs that may learn from each other: a table's fingerprint of every rank, the numbers
-    of cores and of ranks per host, and the policy."""
+    of cores and of ranks per host, whether attention is ours, and the policy."""
     own = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill).key()
-    keys = ranks.gather(f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host", "the fingerprint")
+    here = f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host" + "|our kernels" * KERNELS.in_use
+    keys = ranks.gather(here, "the fingerprint")
     return " & ".join([*keys, policy])

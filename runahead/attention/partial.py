@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from runahead.attention.masks import MaskRule
+from runahead.kernels import operators
+from runahead.kernels.operators import KERNELS
 
 QUERY_BLOCK = 256
 KEY_BLOCK = 1024
@@ -228,7 +230,7 @@ def fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | Non
 
 def _kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | None:
     if device.type == "cpu":
-        return cpu_flash
+        return operators.attend if KERNELS.in_use and operators.take(dtype, head_dim, head_dim) else cpu_flash
     if device.type == "cuda":
         half = dtype in (torch.float16, torch.bfloat16)
         ampere = torch.cuda.get_device_capability(device) >= (8, 0)
@@ -283,13 +285,15 @@ def attend_sequences(
         output (S, N, V) in the query's dtype, log-sum-exp (S, N).
     """
     if q_SNH.device.type == "cpu":
+        kernel = _kernel(q_SNH.device, q_SNH.dtype, q_SNH.shape[-1])
+        assert kernel is not None, "a CPU has a kernel for every dtype"
         parts, q_SUGH = [], q_SNH.unflatten(1, (k_1UTH.shape[1], -1))  # a group's heads as queries of one head
         if places is None:
             firsts, counts = starts[:-1].tolist(), used_S.tolist()
             places = [range(first, first + used) for first, used in zip(firsts, counts, strict=True)]
         for i, seen in enumerate(places):
             q, k, v = q_SUGH[i : i + 1], k_1UTH[:, :, seen.start : seen.stop], v_1UTV[:, :, seen.start : seen.stop]
-            parts.append(cpu_flash(q, k, v, False, scaling) if seen else _no_keys(q, v))
+            parts.append(kernel(q, k, v, False, scaling) if seen else _no_keys(q, v))
         return torch.cat([out for out, _ in parts]).flatten(1, 2), torch.cat([lse for _, lse in parts]).flatten(1, 2)
     queries = torch.arange(len(used_S) + 1, dtype=torch.int32, device=q_SNH.device)
     k_TUH, v_TUV = (x.squeeze(0).transpose(0, 1) for x in (k_1UTH, v_1UTV))
@@ -305,7 +309,7 @@ def attend_sequences(
 
 def takes_sequences(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether `attend_sequences` supports such keys and values."""
-    return key_dim == value_dim and _kernel(device, dtype, key_dim) in (cpu_flash, _cuda_flash)
+    return key_dim == value_dim and _kernel(device, dtype, key_dim) in (cpu_flash, operators.attend, _cuda_flash)
 
 
 def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:

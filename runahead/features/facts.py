@@ -427,6 +427,7 @@ OF_MODEL: dict[str, Fact] = {
     "no layers to merge": _no_pairs,
     "steps that differ": _words_of(lambda model: model.steps_differ),
     "no kernel for graphs": _words_of(lambda model: model.lacks_step_kernel),
+    "no kernels of our own": _words_of(lambda model: model.lacks_kernels),
     "a policy that looks ahead": _looks_ahead,
     "policy.recent of all positions": _no_positions_left,
 }

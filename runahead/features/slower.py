@@ -33,6 +33,7 @@ class Way(Enum):
     stored_answers = "prompts are stored for later ones, and answers are not"
     at_once = "layers that hold a state compute tokens after a given one, as of later chunks and prefixes, one by one"
     once = "a prompt is computed once more while it is answered"
+    kernels = "attention on a CPU is computed by PyTorch's kernel"
 
 
 @dataclass(frozen=True)
@@ -165,5 +166,6 @@ SLOWER = (
         Way.once,
         "a text that grows past {0} tokens has other rotary tables (LongRoPE), and is computed anew by what decodes it",
     ),
+    Slower(("no kernels of our own",), Way.kernels, "{0}"),
 )
 """Rows with whose facts a faster way is not taken; of those of one way, the first that holds is told."""

@@ -68,6 +68,7 @@ class Model(ModelLayers):
     Attributes:
         gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
+        lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         memory: memory of this rank while it loaded the weights; None if they were given.
         ranges: names of what is done with the model in a profile; see `name_ranges`.
@@ -83,7 +84,7 @@ class Model(ModelLayers):
         super().__init__(module, name=name, shares=shares)
         self.tokenizer = tokenizer
         multiply_few_rows_fast(module)
-        self.overrides = ""
+        self.overrides = self.lacks_kernels = ""
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None
         self._peak: PeakMemory | None = None

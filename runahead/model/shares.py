@@ -13,7 +13,9 @@ from typing import Any
 from runahead.config import ModelOptions, Profile
 from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.kernels.operators import KERNELS, take
 from runahead.model.adapters import ADAPTERS
+from runahead.model.loading.kernels import load_if_built
 from runahead.model.loading.sharing import Shares, fitting_shares, splits_heads
 from runahead.model.model import Model, load_weights
 from runahead.ranks.mesh import one_of
@@ -71,9 +73,27 @@ def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profil
         SharedError: on the other ranks.
     """
     ranges = ranks.on_all_ranks("the profile", lambda: ranges_for(profile))
+    lacks_kernels = use_kernels(ranks)
     model = _loaded(options, ranks)
+    if any(take(shape.dtype, shape.key_dim, shape.value_dim) for shape in model.kv_shapes):
+        model.lacks_kernels = lacks_kernels
     ranks.on_all_ranks("the layers", lambda: model.name_ranges(ranges))
     return model
+
+
+def use_kernels(ranks: Ranks) -> str:
+    """Let this process use the kernels for CPUs, if all ranks have them. Every rank calls this.
+
+    So ranks round alike, also while a build ends between two of them.
+
+    Returns:
+        why they are not used, in a sentence; "" if they are, or are not for this device.
+    """
+    if ranks.device.type != "cpu":
+        return ""
+    reasons = ranks.gather(load_if_built(), "the kernels")
+    KERNELS.in_use = not any(reasons)
+    return next(filter(None, reasons), "")
 
 
 def _loaded(options: ModelOptions, ranks: Ranks) -> Model:

@@ -204,6 +204,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "queries that cannot be predicted": lambda: {"model": altered(query_prediction=UNKNOWN)},
     "steps that differ": lambda: {"model": altered(steps_differ="model llama marks tokens")},
     "no kernel for graphs": lambda: {"model": altered(lacks_step_kernel="float32 with 8 dims per head")},
+    "no kernels of our own": lambda: {"model": altered(lacks_kernels="kernels of our own are not built")},
     "no list of layers": lambda: {"model": altered(has_layers=False)},
     "no layers to merge": lambda: {"model": altered(rules=[WINDOW] * 3)},
 }

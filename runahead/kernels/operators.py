@@ -1,0 +1,59 @@
+"""Operators of the kernels of our own, where they are in use in this process; attention.cpp has what they compute."""
+
+# Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value).
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+NUMBERS = 16
+"""Head dims are multiples of it: the most numbers of a vector."""
+
+
+class Kernels:
+    """The kernels in this process.
+
+    Attributes:
+        in_use: attention takes them where it can. As the number of threads it is of the whole process, and set before
+            a model runs: a kernel's results differ from PyTorch's by rounding.
+    """
+
+    in_use = False
+
+
+KERNELS = Kernels()
+
+
+def take(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether kernels could attend to such keys and values on a CPU, if they are in use."""
+    return dtype in (torch.float32, torch.bfloat16) and not key_dim % NUMBERS and not value_dim % NUMBERS
+
+
+def load(library: Path) -> None:
+    """Load the built library, unless this process has one. Raises: OSError: it cannot be loaded."""
+    if not is_loaded():
+        torch.ops.load_library(library)
+        torch.library.register_fake("runahead::attend", _attend_fake)
+
+
+def is_loaded() -> bool:
+    return hasattr(torch.ops.runahead, "attend")
+
+
+def attend(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attention on a CPU: output (B, N, C, V) in the queries' dtype, log-sum-exp (B, N, C) in float32.
+
+    `causal` aligns as many queries as keys. Numbers of a head lie beside each other; a group's heads read keys once.
+    """
+    out, lse = torch.ops.runahead.attend(q_BNCH, k_BKSH, v_BKSV, causal, scaling)
+    return out, lse
+
+
+def _attend_fake(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    batch, num_heads, num_queries, _ = q_BNCH.shape
+    out = q_BNCH.new_empty(batch, num_queries, num_heads, v_BKSV.shape[-1]).transpose(1, 2)
+    return out, q_BNCH.new_empty(batch, num_heads, num_queries, dtype=torch.float32)

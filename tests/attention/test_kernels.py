@@ -1,0 +1,416 @@
+"""Our own kernels for CPUs: attention as a softmax in float64 has it, the same bits for the same keys; their build."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from launch import kernels as program
+from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
+from runahead.attention import partial
+from runahead.attention.partial import AttentionTerms
+from runahead.config import Device, ModelName, ModelOptions, PrefillName, PrefillOptions
+from runahead.features.slower import Way
+from runahead.kernels import operators
+from runahead.kernels.operators import KERNELS
+from runahead.model import shares
+from runahead.model.loading import kernels as loading
+from runahead.model.loading.cache_folder import cache_folder
+from tests.needs import TEST_KERNELS, missing
+
+# Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value).
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Outputs are averages of standard normal numbers, which reach 4; the last bit of bfloat16 is 2^-7 of them."""
+
+LSE_TOLERANCE = 2e-5
+"""Log-sum-exps reach 30, whose last bit is 2e-6; products are of the very numbers of either dtype."""
+
+Part = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Built once for all runs of the tests. They are in use where a test says so alone."""
+    if loading.unsupported() or loading.compiler() is None:
+        missing("a processor with AVX2 and a C++ compiler")
+    operators.load(loading.build(cache_folder() / TEST_KERNELS))
+
+
+@pytest.fixture
+def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNELS, "in_use", True)
+
+
+def tensors(
+    num_queries: int,
+    num_keys: int,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (32, 32),
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as the cache has them: token-major, a token's keys beside its values."""
+    generator = torch.Generator().manual_seed(1000 * num_queries + num_keys)
+    slab = torch.randn(num_keys, batch, heads[1], sum(dims), generator=generator).to(dtype).permute(1, 2, 0, 3)
+    q_BCNH = 2 * torch.randn(batch, num_queries, heads[0], dims[0], generator=generator)
+    return q_BCNH.to(dtype).transpose(1, 2), slab[..., : dims[0]], slab[..., dims[0] :]
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float, *, offset: int = 0, leave_out: int = 0
+) -> Part:
+    """One softmax over all keys, in float64.
+
+    Args:
+        offset: keys after its own that a query sees, which is wrong unless 0.
+        leave_out: last keys that are left out, which is wrong unless 0.
+    """
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * scaling
+    num_queries, num_keys = scores.shape[2:]
+    hidden = (
+        torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1 + offset) if causal else torch.zeros(1, num_keys)
+    )
+    hidden = hidden.bool() | (torch.arange(num_keys) >= num_keys - leave_out)
+    scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def assert_same(found: Part, known: Part) -> None:
+    dtype = found[0].dtype
+    torch.testing.assert_close(found[0].double(), known[0], atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(found[1].double(), known[1], atol=LSE_TOLERANCE, rtol=1e-6)
+    assert found[1].dtype == torch.float32
+
+
+lengths = st.integers(1, 80) | st.sampled_from([127, 128, 129, 191, 255, 256, 257, 300, 513])
+sizes = st.sampled_from([16, 32, 48, 64, 80, 128])
+groups = st.sampled_from([(1, 1), (3, 1), (4, 2), (5, 5), (8, 1), (9, 3), (34, 2)])
+dtypes = st.sampled_from(list(TOLERANCE))
+
+
+class TestAttention:
+    @given(lengths, groups, sizes, sizes, st.integers(1, 2), dtypes)
+    def test_of_a_chunk_to_itself(
+        self, length: int, heads: tuple[int, int], key_dim: int, value_dim: int, batch: int, dtype: torch.dtype
+    ) -> None:
+        given = tensors(length, length, heads=heads, dims=(key_dim, value_dim), batch=batch, dtype=dtype)
+        scaling = key_dim**-0.5
+        assert_same(operators.attend(*given, True, scaling), dense(*given, True, scaling))
+
+    @given(lengths | st.integers(1, 4), lengths, groups, sizes, sizes, st.integers(1, 2), dtypes)
+    def test_of_queries_to_all_keys(
+        self,
+        num_queries: int,
+        num_keys: int,
+        heads: tuple[int, int],
+        key_dim: int,
+        value_dim: int,
+        batch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        dims = key_dim, value_dim
+        given = tensors(num_queries, num_keys, heads=heads, dims=dims, batch=batch, dtype=dtype)
+        assert_same(operators.attend(*given, False, key_dim**-0.5), dense(*given, False, key_dim**-0.5))
+
+    @pytest.mark.parametrize("wrong", [{"offset": 1}, {"offset": -1}, {"leave_out": 1}, {"scaling": 0.126}])
+    @pytest.mark.parametrize("num_keys", [3, 64, 257])
+    def test_is_told_from_what_is_nearly_right(self, wrong: dict[str, float], num_keys: int) -> None:
+        for causal in (True, False):
+            if not causal and "offset" in wrong:
+                continue
+            given = tensors(num_keys if causal else 1, num_keys)
+            found = operators.attend(*given, causal, 0.125)
+            with pytest.raises(AssertionError):
+                assert_same(found, dense(*given, causal, **{"scaling": 0.125, **wrong}))
+
+    @pytest.mark.parametrize(
+        ("num_queries", "num_keys", "causal"), [(700, 700, True), (90, 700, False), (1, 900, False)]
+    )
+    def test_is_within_1e_5_of_pytorchs(self, num_queries: int, num_keys: int, causal: bool) -> None:
+        given = tensors(num_queries, num_keys, heads=(9, 3), dims=(64, 64))
+        for found, known in zip(
+            operators.attend(*given, causal, 0.125), partial.cpu_flash(*given, causal, 0.125), strict=True
+        ):
+            assert (found - known).abs().max() < 1e-5
+
+    def test_of_scores_far_apart_has_no_overflow(self) -> None:
+        for num_queries in (1, 70):
+            q, k, v = tensors(num_queries, 300)
+            given = q * 1000, k, v
+            out, lse = operators.attend(*given, False, 1.0)
+            known = dense(*given, False, 1.0)
+            # The largest score takes all; the last bit of scores near 2^15 is 2^-8, some of which add up.
+            assert torch.isfinite(out).all() and (lse - known[1]).abs().max() < 0.05
+
+    @pytest.mark.parametrize("num_queries", [1, 70])
+    def test_hides_no_number_that_is_none(self, num_queries: int) -> None:
+        """NaN where PyTorch has it, and in no other head."""
+        q, k, v = tensors(num_queries, 70)
+        k = k.clone()
+        k[0, 1, 5] = math.nan
+        out, lse = operators.attend(q, k, v, False, 0.125)
+        assert out[:, 2:].isnan().all() and lse[:, 2:].isnan().all() and torch.isfinite(out[:, :2]).all()
+
+
+class TestBits:
+    """The bits of a row depend on its query and the keys that it sees."""
+
+    @pytest.mark.parametrize(
+        ("num_queries", "num_keys", "causal"), [(300, 300, True), (70, 600, False), (1, 900, False)]
+    )
+    def test_are_the_same_for_any_number_of_threads(self, num_queries: int, num_keys: int, causal: bool) -> None:
+        given, before = tensors(num_queries, num_keys, heads=(9, 3), dims=(64, 64)), torch.get_num_threads()
+        found = []
+        try:
+            for threads in (1, 2, 3, 2):
+                torch.set_num_threads(threads)
+                found.append(operators.attend(*given, causal, 0.125))
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
+
+    @pytest.mark.parametrize(
+        ("num_queries", "num_keys", "causal"), [(150, 150, True), (20, 300, False), (1, 300, False)]
+    )
+    def test_are_those_of_a_row_of_a_batch_alone(self, num_queries: int, num_keys: int, causal: bool) -> None:
+        given = tensors(num_queries, num_keys, batch=3)
+        together = operators.attend(*given, causal, 0.125)
+        for row in range(3):
+            alone = operators.attend(*(x[row : row + 1] for x in given), causal, 0.125)
+            assert all(torch.equal(a[row : row + 1], b) for a, b in zip(together, alone, strict=True))
+
+    def test_are_those_of_a_shorter_chunk(self) -> None:
+        q, k, v = tensors(300, 300)
+        whole = operators.attend(q, k, v, True, 0.125)
+        for length in (1, 63, 128, 257):
+            part = operators.attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], True, 0.125)
+            assert all(torch.equal(a[:, :, :length], b) for a, b in zip(whole, part, strict=True)), length
+
+    def test_are_those_of_keys_in_one_piece(self) -> None:
+        for tried in (tensors(40, 40), tensors(2, 400)):
+            causal = tried[0].shape[2] == 40
+            pieces = operators.attend(*(x.contiguous() for x in tried), causal, 0.125)
+            transposed = operators.attend(*(x.mT.contiguous().mT for x in tried), causal, 0.125)
+            for found in (pieces, transposed):
+                assert all(map(torch.equal, found, operators.attend(*tried, causal, 0.125)))
+
+
+class TestOperator:
+    def test_is_an_operator_of_torch(self) -> None:
+        """Its shapes are known without computing it, and it changes none of its arguments."""
+        for dtype in TOLERANCE:
+            given = (*tensors(5, 9, dtype=dtype), False, 0.125)
+            torch.library.opcheck(
+                torch.ops.runahead.attend.default, given, test_utils=["test_schema", "test_faketensor"]
+            )
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            (lambda q, k, v: (q, k[:, :, 1:], v), "do not belong together"),
+            (lambda q, k, v: (q[:, :3], k, v), "do not belong together"),
+            (lambda q, k, v: (q[:, :, :0], k, v), "do not belong together"),
+            (lambda q, k, v: (q[..., :9], k[..., :9], v), "no multiples of"),
+            (lambda q, k, v: (q, k.double(), v), "dtypes differ"),
+            (lambda q, k, v: (q.double(), k.double(), v.double()), "is not to be had"),
+        ],
+    )
+    def test_refuses_what_it_cannot_compute(self, changed: Callable[..., tuple[Tensor, ...]], message: str) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            operators.attend(*changed(*tensors(5, 9)), False, 0.125)  # type: ignore[call-arg]
+
+    @pytest.mark.parametrize(
+        ("dtype", "dims", "terms", "takes"),
+        [
+            (torch.float32, 32, {}, True),
+            (torch.bfloat16, 32, {}, True),
+            (torch.float64, 32, {}, False),
+            (torch.float16, 32, {}, False),
+            (torch.float32, 8, {}, False),
+            (torch.float32, 32, {"softcap": 2.0}, False),
+        ],
+    )
+    @pytest.mark.usefixtures("in_use")
+    def test_is_taken_where_it_can_be(
+        self, dtype: torch.dtype, dims: int, terms: dict[str, float], takes: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls, attend = [], operators.attend
+        monkeypatch.setattr(operators, "attend", lambda *given: calls.append(0) or attend(*given))
+        given = tensors(5, 5, dims=(dims, dims), dtype=dtype)
+        partial.attend(*given, AttentionTerms(scaling=0.125, **terms), q_start=0, k_start=0)  # type: ignore[arg-type]
+        assert bool(calls) == takes
+
+    @pytest.mark.usefixtures("in_use")
+    def test_attends_to_sequences(self) -> None:
+        q, k, v = tensors(1, 60, heads=(6, 2))
+        starts, used = torch.tensor([0, 20, 60], dtype=torch.int32), torch.tensor([7, 40], dtype=torch.int32)
+        q_SNH = torch.cat([q[:, :, 0], q[:, :, 0] + 1])
+        out, lse = partial.attend_sequences(q_SNH, k, v, starts=starts, used_S=used, longest=40, scaling=0.125)
+        for i, seen in enumerate((slice(0, 7), slice(20, 60))):
+            known = dense(q_SNH[i][None, :, None], k[:, :, seen], v[:, :, seen], False, 0.125)
+            assert_same((out[i][None, :, None], lse[i][None, :, None]), known)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Of head dim 32, which the kernels take."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200,
+        hidden_size=128,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.mark.usefixtures("in_use")
+@pytest.mark.parametrize("chunk_tokens", [None, 70])
+def test_tokens_are_those_of_transformers(chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, attend = [], operators.attend
+    monkeypatch.setattr(operators, "attend", lambda *given: calls.append(given[3]) or attend(*given))
+    module = tiny_llama()
+    prompts = [[(7 * i + 3 * row) % 200 for i in range(length)] for row, length in enumerate((200, 90))]
+    known = [
+        module.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
+        for ids in prompts
+    ]
+    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+    prefill = PrefillOptions(name=PrefillName.single, chunk_tokens=chunk_tokens)
+    batch = Engine(Model(module), ranks, prefill=prefill).generate(
+        prompts, GenerationOptions(max_new_tokens=12, ignore_eos=True)
+    )
+    assert [each.new_token_ids for each in batch.generations] == [ids.tolist() for ids in known]
+    assert {True, False} == set(calls)
+
+
+class GatheringRanks:
+    """A rank, and what others say."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *others: str) -> None:
+        self._others = others
+
+    def gather(self, value: str, label: str) -> list[str]:
+        return [value, *self._others]
+
+
+class TestUse:
+    @pytest.fixture(autouse=True)
+    def not_in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(KERNELS, "in_use", False)
+
+    @pytest.mark.parametrize(
+        ("own", "others", "why"),
+        [("", [""], ""), ("", ["not built"], "not built"), ("not built", ["", ""], "not built")],
+    )
+    def test_is_of_all_ranks_or_of_none(
+        self, own: str, others: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shares, "load_if_built", lambda: own)
+        assert shares.use_kernels(GatheringRanks(*others)) == why  # type: ignore[arg-type]
+        assert KERNELS.in_use == (not why)
+
+    @pytest.mark.parametrize("is_built", [True, False])
+    def test_is_told_where_it_could_be(self, is_built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RUNAHEAD_CACHE", str(cache_folder() / TEST_KERNELS if is_built else tmp_path))
+        tiny_llama().config.save_pretrained(tmp_path)
+        ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+        options = ModelOptions(name=ModelName.random, config=str(tmp_path))
+        model = shares.load_model(options, ranks)
+        sentences = Engine(model, ranks).slower([GenerationOptions()], reuses=False)
+        told = [each for each in sentences if each.startswith(Way.kernels.value)]
+        assert (told == []) == is_built == KERNELS.in_use
+        if told:
+            assert "not built; python -m launch.kernels" in told[0]
+
+
+class TestBuild:
+    def test_is_for_source_torch_compiler_and_processor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = {loading.library_folder(tmp_path)}
+        source = tmp_path / "attention.cpp"
+        source.write_text(operators.SOURCE.read_text() + "\n")
+        for name, value in {
+            "runahead.kernels.operators.SOURCE": source,
+            "torch.__version__": "2.0",
+            "runahead.model.loading.kernels.compiler": lambda: "/bin/another",
+            "runahead.model.loading.kernels._lines": lambda _: ["model name\t: another", "flags\t\t: sse2"],
+        }.items():
+            with monkeypatch.context() as changed:
+                changed.setattr(name, value)
+                found.add(loading.library_folder(tmp_path))
+        assert len(found) == 5 and loading.library_folder(tmp_path) in found
+
+    @pytest.mark.parametrize(
+        ("compiler", "message"),
+        [
+            ("/nowhere/c++", "there is no C\\+\\+ compiler /nowhere/c\\+\\+; install g\\+\\+"),
+            ("exit 1", "failed with status 1"),
+            ("for last; do :; done; echo half > ${@: -4:1}; kill -9 $$", "failed with status -9"),
+        ],
+    )
+    def test_that_fails_leaves_nothing(
+        self, compiler: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        script = tmp_path / "compiler"
+        script.write_text(f"#!/bin/bash\n{compiler}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", compiler if compiler.startswith("/") else str(script))
+        cache = tmp_path / "cache"
+        with pytest.raises(ValueError, match=message):
+            loading.build(cache)
+        assert not [path for path in cache.rglob("*") if path.suffix != ".lock" and path.name != "kernels"]
+        assert "not built" in loading.load_if_built(cache)
+
+    def test_that_computes_something_else_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loading, "FLAGS", ())
+        script = tmp_path / "compiler"
+        script.write_text("#!/bin/bash\ntrue\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        attend = operators.attend
+        monkeypatch.setattr(operators, "attend", lambda q, *rest: attend(q * 1.01, *rest))
+        with pytest.raises(ValueError, match="from PyTorch's, so it is not used"):
+            loading.build(tmp_path / "cache")
+        assert "not built" in loading.load_if_built(tmp_path / "cache")
+
+    def test_needs_a_folder_that_can_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "cache").write_text("a file")
+        with pytest.raises(OSError, match="set RUNAHEAD_CACHE"):
+            loading.build(tmp_path / "cache")
+
+    def test_that_cannot_be_loaded_is_told(self, tmp_path: Path) -> None:
+        """In a process that has loaded no other."""
+        folder = loading.library_folder(tmp_path)
+        folder.mkdir(parents=True)
+        (folder / loading.LIBRARY).write_bytes(b"half a library")
+        script = "from runahead.model.loading.kernels import load_if_built; print(load_if_built())"
+        environment = {**os.environ, "RUNAHEAD_CACHE": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert "kernels of our own cannot be loaded" in done.stdout, done.stderr
+
+    def test_program(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RUNAHEAD_CACHE", str(cache_folder() / TEST_KERNELS))
+        assert program.main([]) == 0 and Path(capsys.readouterr().out.strip()).is_file()
+        monkeypatch.setenv("CXX", "/nowhere/c++")
+        monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path))
+        assert program.main([]) == 2 and "not built: there is no C++ compiler" in capsys.readouterr().out
+        assert program.main(["--help"]) == 0 and program.main(["x=1"]) == 2
