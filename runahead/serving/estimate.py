@@ -65,8 +65,12 @@ class PrefillTimes:
 
 
 def _computed(lengths: Sequence[int], reused: Sequence[int]) -> tuple[int, int]:
-    """Tokens of prompts that are computed, and what they add to the squares of the prompts' lengths."""
-    num_reused = reused or [0] * len(lengths)
+    """Tokens of prompts and segments that are computed, and what they add to the squares of the lengths.
+
+    Args:
+        reused: of the first lengths; the others, of segments, are computed whole.
+    """
+    num_reused = [*reused, *[0] * (len(lengths) - len(reused))]
     return sum(lengths) - sum(num_reused), sum(n * n - r * r for n, r in zip(lengths, num_reused, strict=True))
 
 

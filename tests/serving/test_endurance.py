@@ -162,11 +162,11 @@ def test_two_ranks_endure_closed_connections_and_stops(tmp_path: Path, capsys: p
     server = ["--server", "model=hf", f"model.path={model}", "ranks.threads=1", "partition=even"]
     lines = tmp_path / "lines.jsonl"
     load = ["--seconds", "8", "--rate", "8", "--requests", "50", "--cancelled", "0.4", "--within_s", "0.2"]
-    load += ["--lengths", "3", "300", "--new_tokens", "2", "40", "--vocabulary", "200"]
+    load += ["--lengths", "3", "300", "--new_tokens", "2", "400", "--vocabulary", "200"]
     load += ["--slow_every", "2", "--slow_s", "0.7", "--sample_s", "0.3"]
     STUDY.main([*server, *load, "--lines", str(lines), "--out", str(tmp_path)])
     line = json.loads(lines.read_text())
-    assert line["requests"] >= 50 and line["outcomes"]["answered"] > 20 and line["outcomes"]["closed"] > 5
+    assert line["requests"] >= 50 and line["outcomes"]["answered"] > 5 and line["outcomes"]["closed"] > 1
     assert line["stops"] >= 2 and len(line["growth"]) == 2 and line["left"] == {"running": 0, "waiting": 0}
     assert "exit status 0" in capsys.readouterr().out
     assert (tmp_path / "endurance.png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -19,6 +20,7 @@ from policies.base import Phase
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
 from policies.retriever import Retriever
+from policies.reuse import GivenPrompt
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.attention import op
 from runahead.attention.partial import attend
@@ -44,6 +46,7 @@ from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import WINDOW, largest_difference, prompt, throughout
+from tests.prompt_cache.serving import random_prompt, random_segments
 from tests.ranks.tasks import generate, tiny_model
 from tests.reuse.prefix_tasks import damage
 from tests.serving import rank_tasks
@@ -621,7 +624,7 @@ def queue_with_prefixes(num_stages: int = 1, **limits: Any) -> RequestQueue:
     return RequestQueue(engine, QueueLimits(**limits), estimate)
 
 
-def request(ids: list[int]) -> Request:
+def request(ids: GivenPrompt) -> Request:
     return Request(prompts=[ids], options=[GREEDY], listener=rank_tasks.Kept(1))
 
 
@@ -636,6 +639,22 @@ def test_what_is_stored_counts_as_computed() -> None:
     assert queue.prefill_s([request(ids)]) == pytest.approx(50.0)
     queue.stored.apply(Stored(key="b", ids=tuple(ids)))
     assert queue.prefill_s([request(ids)]) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_segments_are_computed_beside_what_is_stored(num_stages: int) -> None:
+    """A server keeps prefixes and reuses segments, unless it is told otherwise."""
+    queue, draw = queue_with_prefixes(num_stages), random.Random(2)
+    segments = random_segments(draw)
+    asked, known = random_prompt(draw, segments), prompt(30)
+    queue.stored.apply(Stored(key="a", ids=tuple(known)))
+    new = len(asked) + sum(len(use.segment.ids) for use in asked.uses)
+    assert len(asked.uses) > 1
+    per_token_s = 1.0 if num_stages == 1 else 0.5
+    assert queue.prefill_s([request(asked)]) == pytest.approx(new * per_token_s)
+    assert queue.prefill_s([request([*known, 5]), request(asked)]) == pytest.approx((1 + new) * per_token_s)
+    queue.note_encoded([asked])
+    assert queue.prefill_s([request(asked)]) == pytest.approx(len(asked) * per_token_s)
 
 
 def test_the_last_stage_is_told_what_it_will_soon_be_asked_for() -> None:

@@ -310,7 +310,7 @@ def client_lines() -> tuple[list[str], list[str]]:
 def test_the_client_lines_of_the_page_run_on_the_real_model(capsys):
     assert cache_folder().exists()
     commands, blocks = client_lines()
-    assert (len(commands), len(blocks)) == (4, 3)
+    assert len(commands) >= 4 and len(blocks) >= 5
     with job("model=smollm2", "policy=prompt_cache", f"policy.schema={ROOT / 'examples/cities.xml'}") as server:
         for command in commands:
             run = subprocess.run(
@@ -336,4 +336,4 @@ def test_the_client_lines_of_the_page_run_on_the_real_model(capsys):
         names: dict[str, Any] = {"BaseModel": BaseModel}
         for block in blocks:
             exec(block.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"), names)
-            assert capsys.readouterr().out.strip() or "class Book" in block
+            assert capsys.readouterr().out.strip() or "print(" not in block
