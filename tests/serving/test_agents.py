@@ -6,10 +6,12 @@ They come from the package index into an environment of their own, and where the
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ RUN_S = 120
 
 BEGIN = """
 import json, sys
+from pathlib import Path
 from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -77,8 +80,27 @@ said = [{"role": "user", "content": QUESTION}]
 message = litellm.completion(**asked, messages=said, max_tokens=400).choices[0].message
 told(Sighting.model_validate_json(message.tool_calls[0].function.arguments))
 """,
+    "llm": """
+import os, subprocess, tempfile
+folder = Path(tempfile.mkdtemp())
+about = {"model_id": "served", "model_name": "fake", "api_base": URL, "supports_schema": True}
+(folder / "extra-openai-models.yaml").write_text(json.dumps([about]))  # JSON is YAML
+run = [str(Path(sys.executable).parent / "llm"), "-m", "served", "--no-log", "--key", KEY, "-o", "max_tokens", "400"]
+for more in ([], ["--no-stream"]):
+    asked = [*run, *more, "--schema", json.dumps(Sighting.model_json_schema()), QUESTION]
+    done = subprocess.run(asked, env=os.environ | {"LLM_USER_PATH": str(folder)}, check=True, stdout=subprocess.PIPE)
+    told(Sighting.model_validate_json(done.stdout))
+""",
 }
 """A program for each package, which prints what it was told."""
+
+AIDER = """
+import os, subprocess
+run = [str(Path(sys.executable).parent / "aider"), "--model", "openai/fake", "--openai-api-base", URL]
+run += ["--openai-api-key", KEY, "--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-pretty"]
+run += ["--no-show-model-warnings", "--chat-mode", "ask", "--map-tokens", "0", "--no-stream", "--message", QUESTION]
+subprocess.run(run, env=os.environ | {"HOME": os.getcwd()}, check=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +114,32 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield served.url + "/v1"
 
 
+def said_by(package: str, program: str, url: str, folder: Path) -> str:
+    """What a program prints that uses a package."""
+    python = installed(package, folder / "environment") / "python"
+    run = [str(python), "-c", BEGIN + program, url]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=RUN_S, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(INSTALL_S + RUN_S + 60)
 @pytest.mark.parametrize("package", CLIENTS)
 def test_a_package_for_agents_is_told_what_it_asks_for(url: str, package: str, tmp_path: Path) -> None:
-    python = installed(package, tmp_path / "environment") / "python"
-    run = [str(python), "-c", BEGIN + CLIENTS[package], url]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=RUN_S)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    said = said_by(package, CLIENTS[package], url, tmp_path)
+    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert found and all(each["ship"] in ("Terror", "Erebus") and 0 <= each["miles"] <= 9 for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(INSTALL_S + RUN_S + 60)
+def test_aider_shows_an_answer_and_counts_its_tokens(tmp_path: Path) -> None:
+    """It asks for no JSON; its count is that of the server's metrics."""
+    with serving() as served:
+        served.engine.says = served.engine.tokenizer("hello world")["input_ids"]
+        said = said_by("aider-chat", AIDER, served.url + "/v1", tmp_path)
+        metrics = httpx2.get(served.url + "/metrics", trust_env=False).text
+    [received] = re.findall(r"Tokens: [\d.]+k? sent, (\d+) received", said)
+    [made] = re.findall(r"^runahead:generation_tokens_total (\d+)", metrics, flags=re.MULTILINE)
+    assert "\nhello world\n" in said and received == made
