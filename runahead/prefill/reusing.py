@@ -110,6 +110,7 @@ class ReusingPrefill:
                 computed_anew_s = self._complete(ids, prefixes, stored, meanwhile)
         computed = [each[num:] for each, num in zip(ids, stored, strict=True)]
         if reuse is not None:
+            assert not any(stored), "prompts that reuse segments go on after no stored prefix"
             computed = [list(prompt.new_ids) for prompt in reuse.prompts]
         if is_alone:
             longest = max(map(len, computed))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
-from policies.base import ids_of
+from policies.base import ids_of, reuse_segments
 from runahead.reuse.prefix_tree import Change, PrefixTree, Stored, salted
 from runahead.serving.request import Request
 
@@ -62,7 +62,7 @@ class KnownTexts:
         known = self._common.setdefault(request, WeakKeyDictionary())
         if other not in known:
             texts, step = PrefixTree(math.inf), self._step
-            for text in (tuple(ids_of(prompt)) for prompt in other.different):
+            for text in (tuple(ids_of(each)) for each in other.different if not reuse_segments([each])):
                 texts.apply(Stored(key="tokens", ids=text))
                 for states in [] if step is None else [False, True]:
                     texts.apply(Stored(key="whole", ids=text, states=states))
@@ -75,6 +75,9 @@ class KnownTexts:
         return known[other]
 
     def _beginnings(self, request: Request) -> list[list[int]]:
-        """The first tokens of each different prompt that may be reused; the others are always computed."""
-        prompts = [ids_of(prompt) for prompt in request.different]
+        """The first tokens of each different prompt that may be reused; the others are always computed.
+
+        A prompt that reuses segments has none, and is not stored: they stand in the place of its prefix.
+        """
+        prompts = [[] if reuse_segments([each]) else ids_of(each) for each in request.different]
         return [ids[: max(0, len(ids) - self._least_new)] for ids in prompts]

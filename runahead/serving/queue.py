@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from policies.base import GivenPrompt, PromptTooLong, ReusingPrompt, ids_of
+from policies.base import GivenPrompt, PromptTooLong, ReusingPrompt, ids_of, reuse_segments
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.features.slower import Way
@@ -335,8 +335,11 @@ class RequestQueue:
         )
 
     def _with_similar(self, first: Request, waiting: Sequence[Request]) -> list[Request]:
-        """A request and those of similar length that can be computed at once with it."""
-        chosen = [first]
+        """A request and those of similar length that can be computed at once with it.
+
+        A batch reuses segments or prefixes.
+        """
+        chosen, stores = [first], self._engine.prefixes is not None
         for other in waiting if self._engine.takes(Way.prompts_together) else []:
             together = [*chosen, other]
             rows = sum(len(self._computed(each)) for each in together)
@@ -344,6 +347,7 @@ class RequestQueue:
             if (
                 other is first
                 or other.scores != first.scores
+                or (stores and reuse_segments(other.prompts) != reuse_segments(first.prompts))
                 or self.is_short(together) != self.is_short(chosen)
                 or min(lengths) < SIMILAR * max(lengths)
                 or rows * max(lengths) > self._limits.batch_tokens

@@ -482,6 +482,28 @@ def test_a_short_rest_is_computed_where_the_prefix_lies(rank_pools: RankPools, s
     assert without.tokens == alone and without.cached == [0] * 4
 
 
+@pytest.mark.parametrize("size", [1, 2, *slowly(3)])
+def test_a_prompt_with_segments_that_begins_like_a_stored_one_is_computed_as_without(
+    rank_pools: RankPools, size: int
+) -> None:
+    draw = random.Random(4)
+    segments = random_segments(draw)
+    asked = [random_prompt(draw, segments) for _ in range(3)]
+    load = Load(
+        prompts=[[*asked[0].ids, 5], [*asked[0].ids, 7, 8], *asked],
+        options=[GREEDY] * 5,
+        limits=QueueLimits(itl_s=1e-6),
+        after={1: 0, 2: 0, 3: 0, 4: 2},
+        chain_token_s=1e-4,
+        tree_bytes=ROOMY,
+    )
+    served, without = (
+        rank_pools.run(size, rank_tasks.serve, replace(load, tree_bytes=num_bytes))[0] for num_bytes in (ROOMY, 0)
+    )
+    assert served.tokens == without.tokens
+    assert served.cached[1] >= len(asked[0].ids) and served.cached[2:] == without.cached[2:]
+
+
 @pytest.mark.parametrize(
     ("size", "policy"),
     [(1, ExactTopK(fetch=10, min_tokens=0)), (2, InfiniGen(fetch=10, first_layer=1, min_tokens=0, observed=8))],
@@ -653,8 +675,19 @@ def test_segments_are_computed_beside_what_is_stored(num_stages: int) -> None:
     per_token_s = 1.0 if num_stages == 1 else 0.5
     assert queue.prefill_s([request(asked)]) == pytest.approx(new * per_token_s)
     assert queue.prefill_s([request([*known, 5]), request(asked)]) == pytest.approx((1 + new) * per_token_s)
+    queue.stored.apply(Stored(key="a", ids=tuple(asked.ids)))  # which does not come before segments
+    assert queue.prefill_s([request(asked)]) == pytest.approx(new * per_token_s)
     queue.note_encoded([asked])
     assert queue.prefill_s([request(asked)]) == pytest.approx(len(asked) * per_token_s)
+
+
+def test_a_batch_reuses_segments_or_prefixes() -> None:
+    queue, draw = queue_with_prefixes(itl_s=1e-6), random.Random(2)
+    asked = random_prompt(draw, random_segments(draw))
+    queue.note_encoded([asked])
+    requests = [request(each) for each in (asked, asked, prompt(len(asked), seed=8), prompt(len(asked), seed=9))]
+    queue.waiting = list(requests)
+    assert queue.choose() in (requests[:2], requests[2:])
 
 
 def test_the_last_stage_is_told_what_it_will_soon_be_asked_for() -> None:
