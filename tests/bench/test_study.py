@@ -30,6 +30,7 @@ STUDIES = (
     "endurance",
     "hybrid.__main__",
     "offloading",
+    "peers.__main__",
     "quality.__main__",
     "refused_texts",
     "reused_prefix",
