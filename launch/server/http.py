@@ -21,6 +21,10 @@ from runahead.failures import first_line
 KEEP_ALIVE_S = 30
 """Seconds for which a connection without a request is kept."""
 
+KEPT = 2
+"""Connections beside `serve.max_connections`, each for one request of those who watch the server."""
+WATCHING = (b"/health", b"/ready", b"/metrics")
+
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A socket of this address, which does not listen yet. Raises: ValueError: it cannot be used."""
@@ -102,32 +106,42 @@ class BoundedConnection(h11.Connection):
     """h11's parser, whose limit also holds for a header that arrives at once.
 
     Attributes:
-        reason: why a request was refused; uvicorn tells nobody what was raised.
+        is_kept: for those who watch the server, and for nobody else.
+        refusal: why a request was refused; uvicorn tells nobody what was raised.
     """
-
-    reason = "it is not HTTP"
 
     def __init__(self, max_header_bytes: int) -> None:
         super().__init__(h11.SERVER, max_header_bytes)
-        self._max_header_bytes = max_header_bytes
+        self._max_header_bytes, self.is_kept = max_header_bytes, False
+        self.refusal = _unreadable("it is not HTTP")
 
     def next_event(self) -> Any:
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if error.error_status_hint == 431:  # of one that arrives in parts
-                self.reason = "its header is too large"
+                self.refusal = _unreadable("its header is too large")
             raise
         if isinstance(event, h11.Request):
             if _header_bytes(event) > self._max_header_bytes:
-                self.reason = "its header is too large"
+                self.refusal = _unreadable("its header is too large")
             elif {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
                 # RFC 9112, 6.3: what stands between may have read another end of the body.
-                self.reason = "it has both Content-Length and Transfer-Encoding"
+                self.refusal = _unreadable("it has both Content-Length and Transfer-Encoding")
+            elif self.is_kept and event.target.partition(b"?")[0] not in WATCHING:
+                self.refusal = _too_many()
             else:
                 return event
-            raise h11.RemoteProtocolError(self.reason)
+            raise h11.RemoteProtocolError(str(self.refusal))
         return event
+
+
+def _unreadable(reason: str) -> APIError:
+    return APIError(400, f"this request cannot be read: {reason}")
+
+
+def _too_many() -> APIError:
+    return APIError(503, "too many connections are open; try again later")
 
 
 def _header_bytes(request: h11.Request) -> int:
@@ -137,9 +151,14 @@ def _header_bytes(request: h11.Request) -> int:
 
 def _protocol(options: ServeOptions) -> type[H11Protocol]:
     """uvicorn's connection, with limits."""
+    kept: list[Connection] = []
 
     class Connection(H11Protocol):
-        """One connection. It is closed if a request's header does not arrive in time, or its client reads nothing."""
+        """One connection. It is closed if a request's header does not arrive in time, or its client reads nothing.
+
+        Where `serve.max_connections` are open a few more are kept, each for one request of those who watch the server.
+        As these ask at once, the newest of them takes the place of one that has asked for nothing.
+        """
 
         _header_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
@@ -150,11 +169,21 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > options.max_connections:
-                error = APIError(503, "too many connections are open; try again later")
-                self._refuse(503, error)
+            if len(self.connections) - len(kept) > options.max_connections and not self._keep():
+                self._refuse(_too_many())
             else:
                 self._await_header()
+
+        def _keep(self) -> bool:
+            """Let this be one of the kept connections. Returns whether it is."""
+            silent = [each for each in kept if each.cycle is None]
+            if len(kept) == KEPT and silent:
+                kept.remove(silent[0])
+                silent[0]._refuse(_too_many())
+            self.conn.is_kept = len(kept) < KEPT
+            if self.conn.is_kept:
+                kept.append(self)
+            return self.conn.is_kept
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
@@ -162,6 +191,8 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
             if self._is_idle and self._header_timer is None:
                 self._await_header()
             super().data_received(data)
+            if self.conn.is_kept and self.cycle is not None:
+                self.cycle.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
             if not self._is_idle:
                 self._end_timer()
 
@@ -184,11 +215,13 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_timer()
             self._end_write_timer()
+            if self in kept:
+                kept.remove(self)
             self._unset_keepalive_if_required()  # uvicorn does not after a reset, and its timer holds the request
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            self._refuse(400, APIError(400, f"this request cannot be read: {self.conn.reason}"))
+            self._refuse(self.conn.refusal)
 
         @property
         def _is_idle(self) -> bool:
@@ -216,7 +249,7 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
                 self._write_timer.cancel()
                 self._write_timer = None
 
-        def _refuse(self, status: int, error: APIError) -> None:
+        def _refuse(self, error: APIError) -> None:
             body = dumps(error.body)
             headers = [
                 ("content-type", "application/json"),
@@ -224,7 +257,7 @@ def _protocol(options: ServeOptions) -> type[H11Protocol]:
                 ("connection", "close"),
             ]
             try:
-                start = self.conn.send(h11.Response(status_code=status, headers=headers))
+                start = self.conn.send(h11.Response(status_code=error.status, headers=headers))
             except h11.LocalProtocolError:  # in the middle of an answer
                 self.transport.abort()
                 return

@@ -77,7 +77,7 @@ class ServeOptions(QueueLimits):
         unknown_fields: what is done about fields of requests that nobody knows; known ones that would change the
             answer are refused.
         max_body_bytes, max_header_bytes: largest request.
-        max_connections: most open connections.
+        max_connections: most open connections; two more are kept for /health, /ready and /metrics.
         read_timeout_s: seconds in which a request must have arrived.
         write_timeout_s: seconds after which a client that reads nothing is given up.
         schema_tokens: with policy=prompt_cache, most tokens of all schemas that requests bring and that are kept; the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -282,6 +283,66 @@ def test_a_full_disk_keeps_nothing_and_is_told_once(tmp_path: Path, finder: type
         kept.put(number)
         kept.wait_for_copies()
     assert kept.tier(0) == "disk"
+
+
+@contextmanager
+def small_disk(monkeypatch: pytest.MonkeyPatch, folder: Path, room: list[int]) -> Iterator[list[str]]:
+    """A disk that has room for as many files as the list says. Yields the names of files for which it had none."""
+    write, refused = tier_files.write_layers, list[str]()
+
+    def on_disk(path: Path, *given: Any, **more: Any) -> None:
+        if len(list(folder.glob("*.safetensors"))) >= room[0]:
+            refused.append(path.name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, *given, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tier_files, "write_layers", on_disk)
+        yield refused
+
+
+def test_on_a_full_disk_what_was_not_used_for_longest_makes_room_and_that_is_told_once(
+    tmp_path: Path, finder: type[Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, room = finder(tmp_path, room=1), [9]
+    told_of = r"^No space left on device \(.*\): what was not used for longest makes room there$"
+    with small_disk(monkeypatch, tmp_path, room), pytest.warns(UserWarning, match=told_of) as told:
+        for number in range(4):
+            kept.put(number)
+            kept.save()
+            kept.wait_for_copies()
+        room[0] = 4
+        assert kept.find(0) is not None  # the file that was written first
+        kept.release()
+        for number in (4, 5):
+            kept.put(number)
+            kept.save()
+            kept.wait_for_copies()
+        assert [kept.tier(number) for number in (1, 2)] == ["-", "-"]
+        for number in (0, 3, 4, 5):
+            found = kept.find(number)
+            assert found is not None and same(found, numbers(kept.ids(number)))
+            kept.release()
+    assert len(told) == 1 and len(stored_by(kept)) == 4
+
+
+def test_a_disk_that_something_else_fills_costs_a_few_files_and_is_told(
+    tmp_path: Path, finder: type[Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, room = finder(tmp_path, room=1), [9]
+    with small_disk(monkeypatch, tmp_path, room) as refused, pytest.warns(UserWarning) as told:
+        for number in range(6):
+            kept.put(number)
+            kept.save()
+            kept.wait_for_copies()
+        room[0] = 0
+        kept.put(6)
+        kept.save()
+        kept.wait_for_copies()
+    assert len(stored_by(kept)) == 6 - tier_files.TRIES and len(refused) == 1 + tier_files.TRIES
+    assert [kept.tier(number) for number in (0, 1, 2)] == ["-"] * 3
+    sentences = [str(each.message) for each in told]
+    assert len(sentences) == 2 and "makes room there" in sentences[0] and "cannot be kept on disk" in sentences[1]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_and_others_files_stay(tmp_path: Path, finder: type[Kept]) -> None:

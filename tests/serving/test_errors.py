@@ -153,6 +153,7 @@ def too_many_connections(common: Served) -> Answer:
     with serving(max_connections=1) as served, ExitStack() as opened:
         for _ in range(2):
             last = opened.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=20))
+        last.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
         with last.makefile("rb") as answer:
             head, _, body = answer.read().partition(b"\r\n\r\n")
         return int(head.split()[1]), json.loads(body)

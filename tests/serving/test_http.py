@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +95,47 @@ def test_a_header_larger_than_allowed_is_refused_however_it_arrives(parts: int) 
                 answer = connection.makefile("rb").read() if status == b"400" else connection.recv(100)
                 assert answer.startswith(b"HTTP/1.1 " + status)
                 assert (b"its header is too large" in answer) is (status == b"400")
+
+
+def answers(served: Served, line: bytes) -> tuple[int, bytes]:
+    """Status and answer on a connection of its own, which the server closes."""
+    with client_of(served) as connection:
+        connection.sendall(line + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        answer = connection.makefile("rb").read()
+        return int(answer.split()[1]), answer
+
+
+@pytest.mark.parametrize("num_silent", [3, 4, 9])
+def test_those_who_watch_are_answered_when_all_connections_are_taken(num_silent: int) -> None:
+    with serving(max_connections=3) as served, ExitStack() as opened:
+        silent = [opened.enter_context(client_of(served)) for _ in range(num_silent)]
+        for path in (b"/health", b"/ready", b"/metrics?x=1", b"/health"):
+            status, answer = answers(served, b"GET " + path)
+            assert status == 200 and b"connection: close" in answer
+        for line in (b"GET /v1/models", b"POST /v1/completions", b"GET /", b"GET /healthy", b"GET /health/"):
+            status, answer = answers(served, line)
+            assert status == 503 and b"too many connections are open" in answer
+        for connection in silent[3:-1]:  # others make way for them, and for the newest
+            assert connection.recv(100).startswith(b"HTTP/1.1 503")
+        for connection in (*silent[:3], *silent[3:][-1:]):
+            connection.sendall(HEALTH)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_no_more_than_two_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Event()
+    monkeypatch.setattr("launch.server.api.process_lines", lambda: str(gate.wait(60)))
+    with serving(max_connections=1) as served, client_of(served), ExitStack() as opened:
+        try:
+            for _ in range(2):
+                connection = opened.enter_context(client_of(served))
+                connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            until(lambda: sum(each.cycle is not None for each in served.http._server.server_state.connections) == 2)
+            with client_of(served) as third:
+                assert third.recv(100).startswith(b"HTTP/1.1 503")
+        finally:
+            gate.set()
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch: pytest.MonkeyPatch) -> None:

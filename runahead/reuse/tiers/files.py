@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,12 @@ from runahead.reuse.tiers.entry import FileRows
 from runahead.reuse.tiers.file_format import StoredLayers, checksum, read_layers, read_metadata, write_layers
 from runahead.reuse.tiers.folder import StoredFile, TierFolder
 from runahead.reuse.tiers.layer_rows import CopiedMemory, LayerRows, LostRows
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors of a disk without room, and of a user without more of it."""
+
+TRIES = 3
+"""Times that the oldest files make room for one on a full disk. After that something else fills it."""
 
 BACKLOG_BYTES = 2**30
 """Most bytes that wait to be written, beside a single file. What comes while there are more has to wait or to go."""
@@ -50,6 +57,7 @@ class TierFiles:
         keep: names of files that are removed last.
         num_bytes: of all files, whoever wrote them.
         errors: the first file that could not be written, and the first that could not be used, and why.
+        told: what else is to be told, by kind.
         write_error: the first one of writing.
     """
 
@@ -64,6 +72,7 @@ class TierFiles:
         self.keep: frozenset[str] = frozenset()
         self.num_bytes = sum(file.num_bytes for file in folder.files())
         self.errors: dict[str, str] = {}
+        self.told: dict[str, str] = {}
         self.write_error: OSError | None = None
 
     @cached_property
@@ -117,9 +126,7 @@ class TierFiles:
 
         def write() -> None:
             try:
-                if not path.exists():
-                    mode = self._folder.file_mode
-                    write_layers(path, list(rows), key=about.name, name=about.title, more=about.metadata, mode=mode)
+                self._write(about, rows)
                 if about.is_pinned:
                     self._folder.pin(about.name)
                 for name, time_ns in used_ns.items():
@@ -136,6 +143,29 @@ class TierFiles:
 
         self._unwritten = {name: each for name, each in self._unwritten.items() if not each[0].done.is_set()}
         self._unwritten[about.name] = self._writing.submit(write), rows.num_bytes
+
+    def _write(self, about: FileAbout, rows: LayerRows) -> None:
+        """Write a file that is not there. On a full disk those that were not used for longest make room for it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path, mode = self._folder.path(about.name), self._folder.file_mode
+        for num_tries in range(TRIES + 1):
+            if path.exists():
+                return
+            try:
+                write_layers(path, list(rows), key=about.name, name=about.title, more=about.metadata, mode=mode)
+                return
+            except OSError as error:
+                if error.errno not in FULL or num_tries == TRIES:
+                    raise
+                removed = self._folder.make_room(rows.num_bytes, keep=self.keep)
+                if not removed:
+                    raise
+                for name in removed:
+                    self._lost(name)
+                self.told["full"] = f"{error.strerror} ({path.parent}): what was not used for longest makes room there"
 
     def read(self, rows: FileRows, num_tokens: int, copies: TierCopies) -> LayerRows | None:
         """Begin to read rows of a file into host memory, layer by layer; None if the file is gone or cut off.

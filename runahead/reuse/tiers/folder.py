@@ -107,10 +107,11 @@ class TierFolder:
                 if KEY.fullmatch(key):
                     yield StoredFile(key=key, used_ns=about.st_mtime_ns, num_bytes=about.st_size)
 
-    def make_room(self, *, keep: Collection[str] = ()) -> list[str]:
+    def make_room(self, num_bytes: int | None = None, *, keep: Collection[str] = ()) -> list[str]:
         """Remove the least recently used files until the budget holds. A mapped file stays readable until unmapped.
 
         Args:
+            num_bytes: remove files of as many bytes instead, as the disk is full.
             keep: keys of files that go last.
 
         Returns:
@@ -119,7 +120,7 @@ class TierFolder:
         removed: list[str] = []
         with FileLock(self.folder / LOCK):
             files = sorted(self.files(), key=lambda file: (file.key in keep, file.used_ns))
-            excess = sum(file.num_bytes for file in files) - self.limit_bytes
+            excess = sum(file.num_bytes for file in files) - self.limit_bytes if num_bytes is None else num_bytes
             for file in files:
                 if excess <= 0:
                     break

@@ -301,8 +301,11 @@ class TieredStore(Generic[AnyEntry]):
                 for entry in entries:
                     if not entry.places:
                         self._finder.lose(entry)
-        for kind, error in {} if self.files is None else dict(self.files.errors).items():
-            self.warn(kind, f"{error}: {self._lost_on_disk}")
+        if self.files is not None:
+            for kind, sentence in dict(self.files.told).items():
+                self.warn(kind, sentence)
+            for kind, error in dict(self.files.errors).items():
+                self.warn(kind, f"{error}: {self._lost_on_disk}")
 
     def warn(self, kind: str, sentence: str) -> None:
         """Warn, but once only of each kind of thing."""
