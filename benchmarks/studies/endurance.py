@@ -93,19 +93,21 @@ class Server:
     Args:
         overrides: options of launch/serve.py.
         log: file for what it says.
+        checkout: folder whose code serves.
 
     Attributes:
         url: its address, once it is ready.
         processes: process id of each rank.
     """
 
-    def __init__(self, overrides: Sequence[str], num_ranks: int, log: IO[bytes]) -> None:
+    def __init__(self, overrides: Sequence[str], num_ranks: int, log: IO[bytes], *, checkout: Path = ROOT) -> None:
         self._log = log
         # Comments come often, so that the state of a request is known soon.
         options = ["serve.ping_s=0.2", *overrides, "serve.port=0"]
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         self._launcher = subprocess.Popen(
-            [sys.executable, *ranks, str(ROOT / "launch" / "serve.py"), *options],
+            [sys.executable, *ranks, str(checkout / "launch" / "serve.py"), *options],
+            env=os.environ | {"PYTHONPATH": str(checkout)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -26,6 +26,7 @@ from tests.faults import drill, endurance
 from tests.fuzz import fuzz
 
 STUDIES = (
+    "capacity",
     "commits.__main__",
     "endurance",
     "hybrid.__main__",

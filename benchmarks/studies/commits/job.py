@@ -37,15 +37,8 @@ class RankPair(LineProcesses):
 
 @contextmanager
 def job_of(commit: str | None) -> Iterator[RankPair]:
-    """The ranks of a commit, in a checkout in a temporary folder; None is this checkout as it is.
-
-    Raises:
-        ValueError: there is no such commit.
-    """
-    with TemporaryDirectory(prefix="runahead-commit-") as folder:
-        checkout = ROOT if commit is None else Path(folder) / "checkout"
-        if commit is not None:
-            _check_out(commit, checkout)
+    """The ranks of a commit, in a checkout of it. Raises: ValueError: there is no such commit."""
+    with checkout_of(commit) as checkout:
         job = None
         try:
             job = RankPair(checkout)
@@ -54,6 +47,20 @@ def job_of(commit: str | None) -> Iterator[RankPair]:
         finally:
             if job is not None:
                 job.kill()
+
+
+@contextmanager
+def checkout_of(commit: str | None) -> Iterator[Path]:
+    """A checkout of a commit in a temporary folder; None is this checkout as it is.
+
+    Raises:
+        ValueError: there is no such commit.
+    """
+    with TemporaryDirectory(prefix="runahead-commit-") as folder:
+        checkout = ROOT if commit is None else Path(folder) / "checkout"
+        if commit is not None:
+            _check_out(commit, checkout)
+        yield checkout
 
 
 def _check_out(commit: str, folder: Path) -> None:
