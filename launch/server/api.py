@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -73,6 +73,7 @@ class API:
         defaults: generation options of requests that do not say otherwise.
         schemas: for prompts that reuse modules; None if there are none.
         slower: a sentence for each faster way that is not taken, for the state.
+        setup: version, policy and partition, likewise.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class API:
         keys: Keys,
         schemas: Schemas | None = None,
         slower: Sequence[str] = (),
+        setup: Mapping[str, Any] | None = None,
     ) -> None:
         self.scheduler, self.options, self.metrics = scheduler, options, Metrics()
         self.model, self._names = names[0], names
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
-        self._schemas, self._slower = schemas, list(slower)
+        self._schemas, self._slower, self._setup = schemas, list(slower), setup or {}
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
         self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._grammars.warm_up()
@@ -160,7 +162,7 @@ class API:
     async def _state(self, request: HTTPRequest) -> Response:
         chats = bool(getattr(self._tokenizer, "chat_template", None))
         told = {"model": self.model, "chats": chats, "slower": self._slower}
-        return _json(told | state_json(self.scheduler, self.metrics))
+        return _json(told | state_json(self.scheduler, self.metrics, self._setup))
 
     async def _models(self, request: HTTPRequest) -> Response:
         return _json({"object": "list", "data": [self._about_model()]})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from itertools import accumulate
 
+from launch.server.page.recent import MOST_RECENT, EndedRequest
 from runahead.serving.items import Part
 
 LONG_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
@@ -32,7 +33,11 @@ class Histogram:
 
 
 class Metrics:
-    """Counters and histograms of a server. All calls come from the thread of its event loop."""
+    """Counters and histograms of a server. All calls come from the thread of its event loop.
+
+    Attributes:
+        recent: the last requests that have ended, which the page shows.
+    """
 
     HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
         "time_to_first_token_seconds": ("From arrival to the first token.", LONG_S),
@@ -58,6 +63,7 @@ class Metrics:
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in self.HISTOGRAMS.items()}
         self.counters = dict.fromkeys(self.COUNTERS, 0)
+        self.recent = deque[EndedRequest](maxlen=MOST_RECENT)
         self._ended = Counter[str]()
         self._of_keys = defaultdict[str, Counter[str]](Counter)
 

@@ -30,6 +30,7 @@ from launch.server.http import HTTPServer, bound_socket
 from launch.server.key_file import KeyFile
 from launch.server.keys import Keys, secret_in
 from launch.server.options import ServeRun
+from launch.server.page.state import setup_json
 from policies.prompt_cache.schemas import Schemas
 from runahead.config import DecodeName, GenerationOptions
 from runahead.decoding.sampling import NOT_NUMBERS
@@ -387,6 +388,7 @@ def _serve_clients(
         keys=keys,
         schemas=schemas,
         slower=slower,
+        setup=setup_json(run),
     )
     http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
     with first_signal(scheduler.drain):

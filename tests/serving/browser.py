@@ -116,9 +116,9 @@ class Tab:
         return result["result"].get("value")
 
     def text(self, name: str) -> str:
-        """The text of the element with this id, empty if it is not shown."""
+        """The text of the element with this id, empty if it is not shown. A space is a space, breaking or not."""
         element = f"document.getElementById({json.dumps(name)})"
-        return self.value(f"{element}?.checkVisibility() ? {element}.innerText : ''")
+        return self.value(f"{element}?.checkVisibility() ? {element}.innerText : ''").replace("\xa0", " ")
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until `is_so`."""
@@ -131,11 +131,18 @@ class Tab:
         """Type a text where the focus is."""
         self.call("Input.insertText", text=text)
 
-    def press(self, key: str) -> None:
-        """Press and release a key."""
+    def press(self, key: str, *, control: bool = False) -> None:
+        """Press and release a key, with Control held or not."""
         for kind in ("keyDown", "keyUp"):
-            more = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
+            more: dict[str, Any] = {"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}
+            more |= {"modifiers": 2} if control else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], **more)
+
+    def look(self, width: int, scheme: str = "light") -> None:
+        """Show the page in a window of this width, in a light or dark scheme."""
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1}
+        self.call("Emulation.setDeviceMetricsOverride", **size, mobile=width < 600)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     @property
     def errors(self) -> list[str]:

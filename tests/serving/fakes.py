@@ -16,7 +16,8 @@ import torch
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
-from launch.server.options import ServeOptions
+from launch.server.options import ServeOptions, ServeRun
+from launch.server.page.state import setup_json
 from policies.prompt_cache.schemas import Schemas
 from policies.reuse import ReusingPrompt, ids_of
 from runahead.cache.attention import CausalAttention
@@ -267,6 +268,7 @@ class Served:
             defaults=GenerationOptions(max_new_tokens=16, seed=seed),
             keys=keys,
             schemas=schemas,
+            setup=setup_json(ServeRun(policy={"name": "full"})),
         )
         bound = bound_socket("127.0.0.1", 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # which the system may not make larger

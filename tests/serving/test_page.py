@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -19,10 +21,14 @@ import pytest
 import torch
 from openai import OpenAI
 
+from launch.inputs.options import PartitionOptions
 from launch.server.keys import Keys
+from launch.server.options import ServeRun
 from launch.server.page.files import FILES
+from launch.server.page.recent import MOST_RECENT, EndedRequest
+from launch.server.page.state import setup_json
 from runahead import Engine, Ranks
-from runahead.config import Device, RanksOptions
+from runahead.config import CacheOptions, Device, PrefillName, PrefillOptions, RanksOptions
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.serving.limits import QueueLimits
 from runahead.timeline.trace import TraceSpan
@@ -30,10 +36,11 @@ from tests.families import prompt
 from tests.needs import missing
 from tests.ranks.tasks import tiny_model
 from tests.serving.browser import Browser, Tab
-from tests.serving.fakes import Served, serving
+from tests.serving.fakes import Served, held, serving
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "launch" / "server" / "page").glob("*.js"))
 CLIENT = httpx2.Client(timeout=30, trust_env=False)
 KEY = "a-key-of-this-test-only"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -91,6 +98,10 @@ def test_the_page_is_files_of_its_own_and_its_headers_let_a_browser_load_no_othe
             assert {source for each in policy for source in each.split()[1:]} == {"'none'", "'self'"}
         page = CLIENT.get(served.url).text
         assert set(re.findall(r'(?:src|href)="([^"]*)"', page)) == {path[1:] for path in FILES if path != "/"}
+        for script in SCRIPTS:
+            assert {f"/{name}" for name in re.findall(r'from "([^"]*)"', script.read_text())} <= {
+                f"/./{path[1:]}" for path in FILES
+            }
         assert not re.search(r"<script(?! src=)|<style|\sstyle=|\son\w+=|innerHTML|insertAdjacentHTML", page)
         assert CLIENT.post(served.url, json={}).status_code == 405
 
@@ -102,8 +113,12 @@ def test_the_files_of_the_page_are_in_the_package() -> None:
 
 
 def test_the_script_makes_no_html_of_texts() -> None:
-    script = (ROOT / "launch" / "server" / "page" / "page.js").read_text()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage|cookie", script)
+    assert len(SCRIPTS) == 3
+    for script in SCRIPTS:
+        found = re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|localStorage|cookie", script.read_text()
+        )
+        assert not found, script
 
 
 def test_the_page_needs_no_key_and_the_state_does() -> None:
@@ -294,7 +309,7 @@ def ask(tab: Tab, question: str) -> None:
 
 
 def has_ended(tab: Tab) -> bool:
-    return tab.value("!document.getElementById('send').disabled") and "token" in tab.text("times")
+    return tab.text("stage") == "Done"
 
 
 def test_a_question_is_read_answered_and_drawn(browser: Browser) -> None:
@@ -307,11 +322,15 @@ def test_a_question_is_read_answered_and_drawn(browser: Browser) -> None:
         ask(tab, question)
         tab.until(lambda: "1 of 3 layers" in tab.text("prefills") and "left by prediction" in tab.text("prefills"))
         total = len(served.engine.batches[0][0])
-        tab.until(lambda: tab.text("read") == f"{total // 3} of {total} tokens")
+        tab.until(lambda: tab.text("times").startswith(f"{total // 3} of {total} tokens, "))
+        assert tab.text("stage") == "Reading the prompt" and tab.value("document.getElementById('share').value") == (
+            pytest.approx(total // 3 / total)
+        )
+        assert re.search(r", [\d.]+ m?s, about [\d.,]+ s left$", tab.text("times"))
         gate.set()
         tab.until(lambda: has_ended(tab))
         assert "Found of prompts" not in tab.text("facts")
-        assert re.fullmatch(r"TTFT [\d.]+ m?s, [\d.]+ m?s per token; 256 tokens, the most allowed", tab.text("times"))
+        assert re.fullmatch(r"TTFT [\d.]+ m?s, 256 tokens, [\d.,]+ per s, the most allowed", tab.text("times"))
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 256}
         whole = post(served, CHAT, body).json()["choices"][0]["message"]["content"]
         assert tab.value("document.getElementById('answer').textContent") == whole and "<b>" in whole
@@ -319,11 +338,12 @@ def test_a_question_is_read_answered_and_drawn(browser: Browser) -> None:
 
         tab.until(lambda: tab.value("document.querySelectorAll('#skew rect').length") == len(SPANS))
         label = tab.value("document.querySelector('#skew svg').getAttribute('aria-label')")
-        assert label == "When each rank was in which of 2 layers: rank 0 from 0 ms to 1.20 s"
+        assert label.replace("\xa0", " ") == "When each rank was in which of 2 layers: rank 0 from 0 ms to 1.20 s"
         assert "rank 0" in tab.text("parts") and "rank 0" in tab.text("memory")
         assert tab.errors == []
         asked = {url.removeprefix(served.url) for url in tab.requests}
-        assert {"/", "/page.css", "/page.js", "/state", CHAT} <= asked <= {*FILES, "/state", CHAT}
+        scripts = {f"/{script.name}" for script in SCRIPTS}
+        assert {"/", "/page.css", *scripts, "/state", CHAT} <= asked <= {*FILES, "/state", CHAT}
 
 
 def test_the_page_shows_how_much_of_prompts_was_found(browser: Browser) -> None:
@@ -342,7 +362,8 @@ def test_an_answer_can_be_stopped(browser: Browser) -> None:
         ask(tab, "hello world")
         tab.until(lambda: len(tab.text("answer")) > 3)
         tab.value("document.getElementById('stop').click()")
-        tab.until(lambda: tab.text("times") == "Stopped")
+        tab.until(lambda: tab.text("stage") == "Stopped")
+        assert tab.text("failure") == "" and "TTFT" in tab.text("times")
         until(lambda: served.scheduler.num_running == 0)
         assert served.engine.steps[0] < 256
 
@@ -363,18 +384,242 @@ def test_the_key_is_asked_for_and_a_wrong_one_is_named(browser: Browser) -> None
         assert all("401" in error for error in tab.errors), tab.errors
 
 
-def test_the_page_fits_a_phone_and_has_a_dark_form(browser: Browser) -> None:
+RECENT = [
+    EndedRequest(
+        ended_s=1e9 + number,
+        prompt_tokens=10 * prompt,
+        cached_tokens=1200 if prompt == 300 else 0,
+        new_tokens=9,
+        ttft_s=ttft_s,
+        tokens_per_s=per_s,
+        how=how,
+    )
+    for number, (prompt, ttft_s, per_s, how) in enumerate(
+        [
+            (300, 12.5, 2.5, "stop"),
+            (5, 0.5, 5.0, "length"),
+            (7, None, None, "cancelled"),
+            (2, 0.25, None, "length"),
+            (9, 1.0, 4.0, "stop"),
+        ]
+    )
+]
+
+
+def test_the_state_has_version_policy_and_partition_and_no_paths() -> None:
+    policy = {"name": "snapkv", "budget": 0.25, "positions": "original"}
+    run = ServeRun(
+        policy=policy, cache=CacheOptions(bits=4), partition=PartitionOptions(name="ratios", ratios=[0.6, 0.4])
+    )
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert setup_json(run) == {
+        "version": version,
+        "policy": {"name": "snapkv", "options": {"budget": 0.25}, "bits": 4},
+        "partition": {"name": "ratios", "ratios": [0.6, 0.4]},
+    }
+    assert setup_json(ServeRun(policy=policy, prefill=PrefillOptions(name=PrefillName.single)))["partition"] is None
+    own = ServeRun(policy={"name": "file", "path": "/home/someone/own.py"})
+    assert "someone" not in json.dumps(setup_json(own))
+    with serving() as served:
+        assert state_of(served)["version"] == version and state_of(served)["policy"]["name"] == "full"
+
+
+def test_the_state_has_the_last_requests_with_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes from each event of a request to the next: arrival, start, and each step of its rows."""
+    clock = itertools.count(100.0)
+    monkeypatch.setattr("launch.server.answer.listener.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with serving() as served:
+        usage = post(served, TEXT, {"prompt": "hello world", "max_tokens": 6, "ignore_eos": True}).json()["usage"]
+        post(served, TEXT, {"prompt": "hello world", "max_tokens": 6, "ignore_eos": True, "n": 2})
+        post(served, TEXT, {"prompt": [5] * 7, "max_tokens": 1})
+        with held(served.engine) as gate:
+            with CLIENT.stream("POST", served.url + TEXT, json={"prompt": [5] * 9, "stream": True}):
+                until(lambda: len(served.engine.batches) == 4)
+            until(lambda: len(state_of(served)["recent"]) == 4)
+            gate.set()
+        assert post(served, TEXT, {"prompt": []}).status_code == 400  # is none of them
+        found = state_of(served)["recent"]
+    length = usage["prompt_tokens"]
+    figures = ("prompt_tokens", "new_tokens", "ttft_s", "tokens_per_s", "how")
+    assert [tuple(each[name] for name in figures) for each in found] == [
+        (length, 6, 2.0, 1.0, "length"),
+        (length, 12, 2.0, 2.0, "length"),
+        (7, 1, 2.0, None, "length"),
+        (9, 0, None, None, "cancelled"),
+    ]
+    assert [each["ended_s"] for each in found] == sorted(each["ended_s"] for each in found)
+
+
+def test_as_many_requests_are_remembered_as_the_plot_has_room_for() -> None:
+    with serving() as served:
+        served.api.metrics.recent.extend(RECENT * 20)
+        assert len(state_of(served)["recent"]) == MOST_RECENT
+
+
+def test_the_plot_shows_the_requests_of_the_state(browser: Browser) -> None:
+    with serving() as served:
+        tab = browser.open(served.url)
+        tab.until(lambda: tab.text("recent") == "None has ended yet.")
+        assert tab.text("as-table") == ""
+        served.api.metrics.recent.extend(RECENT)
+        tab.until(lambda: tab.value("document.querySelectorAll('#plot rect').length") > 0)
+        state = state_of(served)["recent"]
+        for field, kind in (("ttft_s", "ttft"), ("tokens_per_s", "pace")):
+            known = [each[field] for each in state if each[field] is not None]
+            bars = tab.value(
+                f"[...document.querySelectorAll('#plot .{kind}')]"
+                ".map((bar) => [bar.x, bar.height].map((each) => each.baseVal.value))"
+            )
+            assert [height / max(each[1] for each in bars) for _, height in bars] == pytest.approx(
+                [value / max(known) for value in known],
+                abs=0.03,  # a bar is at least 1.5 of 56 pixels tall
+            )
+            assert [x for x, _ in bars] == sorted(x for x, _ in bars)
+            assert len(bars) == len(known)
+        assert tab.value("document.querySelectorAll('#plot .none').length") == 1
+        label = tab.value("document.querySelector('#plot svg').getAttribute('aria-label')")
+        # Medians of 0.25, 0.5, 1 and 12.5 s, and of 2.5, 4 and 5 tokens per second.
+        assert label.replace("\xa0", " ") == "5 requests, the newest at the right; medians: TTFT 750 ms, 4 tokens per s"
+        tab.value("document.querySelector('#as-table summary').focus()")
+        tab.press("Enter")
+        tab.until(lambda: "cancelled" in tab.text("as-table"))
+        cells = tab.value(
+            "[...document.querySelectorAll('#requests tbody tr')]"
+            ".map((row) => [...row.cells].slice(1).map((cell) => cell.innerText.replaceAll('\\u00a0', ' ')))"
+        )
+        assert cells == [
+            ["90", "9", "1.00 s", "4", "stop"],
+            ["20", "9", "250 ms", "none", "length"],
+            ["70", "9", "none", "none", "cancelled"],
+            ["50", "9", "500 ms", "5", "length"],
+            ["3,000 (1,200)", "9", "12.5 s", "2.5", "stop"],
+        ]
+        assert tab.errors == []
+
+
+def test_control_and_enter_ask_from_the_keyboard_and_focus_stays(browser: Browser) -> None:
+    with slowly_serving() as (served, gate):
+        tab = browser.open(served.url)
+        tab.value("document.getElementById('question').focus()")
+        tab.press("Enter", control=True)  # without a question
+        tab.type("hello world")
+        tab.press("Enter", control=True)
+        tab.until(lambda: tab.text("stage") == "Reading the prompt")
+        assert len(served.engine.batches) == 1
+        assert tab.value("document.activeElement.id") == "question"
+        assert tab.value("document.getElementById('question').value") == "hello world"
+        tab.press("Enter", control=True)  # while it is asked
+        reached = []
+        for _ in range(3):
+            tab.press("Tab")
+            reached.append(tab.value("document.activeElement.id"))
+        assert reached == ["most", "send", "stop"]
+        tab.press("Enter")
+        tab.until(lambda: tab.text("stage") == "Stopped")
+        assert tab.value("document.activeElement.id") == "stop", "a button that cannot be used keeps the focus"
+        gate.set()
+        until(lambda: served.scheduler.num_running == 0)
+        assert len(served.engine.batches) == 1 and tab.errors == []
+
+
+def test_errors_are_shown_in_words(browser: Browser) -> None:
+    with serving() as served:
+        tab = browser.open(served.url)
+        tab.until(lambda: tab.text("about").startswith("fake"))
+        tab.value("document.getElementById('most').value = 1000000")
+        ask(tab, "hello world")
+        tab.until(lambda: tab.text("stage") == "Failed")
+        body = {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 1000000}
+        message = post(served, CHAT, body).json()["error"]["message"]
+        assert tab.text("failure") == f"{message[0].upper()}{message[1:]}."
+        tab.value("document.getElementById('most').value = 16; document.getElementById('question').value = ''")
+        answers = {
+            "new Response('<h1>', {status: 502, statusText: 'Bad'})": "The server answers with status 502 (Bad).",
+            "new Response('data: {\"choices\": []}\\n\\n')": "The server has ended the answer before its end.",
+            "Promise.reject(new TypeError('Failed to fetch'))": "The connection to the server is lost.",
+        }
+        for answer, words in answers.items():
+            tab.value(f"window.fetch = async () => {answer}")
+            ask(tab, "a")
+            tab.until(lambda words=words: tab.text("failure") == words)  # type: ignore[misc]
+            assert tab.text("stage") == "Failed"
+
+
+def test_an_engine_that_fails_is_told_in_words(browser: Browser) -> None:
+    with serving() as served:
+        tab = browser.open(served.url)
+        tab.until(lambda: tab.text("about").startswith("fake"))
+        served.engine.error = ValueError("the cable is out")
+        ask(tab, "hello world")
+        tab.until(lambda: tab.text("failure") == "The server has failed: the cable is out.")
+        assert tab.text("stage") == "Failed"
+
+
+CUT_OFF = """[...document.querySelectorAll('body *')].filter((each) => each.checkVisibility())
+    .filter((each) => !each.matches('textarea, .many thead, .many thead *, defs, defs *'))
+    .filter((each) => innerWidth >= 390 || !each.closest('.wide'))
+    .filter((each) => {
+        const box = each.getBoundingClientRect(), svg = each.ownerSVGElement?.getBoundingClientRect();
+        const panel = each.closest('section');
+        const isBlock = !each.ownerSVGElement && getComputedStyle(each).display !== 'inline';
+        return isBlock && each.scrollWidth > each.clientWidth + 1 || box.right > innerWidth + 0.5 || box.left < -0.5
+            || panel && panel !== each && box.right > panel.getBoundingClientRect().right - 10
+            || svg && (box.right > svg.right + 1 || box.left < svg.left - 1);
+    })
+    .map((each) => `${each.tagName} ${each.id} ${each.textContent.slice(0, 40)}`)"""
+"""Elements of the page that do not fit into the window, or into what they are in. Some scroll in narrower windows."""
+
+
+@pytest.mark.parametrize("width", [320, 390, 1200])
+def test_nothing_is_cut_off(browser: Browser, width: int) -> None:
+    with slowly_serving() as (served, gate):
+        served.api.metrics.recent.extend(RECENT * 8)
+        tab = browser.open(served.url)
+        tab.look(width)
+        tab.until(lambda: tab.text("as-table") != "")
+        tab.value("document.getElementById('as-table').open = true")
+        ask(tab, "hello world " * 50)
+        tab.until(lambda: "1 of 3 layers" in tab.text("prefills") and "12.5 s" in tab.text("requests"))
+        tab.until(lambda: tab.value("document.documentElement.scrollWidth") == width)
+        assert tab.value(CUT_OFF) == []
+        gate.set()
+        tab.until(lambda: has_ended(tab) and "rank 0" in tab.text("memory"))
+        tab.until(lambda: tab.value("document.querySelector('#skew svg')?.clientWidth ?? 0") > 0)
+        assert tab.value(CUT_OFF) == []
+        tab.value("document.getElementById('last').style.width = '5000px'")
+        assert tab.value(CUT_OFF) != [], "what is cut off is found"
+
+
+def luminance(colour: str) -> float:
+    """As WCAG 2 defines it, of rgb(...)."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_and_the_primary_button_stand_out(browser: Browser, scheme: str) -> None:
     with slowly_serving() as (served, gate):
         gate.set()
         post(served, TEXT, {"prompt": "a b c", "max_tokens": 2})
         tab = browser.open(served.url)
-        tab.call("Emulation.setDeviceMetricsOverride", width=320, height=640, deviceScaleFactor=1, mobile=True)
-        tab.until(lambda: tab.value("document.querySelector('#skew svg')?.clientWidth ?? 0") > 0)
-        assert tab.value("document.documentElement.scrollWidth") == 320
-        grounds = []
-        for scheme in ("light", "dark"):
-            tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-            grounds.append(tab.value("getComputedStyle(document.body).backgroundColor"))
-        assert grounds == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]
+        tab.look(1200, scheme)
+        tab.until(lambda: "rank 0" in tab.text("memory"))
+
+        def contrast(element: str, of: str, on: str, beside: str = "") -> float:
+            colours = [
+                tab.value(f"getComputedStyle(document.querySelector('{each}')).{what}")
+                for each, what in ((element, of), (beside or element, on))
+            ]
+            dark, light = sorted(map(luminance, colours))
+            return (light + 0.05) / (dark + 0.05)
+
+        assert contrast("#send", "color", "backgroundColor") >= 4.5
+        assert contrast("#send", "backgroundColor", "backgroundColor", "section") >= 3
+        for name in ("#about", "#last", "#facts dt", "#memory th", ".note"):
+            assert contrast(name, "color", "backgroundColor", "section") >= 4.5, name
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(244, 246, 248)" if scheme == "light" else "rgb(17, 22, 27)"
+        )
         names = "[...document.querySelectorAll('input, textarea, progress, button')]"
         assert tab.value(f"{names}.every((each) => each.labels.length || each.textContent || each.ariaLabel)")

@@ -14,6 +14,7 @@ from launch.server.answer.form import Form, usage_of
 from launch.server.answer.listener import RequestListener
 from launch.server.errors import APIError, dumps
 from launch.server.metrics import Metrics
+from launch.server.page.recent import EndedRequest
 from launch.server.request.fields import ChatRequest, CompletionRequest
 from launch.server.request_log import RequestLog
 from policies.reuse import ids_of
@@ -73,6 +74,7 @@ class Answering:
             num_new = sum(row.num_tokens for row in self._listener.rows)
             key = self._request.state.key.name
             self._metrics.ended(ended, key, prompt_tokens=num_prompt_tokens, new_tokens=num_new)
+            self._metrics.recent.append(self._recent(ended))
             self._log_end(ended)
 
     def _log_end(self, ended: str) -> None:
@@ -80,6 +82,22 @@ class Answering:
         first = "" if listener.first_token_s is None else f", TTFT {listener.first_token_s - listener.arrived_s:.2f} s"
         counts = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
         self._log.ended(self._request, f"{ended}, {counts}{first}{self._log.prompt(self._read)}", listener.arrived_s)
+
+    def _recent(self, ended: str) -> EndedRequest:
+        listener, usage, per_s = self._listener, self._usage, None
+        first_s, last_s = listener.first_token_s, listener.last_token_s
+        num_later = usage["completion_tokens"] - len(listener.rows)  # without the first one of each row
+        if first_s is not None and last_s is not None and last_s > first_s and num_later > 0:
+            per_s = num_later / (last_s - first_s)
+        return EndedRequest(
+            ended_s=time.time(),
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            new_tokens=usage["completion_tokens"],
+            ttft_s=None if first_s is None else first_s - listener.arrived_s,
+            tokens_per_s=per_s,
+            how=ended,
+        )
 
     @property
     def _num_prompt_tokens(self) -> int:

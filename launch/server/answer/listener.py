@@ -22,6 +22,7 @@ class RequestListener:
         started_s: `time.monotonic` of the beginning of its prefill; None before it.
         failure: why there is no answer; None so far.
         first_token_s: `time.monotonic` of the first token; None before it.
+        last_token_s: likewise of the last one so far.
     """
 
     def __init__(self, rows: list[RowText], metrics: Metrics, *, num_prompt_tokens: int) -> None:
@@ -30,7 +31,7 @@ class RequestListener:
         self.started_s: float | None = None
         self.failure: str | None = None
         self.first_token_s: float | None = None
-        self._last_s = 0.0
+        self.last_token_s: float | None = None
         self._unsent: list[list[Piece]] = [[] for _ in rows]
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -85,13 +86,13 @@ class RequestListener:
         if all(token is None for token in tokens):  # its rows have ended, and others of the batch go on
             return
         histograms, counters = self._metrics.histograms, self._metrics.counters
-        if self.first_token_s is None:
+        if self.last_token_s is None:
             self.first_token_s = now
             histograms["time_to_first_token_seconds"].add(now - self.arrived_s)
             counters["prompt_tokens_total"] += self._num_prompt_tokens
         else:
-            histograms["inter_token_latency_seconds"].add(now - self._last_s)
-        self._last_s = now
+            histograms["inter_token_latency_seconds"].add(now - self.last_token_s)
+        self.last_token_s = now
         for index, token in enumerate(tokens):
             if token is not None:
                 counters["generation_tokens_total"] += 1

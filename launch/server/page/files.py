@@ -12,6 +12,8 @@ from starlette.routing import Route
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/plots.js": ("plots.js", "text/javascript; charset=utf-8"),
+    "/elements.js": ("elements.js", "text/javascript; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.svg": ("page.svg", "image/svg+xml"),
 }

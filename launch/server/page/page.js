@@ -1,50 +1,13 @@
-"use strict";
-// What the server and the model say becomes text nodes, never HTML.
+// The state of the server, a question and its answer, and the key.
 
-const COLOURS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]]; // viridis
-const SVG = ["svg", "defs", "pattern", "rect", "line", "polyline", "text"];
+import { bytes, count, describe, fill, find, make, pace, plural, say, seconds, sentence, total } from "./elements.js";
+import { begin, end, medians, requestsPlot, skew } from "./plots.js";
 
 let key = ""; // of the API; it is kept here alone
 let timer = 0;
 let shown = null; // the last state of the server
-let drawn = ""; // which prompt the picture shows, and how wide
-
-// Texts.
-
-const count = (number) => number.toLocaleString("en");
-const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
-const total = (numbers) => numbers.reduce((sum, each) => sum + each, 0);
-const seconds = (time) => (time < 1 ? `${Math.round(1000 * time)} ms` : `${time.toFixed(time < 10 ? 2 : 1)} s`);
-
-function bytes(number) {
-  if (!number) return number === 0 ? "0" : "unknown";
-  const power = Math.min(3, Math.floor(Math.log(number) / Math.log(1024)));
-  return `${(number / 1024 ** power).toFixed(power ? 1 : 0)} ${["bytes", "KiB", "MiB", "GiB"][power]}`;
-}
-
-// Elements.
-
-const find = (id) => document.getElementById(id);
-
-function say(id, text) {
-  if (find(id).textContent !== text) find(id).textContent = text; // what is announced is announced once
-}
-
-function make(name, attributes = {}, ...children) {
-  const space = SVG.includes(name) ? "http://www.w3.org/2000/svg" : "http://www.w3.org/1999/xhtml";
-  const made = document.createElementNS(space, name);
-  for (const [attribute, value] of Object.entries(attributes)) made.setAttribute(attribute, value);
-  made.append(...children);
-  return made;
-}
-
-function fill(id, lines) {
-  const head = (text) => make("th", { scope: "row" }, text);
-  const cells = (texts) => texts.map((text) => make("td", {}, text));
-  find(id).hidden = !lines.length;
-  const rows = lines.map(([first, ...rest]) => make("tr", {}, head(first), ...cells(rest)));
-  find(id).querySelector("tbody").replaceChildren(...rows);
-}
+let asking = null; // the question that is being answered
+const drawn = {}; // what each picture shows, and how wide
 
 // The state of the server.
 
@@ -54,36 +17,60 @@ async function poll() {
     if (answer?.status === 401) return lock();
     const state = answer?.ok ? await answer.json().catch(() => null) : null;
     if (state) show(state);
-    else say("trouble", answer ? `The server answers with status ${answer.status}.` : "The server does not answer.");
+    else say("trouble", answer ? await reasonOf(answer) : "The server does not answer.");
   }
   clearTimeout(timer);
   timer = setTimeout(poll, 1000);
+}
+
+// Why the server refuses something, in its own words if it gives any.
+async function reasonOf(answer) {
+  const body = await answer.json().catch(() => null);
+  if (body?.error?.message) return sentence(body.error.message);
+  return `The server answers with status ${answer.status}${answer.statusText ? ` (${answer.statusText})` : ""}.`;
 }
 
 function show(state) {
   shown = state;
   const { limits, ranks, rows, waiting } = state;
   find("unlock").hidden = true;
-  say("about", `${state.model} on ${plural(ranks.length, "rank")} (${state.device}), ${state.prefill}`);
+  say("about", `${state.model} on ${plural(ranks.length, "rank")} (${state.device})`);
   say("trouble", state.refuses === null ? "" : `No more questions are taken: ${state.refuses}.`);
-  find("slower").replaceChildren(...state.slower.map((sentence) => make("li", {}, sentence)));
+  describe("setup", setup(state));
+  find("slower").replaceChildren(...state.slower.map((each) => make("li", {}, each)));
   find("is-slower").hidden = state.slower.length === 0;
   const most = limits.max_tokens === null ? "" : ` of at most ${count(limits.max_tokens)}`;
-  const facts = [
-    ["Waiting", `${plural(waiting.length, "request")}, ${plural(total(waiting), "token")}`],
+  const kept = Object.entries(state.prefixes).map(([tier, size]) => `${tier} ${bytes(size)}`);
+  describe("facts", [
+    ["Waiting", waiting.length ? `${plural(waiting.length, "request")}, ${plural(total(waiting), "token")}` : "none"],
     ["Answering", `${plural(rows.length, "row")} of at most ${count(limits.batch)}`],
     ["Room taken", `${plural(state.num_tokens, "token")}${most}`],
-    ["Prefixes kept", Object.entries(state.prefixes).map(([tier, size]) => `${tier} ${bytes(size)}`).join(", ") || "none"],
+    ["Prefixes kept", kept.join(", ") || "none"],
     ["Decoding step", state.step_s ? seconds(state.step_s) : "not known yet"],
     ...stored(state),
-  ];
-  find("facts").replaceChildren(...facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
+  ]);
   find("prefills").replaceChildren(...state.prefills.map((each) => running(each, ranks)));
   fill("rows", rows.map((lengths) => lengths.map(count)));
   showLast(state);
+  showRecent(state.recent);
   const tiers = ["weights", "live_kv", "prefill_kv", "host_kv", "peak"];
   fill("memory", state.memory.map((each) => [ranks[each.rank], ...tiers.map((tier) => bytes(each[tier]))]));
   find("no-memory").hidden = state.memory.length > 0;
+}
+
+function setup({ prefill, partition, policy, version, last }) {
+  const lines = [["Prefill", prefill]];
+  if (partition) {
+    const ratios = partition.ratios ? ` ${partition.ratios.join(" : ")}` : "";
+    const parts = (last?.parts ?? []).filter((part) => part.tokens), all = total(parts.map((part) => part.tokens));
+    const shares = parts.map((part) => `${((100 * part.tokens) / all).toFixed(0)}%`);
+    lines.push(["Partition", `${partition.name}${ratios}${parts.length > 1 ? `, last ${shares.join(" + ")}` : ""}`]);
+  }
+  if (policy) {
+    const options = Object.entries(policy.options).map(([name, value]) => `, ${name} ${value}`);
+    lines.push(["Policy", `${policy.name}${options.join("")}${policy.bits ? `, ${policy.bits} bits` : ""}`]);
+  }
+  return version ? [...lines, ["Version", version]] : lines;
 }
 
 function stored({ prompts, stored }) {
@@ -114,7 +101,13 @@ function layersOf(name, rank, prefill) {
   return make("div", { class: "bar" }, make("span", {}, name), progress, make("span", {}, text));
 }
 
-// The picture of the last long prompt.
+// Draw a picture again only if it shows something else, or is of another width.
+function draw(id, what, make) {
+  const width = find(id).clientWidth;
+  if (drawn[id] === `${what} ${width}`) return;
+  drawn[id] = `${what} ${width}`;
+  find(id).replaceChildren(...make(width));
+}
 
 function showLast({ last, ranks, tells_layers }) {
   const none = tells_layers
@@ -123,113 +116,90 @@ function showLast({ last, ranks, tells_layers }) {
   const took = last && `${plural(total(last.lengths), "token")} in ${seconds(last.elapsed_s)}`;
   const predicted = last && last.predicted_s ? `, predicted ${seconds(last.predicted_s)}` : "";
   say("last", last ? took + predicted : none);
-  const width = find("skew").clientWidth;
-  if (!last || drawn === `${last.number} ${width}`) return;
-  drawn = `${last.number} ${width}`;
-  const parts = last.parts.filter((part) => part.spans.length);
+  const parts = (last?.parts ?? []).filter((part) => part.spans.length);
+  find("legend").hidden = !parts.length;
+  draw("skew", last?.number, (width) => (parts.length ? [skew(parts, width)] : []));
   const times = (part) => [begin(part), end(part), part.wait_s].map(seconds);
   fill("parts", parts.map((part) => [ranks[part.rank], count(part.tokens), ...times(part)]));
-  find("legend").hidden = !parts.length;
-  find("skew").replaceChildren(...(parts.length ? [picture(parts, width)] : []));
 }
 
-const begin = (part) => Math.min(...part.spans.map((span) => span[2]));
-const end = (part) => Math.max(...part.spans.map((span) => span[3]));
-
-function endOf(part, layer) {
-  return Math.max(...part.spans.filter((span) => span[0] === "compute" && span[1] === layer).map((span) => span[3]));
+function showRecent(recent) {
+  const newest = recent.at(-1)?.ended_s;
+  find("as-table").hidden = !recent.length;
+  if (!recent.length) return;
+  const crosses = recent.some((each) => each.ttft_s === null) ? " A cross has no answer." : "";
+  const which = recent.length === 1 ? "One" : `${count(recent.length)}, the newest at the right`;
+  say("recent", `${which}. Medians: ${medians(recent)}.${crosses}`);
+  if (drawn.requests !== newest) fill("requests", [...recent].reverse().map(lineOf));
+  drawn.requests = newest;
+  draw("plot", newest, (width) => [requestsPlot(recent, width)]);
 }
 
-function picture(parts, width) {
-  const left = 52, height = 30, pitch = 48, bottom = (parts.length - 1) * pitch + height;
-  const all = Math.max(...parts.map(end)) || 1;
-  const layers = 1 + Math.max(0, ...parts.flatMap((part) => part.spans.map((span) => span[1] ?? 0)));
-  const x = (time) => left + ((width - left - 12) * time) / all;
-  const when = (part) => `rank ${part.rank} from ${seconds(begin(part))} to ${seconds(end(part))}`;
-  const label = `When each rank was in which of ${plural(layers, "layer")}: ${parts.map(when).join(", ")}`;
-  const svg = make("svg", { width, height: bottom + 22, role: "img", "aria-label": label }, hatching());
-  parts.forEach((part, row) => {
-    svg.append(make("text", { x: 0, y: row * pitch + height / 2 + 4 }, `rank ${part.rank}`));
-    for (const [kind, layer, from, to] of part.spans) {
-      const face = layer === null ? { class: "other" } : colour(layer, layers);
-      const look = kind === "wait" ? { fill: "url(#hatch)" } : face;
-      const size = { width: Math.max(0.5, x(to) - x(from) - 0.5), height };
-      svg.append(make("rect", { x: x(from), y: row * pitch, ...size, ...look }));
-    }
-  });
-  const marked = new Set([0, 1, 2, 3, 4].map((step) => Math.round((step * (layers - 1)) / 4)));
-  for (let row = 1; row < parts.length; row += 1) {
-    for (const layer of marked) {
-      const [upper, lower] = [endOf(parts[row - 1], layer), endOf(parts[row], layer)];
-      if (upper === -Infinity || lower === -Infinity) continue;
-      const ys = [0, height, pitch, pitch + height].map((y) => (row - 1) * pitch + y);
-      const points = [upper, upper, lower, lower].map((time, at) => `${x(time)},${ys[at]}`);
-      svg.append(make("polyline", { points: points.join(" "), class: "skew" }));
-    }
-  }
-  svg.append(make("line", { x1: left, x2: width, y1: bottom + 4, y2: bottom + 4, class: "axis" }));
-  const least = 10 ** Math.floor(Math.log10(all / 4));
-  const step = [1, 2, 5, 10].map((each) => each * least).find((each) => all / each <= 5);
-  for (let time = 0; time <= all; time += step) {
-    const text = time ? `${Number(time.toPrecision(3))} s` : "0";
-    svg.append(make("text", { x: x(time), y: bottom + 18, "text-anchor": "middle" }, text));
-  }
-  return svg;
+function lineOf({ ended_s, prompt_tokens, cached_tokens, new_tokens, ttft_s, tokens_per_s, how }) {
+  const found = cached_tokens ? `${count(prompt_tokens)} (${count(cached_tokens)})` : count(prompt_tokens);
+  const times = [ttft_s === null ? "none" : seconds(ttft_s), tokens_per_s === null ? "none" : pace(tokens_per_s)];
+  return [new Date(1000 * ended_s).toLocaleTimeString("en-GB"), found, count(new_tokens), ...times, how];
 }
 
-function colour(layer, layers) {
-  const place = (4 * layer) / Math.max(1, layers - 1), low = Math.min(3, Math.floor(place));
-  const mixed = COLOURS[low].map((from, at) => Math.round(from + (COLOURS[low + 1][at] - from) * (place - low)));
-  return { fill: `rgb(${mixed})` };
-}
-
-function hatching() {
-  const turned = { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
-  return make("defs", {}, make("pattern", turned, make("line", { x1: 0, x2: 0, y1: 0, y2: 6, class: "hatch" })));
-}
-
-// Questions.
+// Questions. What is announced to a screen reader is the stage; the numbers beside it change several times a second.
 
 async function ask(event) {
   event.preventDefault();
-  const stop = new AbortController();
-  const times = { began: performance.now(), first: null, last: null, tokens: 0, reason: "" };
-  find("send").disabled = true;
-  find("stop").disabled = false;
-  find("stop").onclick = () => stop.abort();
+  if (asking !== null) return;
+  asking = { began: performance.now(), first: null, last: null, tokens: 0, reason: "", stop: new AbortController() };
   find("answer").replaceChildren();
   find("answer").setAttribute("aria-busy", "true"); // a reader hears it when it is whole
-  say("times", "Sent");
-  showRead({ processed: 0, total: 0, cache: 0 });
+  find("share").value = 0;
+  find("reading").hidden = false;
+  say("failure", "");
+  enter("Sent");
+  setBusy(true);
+  const ticking = setInterval(tell, 250);
   try {
-    for await (const line of lines(await send(find("question").value, stop.signal))) take(line, times);
-    say("times", summary(times));
+    for await (const line of lines(await send(find("question").value, asking))) take(line, asking);
+    if (!asking.isWhole) throw new Error("The server has ended the answer before its end.");
+    enter("Done");
   } catch (error) {
-    const known = { AbortError: "Stopped", TypeError: "The connection was lost" };
-    say("times", known[error.name] ?? error.message);
+    enter(error.name === "AbortError" ? "Stopped" : "Failed");
+    if (error.name !== "AbortError") say("failure", error.message);
   }
-  find("send").disabled = false;
-  find("stop").disabled = true;
+  clearInterval(ticking);
+  asking = null;
+  setBusy(false);
   find("answer").setAttribute("aria-busy", "false");
 }
 
-async function send(question, signal) {
+// Buttons that cannot be used now keep the focus, which a disabled one would lose.
+function setBusy(isBusy) {
+  find("send").setAttribute("aria-disabled", isBusy);
+  find("stop").setAttribute("aria-disabled", !isBusy);
+}
+
+async function send(question, asked) {
   const chats = shown === null || shown.chats;
-  const asked = chats ? { messages: [{ role: "user", content: question }] } : { prompt: question };
-  const how = { stream: true, stream_options: { include_usage: true }, return_progress: true };
-  const body = JSON.stringify({ ...asked, ...how, max_tokens: Number(find("most").value) });
+  const prompt = chats ? { messages: [{ role: "user", content: question }] } : { prompt: question };
+  const options = { include_usage: true, continuous_usage_stats: true };
+  const how = { stream: true, stream_options: options, return_progress: true };
+  const body = JSON.stringify({ ...prompt, ...how, max_tokens: Number(find("most").value) });
   const headers = withKey({ "content-type": "application/json" });
   const address = chats ? "v1/chat/completions" : "v1/completions";
-  const answer = await fetch(address, { method: "POST", headers, body, signal });
+  const answer = await fetch(address, { method: "POST", headers, body, signal: asked.stop.signal }).catch(lost);
   if (answer.status === 401) lock();
-  if (!answer.ok) throw new Error((await answer.json()).error.message);
+  if (!answer.ok) throw new Error(await reasonOf(answer));
+  asked.predicted = Number(answer.headers.get("x-predicted-ttft"));
+  enter("Waiting");
   return answer.body.pipeThrough(new TextDecoderStream()).getReader();
+}
+
+function lost(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Error("The connection to the server is lost.");
 }
 
 async function* lines(reader) {
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(lost);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -237,34 +207,58 @@ async function* lines(reader) {
   }
 }
 
-function take(line, times) {
-  if (line.startsWith(": ") && times.first === null) say("times", `Sent: ${line.slice(": ".length)}`);
+function take(line, asked) {
+  if (line.startsWith(": waiting, ")) asked.before = line.slice(": waiting, ".length);
+  if (line === "data: [DONE]") asked.isWhole = true;
   if (!line.startsWith("data: {")) return;
   const chunk = JSON.parse(line.slice("data: ".length));
-  if (chunk.error) throw new Error(chunk.error.message);
-  if (chunk.prompt_progress) return showRead(chunk.prompt_progress);
-  if (chunk.usage) times.tokens = chunk.usage.completion_tokens;
+  if (chunk.error) throw new Error(sentence(chunk.error.message));
+  if (chunk.prompt_progress) return read(chunk.prompt_progress, asked);
+  if (chunk.usage) asked.tokens = chunk.usage.completion_tokens;
   for (const choice of chunk.choices) {
-    times.last = performance.now();
-    times.first ??= times.last;
-    times.reason = choice.finish_reason ?? times.reason;
+    asked.last = performance.now();
+    asked.first ??= asked.last;
+    asked.reason = choice.finish_reason ?? asked.reason;
     find("answer").append(choice.text ?? choice.delta.content ?? choice.delta.reasoning_content ?? "");
-    say("times", `TTFT ${seconds((times.first - times.began) / 1000)}`);
+    enter("Answering");
   }
 }
 
-function showRead({ processed, total, cache }) {
-  find("reading").hidden = !total;
-  find("share").value = total ? processed / total : 0;
-  say("read", `${count(processed)} of ${plural(total, "token")}${cache ? `, ${count(cache)} of them found` : ""}`);
+function read(progress, asked) {
+  asked.progress = progress;
+  find("share").value = progress.total ? progress.processed / progress.total : 0;
+  enter("Reading the prompt");
 }
 
-function summary({ began, first, last, tokens, reason }) {
-  if (first === null) return "No answer";
-  const pace = tokens > 1 ? `, ${seconds((last - first) / 1000 / (tokens - 1))} per token` : "";
-  const cut = reason === "length" ? ", the most allowed" : "";
-  return `TTFT ${seconds((first - began) / 1000)}${pace}; ${plural(tokens, "token")}${cut}`;
+function enter(stage) {
+  asking.stage = stage;
+  say("stage", stage);
+  tell();
 }
+
+// The numbers beside the stage.
+function tell() {
+  const { stage, began, first, before, progress, predicted, tokens, reason } = asking;
+  find("share").hidden = first !== null || isOver(stage);
+  const elapsed = (performance.now() - began) / 1000, told = [];
+  if (progress && first === null) {
+    const found = progress.cache ? ` (${count(progress.cache)} found)` : "";
+    told.push(`${count(progress.processed)} of ${plural(progress.total, "token")}${found}`);
+  }
+  if (before && stage === "Waiting") told.push(before);
+  if (first === null) {
+    told.push(seconds(elapsed));
+    if (predicted > elapsed && !isOver(stage)) told.push(`about ${seconds(predicted - elapsed)} left`);
+  } else {
+    told.push(`TTFT ${seconds((first - began) / 1000)}`, plural(tokens, "token"));
+    const since = (asking.last - first) / 1000;
+    if (tokens > 1 && since > 0) told.push(`${pace((tokens - 1) / since)} per s`);
+    if (reason === "length") told.push("the most allowed");
+  }
+  say("times", told.join(", "));
+}
+
+const isOver = (stage) => ["Done", "Stopped", "Failed"].includes(stage);
 
 // The key.
 
@@ -287,6 +281,13 @@ function unlock(event) {
 }
 
 find("ask").addEventListener("submit", ask);
+find("ask").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  find("ask").requestSubmit();
+});
+find("stop").addEventListener("click", () => asking?.stop.abort());
 find("unlock").addEventListener("submit", unlock);
-window.addEventListener("resize", () => shown && showLast(shown));
+window.addEventListener("resize", () => shown && show(shown));
+if (/Mac|iPhone|iPad/.test(navigator.platform)) say("keys", "⌘ + Enter");
 poll();

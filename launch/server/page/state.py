@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from launch.server.metrics import Metrics
+from launch.server.options import ServeRun
+from runahead.report import package_version
 from runahead.serving.items import Part
 from runahead.serving.scheduler import Scheduler
 from runahead.serving.state import PrefillState
 
 
-def state_json(scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
-    """Return the server's present state as values that JSON supports."""
+def setup_json(run: ServeRun) -> dict[str, Any]:
+    """What the server was started with, as far as the page shows it. It has no paths of files.
+
+    Returns:
+        The version; name and numbers of the policy, and the bits of its keys and values; name and ratios of the
+        partition, null where the prefill takes none.
+    """
+    numbers = {name: value for name, value in run.policy.items() if isinstance(value, bool | int | float)}
+    partition = {"name": run.partition.name.name, "ratios": run.partition.ratios}
+    return {
+        "version": package_version("runahead"),
+        "policy": {"name": run.policy["name"], "options": numbers, "bits": run.cache.bits},
+        "partition": partition if run.prefill.takes_partition else None,
+    }
+
+
+def state_json(scheduler: Scheduler, metrics: Metrics, setup: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the server's present state as values that JSON supports.
+
+    Args:
+        setup: what `setup_json` makes.
+    """
     state, limits = scheduler.state(), scheduler.limits
     return {
+        **setup,
         "refuses": scheduler.refuses,
         "ranks": state.ranks,
         "device": state.device,
@@ -37,9 +62,14 @@ def state_json(scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
         },
         "prefills": [_running(each) for each in state.prefills],
         "last": None if state.last is None else _ended(state.last),
+        "recent": [_rounded(asdict(each)) for each in metrics.recent],
         "prefixes": {} if (part := scheduler.last_part) is None else part.prefix_bytes,
         "memory": [_memory(part) for _, part in sorted(state.parts.items()) if part.report is not None],
     }
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _running(prefill: PrefillState) -> dict[str, Any]:
