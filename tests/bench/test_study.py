@@ -28,6 +28,7 @@ from tests.fuzz import fuzz
 STUDIES = (
     "capacity",
     "commits.__main__",
+    "cpu_kernels",
     "endurance",
     "hybrid.__main__",
     "offloading",
