@@ -1,7 +1,7 @@
 """How many requests per second do the servers of two commits answer when some always wait? In five minutes.
 
-    python -m benchmarks.studies.serving --short --before 7e828c9
-    python -m benchmarks.studies.serving --short --before 7e828c9 --after 03ac95c --most-loss 0.03
+    python -m benchmarks.studies.capacity --before 7e828c9
+    python -m benchmarks.studies.capacity --before 7e828c9 --after 03ac95c --most-loss 0.03
 
 This is the short form of the study of the server under load (benchmarks/studies/serving.py). Each commit serves for the
 whole run, from two ranks of one thread, with launch/serve.py of a checkout of its own and its own defaults; without

@@ -14,8 +14,7 @@ B), `--rounds` times. So two settings are compared beside each other, such as wi
 
 Each round has texts of its own, so what a server has kept of earlier rounds is of no use.
 
-With `--short` the servers of two commits are compared in five minutes by their capacity, with options of its own:
-see benchmarks/studies/capacity.py, and `--short --help`.
+The short form, which compares the servers of two commits in five minutes, is `python -m benchmarks.studies.capacity`.
 
 Sessions arrive at random (Poisson) at each rate, whether or not earlier ones have been answered: an open loop. The
 definitions are those of `vllm bench serve`: TTFT is the time to the first token of a stream, TPOT is (the last token's
@@ -31,7 +30,6 @@ import asyncio
 import json
 import random
 import re
-import sys
 import time
 import urllib.request
 from argparse import Namespace
@@ -403,15 +401,5 @@ STUDY = Study(
 )
 
 
-def main(args: Sequence[str]) -> None:
-    """Measure as the options say, or with --short in short."""
-    if "--short" in args:
-        from benchmarks.studies import capacity  # it needs this module
-
-        capacity.STUDY.main([each for each in args if each != "--short"])
-    else:
-        STUDY.main(args)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    STUDY.main()

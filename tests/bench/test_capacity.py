@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import lines
-from benchmarks.studies import capacity, serving
+from benchmarks.studies import capacity
 from benchmarks.studies.capacity import STUDY, interval, measure, ratio, verdict
 from benchmarks.studies.serving import Reply, Session
 from runahead.serving.limits import QueueLimits
@@ -92,15 +92,15 @@ def test_it_fails_where_the_last_run_lost_more(after: list[float], most_loss: fl
     assert words == ("the ratio 0.960 (0.960 to 0.960) is below 1 - 0.03 of --most-loss" if fails else None)
 
 
-def test_the_short_form_is_an_option_of_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_drawn_and_a_missing_commit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lines.jsonl"
     lines.append(file, [line([1.0, 1.1, 1.2], [1.1, 1.2, 1.3])])
-    serving.main(["--short", "--draw-only", "--lines", str(file), "--out", str(tmp_path)])
+    STUDY.main(["--draw-only", "--lines", str(file), "--out", str(tmp_path)])
     assert "1.100 per s" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--before is missing; name the commit"):
-        serving.main(["--short", "--lines", str(file), "--out", str(tmp_path)])
+        STUDY.main(["--lines", str(file), "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="there is no commit no-such-commit"):
-        serving.main(["--short", "--before", "no-such-commit", "--lines", str(file), "--out", str(tmp_path)])
+        STUDY.main(["--before", "no-such-commit", "--lines", str(file), "--out", str(tmp_path)])
 
 
 def test_each_server_is_of_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_two_commits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     server = ["--server", "model=random", f"model.config={tmp_path / 'config.json'}", "partition=even"]
     load = ["--requests", "3", "--rounds", "1", "--length", "64", "--vocabulary", "100", "--new_tokens", "3"]
     file = tmp_path / "lines.jsonl"
-    serving.main(["--short", "--before", "HEAD", *server, *load, "--lines", str(file), "--out", str(tmp_path)])
+    STUDY.main(["--before", "HEAD", *server, *load, "--lines", str(file), "--out", str(tmp_path)])
     [found] = [json.loads(text) for text in file.read_text().splitlines()]
     assert found["before"] == "HEAD" and min(found["capacity"]["before"] + found["capacity"]["after"]) > 0
     assert "95% interval" in capsys.readouterr().out
