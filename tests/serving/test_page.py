@@ -418,7 +418,7 @@ def test_the_state_has_version_policy_and_partition_and_no_paths() -> None:
         "partition": {"name": "ratios", "ratios": [0.6, 0.4]},
     }
     assert setup_json(ServeRun(policy=policy, prefill=PrefillOptions(name=PrefillName.single)))["partition"] is None
-    own = ServeRun(policy={"name": "file", "path": "/home/someone/own.py"})
+    own = ServeRun(policy={"name": "file", "path": "/srv/someone/own.py"})
     assert "someone" not in json.dumps(setup_json(own))
     with serving() as served:
         assert state_of(served)["version"] == version and state_of(served)["policy"]["name"] == "full"
