@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,14 @@ LINK_CUT = "[rank 0/2] waited 3 s for the KV of layer 1 to leave for rank 1 (8,1
 def test_a_wait_for_what_leaves_is_understood() -> None:
     other = LINK_CUT.replace("[rank 0", "[rank 1").replace("to leave for rank 1", "from rank 0")
     assert said_wrong(Drill(kind="link cut", rank=1), [LINK_CUT, other]) == []
+
+
+def test_a_rank_that_decodes_waits_for_no_earlier_one() -> None:
+    killed = Drill(kind="kill -9 of a rank", rank=0, moment="decode")
+    assert said_wrong(killed, ["[rank 1/2] rank 0 has ended without an error message"]) == []
+    for moment in ("prefill", "send"):
+        assert said_wrong(replace(killed, moment=moment), ["[rank 1/2] rank 0 has ended without an error message"])
+    assert said_wrong(replace(killed, rank=1), ["[rank 0/2] rank 1 has ended without an error message"])
 
 
 @pytest.mark.parametrize(
