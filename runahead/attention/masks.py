@@ -25,6 +25,9 @@ _AND, _OR, _BLOCKS, _CHUNKS = (
 """The code of transformers' intersections and unions, of overlays by which the parts of an image see each other, and of
 those by which a token sees its chunk alone."""
 
+BLOCK = 256
+"""Queries whose masks are looked at together."""
+
 
 class MaskRule:
     """A family's mask as a rule over (query position, key position).
@@ -45,6 +48,7 @@ class MaskRule:
         self._is_causal = mask_function is causal_mask_function  # needs no evaluation, nor a wait for a GPU
         self._plain: dict[tuple[int, int, int], bool] = {}
         self._first_key: dict[int, int] = {}
+        self._first_keys: dict[tuple[int, int], Tensor | None] = {}
 
     def to(self, *_args: Any, **_kwargs: Any) -> MaskRule:
         return self
@@ -80,6 +84,27 @@ class MaskRule:
             row = self.allowed(keys[-1:], keys)[0]
             self._first_key[query] = int(row.to(torch.uint8).argmax()) if bool(row.any()) else query
         return self._first_key[query]
+
+    def first_keys(self, start: int, end: int) -> Tensor | None:
+        """Position (C, int64) of the earliest key that each of the queries [start, end) sees, on the rule's device.
+
+        Returns:
+            None, if one of them does not see all keys from there to its own position, and no other.
+        """
+        if (start, end) not in self._first_keys:
+            found = [self._firsts(row, min(row + BLOCK, end)) for row in range(start, end, BLOCK)]
+            known = [each for each in found if each is not None]
+            self._first_keys[start, end] = torch.cat(known) if len(known) == len(found) else None
+        return self._first_keys[start, end]
+
+    def _firsts(self, start: int, end: int) -> Tensor | None:
+        """`first_keys` of a few queries, whose mask fits into memory."""
+        queries = torch.arange(start, end, device=self._device)
+        keys = torch.arange(self.first_key(start), end + 1, device=self._device)  # and one that nobody may see
+        allowed_CS = self.allowed(queries, keys)
+        firsts_C = keys[allowed_CS.to(torch.uint8).argmax(dim=1)]
+        seen_CS = (keys[None] >= firsts_C[:, None]) & (keys[None] <= queries[:, None])
+        return firsts_C if bool((allowed_CS == seen_CS).all()) else None
 
     def is_causal(self, start: int, end: int, first: int = 0) -> bool:
         """Whether queries [start, end) see exactly the keys [first, own position].

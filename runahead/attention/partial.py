@@ -90,10 +90,14 @@ def attend(
     q_end, k_end = q_start + num_queries, k_start + num_keys
     assert own or k_end <= q_start or (num_queries == 1 and k_end == q_end), (q_start, q_end, k_start, k_end)
     plain = terms.rule is None or terms.rule.is_causal(q_start, q_end, min(k_start, q_start))
-    if plain and not terms.needs_scores:
-        kernel = fused_kernel(q_BNCH, k_BKSH, v_BKSV)
-        if kernel is not None:
-            return kernel(q_BNCH, k_BKSH, v_BKSV, own and num_queries > 1, terms.scaling)
+    kernel = None if terms.needs_scores else fused_kernel(q_BNCH, k_BKSH, v_BKSV)
+    if plain and kernel is not None:
+        return kernel(q_BNCH, k_BKSH, v_BKSV, own and num_queries > 1, terms.scaling)
+    if kernel is operators.attend and terms.rule is not None:
+        firsts_C = terms.rule.first_keys(q_start, q_end)
+        if firsts_C is not None:
+            is_causal = own and num_queries > 1
+            return operators.attend(q_BNCH, k_BKSH, v_BKSV, is_causal, terms.scaling, firsts_C, k_start)
     return blockwise_attention(q_BNCH, k_BKSH, v_BKSV, terms, q_start=q_start, k_start=k_start)
 
 

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -120,6 +121,10 @@ struct Call {
   int64_t B, N, K, G, C, S, H, V;
   bool causal;
   float scaling;  // of scores in powers of 2
+  const int64_t* firsts;  // the first key that each query sees, which never decreases; null: it sees all of them
+  int64_t k_start;        // number of the first of these keys
+
+  int64_t first(int64_t c) const { return firsts ? std::max<int64_t>(0, firsts[c] - k_start) : 0; }
 };
 
 // Memory of a thread, which it keeps.
@@ -188,23 +193,28 @@ struct Tile {
       for (int j = 0; j < VECS; ++j) store(out + (number + i) * ROWS + j * LANES, found[i][j]);
   }
 
-  // Attend to `count` keys in memory, of which row r sees those up to limits[r], if any limit is given.
-  void attend(int64_t count, int64_t H, int64_t V, const int32_t* limits) {
+  // Attend to `count` keys in memory, of which row r sees those from firsts[r] to lasts[r], if any are hidden.
+  void attend(int64_t count, int64_t H, int64_t V, bool hides, const int32_t* firsts, const int32_t* lasts) {
     int64_t key = 0;
     for (; key + TILE <= count; key += TILE) score<TILE>(key, H);
     for (; key < count; ++key) score<1>(key, H);
     Vec shrink[VECS];
     for (int j = 0; j < VECS; ++j) {
       float* column = scores + j * LANES;
-      if (limits) {
-        const Ints limit = *reinterpret_cast<const Ints*>(limits + j * LANES);
-        for (int64_t i = 0; i < count; ++i)
-          store(column + i * ROWS, (Ints{} + (int32_t)i) > limit ? all(NONE) : load(column + i * ROWS));
+      if (hides) {
+        const Ints first = *reinterpret_cast<const Ints*>(firsts + j * LANES);
+        const Ints last = *reinterpret_cast<const Ints*>(lasts + j * LANES);
+        for (int64_t i = 0; i < count; ++i) {
+          const Ints key = Ints{} + (int32_t)i;
+          store(column + i * ROWS, (key < first) | (key > last) ? all(NONE) : load(column + i * ROWS));
+        }
       }
       Vec now = most[j];
       for (int64_t i = 0; i < count; ++i) now = larger(load(column + i * ROWS), now);
-      shrink[j] = exp2(most[j] - now);
+      const Vec before = most[j];
       most[j] = now;
+      if (hides) now = now == NONE ? Vec{} : now;  // of a row that has seen no key yet
+      shrink[j] = exp2(before - now);
       Vec added = total[j] * shrink[j];
       for (int64_t i = 0; i < count; ++i) {
         const Vec weight = exp2(load(column + i * ROWS) - now);
@@ -231,22 +241,27 @@ void attend_tile(const Call<T>& call, int64_t b, int64_t head, int64_t first, in
   }
   const int64_t seen_by_all = call.causal ? first / G + 1 : call.S;
   const int64_t seen = call.causal ? (last - 1) / G + 1 : call.S;
-  for (int64_t start = 0; start < seen; start += KEY_BLOCK) {
+  // Blocks begin at multiples, so that a row's sums are of the same blocks beside any other rows.
+  for (int64_t start = call.first(first / G) / KEY_BLOCK * KEY_BLOCK; start < seen; start += KEY_BLOCK) {
     const int64_t count = std::min<int64_t>(KEY_BLOCK, seen - start);
     copy(call.k.at(b, head, start), call.k.token, count, H, tile.keys);
     copy(call.v.at(b, head, start), call.v.token, count, V, tile.values);
-    int32_t limits[ROWS];
-    const bool hides = start + count > seen_by_all;
-    if (hides)
-      for (int64_t r = 0; r < ROWS; ++r) limits[r] = static_cast<int32_t>((first + std::min(r, num - 1)) / G - start);
-    tile.attend(count, H, V, hides ? limits : nullptr);
+    int32_t firsts[ROWS], lasts[ROWS];
+    const bool hides = start + count > seen_by_all || call.first((last - 1) / G) > start;
+    for (int64_t r = 0; hides && r < ROWS; ++r) {
+      const int64_t c = (first + std::min(r, num - 1)) / G;
+      firsts[r] = static_cast<int32_t>(std::min<int64_t>(count, call.first(c) - start));
+      lasts[r] = static_cast<int32_t>(call.causal ? std::min<int64_t>(count, c - start) : count);
+    }
+    tile.attend(count, H, V, hides, firsts, lasts);
   }
   for (int64_t r = 0; r < num; ++r) {
     const int64_t n = head * G + (first + r) % G, c = (first + r) / G;
     const float total = tile.total[r / LANES][r % LANES], most = tile.most[r / LANES][r % LANES];
     T* out = call.out.at(b, n, c);
-    for (int64_t i = 0; i < V; ++i) out[i] = static_cast<T>(tile.out[i * ROWS + r] / total);
-    *call.lse.at(b, n, c) = most * LN_2 + std::log(total);
+    const bool sees_none = call.first(c) >= (call.causal ? c + 1 : call.S);
+    for (int64_t i = 0; i < V; ++i) out[i] = static_cast<T>(sees_none ? 0.f : tile.out[i * ROWS + r] / total);
+    *call.lse.at(b, n, c) = sees_none ? NONE : most * LN_2 + std::log(total);
   }
 }
 
@@ -270,12 +285,13 @@ void attend_in_tiles(const Call<T>& call) {
 struct Floats {
   const float* data;
   int64_t stride;
+  bool is_copy;
 };
 
-inline Floats floats(const float* from, int64_t stride, int64_t, int64_t, float*) { return {from, stride}; }
+inline Floats floats(const float* from, int64_t stride, int64_t, int64_t, float*) { return {from, stride, false}; }
 inline Floats floats(const BFloat16* from, int64_t stride, int64_t tokens, int64_t width, float* memory) {
   copy(from, stride, tokens, width, memory);
-  return {memory, width};
+  return {memory, width, true};
 }
 
 // The part of VECS vectors of values of `count` keys, whose weights are (ROWS, FEW_KEYS), is added to `out` (ROWS, V).
@@ -307,7 +323,7 @@ void add_few(const float* q, Floats k, Floats v, int64_t count, int64_t H, int64
       if (key < count)
         for (int64_t h = 0; h < H; h += LANES)
           for (int i = 0; i < LANES; ++i) found[i] += load(of_keys[i] + h) * load(q + r * H + h);
-      if (r == 0 && key < count) {  // what comes next: these keys' values, and the same head's next keys
+      if (r == 0 && key < count && !k.is_copy) {  // what comes next: these keys' values, and the same head's next keys
         for (int i = 0; i < LANES; ++i) {
           for (int64_t n = 0; n < V; n += LANES) __builtin_prefetch(v.data + (key + i) * v.stride + n);
           for (int64_t h = 0; h < H; h += LANES) __builtin_prefetch(of_keys[i] + FEW_KEYS * k.stride + h);
@@ -394,7 +410,7 @@ void attend_few(const Call<T>& call) {
 
 template <typename T>
 void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out, at::Tensor& lse,
-                bool causal, double scaling) {
+                bool causal, double scaling, const int64_t* firsts, int64_t k_start) {
   Call<T> call{numbers<T>(q),
                numbers<T>(k),
                numbers<T>(v),
@@ -402,26 +418,32 @@ void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, a
                {lse.mutable_data_ptr<float>(), lse.stride(0), lse.stride(1), lse.stride(2)},
                q.size(0), q.size(1), k.size(1), q.size(1) / k.size(1), q.size(2), k.size(2), q.size(3), v.size(3),
                causal,
-               static_cast<float>(scaling * LOG2_E)};
-  if (!causal && call.G * call.C <= FEW_ROWS) attend_few(call);
+               static_cast<float>(scaling * LOG2_E),
+               firsts,
+               k_start};
+  if (!causal && !firsts && call.G * call.C <= FEW_ROWS) attend_few(call);
   else attend_in_tiles(call);
 }
 
 std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                                          double scaling) {
+                                          double scaling, const std::optional<at::Tensor>& firsts, int64_t k_start) {
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "queries, keys and values have 4 dims");
   const auto B = q.size(0), N = q.size(1), C = q.size(2), H = q.size(3), S = k.size(2), V = v.size(3);
   TORCH_CHECK(k.size(0) == B && v.size(0) == B && k.size(1) == v.size(1) && v.size(2) == S && k.size(3) == H &&
                   N % k.size(1) == 0 && (!causal || C == S) && C > 0 && S > 0,
               "queries ", q.sizes(), ", keys ", k.sizes(), " and values ", v.sizes(), " do not belong together");
+  TORCH_CHECK(!firsts || (firsts->scalar_type() == at::kLong && firsts->is_contiguous() && firsts->numel() == C),
+              "each of ", C, " queries has a first key, as int64");
   TORCH_CHECK(H % LANES == 0 && V % LANES == 0, "head dims ", H, " and ", V, " are no multiples of ", LANES);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "dtypes differ");
   const auto beside = [](const at::Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); };
   at::Tensor out = at::empty({B, C, N, V}, q.options()).transpose(1, 2);
   at::Tensor lse = at::empty({B, N, C}, q.options().dtype(at::kFloat));
-  if (q.scalar_type() == at::kFloat) attend_all<float>(beside(q), beside(k), beside(v), out, lse, causal, scaling);
+  const int64_t* first = firsts ? firsts->const_data_ptr<int64_t>() : nullptr;
+  const at::Tensor queries = beside(q), keys = beside(k), values = beside(v);
+  if (q.scalar_type() == at::kFloat) attend_all<float>(queries, keys, values, out, lse, causal, scaling, first, k_start);
   else if (q.scalar_type() == at::kBFloat16)
-    attend_all<BFloat16>(beside(q), beside(k), beside(v), out, lse, causal, scaling);
+    attend_all<BFloat16>(queries, keys, values, out, lse, causal, scaling, first, k_start);
   else TORCH_CHECK(false, "attention of ", q.scalar_type(), " is not to be had");
   return {out, lse};
 }
@@ -429,7 +451,9 @@ std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor&
 }  // namespace
 
 TORCH_LIBRARY(runahead, library) {
-  library.def("attend(Tensor q, Tensor k, Tensor v, bool causal, float scaling) -> (Tensor, Tensor)");
+  library.def(
+      "attend(Tensor q, Tensor k, Tensor v, bool causal, float scaling, Tensor? firsts=None, int k_start=0)"
+      " -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(runahead, CPU, library) { library.impl("attend", attend); }

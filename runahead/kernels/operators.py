@@ -44,16 +44,36 @@ def is_loaded() -> bool:
     return hasattr(torch.ops.runahead, "attend")
 
 
-def attend(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q_BNCH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    causal: bool,
+    scaling: float,
+    firsts_C: Tensor | None = None,
+    k_start: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Attention on a CPU: output (B, N, C, V) in the queries' dtype, log-sum-exp (B, N, C) in float32.
 
     `causal` aligns as many queries as keys. Numbers of a head lie beside each other; a group's heads read keys once.
+
+    Args:
+        firsts_C: position of the first key that each query sees (int64), which never decreases; None: each sees all.
+        k_start: position of the first key.
     """
-    out, lse = torch.ops.runahead.attend(q_BNCH, k_BKSH, v_BKSV, causal, scaling)
+    out, lse = torch.ops.runahead.attend(q_BNCH, k_BKSH, v_BKSV, causal, scaling, firsts_C, k_start)
     return out, lse
 
 
-def _attend_fake(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+def _attend_fake(
+    q_BNCH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSV: Tensor,
+    causal: bool,
+    scaling: float,
+    firsts_C: Tensor | None = None,
+    k_start: int = 0,
+) -> tuple[Tensor, Tensor]:
     batch, num_heads, num_queries, _ = q_BNCH.shape
     out = q_BNCH.new_empty(batch, num_queries, num_heads, v_BKSV.shape[-1]).transpose(1, 2)
     return out, q_BNCH.new_empty(batch, num_heads, num_queries, dtype=torch.float32)

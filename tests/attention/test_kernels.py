@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from launch import kernels as program
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
 from runahead.attention import partial
+from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
 from runahead.config import Device, ModelName, ModelOptions, PrefillName, PrefillOptions
 from runahead.features.slower import Way
@@ -164,6 +166,81 @@ class TestAttention:
         k[0, 1, 5] = math.nan
         out, lse = operators.attend(q, k, v, False, 0.125)
         assert out[:, 2:].isnan().all() and lse[:, 2:].isnan().all() and torch.isfinite(out[:, :2]).all()
+
+
+WINDOWS = {
+    "window of 1": sliding_window_causal_mask_function(1),
+    "window of 5": sliding_window_causal_mask_function(5),
+    "window of 90": sliding_window_causal_mask_function(90),
+    "window of 200": sliding_window_causal_mask_function(200),
+    "chunks of 60": chunked_causal_mask_function(60, torch.zeros(2, dtype=int)),
+}
+
+
+@pytest.mark.usefixtures("in_use")
+class TestWindows:
+    """Queries that do not see all keys before them, each a run of keys that ends with its own."""
+
+    @staticmethod
+    def known(given: tuple[Tensor, Tensor, Tensor], rule: MaskRule, q_start: int, k_start: int) -> Part:
+        """One softmax over the keys that the rule allows, in float64."""
+        q, k, v = given[0].double(), *(x.double().repeat_interleave(2, dim=1) for x in given[1:])
+        queries, keys = torch.arange(q_start, q_start + q.shape[2]), torch.arange(k_start, k_start + k.shape[2])
+        scores = (q @ k.mT * 0.125).masked_fill(~rule.allowed(queries, keys), -math.inf)
+        return scores.softmax(dim=-1).nan_to_num(0.0) @ v, scores.logsumexp(dim=-1)
+
+    @pytest.mark.parametrize("name", WINDOWS)
+    @given(st.sampled_from([0, 1, 50, 128, 200]), lengths, st.integers(0, 300), dtypes)
+    def test_are_seen(self, name: str, q_start: int, num_queries: int, num_before: int, dtype: torch.dtype) -> None:
+        rule, none_computed = MaskRule(WINDOWS[name]), lambda *_, **__: pytest.fail("attention block by block")
+        num_before = min(num_before, q_start)
+        cases = [(q_start, num_queries)] + [(q_start - num_before, num_before)] * (num_before > 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(partial, "blockwise_attention", none_computed)
+            for k_start, num_keys in cases:
+                given = tensors(num_queries, num_keys, dtype=dtype)
+                terms = AttentionTerms(scaling=0.125, rule=rule)
+                found = partial.attend(*given, terms, q_start=q_start, k_start=k_start)
+                assert_same(found, self.known(given, rule, q_start, k_start))
+
+    def test_are_told_from_others(self) -> None:
+        given, rule = tensors(150, 150), MaskRule(sliding_window_causal_mask_function(40))
+        found = partial.attend(*given, AttentionTerms(scaling=0.125, rule=rule), q_start=0, k_start=0)
+        for wrong in (39, 41):
+            other = MaskRule(sliding_window_causal_mask_function(wrong))
+            with pytest.raises(AssertionError):
+                assert_same(found, self.known(given, other, 0, 0))
+
+    def test_first_keys_are_those_of_the_mask(self) -> None:
+        for function in WINDOWS.values():
+            rule = MaskRule(function)
+            allowed_CS = rule.allowed(torch.arange(100, 700), torch.arange(700))
+            firsts_C = rule.first_keys(100, 700)
+            assert firsts_C is not None and firsts_C.tolist() == allowed_CS.int().argmax(dim=1).tolist()
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda batch, head, query, key: (key <= query) & (key != 7),
+            lambda batch, head, query, key: (key < query) | (query == 0),
+            lambda batch, head, query, key: key <= query + 1,
+            lambda batch, head, query, key: (key <= query) & ((key < 4) | (key > query - 20)),
+        ],
+        ids=["a gap", "not its own", "a later one", "sinks and a window"],
+    )
+    def test_what_is_no_run_of_keys_is_pytorchs(self, function: Callable[..., Tensor]) -> None:
+        assert MaskRule(function).first_keys(0, 60) is None
+        given, rule = tensors(60, 60), MaskRule(function)
+        found = partial.attend(*given, AttentionTerms(scaling=0.125, rule=rule), q_start=0, k_start=0)
+        assert_same((found[0], found[1]), self.known(given, rule, 0, 0))
+
+    def test_bits_are_those_of_a_shorter_chunk(self) -> None:
+        q, k, v = tensors(300, 300)
+        terms = AttentionTerms(scaling=0.125, rule=MaskRule(sliding_window_causal_mask_function(90)))
+        whole = partial.attend(q, k, v, terms, q_start=0, k_start=0)
+        for length in (2, 63, 257):
+            part = partial.attend(*(x[:, :, :length] for x in (q, k, v)), terms, q_start=0, k_start=0)
+            assert all(torch.equal(a[:, :, :length], b) for a, b in zip(whole, part, strict=True)), length
 
 
 class TestBits:
