@@ -65,6 +65,9 @@ EVERYWHERE = ("0.0.0.0", "::")
 WARM_UP_TOKENS = (64, 512)
 """Lengths of the prompts before the first request, from which the first predictions of TTFT come."""
 
+SHORT_TOKENS = 8
+"""Length of one that a stage computes alone: it tells what a prefill takes that has hardly a token."""
+
 SAVE_S = 20.0
 """Seconds in which prefixes are written to their folder after the last answer; what is left then is forgotten."""
 
@@ -189,15 +192,17 @@ def _warm_up(engine: Engine) -> TimeEstimate:
     executor = Executor(engine, Inbox(), reports.append, QueueLimits(itl_s=1e9), reuses=False)
     most = engine.model.max_positions or max(WARM_UP_TOKENS)
     options = [GenerationOptions(max_new_tokens=2 if most > 2 else 1, ignore_eos=True)]
-    for length in WARM_UP_TOKENS:
+    has_alone = engine.takes_stage_alone and not engine.may_shard
+    for length in (SHORT_TOKENS, *WARM_UP_TOKENS) if has_alone else WARM_UP_TOKENS:
         prompts = [[number % engine.model.vocab_size for number in range(max(1, min(length, most - 2)))]]
         ways: list[tuple[PrefillTimes, Item]] = []
         if engine.may_shard:
             ways = [(estimate.chain, Generate(number=0, prompts=prompts, options=options))]
         else:
             num_tokens = len(prompts[0])
-            chain = ranks.on_rank_0("the split", partial(chunks, engine, num_tokens, 1.0, (0.0, 0.0))).boundaries
-            ways = [(estimate.chain, PrefillItem(number=0, prompts=prompts, options=options, boundaries=chain))]
+            if length != SHORT_TOKENS:
+                chain = ranks.on_rank_0("the split", partial(chunks, engine, num_tokens, 1.0, (0.0, 0.0))).boundaries
+                ways.append((estimate.chain, PrefillItem(number=0, prompts=prompts, options=options, boundaries=chain)))
             if engine.takes_stage_alone:
                 alone = (0,) * ranks.num_stages + (num_tokens,)
                 ways.append((estimate.alone, PrefillItem(number=0, prompts=prompts, options=options, boundaries=alone)))

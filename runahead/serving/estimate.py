@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 FORGETTING = 0.95
-"""Weight that each prefill leaves to those before it, so that the estimate follows the machine."""
+"""Weight that each prefill leaves to those before it."""
 
+FOLLOWING, MOST_STEP = 0.4, math.log(4)
+"""Share of the way that the slowness goes with a prefill, of at most so many (in logarithms)."""
+
+HALF_LIFE_S = 300.0
+"""Seconds without a prefill in which half of the slowness (of its logarithm) is forgotten."""
+
+MOST_RATIO = 1.1
+"""Most times by which a prefill differs from what was learned and the slowness; what is beyond tells of the machine."""
+
+TERMS = ((1,), (1, 2), (0, 1), (0, 2), (2,), (0,), (0, 1, 2))
+"""Which of the constants c, a and b are not 0, in the order in which they are taken where they fit equally well."""
 
 ASSUMED_BYTES_PER_S = 1e9
 """Rate at which stored prefixes reach the first stage, until it is measured: less than a link of 10 Gbit/s carries."""
@@ -15,18 +31,51 @@ WAITING = 0.1
 """Least share of its time that a stage stands still if what it waits for takes as long as its part of a prefill."""
 
 
-class PrefillTimes:
-    """Seconds of a prefill, as a * tokens + b * tokens^2 with a, b >= 0.
+class Slowness:
+    """How many times longer all prefills take now than was learned of their lengths: other work comes and goes.
 
-    The constants minimise the squared relative error over the prefills so far, the latest of which weigh most.
+    Any prefill tells it, and it counts for all lengths. So prompts that are refused because long ones took too long on
+    a busy machine are taken again after short ones have been computed sooner, or a while later.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._log, self._heard_s = clock, 0.0, clock()
+
+    @property
+    def factor(self) -> float:
+        return math.exp(self._now)
+
+    @property
+    def _now(self) -> float:
+        return self._log * 0.5 ** ((self._clock() - self._heard_s) / HALF_LIFE_S)
+
+    def learn(self, ratio: float) -> None:
+        """Take in how many times longer a prefill took than was learned. A single one that hung counts for little."""
+        step = math.log(ratio) - self._now
+        self._log, self._heard_s = self._now + FOLLOWING * max(-MOST_STEP, min(step, MOST_STEP)), self._clock()
+
+
+class PrefillTimes:
+    """Seconds of a prefill, as c + a * tokens + b * tokens^2 with a, b, c >= 0, times the slowness of the machine.
+
+    The constants minimise the squared error relative to what was predicted, over the prefills so far, the latest of
+    which weigh most. So a slow prefill counts as much as a fast one, a short one as much as a long one.
+
+    Args:
+        slowness: of the machine; by default of this object alone.
 
     Attributes:
         longest: length of the longest prompt so far in tokens; of longer ones `seconds` is a guess.
     """
 
-    def __init__(self) -> None:
-        self.longest = 0
-        self._moments = [0.0] * 5  # weighted sums of xx, xy, yy, x and y, see `learn`
+    def __init__(self, slowness: Slowness | None = None) -> None:
+        self.longest, self._slowness = 0, slowness or Slowness()
+        self._fewest, self._most = math.inf, 0  # tokens that were computed at once
+        self._moments = np.zeros((4, 4))  # weighted sums of the products of 1, tokens, squares and seconds
+        self._constants = (0.0, 0.0, 0.0)
 
     def learn(self, lengths: Sequence[int], seconds: float, reused: Sequence[int] = ()) -> None:
         """Take in the prefill of prompts of these lengths in tokens, which were computed at once.
@@ -36,32 +85,57 @@ class PrefillTimes:
         """
         self.longest = max(self.longest, *lengths)
         num_tokens, squares = _computed(lengths, reused)
-        # t = a n + b q is divided by t: 1 = a x + b y.
-        x, y = num_tokens / max(seconds, 1e-6), squares / max(seconds, 1e-6)
-        self._moments = [
-            FORGETTING * old + new for old, new in zip(self._moments, (x * x, x * y, y * y, x, y), strict=True)
-        ]
+        self._fewest, self._most = min(self._fewest, num_tokens), max(self._most, num_tokens)
+        seconds = max(seconds / self._slowness.factor, 1e-6)
+        row = np.array([1.0, num_tokens, squares, seconds])
+        row /= self._learned(num_tokens, squares) or seconds
+        self._moments = FORGETTING * self._moments + np.outer(row, row)
+        self._constants = _fitted(self._moments)
+
+    def learn_served(self, lengths: Sequence[int], seconds: float, reused: Sequence[int] = ()) -> None:
+        """Take in a prefill, as `learn` does, which also tells how slow the machine is now.
+
+        It does so if it is neither shorter nor longer than all before, as the times of others were guesses.
+        """
+        num_tokens, squares = _computed(lengths, reused)
+        learned_s = self._learned(num_tokens, squares)
+        if self._fewest <= num_tokens <= self._most and learned_s:
+            self._slowness.learn(max(seconds, 1e-6) / learned_s)
+            most_s = MOST_RATIO * learned_s * self._slowness.factor
+            seconds = max(most_s / MOST_RATIO**2, min(seconds, most_s))
+        self.learn(lengths, seconds, reused)
 
     @property
     def constants(self) -> tuple[float, float]:
         """Seconds per token and per squared token of a prompt; 0, 0 before the first prefill."""
-        xx, xy, yy, x, y = self._moments
-        if not xx:
-            return 0.0, 0.0
-        determinant = xx * yy - xy * xy
-        if determinant > 1e-9 * xx * yy:
-            a, b = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
-            if a >= 0 and b >= 0:
-                return a, b
-            if a < 0:
-                return 0.0, y / yy
-        return x / xx, 0.0
+        factor, (_, per_token, per_square) = self._slowness.factor, self._constants
+        return factor * per_token, factor * per_square
 
     def seconds(self, lengths: Sequence[int], reused: Sequence[int] = ()) -> float:
         """Seconds until the first tokens of prompts that are computed at once, without what they reuse."""
-        per_token, per_square = self.constants
-        num_tokens, squares = _computed(lengths, reused)
-        return per_token * num_tokens + per_square * squares
+        return self._slowness.factor * self._learned(*_computed(lengths, reused))
+
+    def _learned(self, num_tokens: int, squares: int) -> float:
+        per_prefill, per_token, per_square = self._constants
+        return per_prefill + per_token * num_tokens + per_square * squares
+
+
+def _fitted(moments: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The constants c, a, b >= 0 of the least squares, by trying which of them are not 0."""
+    best, least = [0.0] * 3, math.inf
+    tolerance = 1e-9 * moments[3, 3]
+    for terms in map(list, TERMS):
+        products, wanted = moments[np.ix_(terms, terms)], moments[terms, 3]
+        scale = np.sqrt(np.diag(products))
+        scaled = products / np.outer(scale, scale)
+        if np.linalg.det(scaled) < 1e-9:  # these lengths do not tell them apart
+            continue
+        found = np.linalg.solve(scaled, wanted / scale) / scale
+        error = moments[3, 3] - 2 * found @ wanted + found @ products @ found
+        if found.min() >= 0 and error < least - tolerance:
+            least, values = float(error), dict(zip(terms, map(float, found), strict=True))
+            best = [values.get(term, 0.0) for term in range(3)]
+    return best[0], best[1], best[2]
 
 
 def _computed(lengths: Sequence[int], reused: Sequence[int]) -> tuple[int, int]:
@@ -85,7 +159,8 @@ class TimeEstimate:
     """
 
     def __init__(self) -> None:
-        self.alone, self.chain = PrefillTimes(), PrefillTimes()
+        slowness = Slowness()
+        self.alone, self.chain = PrefillTimes(slowness), PrefillTimes(slowness)
         self.step_s, self.s_per_byte = 0.0, 1 / ASSUMED_BYTES_PER_S
         self._new_tokens: float | None = None
 

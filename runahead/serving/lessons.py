@@ -29,7 +29,7 @@ def learn_prefill(batch: Batch, estimate: TimeEstimate, times: PrefillTimes) -> 
         _learn_rest(batch, estimate, longest_s, is_alone=is_alone)
         return None
     if not batch.reuses:
-        times.learn(batch.of_computed(batch.lengths), longest_s, batch.of_computed(batch.cached))
+        times.learn_served(batch.of_computed(batch.lengths), longest_s, batch.of_computed(batch.cached))
     is_alone = is_alone and not batch.reuses and not any(batch.cached)
     if not (isinstance(batch.item, PrefillItem) and is_alone and not batch.is_short):
         return None
@@ -50,4 +50,4 @@ def _learn_rest(batch: Batch, estimate: TimeEstimate, seconds: float, *, is_alon
         estimate.learn_transfer(num_bytes, first.prefill_s, first.wait_s)
     assert isinstance(batch.item, PrefillItem)
     if batch.cached == list(batch.item.stored) and first.wait_s <= WAITING * first.prefill_s:
-        estimate.chain.learn(batch.of_computed(batch.lengths), seconds, batch.of_computed(batch.cached))
+        estimate.chain.learn_served(batch.of_computed(batch.lengths), seconds, batch.of_computed(batch.cached))

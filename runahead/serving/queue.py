@@ -150,7 +150,8 @@ class RequestQueue:
         limits, ttft_s = self._limits, self.predicted_ttft_s(request)
         self.check_client(request.client)
         if len(self.waiting) >= limits.max_waiting:
-            raise RequestRefused(f"{len(self.waiting)} requests are waiting, which is the most that may", ttft_s)
+            told = f"{len(self.waiting)} requests are waiting, which is the most that may"
+            raise RequestRefused(told, self.predicted_ttft_s())
         if limits.max_ttft_s is not None and ttft_s > limits.max_ttft_s:
             told = f"the first token is predicted after {ttft_s:.0f} s, which is longer than {limits.max_ttft_s:g} s"
             raise RequestRefused(told, ttft_s - limits.max_ttft_s)
@@ -158,16 +159,20 @@ class RequestQueue:
         self.waiting.append(request)
 
     def predicted_ttft_s(self, request: Request | None = None) -> float:
-        """Seconds until the first token of a request that would come now; None: until its prefill.
+        """Seconds until the first token of a request that would come now; None: until all that wait have theirs.
 
-        Prefills come one after another, as if none were computed together, and then as many rounds of answers as it
-        takes until there is room for all rows.
+        Prefills that are due before it come one after another, as if none were computed together, but a short prompt is
+        computed inside of long ones. Then come as many rounds of answers as it takes until there is room for all rows.
         """
-        now, others = time.monotonic(), [*self.waiting, *([] if request is None else [request])]
+        now, others, is_short = time.monotonic(), self.waiting, False
+        if request is not None:
+            is_short, due_s = self.is_short([request]), self._due_s(request)
+            others = [each for each in others if self._due_s(each) <= due_s and self.is_short([each]) >= is_short]
+            others = [*others, request]
         begun_s = sum(
             max(0.0, batch.predicted_s - (now - batch.began_s))
             for batch in self.batches.values()
-            if not batch.is_decoded
+            if not batch.is_decoded and batch.is_short >= is_short
         )
         rows = self.num_rows + sum(len(each.prompts) for each in others)
         rounds = max(0, rows - self._limits.batch) / self._limits.batch
@@ -300,7 +305,11 @@ class RequestQueue:
 
     def by_deadline(self) -> list[Request]:
         """The requests that wait, that which is due first in front."""
-        return sorted(self.waiting, key=lambda each: each.arrived_s + SLACK * self.prefill_s([each]))
+        return sorted(self.waiting, key=self._due_s)
+
+    def _due_s(self, request: Request) -> float:
+        """`time.monotonic` at which the prefill of a request is due."""
+        return request.arrived_s + SLACK * self.prefill_s([request])
 
     def to_prefetch(self) -> list[tuple[list[int], str]]:
         """The stored beginnings of the prompts that are due next, with salts, for the last stage to keep at hand."""

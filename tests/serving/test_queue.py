@@ -149,7 +149,22 @@ def test_the_predicted_ttft_counts_prefills_and_the_rounds_of_answers():
     batch.is_decoded = True
     assert queue.predicted_ttft_s(request(10)) == pytest.approx(10 + 0.5 * 20)
     queue.add(request(30))
-    assert queue.predicted_ttft_s(request(10)) == pytest.approx(30 + 10 + 20)
+    assert queue.predicted_ttft_s(request(10, arrived_s=100.0)) == pytest.approx(30 + 10 + 20)
+    assert queue.predicted_ttft_s(request(10)) == pytest.approx(10 + 0.5 * 20), "it is due before the other one"
+    assert queue.predicted_ttft_s() == pytest.approx(30 + 0.5 * 20)
+
+
+def test_the_predicted_ttft_of_a_short_prompt_is_not_that_of_the_long_ones_around_it():
+    queue = queue_of(itl_s=5.0)
+    queue.add(request(100))
+    begin(queue, queue.choose())
+    queue.add(request(80))
+    assert queue.predicted_ttft_s(request(4)) == pytest.approx(4.0)
+    assert queue.predicted_ttft_s(request(200)) == pytest.approx(100 + 80 + 200, abs=1)
+    queue.add(request(3))
+    assert queue.predicted_ttft_s(request(4)) == pytest.approx(7.0)
+    begin(queue, queue.choose())
+    assert queue.predicted_ttft_s(request(4)) == pytest.approx(7.0, abs=1)
 
 
 def test_the_share_that_is_computed_is_the_mean_of_the_rows():
@@ -171,7 +186,7 @@ def test_a_refused_request_is_told_when_to_come_back():
     queue.add(request(10))
     with pytest.raises(RequestRefused, match="1 requests are waiting") as refused:
         queue.add(request(4))
-    assert refused.value.retry_after_s == pytest.approx(14.0)
+    assert refused.value.retry_after_s == pytest.approx(10.0), "until the one that waits has begun to be answered"
     queue.waiting.clear()
     with pytest.raises(RequestRefused, match="predicted after 20 s, which is longer than 15 s") as refused:
         queue.add(request(20))

@@ -17,7 +17,7 @@ from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.config import Carrier, DecodeName, Exchange, PrefillName, Transfer
 from runahead.serving.arrangement import with_slower_last
-from runahead.serving.estimate import PrefillTimes, TimeEstimate
+from runahead.serving.estimate import HALF_LIFE_S, PrefillTimes, Slowness, TimeEstimate
 from runahead.serving.items import Cancel, Check, End, Generate, PrefillItem
 from runahead.serving.limits import QueueLimits
 from runahead.thinning.rank_policies import RankPolicies
@@ -345,6 +345,79 @@ def test_the_estimate_finds_the_constants_of_what_it_has_seen() -> None:
     assert times.seconds([2000]) == pytest.approx(8.0)
     assert estimate.decoding_s(1000) == pytest.approx(19 * 0.05)
     assert estimate.decoding_s(5) == pytest.approx(4 * 0.05)
+
+
+def idle_s(length: int) -> float:
+    """Seconds of a prefill on an idle machine."""
+    return 0.02 + 3e-3 * length + 1e-7 * length**2
+
+
+def warmed_up() -> TimeEstimate:
+    """An estimate of a server that began on an idle machine."""
+    estimate = TimeEstimate()
+    for times in (estimate.alone, estimate.chain):
+        for length in (8, 64, 512, 4000):
+            times.learn([length], idle_s(length))
+    return estimate
+
+
+@pytest.mark.parametrize("times", [0.1, 3.0, 10.0])
+def test_the_estimate_learns_from_short_prompts_how_busy_the_machine_is(times: float) -> None:
+    estimate = warmed_up()
+    for _ in range(20):
+        estimate.alone.learn_served([16], times * idle_s(16))
+    assert estimate.alone.seconds([16]) == pytest.approx(times * idle_s(16), rel=0.05)
+    for learned in (estimate.alone, estimate.chain):  # and long ones are known to take as much longer, by and large
+        ratio = learned.seconds([4000]) / idle_s(4000)
+        assert (ratio > times**0.8) if times > 1 else (ratio < times**0.8)
+    for _ in range(20):
+        estimate.alone.learn_served([16], idle_s(16))
+    assert estimate.alone.seconds([16]) == pytest.approx(idle_s(16), rel=0.1)
+    assert estimate.chain.seconds([4000]) == pytest.approx(idle_s(4000), rel=0.2)
+
+
+def test_long_prompts_that_were_slow_are_expected_sooner_once_short_ones_are_fast_again() -> None:
+    """Else a server with serve.max_ttft_s would refuse them for ever."""
+    estimate = warmed_up()
+    for _ in range(5):
+        estimate.chain.learn_served([4000], 8 * idle_s(4000))
+    assert estimate.chain.seconds([4000]) == pytest.approx(8 * idle_s(4000), rel=0.2)
+    for _ in range(10):
+        estimate.alone.learn_served([16], idle_s(16))
+    assert estimate.chain.seconds([4000]) < 2 * idle_s(4000)
+
+
+def test_slowness_is_forgotten_while_nothing_is_computed() -> None:
+    now = 0.0
+    slowness = Slowness(lambda: now)
+    for _ in range(30):
+        slowness.learn(9.0)
+    assert slowness.factor == pytest.approx(9.0, rel=1e-3)
+    now = HALF_LIFE_S
+    assert slowness.factor == pytest.approx(3.0, rel=1e-3)
+    slowness.learn(3.0)
+    assert slowness.factor == pytest.approx(3.0, rel=1e-3)
+
+
+def test_many_short_prompts_leave_the_time_of_long_ones_as_it_was_and_one_that_hung_leaves_all() -> None:
+    estimate = warmed_up()
+    for _ in range(200):
+        estimate.alone.learn_served([10], idle_s(10))
+    assert estimate.alone.seconds([4000]) == pytest.approx(idle_s(4000), rel=0.05)
+    estimate.alone.learn_served([10], 100 * idle_s(10))
+    assert estimate.alone.seconds([10]) < 2 * idle_s(10)
+    for _ in range(5):
+        estimate.alone.learn_served([10], idle_s(10))
+    assert estimate.alone.seconds([10]) == pytest.approx(idle_s(10), rel=0.1)
+
+
+def test_a_prompt_of_a_length_that_is_new_tells_of_the_length_and_not_of_the_machine() -> None:
+    estimate = TimeEstimate()
+    for length in (8, 64, 512):
+        estimate.alone.learn([length], 0.003 * length)
+    estimate.alone.learn_served([8000], 0.003 * 8000 + 1e-6 * 8000**2)
+    assert estimate.alone.seconds([64]) == pytest.approx(0.003 * 64, rel=0.1)
+    assert estimate.alone.seconds([8000]) == pytest.approx(0.003 * 8000 + 1e-6 * 8000**2, rel=0.05)
 
 
 @pytest.mark.parametrize("seconds", [{100: 1.0, 1000: 2.0}, {100: 0.01, 1000: 100.0}, {500: 1.0}])
