@@ -35,6 +35,7 @@ the heads that do it most. The file is valid for this model only.
   chunk=512                 tokens that are computed at a time
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
+                            model.fuse=off|auto
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.retrieval_heads model=smollm2 out=heads-smollm2.safetensors

@@ -33,6 +33,13 @@ class DType(Enum):
     float16 = "float16"
 
 
+class Fuse(Enum):
+    """Whether modules of a model are computed by fewer operations than its family's code has."""
+
+    auto = "auto"
+    off = "off"
+
+
 class Backend(Enum):
     auto = "auto"
     nccl = "nccl"
@@ -181,6 +188,7 @@ class ModelOptions:
         overrides: entries of the model's config in place of its own, by name, such as `rope_parameters` and
             `max_position_embeddings`; see docs/models.md.
         revision: branch, tag or commit of a model of the hub.
+        fuse: auto computes q, k and v, gate and up, and norms by one operation each, where logits stay what they are.
     """
 
     name: ModelName = ModelName.smollm2
@@ -192,10 +200,12 @@ class ModelOptions:
     trust_remote_code: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
+    fuse: Fuse = Fuse.off
 
     def __post_init__(self) -> None:
         self.name = choice("model", ModelName, self.name)
         self.dtype = choice("model.dtype", DType, self.dtype)
+        self.fuse = choice("model.fuse", Fuse, self.fuse)
         require(0 <= self.seed <= MAX_SEED, "model.seed", self.seed, f"must be from 0 to {MAX_SEED}")
         if self.layers is not None:
             require(1 <= self.layers <= MAX_LAYERS, "model.layers", self.layers, f"must be from 1 to {MAX_LAYERS:,}")
@@ -212,9 +222,11 @@ class ModelOptions:
             raise ValueError(f"model.revision={self.revision} has no effect with model={self.name.name}; add model=hf")
 
     def __repr__(self) -> str:
-        # Measurements are known by it, and those from before the last two options existed still are.
-        names = [each.name for each in fields(self)]
-        shown = [name for name in names if name not in ("overrides", "revision") or getattr(self, name)]
+        # Measurements are known by it, and those from before the last three options existed still are.
+        first = {each.name: each.default for each in fields(self)} | {"overrides": {}}
+        names = [name for name in first if name in ("overrides", "revision", "fuse")]
+        hidden = [name for name in names if getattr(self, name) == first[name]]
+        shown = [name for name in first if name not in hidden]
         return f"ModelOptions({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 

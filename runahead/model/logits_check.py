@@ -31,6 +31,7 @@ from runahead.model.adapters import ADAPTERS
 from runahead.model.held import AsksInModules, Held
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.attention_input import attention_modules, hidden_states
+from runahead.model.layers.fusing import apart
 from runahead.model.loading.sharing import Shares, local_part
 from runahead.model.seam import ATTENTION_NAME, set_attention
 
@@ -361,7 +362,8 @@ def transformers_logits(
     # Eager attention supports all terms, but Falcon's adds its ALiBi twice (as of transformers 5.23).
     set_attention(module, "sdpa" if model_type == "falcon" else "eager")
     try:
-        return in_step(torch.inference_mode()(lambda: module(input_ids=ids_1S, **keywords).logits[:, places]))
+        with apart(module):
+            return in_step(torch.inference_mode()(lambda: module(input_ids=ids_1S, **keywords).logits[:, places]))
     finally:
         set_attention(module, ATTENTION_NAME)
         for child, forward in adapted.items():

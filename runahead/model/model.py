@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from runahead.attention.states import States
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
-from runahead.config import ModelOptions
+from runahead.config import Fuse, ModelOptions
 from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
@@ -32,9 +33,12 @@ from runahead.model.grammars import Grammars
 from runahead.model.held import Held
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.few_rows import multiply_few_rows_fast
+from runahead.model.layers.fusing import is_fused, unfuse, watching
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import narrow
+from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.pieces import give_in_pieces
+from runahead.model.layers.products import fuse_products
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
@@ -64,6 +68,8 @@ class Model(ModelLayers):
         name: for reports and messages; the model type by default.
         shares: the ranks that hold the model together, if `module` is this rank's share. All of them make one, and
             then the same calls in the same order.
+        fuse: as of `ModelOptions`. Shares of a model, float64 and what marks tokens stay as they are, with a warning.
+        is_mapped: weights are in the page cache of files, and are not copied to be fused.
 
     Attributes:
         gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
@@ -78,11 +84,19 @@ class Model(ModelLayers):
     """
 
     def __init__(
-        self, module: PreTrainedModel, tokenizer: Any = None, *, name: str = "", shares: Shares | None = None
+        self,
+        module: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        name: str = "",
+        shares: Shares | None = None,
+        fuse: Fuse = Fuse.off,
+        is_mapped: bool = False,
     ) -> None:
         register()
         super().__init__(module, name=name, shares=shares)
         self.tokenizer = tokenizer
+        unfuse(module)  # what another `Model` has fused
         multiply_few_rows_fast(module)
         self.overrides = self.lacks_kernels = ""
         self.ranges = Ranges()
@@ -104,13 +118,18 @@ class Model(ModelLayers):
             self.marks = Marks.from_config(self.config)
             if self.marks is not None:
                 self._marker = Marker.on(module, self.marks, self.config)
-            self._look_at_layers()
-            if self.marks is None:  # transformers has no attention that leaves out what is marked
-                check = self._logits_check()
-                if self.held is None:
-                    check.require(*check.expected(), "transformers' own")
-                else:
-                    self._require_states(check, self.held)
+            if fuse is Fuse.auto and shares is None and self.marks is None:  # only what is checked
+                with watching(module) as calls:
+                    self._look_at_layers()
+                fuse_products(module, calls, may_move=not is_mapped)
+                fuse_norms(calls)
+                del calls
+            else:
+                self._look_at_layers()
+            if fuse is Fuse.auto and not is_fused(module):
+                why = "ranks that share it" if shares else "marks of tokens (DMS)" if self.marks else str(self.dtype)
+                warnings.warn(f"model.fuse=auto has no effect on {self.family} ({why})", stacklevel=2)
+            self._check_logits()
         except (torch.OutOfMemoryError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -157,7 +176,14 @@ class Model(ModelLayers):
     @classmethod
     def of_weights(cls, loaded: loading.LoadedWeights) -> Model:
         """Make a model of loaded weights, and check it: the second half of `load`, in which shares wait for others."""
-        model = cls(loaded.module, loaded.tokenizer, name=loaded.name, shares=loaded.shares)
+        model = cls(
+            loaded.module,
+            loaded.tokenizer,
+            name=loaded.name,
+            shares=loaded.shares,
+            fuse=loaded.fuse,
+            is_mapped=loaded.is_mapped,
+        )
         model.memory, model._peak, model.overrides = loaded.memory, loaded.peak, loaded.overrides
         return model
 
@@ -184,6 +210,7 @@ class Model(ModelLayers):
         Raises:
             ValueError: transformers cannot shard this model, or the shards give other logits than the whole model.
         """
+        unfuse(self.module)
         expected = self._logits_check().expected()
         _ = self.fingerprint  # of the whole model, before this rank's share replaces it
         share_model(self.module, shares.group, self.device)
@@ -483,6 +510,29 @@ class Model(ModelLayers):
         with rotary_length(self._rotaries, [ids_1C.shape[1]]):
             hidden_1CD: Tensor = self.module.base_model(input_ids=ids_1C, **keywords).last_hidden_state
         return hidden_1CD
+
+    def _check_logits(self) -> None:
+        """Compare the logits with transformers' own; what is fused is taken apart if they are right only without it.
+
+        Raises:
+            ValueError: they are others.
+        """
+        if self.marks is not None:  # transformers has no attention that leaves out what is marked
+            return
+        try:
+            check = self._logits_check()
+            if self.held is None:
+                check.require(*check.expected(), "transformers' own")
+            else:
+                self._require_states(check, self.held)
+        except (torch.OutOfMemoryError, PeerFailure):
+            raise
+        except Exception as error:  # the family's code may change in place what it has given to several modules
+            if not unfuse(self.module):
+                raise
+            self.gives_one_by_one = False
+            self._check_logits()
+            warnings.warn(f"{self.family} is computed as with model.fuse=off ({one_line(error)})", stacklevel=2)
 
     def _require_states(self, check: LogitsCheck, held: Held) -> None:
         """Check that layers begin from given states, if need be with tokens one by one, and see when they read these.

@@ -21,7 +21,7 @@ from policies.base import Policy
 from policies.quest import Quest
 from runahead import GenerationOptions, Model, PrefillOptions
 from runahead.cache.host import memory as host_memory
-from runahead.config import CacheOptions
+from runahead.config import CacheOptions, Fuse
 from tests.families import ROPE_THRESHOLD, VOCAB_SIZE, build
 from tests.virtual.cuda import counting, virtual_gpu
 from tests.virtual.cuda.guard import require_guard
@@ -220,6 +220,18 @@ def test_a_step_asks_for_no_more_than_before(name: str) -> None:
 @pytest.mark.sampled(3)
 def test_a_step_under_a_policy_asks_for_no_more_than_before(name: str) -> None:
     check(name)
+
+
+FUSED = {"eager": 23, "static": 24, "served": 23, "8 joined rows": 46}
+"""Kernels per layer and step with model.fuse=auto: one in place of eight for each of two norms, of three products for
+one input and of two for another."""
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_layer_asks_for_fewer_kernels(name: str) -> None:
+    asked = asked_of_gpu(name, Fuse.auto)
+    assert {name: asked.kernels} == {name: FUSED[name]} or not HAS_PINNED_VERSIONS
+    assert (_by_file(asked.step), _by_file(asked.prompt)) == BUDGETS[name][1:]
 
 
 def check(name: str) -> None:

@@ -25,7 +25,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.index import ShardIndex
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.shard import Shard
-from runahead.config import CacheOptions
+from runahead.config import CacheOptions, Fuse
 from runahead.context import ContextPartition
 from runahead.decoding.forward import FixedForward, fastest_form, forward_one_by_one, forward_over
 from runahead.decoding.lanes import Lanes
@@ -52,7 +52,7 @@ FROM_TOKEN, TO_TOKEN = 3, 7
 
 
 @cache
-def llama(num_layers: int, num_kv_heads: int, device: torch.device = GPU) -> Model:
+def llama(num_layers: int, num_kv_heads: int, device: torch.device = GPU, fuse: Fuse = Fuse.off) -> Model:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=211,
@@ -65,7 +65,7 @@ def llama(num_layers: int, num_kv_heads: int, device: torch.device = GPU) -> Mod
         max_position_embeddings=8192,
     )
     dtype = torch.float32 if device == CPU else torch.bfloat16
-    model = Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval())
+    model = Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval(), fuse=fuse)
     for name in ("known_rotaries", "rotations", "query_prediction", "token_kinds", "output_projections", "fingerprint"):
         getattr(model, name)  # what a model finds out about itself once
     return model
@@ -345,14 +345,14 @@ class Asked:
     prompt: Mapping[str, float]
 
 
-def asked_of_gpu(name: str) -> Asked:
+def asked_of_gpu(name: str, fuse: Fuse = Fuse.off) -> Asked:
     """Demands of a way of decoding on the virtual GPU. Raises: AssertionError: it copies from pageable memory."""
     decode, num_kv_heads = WAYS[name]
     # Steps that no graph holds, but where it is the graph that is counted.
     without_graph = nullcontext() if name.startswith("replayed") else patch.object(FixedForward, "WARM_UP", 99)
     steps = []
     for num_layers in (FEW_LAYERS, MORE_LAYERS):
-        model = llama(num_layers, num_kv_heads)
+        model = llama(num_layers, num_kv_heads, fuse=fuse)
         with counting() as counts, without_graph:
             window = Window(partial(so_far, counts))
             decode(model, window)

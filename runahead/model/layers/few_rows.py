@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 MOST_ROWS = 64
 """Largest number of rows for which the weight is the left factor."""
@@ -27,14 +28,20 @@ class FewRowsLinear(nn.Linear):
     """`nn.Linear` that chooses the order of the factors by the input's number of rows alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight_OI = self.weight
-        num_rows = x.numel() // x.shape[-1]
-        if not 0 < num_rows <= MOST_ROWS or type(weight_OI) is not nn.Parameter:  # sharded weights have another type
+        if type(self.weight) is not nn.Parameter:  # sharded weights have another type
             return super().forward(x)
-        if num_rows == 1:
-            x_I = x.flatten()
-            out_O = torch.mv(weight_OI, x_I) if self.bias is None else torch.addmv(self.bias, weight_OI, x_I)
-            return out_O.view(*x.shape[:-1], -1)
-        x_IR = x.reshape(num_rows, -1).t()
-        out_OR = weight_OI @ x_IR if self.bias is None else torch.addmm(self.bias[:, None], weight_OI, x_IR)
-        return out_OR.t().contiguous().view(*x.shape[:-1], -1)
+        return multiply(x, self.weight, self.bias)
+
+
+def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """The product of a linear layer (..., O), contiguous, with the weight as the left factor for few rows (..., I)."""
+    num_rows = x.numel() // x.shape[-1]
+    if not 0 < num_rows <= MOST_ROWS:
+        return F.linear(x, weight_OI, bias_O)
+    if num_rows == 1:
+        x_I = x.flatten()
+        out_O = torch.mv(weight_OI, x_I) if bias_O is None else torch.addmv(bias_O, weight_OI, x_I)
+        return out_O.view(*x.shape[:-1], -1)
+    x_IR = x.reshape(num_rows, -1).t()
+    out_OR = weight_OI @ x_IR if bias_O is None else torch.addmm(bias_O[:, None], weight_OI, x_IR)
+    return out_OR.t().contiguous().view(*x.shape[:-1], -1)

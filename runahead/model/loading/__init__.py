@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from runahead.config import DType, ModelName, ModelOptions
+from runahead.config import DType, Fuse, ModelName, ModelOptions
 from runahead.model.layer_kinds import decoder_config, unsupported_kinds
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import gguf_cache, hf, random_weights, sharing, smollm2, stored_forms
@@ -36,6 +36,8 @@ class LoadedWeights:
     Attributes:
         shares: the ranks that hold the model together; None if `module` is all of it.
         overrides: what its config has in place of the checkpoint's, as one line; "" for nothing.
+        is_mapped: whether weights are in the page cache of the checkpoint's files.
+        fuse: as of `ModelOptions`.
         memory: memory of this rank while it loaded.
         peak: goes on from there.
     """
@@ -47,6 +49,8 @@ class LoadedWeights:
     path: str
     shares: Shares | None = None
     overrides: str = ""
+    is_mapped: bool
+    fuse: Fuse
     memory: MemoryReport
     peak: PeakMemory
 
@@ -153,6 +157,8 @@ def load(
         path=str(source.path),
         shares=shares,
         overrides=config_overrides.fact(config, options.overrides),
+        is_mapped=footprint.mapped > 0,
+        fuse=options.fuse,
         memory=MemoryReport(
             base_bytes=base_bytes,
             weights_bytes=weights_bytes,

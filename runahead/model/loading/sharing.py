@@ -309,11 +309,11 @@ class HeadCopies:
 
 
 def bytes_of(module: nn.Module) -> int:
-    """Bytes of the weights that this rank has of a module, each storage once; also of one without memory."""
+    """Bytes of the weights that this rank has of a module, tied ones once; also of one without memory."""
     seen: dict[Any, int] = {}
     for parameter in module.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        seen[local.untyped_storage()._cdata] = local.nbytes
+        seen[local.untyped_storage()._cdata, local.storage_offset()] = local.nbytes
     return sum(seen.values())
 
 

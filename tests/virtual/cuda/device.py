@@ -166,7 +166,7 @@ def known(func: OpOverload) -> Operation:
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return Operation(
         name=name,
-        taken_apart=_taken_apart(func) if is_composite else None,
+        taken_apart=_taken_apart(func) if is_composite and name not in KERNELS else None,
         run=KERNELS.get(name) or REPLACED.get(name) or func,
         is_on_gpus=not any(part in name for part in NOT_ON_GPUS),
         launches=name not in LAUNCHES_NOTHING and not func.is_view,

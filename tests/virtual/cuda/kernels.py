@@ -163,7 +163,18 @@ def efficient(
     return _heads_inside(out), lse, none, none
 
 
+def rms_norm(x: Tensor, dims: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """`aten::_fused_rms_norm`: output, and 1 / root mean square in float32, one kernel on a GPU alone."""
+    require(weight is None or weight.dtype is x.dtype, "weight has the dtype of the input", x.dtype)
+    wide, places = x.float(), tuple(range(-len(dims), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = (wide.square().mean(places, keepdim=True) + eps).rsqrt()
+    out = wide * scale if weight is None else wide * scale * weight.float()
+    return out.to(x.dtype), scale
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
+    "aten::_fused_rms_norm": rms_norm,
     "aten::_scaled_dot_product_flash_attention": flash,
     "aten::_flash_attention_forward": flash_forward,
     "aten::_scaled_dot_product_efficient_attention": efficient,

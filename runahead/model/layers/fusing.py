@@ -1,0 +1,92 @@
+"""Modules of a model that are computed by fewer operations than the family's code has (`model.fuse=auto`).
+
+They are found by structure, in a forward of one token: linear layers of one module that are given the same tensor one
+after another (`products.py`), and RMS norms (`norms.py`). Only `forward` of such a module is replaced, on the instance:
+classes, names, parameters and hooks stay, and with `apart` the family's own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runahead.model.layers.few_rows import FewRowsLinear
+
+
+class FusedForward(partial[Any]):
+    """The `forward` of a module in place of its own."""
+
+
+class Calls:
+    """Calls of modules that may be fused, in one forward.
+
+    Attributes:
+        linears: linear layers in order, each with the tensor that it was given.
+        inner: modules with a single parameter of one dim, which are given one tensor alone, and an output of each.
+    """
+
+    def __init__(self) -> None:
+        self.linears: list[tuple[Tensor, nn.Linear]] = []
+        self.inner: dict[nn.Module, Tensor] = {}
+
+
+@contextmanager
+def watching(module: nn.Module) -> Iterator[Calls]:
+    """Context manager that notes which modules a forward calls, and with what."""
+    calls = Calls()
+
+    def linear(child: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if len(args) == 1 and not keywords:
+            assert isinstance(child, nn.Linear)
+            calls.linears.append((args[0], child))
+
+    def inner(child: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        if len(args) == 1 and not keywords and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.inner[child] = output
+
+    hooks = []
+    for child in module.modules():
+        if type(child) in (nn.Linear, FewRowsLinear):
+            hooks.append(child.register_forward_pre_hook(linear, with_kwargs=True))
+        elif [parameter.ndim for parameter in child.parameters()] == [1] and not [*child.children()]:
+            hooks.append(child.register_forward_hook(inner, with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether any module in a model is fused."""
+    return any(isinstance(vars(child).get("forward"), FusedForward) for child in module.modules())
+
+
+def unfuse(module: nn.Module) -> dict[nn.Module, FusedForward]:
+    """Have all modules in a model run the family's own code; returns what did in their place."""
+    own = [(child, vars(child).get("forward")) for child in module.modules()]
+    fused = {child: forward for child, forward in own if isinstance(forward, FusedForward)}
+    for child in fused:
+        del child.forward
+    return fused
+
+
+@contextmanager
+def apart(module: nn.Module) -> Iterator[None]:
+    """Context manager in which all modules in a model run the family's own code."""
+    fused = unfuse(module)
+    try:
+        yield
+    finally:
+        for child, forward in fused.items():
+            child.forward = forward
+
+
+def takes_rounding(dtype: torch.dtype) -> bool:
+    """Whether weights of a dtype may be fused: float64 is for those who want the family's own bits."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16)
