@@ -141,10 +141,8 @@ def infer(
     """
     from launch.inputs.engine import arrange, load, make_engine
     from launch.inputs.policies import prompt_cache_options
-    from launch.inputs.prefixes import kept_prefixes
     from launch.outputs.answers import AnswerStream, AnswerWriter
     from launch.outputs.summary import dtype_hint, summary
-    from runahead.reuse.store import SegmentStore, StoreLimits
     from runahead.thinning.rank_policies import RankPolicies
 
     policies = policies or RankPolicies()
@@ -165,6 +163,8 @@ def infer(
     model = load(run, ranks, partition)
     store = None
     if run.policy["name"] == "prompt_cache":
+        from runahead.reuse.store import SegmentStore, StoreLimits
+
         policy = prompt_cache_options(run.policy)
         limits = StoreLimits(**policy.limits)
         store = ranks.on_all_ranks(
@@ -173,6 +173,8 @@ def infer(
 
     kept_texts = None
     if prompts.reusing is None and len(starts) > 1:
+        from launch.inputs.prefixes import kept_prefixes
+
         batches_of_ids = [prompts.ids[start : start + run.prompt.batch] for start in starts]
         kept_texts = kept_prefixes(run, model, ranks, policies, batches_of_ids)
     tree = None if kept_texts is None else kept_texts.tree
@@ -293,7 +295,6 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     """Read the prompts and check whatever can be checked before the weights are loaded. Rank 0 calls it."""
     from launch.inputs.generation import check_generation
     from launch.inputs.policies import prompt_cache_options
-    from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
     from launch.inputs.prompts import read_prompts, use_template
     from launch.program.written_files import ensure_outputs
     from runahead.context import LearningPartitioner, even
@@ -325,6 +326,8 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     check(setup)
     limits = PromptLimits.of_config(config, policies, run.prefill, mesh.num_stages)
     if run.policy["name"] == "prompt_cache":
+        from launch.inputs.prompt_cache import read_prompt_cache, read_reusing_prompts
+
         schema = read_prompt_cache(prompt_cache_options(run.policy), tokenizer, config)
         prompts = read_reusing_prompts(run.prompt, schema)
     else:
@@ -349,10 +352,11 @@ def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts, num
     """The file of answers=, read and checked; None without the option. Rank 0 calls it. Raises: ValueError."""
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.policy_file import policy_files
-    from launch.outputs.answers_file import AnswersFile, prompt_digest, settings_of
 
     if run.answers is None:
         return None
+    from launch.outputs.answers_file import AnswersFile, prompt_digest, settings_of
+
     if prompts.one_text:
         raise ValueError(
             f"answers={run.answers} is for several prompts, as of prompt.file=<.jsonl>; leave it out, since the answer "

@@ -11,10 +11,39 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from pkgutil import resolve_name
 from typing import Any, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Table(Mapping[K, V]):
+    """Classes or functions by the option that chooses among them. What is looked up is imported, and nothing else.
+
+    Args:
+        places: of each, as "module:name".
+    """
+
+    def __init__(self, places: Mapping[K, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: K) -> V:
+        value: V = resolve_name(self._places[name])
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
 
 BITS = (8, 4, 2)
 """Numbers of bits in which keys and values can be quantised."""

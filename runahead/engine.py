@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate
@@ -31,11 +32,13 @@ from runahead.prefill.reusing import ReusingPrefill
 from runahead.ranks.agreement import fact, option_facts, secret
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch
-from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.prefixes import Prefixes, RowPrefix
-from runahead.reuse.reuse import Reuse
-from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
+
+if TYPE_CHECKING:
+    from runahead.reuse.prefix_tree import PrefixTree
+    from runahead.reuse.prefixes import Prefixes, RowPrefix
+    from runahead.reuse.reuse import Reuse
+    from runahead.reuse.store import SegmentStore
 
 
 class Engine:
@@ -79,7 +82,7 @@ class Engine:
         self.policies = policies or RankPolicies()
         self.prefill_options = prefill or PrefillOptions()
         self.partition = partition
-        self._strategy = PREFILLS[self.prefill_options.name]
+        self._strategy = PREFILLS[self.prefill_options.name]()
         check_arrangement(model, ranks)
         self.decode = decode or DecodeOptions()
         self._setup = Setup(
@@ -107,6 +110,8 @@ class Engine:
         self._speculator = Speculator(model, draft, on_layer=ranks.progress)
         self.prefixes: Prefixes | None = None
         if tree is not None:
+            from runahead.reuse.prefixes import Prefixes
+
             least_new = max(1, self.policies.num_observed, ranks.num_stages if self._stores_parts else 1)
             self.prefixes = Prefixes(model, tree, least_new=least_new)
         self.prefills = ReusingPrefill(
@@ -237,7 +242,8 @@ class Engine:
     @contextmanager
     def _held_prefixes(self, prompts: Sequence[GivenPrompt], salts: Sequence[str]) -> Iterator[list[RowPrefix]]:
         """Context manager in which this stage holds what each row reuses of its tree, if that of this stage is used."""
-        found, is_last = list[RowPrefix](), self.ranks.stage == self.ranks.num_stages - 1
+        found: list[RowPrefix] = []
+        is_last = self.ranks.stage == self.ranks.num_stages - 1
         try:
             if self.prefixes is not None and (is_last or self._stores_parts) and not reuse_segments(prompts):
                 ids = [ids_of(prompt) for prompt in prompts]

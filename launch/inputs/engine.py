@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from launch.inputs.partitions import SplitsPrompts, prepare_partition
 from launch.program.ending import say
@@ -14,9 +14,11 @@ from runahead.engine import Engine
 from runahead.model.model import Model
 from runahead.model.shares import load_model
 from runahead.ranks.ranks import Ranks
-from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.store import SegmentStore
 from runahead.thinning.rank_policies import RankPolicies
+
+if TYPE_CHECKING:
+    from runahead.reuse.prefix_tree import PrefixTree
+    from runahead.reuse.store import SegmentStore
 
 
 class RunsEngine(SplitsPrompts, Protocol):

@@ -6,19 +6,21 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
 from launch.program.ending import say
 from launch.program.progress import Bar
-from partitioner.auto.partition import AutoPartition
-from partitioner.table.fingerprint import Fingerprint
-from partitioner.table.lookup_table import REMEDY, LookupTable
 from runahead import context
 from runahead.config import PrefillOptions
 from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
+
+if TYPE_CHECKING:
+    from partitioner.table.fingerprint import Fingerprint
+    from partitioner.table.lookup_table import LookupTable
 
 
 class SplitsPrompts(Protocol):
@@ -45,6 +47,8 @@ class TablePartition:
         Raises:
             ValueError: if it is not, unless `force` is set.
         """
+        from partitioner.table.lookup_table import REMEDY
+
         remedy = f"{REMEDY}, or use this one with partition.force=true"
         self.table.check_fits(fingerprint, force=force, remedy=remedy)
 
@@ -79,6 +83,9 @@ class AutoChoice:
 
     def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
         """Choose a table, or time a few layers. Every rank makes the same call."""
+        from partitioner.auto.partition import AutoPartition
+        from partitioner.table.fingerprint import Fingerprint
+
         fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
         why_not = ranks.on_rank_0(
             "the tables", lambda: [_misfit(table, fingerprint, ranks.num_stages) for table in self._tables]
@@ -118,7 +125,7 @@ def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str
 def _auto(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     path = options.table
     if path is not None:
-        return AutoChoice([ranks.on_rank_0("the lookup table", lambda: LookupTable.load(path))])
+        return AutoChoice([ranks.on_rank_0("the lookup table", lambda: _loaded(path))])
     return AutoChoice(ranks.on_rank_0("the lookup tables", _users_tables) if ranks.num_stages > 1 else [])
 
 
@@ -127,7 +134,7 @@ def _users_tables() -> list[LookupTable]:
     tables = []
     for path in sorted((cache_folder() / "tables").glob("*.json")):
         try:
-            tables.append(LookupTable.load(path))
+            tables.append(_loaded(path))
         except ValueError as error:
             say(f"warning: partition=auto: {error}")
     return tables
@@ -136,7 +143,14 @@ def _users_tables() -> list[LookupTable]:
 def _table(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     path = options.table
     assert path is not None
-    return TablePartition(ranks.on_rank_0("the lookup table", lambda: LookupTable.load(path)))
+    return TablePartition(ranks.on_rank_0("the lookup table", lambda: _loaded(path)))
+
+
+def _loaded(path: str | Path) -> LookupTable:
+    """A table that is read. Raises: ValueError."""
+    from partitioner.table.lookup_table import LookupTable
+
+    return LookupTable.load(path)
 
 
 PARTITIONS: dict[PartitionName, Callable[[PartitionOptions, Ranks], context.Partitioner]] = {
@@ -185,6 +199,8 @@ def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run:
     """
     if not isinstance(partition, TablePartition) or ranks.num_stages == 1:
         return
+    from partitioner.table.fingerprint import Fingerprint
+
     fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
     ranks.on_rank_0("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))
 

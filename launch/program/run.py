@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 # One line of ours reports a lost connection; PyTorch's own warning prints a C++ stack trace.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from launch.program.ahead import Ahead, uncollected
 from launch.program.compose import Program
 from launch.program.ending import MISTAKE, end_with, open_closed_streams, refuse, say, warn_in_one_line
 from launch.program.launcher import follow_launcher, this_rank
@@ -100,14 +101,18 @@ def run_program(
         end(error)
     with ending_signals(end):
         try:
-            # Imported here because it imports torch, which --help and a mistyped option need not wait for.
-            from runahead.ranks.agreement import option_facts
-            from runahead.ranks.ranks import Ranks
+            with uncollected():
+                # Imported here because it imports torch, which --help and a mistyped option need not wait for.
+                from runahead.ranks.agreement import option_facts
+                from runahead.ranks.ranks import Ranks
 
-            fault_file = _fault_file(run, this_rank())
-            ranks = Ranks.before_joining(run.ranks)
-            ranks.when_stuck(end)
-            ranks.join(num_shares=run.ranks.tensor)
+                fault_file = _fault_file(run, this_rank())
+                ranks = Ranks.before_joining(run.ranks)
+                ranks.when_stuck(end)
+                engine = Ahead("runahead.engine", beside=ranks.size > 1)
+                ranks.join(num_shares=run.ranks.tensor)
+                with ranks.busy():
+                    engine.wait()
             ranks.require_same(option_facts(run, OF_ONE_HOST), "start every rank with the same command line")
             ranks.on_all_ranks("the fault reports", partial(_check_fault_file, run, fault_file))
             work(run, ranks)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import warnings
 
-from runahead.config import Carrier
+from runahead.config import Carrier, Table
 from runahead.kv_transfer.base import KVTransfer, NoTransfer, TransferLog
-from runahead.kv_transfer.copy import CopyTransfer
-from runahead.kv_transfer.exchange import ExchangeSchedule
-from runahead.kv_transfer.gloo import GlooTransfer
-from runahead.kv_transfer.nccl import NcclTransfer
-from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.kv_transfer.schedule import Message, TransferSchedule, chain_links
 from runahead.ranks.ranks import Ranks
 
-TRANSFERS: dict[str, type[KVTransfer]] = {"gloo": GlooTransfer, "nccl": NcclTransfer}
+TRANSFERS: Table[str, type[KVTransfer]] = Table(
+    {"gloo": "runahead.kv_transfer.gloo:GlooTransfer", "nccl": "runahead.kv_transfer.nccl:NcclTransfer"}
+)
 """Transfers along a chain of ranks, by backend."""
 
-EXCHANGES: dict[str, type[KVTransfer]] = {"gloo": GlooTransfer, "nccl": NcclExchange}
+EXCHANGES: Table[str, type[KVTransfer]] = Table(
+    {"gloo": "runahead.kv_transfer.gloo:GlooTransfer", "nccl": "runahead.kv_transfer.nccl_exchange:NcclExchange"}
+)
 """Transfers in which all ranks exchange their keys and values, by backend."""
 
 __all__ = [
     "EXCHANGES",
     "TRANSFERS",
-    "CopyTransfer",
-    "ExchangeSchedule",
     "KVTransfer",
     "Message",
     "NoTransfer",
@@ -61,4 +58,8 @@ def chain_carrier(carrier: Carrier, ranks: Ranks) -> type[KVTransfer]:
             f"({ranks.unmapped})",
             stacklevel=2,
         )
-    return CopyTransfer if can_copy else backend
+    if not can_copy:
+        return backend
+    from runahead.kv_transfer.copy import CopyTransfer
+
+    return CopyTransfer

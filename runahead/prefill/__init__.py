@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from runahead.config import PrefillName
+from runahead.config import PrefillName, Table
 from runahead.prefill.base import InterleavedWork, Prefill, Prefilled, PrefillJob, PrefillPlan, PromptBatch
-from runahead.prefill.kv_runahead import KVRunahead, OneStage, Single
-from runahead.prefill.tsp import TSP
-from runahead.prefill.zigzag import Zigzag
 
-PREFILLS: dict[PrefillName, Prefill] = {
-    PrefillName.single: Single(),
-    PrefillName.kv_runahead: KVRunahead(),
-    PrefillName.tsp: TSP(),
-    PrefillName.zigzag: Zigzag(),
-    PrefillName.tensor: OneStage(),
-}
+PREFILLS: Table[PrefillName, type[Prefill]] = Table(
+    {
+        PrefillName.single: "runahead.prefill.kv_runahead:Single",
+        PrefillName.kv_runahead: "runahead.prefill.kv_runahead:KVRunahead",
+        PrefillName.tsp: "runahead.prefill.tsp:TSP",
+        PrefillName.zigzag: "runahead.prefill.zigzag:Zigzag",
+        PrefillName.tensor: "runahead.prefill.kv_runahead:OneStage",
+    }
+)
 
 __all__ = ["PREFILLS", "InterleavedWork", "Prefill", "PrefillJob", "PrefillPlan", "Prefilled", "PromptBatch"]

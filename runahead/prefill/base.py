@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from runahead.model.model import Model
 from runahead.prefill.scoring import PromptScorer
 from runahead.ranks.ranks import Ranks
 from runahead.report import PromptLogprobs, RankReport
-from runahead.reuse.prefixes import RowPrefix
-from runahead.reuse.reused_kv import ReusedKV
-from runahead.reuse.stored_prefix import StoredPrefix
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.trace import TraceSpan
+
+if TYPE_CHECKING:
+    from runahead.reuse.prefixes import RowPrefix
+    from runahead.reuse.reused_kv import ReusedKV
+    from runahead.reuse.stored_prefix import StoredPrefix
 
 
 @dataclass(frozen=True, kw_only=True)

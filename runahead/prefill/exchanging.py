@@ -18,7 +18,8 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab
 from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition
-from runahead.kv_transfer import EXCHANGES, ExchangeSchedule
+from runahead.kv_transfer import EXCHANGES
+from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.schedule import Message
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_run import ChainRun

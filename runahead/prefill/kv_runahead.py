@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from runahead.cache.attention import LayerHook
 from runahead.cache.index import ShardIndex
@@ -27,15 +28,16 @@ from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_policies import ChainPolicies
 from runahead.prefill.chain_run import ChainRun
-from runahead.prefill.chunked import run_chunked
 from runahead.prefill.kept_states import StatePlaces
 from runahead.prefill.stage_run import StageRun
 from runahead.ranks.ranks import Ranks
 from runahead.report import RankReport
-from runahead.reuse.blend import Blend
 from runahead.reuse.cache import ReusedIndex, reusing
 from runahead.reuse.reused_kv import ReusedKV
 from runahead.thinning.replay import decide_on_prompt
+
+if TYPE_CHECKING:
+    from runahead.reuse.blend import Blend
 
 
 class KVRunahead(Prefill):
@@ -79,6 +81,8 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
     if not chunk:
         return Prefilled(report=RankReport(rank=ranks.rank))
     if job.chunk_tokens is not None:
+        from runahead.prefill.chunked import run_chunked
+
         return run_chunked(job, job.chunk_tokens)
     by_layer = policies.by_layer(job.partition, model.num_layers, keep_parts=job.shards is not None)
     kept, chain = None, job.partition.chain
@@ -92,8 +96,11 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
         return _run_sharded(run, job.shard, reused)
     cache = run.cache if reused is None else reusing(run.cache.slabs, reused.without_blended())
     cache.states = run.cache.states
-    tokens, hooks, blend = NewTokens(chunk.start, pads), list[LayerHook](), None
+    tokens, hooks = NewTokens(chunk.start, pads), list[LayerHook]()
+    blend: Blend | None = None
     if reused is not None and reused.blended:
+        from runahead.reuse.blend import Blend
+
         blend = Blend(
             reused,
             chunk,

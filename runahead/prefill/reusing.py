@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,13 +32,15 @@ from runahead.prefill.prompt_check import PromptLimits
 from runahead.prefill.scoring import PromptScorer
 from runahead.ranks.ranks import Ranks
 from runahead.report import ReuseReport
-from runahead.reuse.prefixes import Prefixes, RowPrefix, owners_of, reused_kv, store_prompts
-from runahead.reuse.reuse import Reuse
-from runahead.reuse.reused_kv import ReusedKV
 from runahead.reuse.state_rows import state_rows, states_of
-from runahead.reuse.store import SegmentStore
-from runahead.reuse.stored_prefix import StoredPrefix
 from runahead.thinning.rank_policies import RankPolicies
+
+if TYPE_CHECKING:
+    from runahead.reuse.prefixes import Prefixes, RowPrefix
+    from runahead.reuse.reuse import Reuse
+    from runahead.reuse.reused_kv import ReusedKV
+    from runahead.reuse.store import SegmentStore
+    from runahead.reuse.stored_prefix import StoredPrefix
 
 
 @dataclass(kw_only=True)
@@ -100,7 +102,8 @@ class ReusingPrefill:
         reuse = self._reuse(plan.prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
         ids, stored = [ids_of(each) for each in plan.prompts], list(plan.stored) or [0] * len(plan.prompts)
         partition, is_alone = plan.partition, plan.partition.chain == [ranks.stage]
-        prefixes, computed_anew_s = list[RowPrefix](), 0.0
+        prefixes: list[RowPrefix] = []
+        computed_anew_s = 0.0
         has_prefixes = bool(found) or ranks.stage == partition.chain[-1]
         if plan.reuses and reuse is None and self._prefixes is not None and has_prefixes:
             prefixes = self.found(ids, None if is_alone else stored, salts=plan.salts) if found is None else found
@@ -134,7 +137,7 @@ class ReusingPrefill:
             scorer=scorer,
             meanwhile=meanwhile,
             shards=plan.shards,
-            stored=StoredPrefix.from_prompts(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
+            stored=_stored_prefix(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
             stops=stops,
             gives_new=bool(prefixes),
             texts=PromptBatch.from_prompts(ids, ranks.device) if prefixes and self._policies.deciding else None,
@@ -148,7 +151,10 @@ class ReusingPrefill:
     def run(self, ready: ReadyPrefill) -> Prefilled:
         """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
         job, reuse = ready.job, ready.reuse
-        job.reused = reused_kv(ready.ids, ready.prefixes, partial(self._computed_anew, meanwhile=job.meanwhile))
+        if ready.prefixes:
+            from runahead.reuse.prefixes import reused_kv
+
+            job.reused = reused_kv(ready.ids, ready.prefixes, partial(self._computed_anew, meanwhile=job.meanwhile))
         job.states = self._states_of(ready.prefixes)
         if reuse is not None and job.partition.chunk(self._ranks.stage):
             is_last = job.partition.chain[-1] == self._ranks.stage
@@ -237,6 +243,8 @@ class ReusingPrefill:
         Args:
             found: prefix of each row on this stage, if what it has is reused.
         """
+        from runahead.reuse.prefixes import owners_of
+
         ranks = self._ranks
         by_rank = ranks.gather([prefix.here for prefix in found], "the stored prefixes")
         by_stage = [by_rank[ranks.mesh.rank(stage, 0)] for stage in range(ranks.num_stages)]
@@ -248,6 +256,8 @@ class ReusingPrefill:
     def store_prompts(self, ready: ReadyPrefill, prefilled: Prefilled) -> None:
         """Store prompts whose new keys and values are in memory of their own, which is freed."""
         if prefilled.given is not None:
+            from runahead.reuse.prefixes import store_prompts
+
             assert prefilled.logits_BV is not None
             store_prompts(prefilled.prefixes, ready.ids, prefilled.given, prefilled.logits_BV)
             prefilled.given = None
@@ -279,6 +289,8 @@ class ReusingPrefill:
         meanwhile: InterleavedWork | None,
     ) -> float:
         """Let each prefix have so many tokens: compute on this stage what was dropped. Returns the seconds of it."""
+        from runahead.reuse.prefixes import reused_kv
+
         began_s, compute = time.perf_counter(), partial(self._computed_anew, meanwhile=meanwhile)
         for text, prefix, num in zip(ids, prefixes, num_reused, strict=True):
             if prefix.num_tokens < num:
@@ -339,8 +351,17 @@ class ReusingPrefill:
         """
         if not reuse_segments(prompts):
             return None
+        from runahead.reuse.reuse import Reuse
+        from runahead.reuse.store import SegmentStore
+
         self.store = self.store or SegmentStore(self._model)
         return Reuse(prompts, self.store, self._model, self._ranks, after_layer)
+
+
+def _stored_prefix(ids: Sequence[Sequence[int]], owners: Sequence[Sequence[int]]) -> StoredPrefix:
+    from runahead.reuse.stored_prefix import StoredPrefix
+
+    return StoredPrefix.from_prompts(ids, owners)
 
 
 def _all_kv(cache: KVStore, num_tokens: int) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.config import Attention, Exchange, PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.kv_transfer import ExchangeSchedule
+from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.prefill.base import PrefillJob
 from runahead.prefill.exchanging import ExchangeRun, ExchangingPrefill
 

@@ -21,7 +21,7 @@ from runahead.cache.index import SlabIndex, Write
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.context import ContextPartition, Partitioner, even
-from runahead.kv_transfer import ExchangeSchedule
+from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.prefill.exchanging import ExchangeRun, ExchangingPrefill
 
 

@@ -18,9 +18,6 @@ from runahead.context import ContextPartition
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.model.model import Model
-from runahead.retrieval.cache import RetrievedCache
-from runahead.retrieval.pool_limit import check_pool
-from runahead.retrieval.retrieval import Retrieval, num_observed
 from runahead.rotary import Rotary
 
 
@@ -94,6 +91,8 @@ class RankPolicies:
     @property
     def num_observed(self) -> int:
         """Last tokens of a prompt whose queries must be computed, since what is kept or retrieved depends on them."""
+        if self.retriever is not None:
+            from runahead.retrieval.retrieval import num_observed
         observed = (num_observed(each) if isinstance(each, Retriever) else each.last_queries or 0 for each in self.last)
         return max(observed, default=0)
 
@@ -189,6 +188,9 @@ class RankPolicies:
                 most_room=NEW_ROOM if retrieves else None,
             )
         if self.retriever is not None:
+            from runahead.retrieval.cache import RetrievedCache
+            from runahead.retrieval.retrieval import Retrieval
+
             retrieval = Retrieval(self.retriever, model, kept.layers, batch=batch, part=self.part)
             kept = RetrievedCache(retrieval, kept.form)
         kept.states = model.empty_states()
@@ -206,6 +208,8 @@ class RankPolicies:
         """
         for policy in (*self.last, *(self.others if keep_parts else [])):
             if isinstance(policy, Retriever):
+                from runahead.retrieval.pool_limit import check_pool
+
                 check_pool(policy, model, batch)
 
     def drops_single_tokens(self, *, has_turns: bool) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runahead.config import Exchange
 from runahead.context import even
-from runahead.kv_transfer import ExchangeSchedule
+from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.schedule import Message
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag

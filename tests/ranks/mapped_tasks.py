@@ -30,7 +30,7 @@ def prefilled(ranks: Ranks, family: str, ids: list[int]) -> Prefilled:
         options=options,
     )
     with throughout(model.dtype), torch.inference_mode():
-        return PREFILLS[options.name].run(job)
+        return PREFILLS[options.name]().run(job)
 
 
 def arenas(ranks: Ranks, family: str, lengths: list[int]) -> tuple[list[int], list[int]]:

@@ -39,7 +39,7 @@ def first_logits(
         model = shared_model(ranks, family, torch.float64, num_shares, **sizes)
         batch = PromptBatch.from_prompts([ids], ranks.device)
         for options, boundaries in cases:
-            strategy = PREFILLS[options.name]
+            strategy = PREFILLS[options.name]()
             chosen = even if boundaries is None else lambda *_, to=boundaries: ContextPartition(boundaries=to)
             partition = strategy.split(len(ids), ranks.num_stages, chosen)
             strategy.connect(ranks, partition, options)

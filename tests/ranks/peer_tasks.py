@@ -34,7 +34,7 @@ def prefill_each(
     model, batch = tiny_model(family, dtype), PromptBatch.from_prompts(prompts, ranks.device)
     outcomes = []
     for options in variants:
-        strategy = PREFILLS[options.name]
+        strategy = PREFILLS[options.name]()
         check(Setup(prefill=options, model=model, num_stages=ranks.size))
         job = PrefillJob(
             model=model,

@@ -58,7 +58,7 @@ def kept_by(
                 policies=each,
                 chunk_tokens=chunk_tokens,
             )
-            cache = PREFILLS[PrefillName.single].run(job).cache
+            cache = PREFILLS[PrefillName.single]().run(job).cache
             assert isinstance(cache, KeptCache)
             given = {"pads": batch.pads, "prompt_tokens": batch.num_tokens}
             forward = forward_over(model, cache, each.while_decoding, **given)

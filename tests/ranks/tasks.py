@@ -83,7 +83,7 @@ def prefill(
         options=options,
     )
     with throughout(dtype):
-        return PrefillOutcome.after(PREFILLS[options.name].run(job))
+        return PrefillOutcome.after(PREFILLS[options.name]().run(job))
 
 
 def score(
@@ -101,7 +101,7 @@ def score(
         model=model,
         ranks=ranks,
         batch=batch,
-        partition=PREFILLS[options.name].split(
+        partition=PREFILLS[options.name]().split(
             batch.num_tokens, ranks.size, lambda *_: ContextPartition(boundaries=boundaries)
         ),
         capacity=batch.num_tokens,
@@ -110,7 +110,7 @@ def score(
         chunk_tokens=options.chunk_tokens,
     )
     with throughout(model.dtype):
-        PREFILLS[options.name].run(job)
+        PREFILLS[options.name]().run(job)
         return scorer.found()
 
 

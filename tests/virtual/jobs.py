@@ -17,7 +17,8 @@ from runahead.cache.kv_cache import KVCache, SlabLayer
 from runahead.cache.slabs import KVShape, Slabs
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.context import ContextPartition
-from runahead.kv_transfer import ExchangeSchedule, KVTransfer, TransferSchedule
+from runahead.kv_transfer import KVTransfer, TransferSchedule
+from runahead.kv_transfer.exchange import ExchangeSchedule
 from runahead.kv_transfer.gathering import NcclGathering
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from runahead.config import Carrier, PrefillOptions, Transfer
-from runahead.kv_transfer import CopyTransfer, copy
+from runahead.kv_transfer import copy
+from runahead.kv_transfer.copy import CopyTransfer
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.ranks.mapped import queues
 from tests.virtual.clocks import Unordered

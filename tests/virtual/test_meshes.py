@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from runahead.config import Exchange, Transfer
-from runahead.kv_transfer import CopyTransfer
+from runahead.kv_transfer.copy import CopyTransfer
 from runahead.ranks.accelerator import DIRECT_CTAS, OTHER_STREAMS, RELAY_CTAS, link_ctas, stage_ctas
 from tests.virtual.device import Job, VirtualRanks, at_random, copies_early, copies_late, transfers_late
 from tests.virtual.jobs import chain, exchange

@@ -16,7 +16,7 @@ from policies.streaming_heads import StreamingHeads
 from runahead.config import GenerationOptions, PrefillOptions, Transfer
 from runahead.context import ContextPartition
 from runahead.engine import Engine
-from runahead.kv_transfer import CopyTransfer
+from runahead.kv_transfer.copy import CopyTransfer
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart

@@ -10,12 +10,9 @@ from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row
 from runahead.decoding.speculative.drafts import Drafter, DraftsByKind, LookupDrafter
-from runahead.decoding.speculative.generated_drafts import ModelDrafter
 from runahead.decoding.speculative.lead import Lead, lead_among
 from runahead.decoding.speculative.payoff import Payoff
-from runahead.decoding.speculative.policy_drafts import PolicyDrafter
 from runahead.decoding.speculative.proposals import PayingDrafts
-from runahead.decoding.speculative.retrieving_drafts import RetrievingDrafter
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.kv_transfer.gathering import Gathering
@@ -74,13 +71,18 @@ class Speculator:
         if kind is Speculate.model:
             if not isinstance(draft, Model):
                 raise ValueError("generation.speculate=model needs a smaller model that drafts: Engine(draft=...)")
-            ModelDrafter.check(self._model, draft, lengths=lengths, num_new=num_new)
+            self._check_model(draft, lengths, num_new)
         if isinstance(self._first, Model) and kind is not Speculate.lookup:
-            ModelDrafter.check(self._model, self._first, lengths=lengths, num_new=num_new)
+            self._check_model(self._first, lengths, num_new)
         if kind is Speculate.policy:
             if not isinstance(draft, RankPolicies):
                 raise ValueError("generation.speculate=policy needs policies of what drafts see: Engine(draft=...)")
             draft.check(self._model)
+
+    def _check_model(self, model: Model, lengths: Sequence[int], num_new: int) -> None:
+        from runahead.decoding.speculative.generated_drafts import ModelDrafter
+
+        ModelDrafter.check(self._model, model, lengths=lengths, num_new=num_new)
 
     def drafts(
         self, rows: Sequence[Row], lanes: Lanes, *, token_s: float = 0.0, gather: Gathering | None = None
@@ -104,11 +106,17 @@ class Speculator:
             return self._model_drafter(self._draft, lead, self._first_drafter(lead))
         if isinstance(self._draft, RankPolicies) and kind is Speculate.policy:
             if self._draft.retriever is not None:
+                from runahead.decoding.speculative.retrieving_drafts import RetrievingDrafter
+
                 return RetrievingDrafter(self._model, self._draft.retriever, lanes, self._first_drafter(lead), lead)
+            from runahead.decoding.speculative.policy_drafts import PolicyDrafter
+
             return PolicyDrafter(self._model, self._draft.last, lanes, self._first_drafter(lead), lead)
         return LookupDrafter()
 
     def _model_drafter(self, model: Model, lead: Lead, first: Drafter | None = None) -> Drafter:
+        from runahead.decoding.speculative.generated_drafts import ModelDrafter
+
         return ModelDrafter(model, first, verifying=self._model, on_layer=self._on_layer, lead=lead)
 
     def _first_drafter(self, lead: Lead) -> Drafter | None:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pkgutil import resolve_name
 from types import MethodType
-from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.models.bloom.modeling_bloom import BloomAttention
-from transformers.models.codegen.modeling_codegen import CodeGenAttention
-from transformers.models.falcon.modeling_falcon import FalconAttention
-from transformers.models.gptj.modeling_gptj import GPTJAttention
-from transformers.models.mpt.modeling_mpt import MptAttention
 
-from runahead.model.adapters import alibi, falcon, gptj
-
-ADAPTERS: dict[str, tuple[type[Any], str, Callable[..., Any]]] = {
-    "bloom": (BloomAttention, "forward", alibi.bloom_forward),
-    "codegen": (CodeGenAttention, "_attn", gptj.attend),
-    "falcon": (FalconAttention, "forward", falcon.forward),
-    "gptj": (GPTJAttention, "_attn", gptj.attend),
-    "mpt": (MptAttention, "forward", alibi.mpt_forward),
+ADAPTERS = {
+    "bloom": ("BloomAttention", "forward", "alibi:bloom_forward"),
+    "codegen": ("CodeGenAttention", "_attn", "gptj:attend"),
+    "falcon": ("FalconAttention", "forward", "falcon:forward"),
+    "gptj": ("GPTJAttention", "_attn", "gptj:attend"),
+    "mpt": ("MptAttention", "forward", "alibi:mpt_forward"),
 }
-"""Attention class of a family, and function that replaces a method of it and calls ours, by model_type."""
+"""Attention class of a family, and function of this folder that replaces a method of it and calls ours, by model_type.
+They are imported for a model of the family."""
 
 
 def adapt(model: PreTrainedModel, model_type: str) -> None:
     """Make every attention module of a model call our attention."""
-    kind, method, function = ADAPTERS[model_type]
+    family, method, place = ADAPTERS[model_type]
+    kind = resolve_name(f"transformers.models.{model_type}.modeling_{model_type}:{family}")
+    function = resolve_name(f"{__name__}.{place}")
     for module in model.modules():
         if isinstance(module, kind):
             setattr(module, method, MethodType(function, module))

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from runahead.config import DType, Fuse, ModelName, ModelOptions
+from runahead.config import DType, Fuse, ModelName, ModelOptions, Table
 from runahead.model.layer_kinds import decoder_config, unsupported_kinds
 from runahead.model.loading import checkpoint as checkpoints
-from runahead.model.loading import gguf_cache, hf, random_weights, sharing, smollm2, stored_forms
+from runahead.model.loading import hf, sharing, stored_forms
 from runahead.model.loading import overrides as config_overrides
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
 from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, require_room
@@ -55,11 +55,13 @@ class LoadedWeights:
     peak: PeakMemory
 
 
-FINDERS: dict[ModelName, Callable[..., Checkpoint]] = {
-    ModelName.smollm2: smollm2.find,
-    ModelName.hf: checkpoints.find,
-    ModelName.random: random_weights.find,
-}
+FINDERS: Table[ModelName, Callable[..., Checkpoint]] = Table(
+    {
+        ModelName.smollm2: "runahead.model.loading.smollm2:find",
+        ModelName.hf: "runahead.model.loading.checkpoint:find",
+        ModelName.random: "runahead.model.loading.random_weights:find",
+    }
+)
 """Function of each source that finds a checkpoint, and downloads it if necessary.
 
 With `weights=False` only config and tokenizer need be there. Raises a ValueError or an OSError of one line with the
@@ -107,6 +109,8 @@ def load(
         attn_implementation=attn_implementation,
     )
     if source.gguf:
+        from runahead.model.loading import gguf_cache
+
         stored_forms.require_taken_of_gguf(empty, checkpoints.read_gguf(source), source)
         try:
             checkpoint = gguf_cache.converted(_as_stored(make, small), empty, progress=progress)
@@ -121,6 +125,8 @@ def load(
         sentence = stored_forms.unused(empty, stored, source, unpacked=stored_forms.unpacks(config))
         if sentence is not None and progress:
             warnings.warn(sentence, stacklevel=2)
+    if is_random:
+        from runahead.model.loading import random_weights
     # Scales of quantised weights are parts of a weight in another way than the weight itself.
     in_parts = is_random or (sharing.reads_in_parts(empty) and not stored_forms.unpacks(config))
     if shares is not None and in_parts:
@@ -220,7 +226,11 @@ def _as_stored(make: hf.ModelMaker, small: Checkpoint) -> hf.ModelMaker:
 
 def _small_files(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint of which config and tokenizer are read: the conversion of a GGUF file, if there is one."""
-    return checkpoint if checkpoint.gguf is None else gguf_cache.known(checkpoint) or checkpoint
+    if checkpoint.gguf is None:
+        return checkpoint
+    from runahead.model.loading import gguf_cache
+
+    return gguf_cache.known(checkpoint) or checkpoint
 
 
 def _dtype(
