@@ -170,12 +170,9 @@ def table(found: list[Line]) -> str:
     given = f", {' '.join(last['ours'])}" if last["ours"] else ""
     cpu = last["hardware"]["cpu"]
     heading = f"*Measured {lines.measured(of_key)}.* {cpu}, {last['threads']} threads, {last['new']} new tokens{given}."
-    out = {
-        line["peer"]: line["skipped"]
-        for line in of_key
-        if "skipped" in line and not any((line["peer"], length) in by_place for length in lengths)
-    }
-    left_out = "".join(f"\nLeft out: {PEERS[name].shown}: {reason}.\n" for name, reason in out.items())
+    measured = {line["peer"] for line in shown}
+    out = dict.fromkeys(line["skipped"] for line in of_key if "skipped" in line and line["peer"] not in measured)
+    left_out = "".join(f"\nLeft out: {reason}.\n" for reason in out)
     return f"{heading}\n\n{markdown(rows)}{left_out}"
 
 

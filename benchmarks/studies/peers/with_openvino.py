@@ -46,10 +46,12 @@ def opened(options: Namespace) -> Iterator[tuple[str, Answer]]:
 
     # By default it computes in bfloat16 where the processor can, and stores keys and values in 8 bits.
     exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False
     pipeline = genai.LLMPipeline(
         options.model,
         "CPU",
-        scheduler_config=genai.SchedulerConfig(enable_prefix_caching=False),
+        scheduler_config=scheduler,
         INFERENCE_NUM_THREADS=options.threads,
         ATTENTION_BACKEND="PA",
         **exact,
