@@ -4,9 +4,10 @@
     python -m benchmarks.studies.capacity --before 7e828c9 --after 03ac95c --most-loss 0.03
 
 This is the short form of the study of the server under load (benchmarks/studies/serving.py). Each commit serves for the
-whole run, from two ranks of one thread, with launch/serve.py of a checkout of its own and its own defaults; without
---after the second is this checkout. In a round each gets the same requests, all at once, while the other one idles (A
-B, B A, ...). Rounds have texts of their own, so no prefix is found again. The first round is not counted.
+whole run, from two ranks of one thread, with launch/serve.py of a checkout of its own and, but for a fixed split, its
+own defaults; without --after the second is this checkout. In a round each gets the same requests, all at once, while
+the other one idles (A B, B A, ...). Rounds have texts of their own, so no prefix is found again. The first round is not
+counted.
 
 A capacity is the requests of a round over the seconds to the end of the last answer. The ratio is the capacity after
 over that before: the median over rounds, and its 95% interval by the percentile bootstrap. It needs two cores that are
@@ -31,12 +32,15 @@ from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, option
 from benchmarks.studies.commits.__main__ import mean
 from benchmarks.studies.commits.job import checkout_of
+from benchmarks.studies.commits.rank import SHARES
 from benchmarks.studies.endurance import Server
 from benchmarks.studies.serving import Reply, ask, load, spread
 
 NUM_RANKS = 2
-OPTIONS = ["ranks.threads=1", "serve.log=false", "serve.max_waiting=1000", "serve.max_per_client=1000"]
-"""Of both servers: a client whose requests come all at once is one like others."""
+SPLIT = ["partition=ratios", f"partition.ratios={SHARES}".replace(" ", "")]
+"""A split that nothing was learned for: partition=auto begins with what earlier runs of some commit have kept."""
+OPTIONS = ["ranks.threads=1", *SPLIT, "serve.log=false", "serve.max_waiting=1000", "serve.max_per_client=1000"]
+"""Of both servers, which take requests of one client that come all at once."""
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def test_two_commits_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    server = ["--server", "model=random", f"model.config={tmp_path / 'config.json'}", "partition=even"]
+    server = ["--server", "model=random", f"model.config={tmp_path / 'config.json'}"]
     load = ["--requests", "3", "--rounds", "1", "--length", "64", "--vocabulary", "100", "--new_tokens", "3"]
     file = tmp_path / "lines.jsonl"
     STUDY.main(["--before", "HEAD", *server, *load, "--lines", str(file), "--out", str(tmp_path)])
