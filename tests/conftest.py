@@ -43,7 +43,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in (guard.FOLDER, TEST_KERNELS):  # what is compiled for tests stays
         (users / name).mkdir(parents=True, exist_ok=True)
     for path in users.iterdir():
-        if path.is_dir() and path.name not in ("splits", "tables", "gguf", "kernels"):
+        if path.is_dir() and path.name not in ("splits", "tables", "gguf", "checks", "kernels"):
             (folder / path.name).symlink_to(path)
     with pytest.MonkeyPatch.context() as patch:
         if any(folder.iterdir()):  # else a test downloads the model, once and for all

@@ -89,7 +89,18 @@ OF_A_PROMPT = {
     "ranks",
     "first_token_logits_top5",
 }
-OF_THE_RUN = {"policy", "prefill", "world_size", "model", "dtype", "device", "versions", "warmup", "prompts"}
+OF_THE_RUN = {
+    "policy",
+    "prefill",
+    "world_size",
+    "model",
+    "dtype",
+    "device",
+    "versions",
+    "warmup",
+    "model_check",
+    "prompts",
+}
 
 
 def test_report_of_one_prompt_has_every_field_on_top():

@@ -26,11 +26,13 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.config import Fuse, ModelOptions
 from runahead.failures import PeerFailure
+from runahead.kernels.operators import KERNELS, SOURCE
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
 from runahead.model.grammars import Grammars
 from runahead.model.held import Held
+from runahead.model.known_checks import CheckOutcome, KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.few_rows import multiply_few_rows_fast
 from runahead.model.layers.fusing import is_fused, unfuse, watching
@@ -39,6 +41,7 @@ from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.pieces import give_in_pieces
 from runahead.model.layers.products import fuse_products
+from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
@@ -49,6 +52,7 @@ from runahead.model.model_layers import ModelLayers
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
+from runahead.ranks.agreement import fact
 from runahead.report import MemoryReport
 from runahead.rotary import Rotary
 from runahead.timeline.ranges import NamedRanges, Ranges
@@ -70,8 +74,11 @@ class Model(ModelLayers):
             then the same calls in the same order.
         fuse: as of `ModelOptions`. Shares of a model, float64 and what marks tokens stay as they are, with a warning.
         is_mapped: weights are in the page cache of files, and are not copied to be fused.
+        made_from: digest of the files and options that the weights come from: if a check of just this model is kept in
+            the cache folder, it is not done again. By default, and of shares, it is always done.
 
     Attributes:
+        was_known: whether the check was done by an earlier run.
         gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
@@ -92,6 +99,7 @@ class Model(ModelLayers):
         shares: Shares | None = None,
         fuse: Fuse = Fuse.off,
         is_mapped: bool = False,
+        made_from: str = "",
     ) -> None:
         register()
         super().__init__(module, name=name, shares=shares)
@@ -112,7 +120,7 @@ class Model(ModelLayers):
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
-        self._narrows = self.gives_one_by_one = False
+        self._narrows = self.gives_one_by_one = self.was_known = False
         self._marker: Marker | None = None
         try:
             self.marks = Marks.from_config(self.config)
@@ -129,7 +137,7 @@ class Model(ModelLayers):
             if fuse is Fuse.auto and not is_fused(module):
                 why = "ranks that share it" if shares else "marks of tokens (DMS)" if self.marks else str(self.dtype)
                 warnings.warn(f"model.fuse=auto has no effect on {self.family} ({why})", stacklevel=2)
-            self._check_logits()
+            self._check_logits(made_from if shares is None else "")
         except (torch.OutOfMemoryError, PeerFailure):
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -183,6 +191,7 @@ class Model(ModelLayers):
             shares=loaded.shares,
             fuse=loaded.fuse,
             is_mapped=loaded.is_mapped,
+            made_from=loaded.made_from,
         )
         model.memory, model._peak, model.overrides = loaded.memory, loaded.peak, loaded.overrides
         return model
@@ -511,14 +520,34 @@ class Model(ModelLayers):
             hidden_1CD: Tensor = self.module.base_model(input_ids=ids_1C, **keywords).last_hidden_state
         return hidden_1CD
 
-    def _check_logits(self) -> None:
+    def _check_logits(self, made_from: str) -> None:
+        """`_compare_logits`, unless a run before did so for a model made from the same."""
+        if self.marks is not None:  # transformers has no attention that leaves out what is marked
+            return
+        known, outcome, fused = None, None, is_fused(self.module)
+        if made_from:
+            kernels = SOURCE.read_text(encoding="utf-8") if KERNELS.in_use else ""  # which compute attention
+            about = fact(f"{made_from} {fused} {kernels}")
+            weights = model_fingerprint(self.module)
+            known = KnownCheck.of_model(cache_folder(), weights, about, self.dtype, self.device)
+            outcome = known.read()
+        self.was_known = outcome is not None
+        if outcome is None:
+            self._compare_logits()
+            if known is not None and is_fused(self.module) == fused:  # otherwise each run says what it has found
+                reads_late = self.held is not None and self.held.reads_late
+                known.write(CheckOutcome(one_by_one=self.gives_one_by_one, reads_late=reads_late))
+        elif self.held is not None:
+            give_in_pieces(self.module, self._run_one_token)
+            self.gives_one_by_one = outcome.one_by_one
+            self.held = replace(self.held, reads_late=outcome.reads_late)
+
+    def _compare_logits(self) -> None:
         """Compare the logits with transformers' own; what is fused is taken apart if they are right only without it.
 
         Raises:
             ValueError: they are others.
         """
-        if self.marks is not None:  # transformers has no attention that leaves out what is marked
-            return
         try:
             check = self._logits_check()
             if self.held is None:
@@ -531,7 +560,7 @@ class Model(ModelLayers):
             if not unfuse(self.module):
                 raise
             self.gives_one_by_one = False
-            self._check_logits()
+            self._compare_logits()
             warnings.warn(f"{self.family} is computed as with model.fuse=off ({one_line(error)})", stacklevel=2)
 
     def _require_states(self, check: LogitsCheck, held: Held) -> None:

@@ -5,6 +5,7 @@ To add a source: a file with a function that finds its checkpoint, a line in `FI
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ class LoadedWeights:
         fuse: as of `ModelOptions`.
         memory: memory of this rank while it loaded.
         peak: goes on from there.
+        made_from: digest of the options, and of names, sizes and times of the files; "" where the model's own code was
+            loaded, which may be anywhere.
     """
 
     module: PreTrainedModel
@@ -53,6 +56,7 @@ class LoadedWeights:
     fuse: Fuse
     memory: MemoryReport
     peak: PeakMemory
+    made_from: str = ""
 
 
 FINDERS: Table[ModelName, Callable[..., Checkpoint]] = Table(
@@ -172,6 +176,7 @@ def load(
             predicted_load_peak_bytes=base_bytes + weights_bytes + footprint.whole + footprint.read,
         ),
         peak=peak,
+        made_from="" if hasattr(config, "auto_map") else _made_from(options, source, checkpoint),
     )
 
 
@@ -272,6 +277,17 @@ def _footprint(
             footprint.copied += tensor.num_elements * (parameter.dtype if parameter is not None else dtype).itemsize
             footprint.read += tensor.num_elements * (tensor.dtype or dtype).itemsize
     return footprint
+
+
+def _made_from(options: ModelOptions, *checkpoints: Checkpoint) -> str:
+    """Digest of what a model is made from: `LoadedWeights.made_from`."""
+    facts = [repr(options)]
+    for checkpoint in checkpoints:
+        files = [checkpoint.path] if checkpoint.gguf or checkpoint.config_file else checkpoint.folder.iterdir()
+        for path in sorted(each for each in files if each.is_file()):
+            about = path.stat()
+            facts.append(f"{path.name} {about.st_size} {about.st_mtime_ns}")
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 
 def _read_in(module: PreTrainedModel) -> None:

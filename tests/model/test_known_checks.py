@@ -1,0 +1,214 @@
+"""A model whose logits were compared before is not checked again; one that differs in anything is.
+
+Reference: the same model, checked in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runahead.cache.attention import CausalAttention
+from runahead.config import DType, ModelName, ModelOptions
+from runahead.model import known_checks, logits_check
+from runahead.model.logits_check import LogitsCheck
+from runahead.model.model import Model
+from tests import families
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "checks"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    families.build("llama", dtype=torch.float32).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each check that is done."""
+    done: list[str] = []
+
+    def counted(name: str) -> None:
+        call = getattr(LogitsCheck, name)
+
+        def noted(self: LogitsCheck, *args: Any) -> Any:
+            done.append(name)
+            return call(self, *args)
+
+        monkeypatch.setattr(LogitsCheck, name, noted)
+
+    for name in ("require", "require_states"):
+        counted(name)
+    return done
+
+
+def load(folder: Path, **options: Any) -> Model:
+    return Model.load(ModelOptions(name=ModelName.hf, path=str(folder), **options), CPU)
+
+
+def logits(model: Model) -> torch.Tensor:
+    """Of a text in three chunks."""
+    ids_1S, cache = torch.tensor([families.prompt(12)]), model.empty_cache(12)
+    found = []
+    for start, end in ((0, 5), (5, 7), (7, 12)):
+        attention = CausalAttention(cache, start=start, pads=[0])
+        found.append(model.forward(ids_1S[:, start:end], attention, start=start, pads=[0]))
+    return torch.stack(found)
+
+
+def test_a_known_model_is_not_checked_again(cache: Path, folder: Path, checks: list[str]) -> None:
+    first, second = load(folder), load(folder)
+    assert (first.was_known, second.was_known) == (False, True)
+    assert checks == ["require"]
+    assert torch.equal(logits(first), logits(second))
+    assert len([*cache.iterdir()]) == 1
+
+
+def edit(folder: Path, keeps_time: bool = False) -> None:
+    """Change one value of the weights, which no sample need cover."""
+    path = folder / "model.safetensors"
+    before, weights = path.stat(), load_file(path)
+    weights["model.layers.0.mlp.up_proj.weight"].view(-1)[1] += 0.5
+    save_file(weights, path, metadata={"format": "pt"})
+    if keeps_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def edit_all(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    before = path.stat()
+    save_file({name: 2 * values for name, values in load_file(path).items()}, path, metadata={"format": "pt"})
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
+    "a value of the weights": (edit, {}),
+    "weights of the same size and time": (edit_all, {}),
+    "config": (lambda folder: (folder / "config.json").write_text((folder / "config.json").read_text() + "\n"), {}),
+    "dtype": (lambda folder: None, {"dtype": DType.bfloat16}),
+    "overrides": (lambda folder: None, {"overrides": {"rms_norm_eps": 1e-4}}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_model_is_checked(change: str, cache: Path, folder: Path, checks: list[str]) -> None:
+    load(folder)
+    do, options = CHANGES[change]
+    do(folder)
+    assert not load(folder, **options).was_known
+    assert len(checks) == 2
+    assert load(folder, **options).was_known
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (known_checks, "library_facts", {"torch": "another", "the code of runahead": "the same"}),
+        (known_checks, "_device_facts", {"device": "another"}),
+        (known_checks, "VERSION", 0),
+    ],
+)
+def test_other_versions_and_devices_check_again(
+    owner: Any,
+    name: str,
+    value: Any,
+    cache: Path,
+    folder: Path,
+    checks: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load(folder)
+    monkeypatch.setattr(owner, name, (lambda *_: value) if callable(getattr(owner, name)) else value)
+    assert not load(folder).was_known
+    assert load(folder).was_known
+    assert len(checks) == 2
+
+
+DAMAGES: dict[str, Callable[[Path, dict[str, Any]], object]] = {
+    "empty": lambda path, content: path.write_text(""),
+    "cut": lambda path, content: path.write_text(path.read_text()[:-20]),
+    "no text": lambda path, content: path.write_bytes(b"\xff\x00\xfe"),
+    "a list": lambda path, content: path.write_text("[1]"),
+    "nested": lambda path, content: path.write_text("[" * 100_000),
+    "large": lambda path, content: path.write_text(path.read_text() + " " * known_checks.MOST_BYTES),
+    "numbers": lambda path, content: path.write_text(
+        json.dumps(content | {"outcome": {"one_by_one": 0, "reads_late": 1}})
+    ),
+    "no outcome": lambda path, content: path.write_text(json.dumps(content | {"outcome": None})),
+    "more": lambda path, content: path.write_text(json.dumps(content | {"outcome": content["outcome"] | {"x": True}})),
+    "another fact": lambda path, content: path.write_text(
+        json.dumps(content | {"facts": content["facts"] | {"torch": "1.0"}})
+    ),
+    "no facts": lambda path, content: path.write_text(json.dumps(content | {"facts": {}})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_no_outcome(damage: str, cache: Path, folder: Path, checks: list[str]) -> None:
+    load(folder)
+    [path] = cache.iterdir()
+    DAMAGES[damage](path, json.loads(path.read_text()))
+    assert not load(folder).was_known
+    assert load(folder).was_known
+    assert len(checks) == 2
+
+
+def test_an_entry_that_cannot_be_kept_costs_a_check(cache: Path, folder: Path, checks: list[str]) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_text("no folder")
+    assert not load(folder).was_known
+    assert not load(folder).was_known
+    assert len(checks) == 2
+
+
+def test_a_model_that_fails_is_not_known(cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(logits_check, "differ", lambda *_: "off by 1")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="is not computed right"):
+                load(folder)
+    assert not cache.exists()
+    assert not load(folder).was_known
+
+
+def test_a_model_that_is_given_is_always_checked(cache: Path, checks: list[str]) -> None:
+    for _ in range(2):
+        assert not Model(families.build("llama", dtype=torch.float32)).was_known
+    assert len(checks) == 2 and not cache.exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_what_a_check_finds_of_states_is_kept(
+    family: str, cache: Path, tmp_path: Path, checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family not in families.HYBRIDS:
+        pytest.skip(f"transformers has no {family}")
+    families.build(family, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    first = load(tmp_path / "model")
+    num_checks = len(checks)
+    second = load(tmp_path / "model")
+    assert second.was_known and len(checks) == num_checks
+    assert first.held is not None and second.held is not None
+    assert (second.gives_one_by_one, second.held.reads_late) == (first.gives_one_by_one, first.held.reads_late)
+    assert second.gives_one_by_one == (family == "jamba")
+    assert torch.equal(logits(first), logits(second))
+    [path] = cache.iterdir()
+    content = json.loads(path.read_text())
+    wrong = {name: not value for name, value in content["outcome"].items()}
+    path.write_text(json.dumps(content | {"outcome": wrong}))
+    third = load(tmp_path / "model")  # of which the outcome is another
+    assert third.gives_one_by_one != first.gives_one_by_one
