@@ -514,13 +514,13 @@ def build(
 ) -> PreTrainedModel:
     """A new model of a family, with the same weights in every process; `config` overrides the family's.
 
-    Rotary frequencies are rounded to float32 as transformers has them, inside `throughout`, too. float64 makes
-    transformers run its experts one by one, since its grouped kernels know no float64.
+    float64 makes transformers run its experts one by one, since its grouped kernels know no float64. Rotary frequencies
+    are of float32 as transformers has them, unless `throughout` is open.
     """
     family = name if isinstance(name, Family) else {**FAMILIES, **SHARING, **HYBRIDS, **MARKING, **REFUSED}[name]
     settings = {**SHARED, **family.config, **config}
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    with Float64.suspended(), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(family.model_type, **settings),
@@ -538,6 +538,12 @@ def build(
     return module.to(dtype).eval().requires_grad_(False)
 
 
+def rounded(name: str | Family, **how: Any) -> PreTrainedModel:
+    """A model of `build` with rotary frequencies of float32, whether or not `throughout` is open around the call."""
+    with Float64.suspended():
+        return build(name, **how)
+
+
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     """Random token ids without special ones."""
     generator = torch.Generator().manual_seed(seed)
@@ -547,7 +553,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 @cache
 def oracle_logits(name: str, ids: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
     """Logits (V) behind the last token, by transformers alone. The model is new: nothing earlier leaks into it."""
-    module = build(name, dtype=dtype)
+    module = rounded(name, dtype=dtype)
     with torch.inference_mode(), throughout(dtype):
         return module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
@@ -555,7 +561,7 @@ def oracle_logits(name: str, ids: tuple[int, ...], dtype: torch.dtype = torch.fl
 @cache
 def oracle_tokens(name: str, ids: tuple[int, ...], num_new: int, **options: Any) -> list[int]:
     """New token ids of `transformers.generate`; greedy, and not ended by any token, unless the options say so."""
-    module = build(name)
+    module = rounded(name)
     settings = {"do_sample": False, "eos_token_id": None, **options}
     module.generation_config.eos_token_id = settings.pop("eos_token_id")
     ids_1S = torch.tensor([ids])

@@ -26,13 +26,13 @@ from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.scoring import PromptScorer
 from runahead.report import GenerationBatch, PromptLogprobs, RankReport
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import Float64, build, throughout
+from tests.families import Float64, build, rounded, throughout
 
 
 @cache
 def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> Model:
     """A family's model, made once per process: later tests run on a model that has seen the earlier ones' prompts."""
-    module = build(family, dtype=dtype)
+    module = rounded(family, dtype=dtype)
     with throughout(dtype):
         model = Model(module, name=family)
     with Float64.suspended():
