@@ -1,4 +1,4 @@
-"""OpenAI's API: the endpoints, from a request's body to its place in the queue."""
+"""The API: the endpoints, from a request's body to its place in the queue."""
 
 from __future__ import annotations
 
@@ -27,11 +27,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from launch.server.answer.answering import Answering
-from launch.server.answer.form import Form
 from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.answer.parser import BEGIN_REASONING, END_REASONING, Parts
 from launch.server.answer.row_text import RowText
+from launch.server.dialects.base import Dialect
+from launch.server.dialects.messages import CountedMessages, Messages
+from launch.server.dialects.openai import Chats as ChatDialect
+from launch.server.dialects.openai import Completions
+from launch.server.dialects.responses import CountedResponses, Responses
+from launch.server.dialects.translating import Translated
 from launch.server.errors import APIError, dumps, shown, too_long, wrong
 from launch.server.keys import NO_KEY, Key, Keys
 from launch.server.metrics import Metrics, prefix_lines
@@ -41,7 +46,7 @@ from launch.server.page.state import state_json
 from launch.server.process import process_lines
 from launch.server.request.bodies import Bodies
 from launch.server.request.chats import Chats
-from launch.server.request.fields import ChatRequest, CompletionRequest, read_chat, read_completion
+from launch.server.request.fields import ChatRequest, CompletionRequest
 from launch.server.request.prompts import prompts_of
 from launch.server.request.reader import compressed, read_json, unknown
 from launch.server.request.readers import Readers
@@ -56,6 +61,18 @@ from runahead.model.grammars import Grammars
 from runahead.serving.request import Request
 from runahead.serving.scheduler import RequestRefused, Scheduler
 
+DIALECTS: dict[str, Callable[[], Dialect]] = {
+    "/v1/chat/completions": ChatDialect,
+    "/v1/completions": Completions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
+"""How answers are asked for, by path."""
+COUNTS: dict[str, Callable[[], Translated]] = {
+    "/v1/responses/input_tokens": CountedResponses,
+    "/v1/messages/count_tokens": CountedMessages,
+}
+"""How the tokens of a prompt are asked for, by path."""
 GUIDES = ("json_schema", "grammar")
 """Generation options for which requests have other fields."""
 
@@ -115,8 +132,11 @@ class API:
             Route("/state", self._safely(self._state)),
             Route("/v1/models", self._safely(self._models)),
             Route("/v1/models/{name:path}", self._safely(self._one_model)),
-            Route("/v1/chat/completions", self._safely(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._safely(self._completion), methods=["POST"]),
+            *(
+                Route(path, self._safely(self._generate, dialect), methods=["POST"])
+                for path, dialect in DIALECTS.items()
+            ),
+            *(Route(path, self._safely(self._count, dialect), methods=["POST"]) for path, dialect in COUNTS.items()),
             Route("/tokenize", self._safely(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._safely(self._detokenize), methods=["POST"]),
         ]
@@ -171,12 +191,6 @@ class API:
         self._check_model(request.path_params["name"])
         return _json(self._about_model())
 
-    async def _chat(self, request: HTTPRequest) -> ASGIApp:
-        return await self._generate(request, is_chat=True)
-
-    async def _completion(self, request: HTTPRequest) -> ASGIApp:
-        return await self._generate(request, is_chat=False)
-
     async def _tokenize(self, request: HTTPRequest) -> ASGIApp:
         def read(body: bytes) -> dict[str, Any]:
             ids, texts, asked = tokenized(
@@ -199,14 +213,28 @@ class API:
         async with self._body(request) as body:
             return _json(await self._readers.run(len(body), partial(read, body)))
 
-    async def _generate(self, request: HTTPRequest, *, is_chat: bool) -> ASGIApp:
-        """Queue a request. Returns what sends its answer. Raises: APIError."""
-        client = request.state.client
+    async def _count(self, request: HTTPRequest) -> ASGIApp:
+        dialect = request.state.dialect
+
+        def read(body: bytes) -> dict[str, Any]:
+            asked, chat = self._asked(body, dialect)
+            with dialect.renaming():
+                [prompt] = prompts_of(asked, chat, self._tokenizer, longest=self.scheduler.longest_text)
+            counted: dict[str, Any] = dialect.counted(len(ids_of(prompt)))
+            return counted
+
         async with self._body(request) as body:
-            read, chat = await self._readers.run(len(body), partial(self._asked, body, is_chat))
-            if read.options[0].guide is not None:
-                await asyncio.get_running_loop().run_in_executor(self._compiler, self._check_options, read)
-            prompts, rows = await self._readers.run(len(body), partial(self._rows, read, chat, client))
+            return _json(await self._readers.run(len(body), partial(read, body)))
+
+    async def _generate(self, request: HTTPRequest) -> ASGIApp:
+        """Queue a request. Returns what sends its answer. Raises: APIError."""
+        client, dialect = request.state.client, request.state.dialect
+        async with self._body(request) as body:
+            read, chat = await self._readers.run(len(body), partial(self._asked, body, dialect))
+            with dialect.renaming():
+                if read.options[0].guide is not None:
+                    await asyncio.get_running_loop().run_in_executor(self._compiler, self._check_options, read)
+                prompts, rows = await self._readers.run(len(body), partial(self._rows, read, chat, client))
         rows = [self._with_seed(options, read.chose_seed) for options in rows]
         queued = Request(
             prompts=prompts,
@@ -224,11 +252,10 @@ class API:
         )
         with _refusals():
             self.scheduler.submit(queued)
-        form = Form(request.state.identity, self.model, is_chat=is_chat, texts=self._texts)
         return Answering(
             queued,
             listener,
-            form,
+            dialect.form(request.state.identity, self.model, read, self._texts),
             read,
             request,
             scheduler=self.scheduler,
@@ -269,11 +296,14 @@ class API:
         """Options of a row; one that is sampled without a seed takes the next of the server's."""
         return options if chose_seed or not options.do_sample else replace(options, seed=self._seeds.getrandbits(32))
 
-    def _asked(self, body: bytes, is_chat: bool) -> tuple[ChatRequest | CompletionRequest, str | None]:
+    def _asked(self, body: bytes, dialect: Dialect) -> tuple[ChatRequest | CompletionRequest, str | None]:
         """A request, and its prompt as text if it is a chat. Raises: APIError."""
-        fields = read_json(body)
-        read: ChatRequest | CompletionRequest
-        read = read_chat(fields, self._defaults) if is_chat else read_completion(fields, self._defaults)
+        fields = dialect.translated(read_json(body))
+        with dialect.renaming():
+            return self._checked(dialect.read(fields, self._defaults))
+
+    def _checked(self, read: ChatRequest | CompletionRequest) -> tuple[ChatRequest | CompletionRequest, str | None]:
+        """The same request, checked, with the parts of its answers, and its prompt as text if it is a chat."""
         self._check_named(read.model, read.unknown)
         if isinstance(read, CompletionRequest) and read.scores is not None:
             try:
@@ -353,11 +383,16 @@ class API:
     # What endpoints share.
 
     def _safely(
-        self, endpoint: Callable[[HTTPRequest], Awaitable[ASGIApp]], *, is_open: bool = False
+        self,
+        endpoint: Callable[[HTTPRequest], Awaitable[ASGIApp]],
+        dialect: Callable[[], Dialect] = ChatDialect,
+        *,
+        is_open: bool = False,
     ) -> Callable[[HTTPRequest], Awaitable[ASGIApp]]:
-        """An endpoint of which whatever goes wrong is an error in OpenAI's shape."""
+        """An endpoint of which whatever goes wrong is an error in its API's shape."""
 
         async def safe(request: HTTPRequest) -> ASGIApp:
+            request.state.dialect = dialect()
             request.state.identity, request.state.key = uuid.uuid4().hex, NO_KEY
             began_s, tell = time.monotonic(), self._log.refused
             try:
@@ -380,7 +415,7 @@ class API:
             headers = {"x-request-id": request.state.identity, **error.headers}
             if not await self._bodies.discarded(request):
                 headers["connection"] = "close"
-            return _json(error.body, error.status, headers)
+            return _json(request.state.dialect.error(error), error.status, headers)
 
         return safe
 
@@ -390,8 +425,10 @@ class API:
         if self._hosts is not None and host and without_port(host) not in self._hosts:
             message = f"this server is not called '{shown(host)}'; add the name to serve.hosts, or start it with a key"
             raise APIError(403, message, code="unknown_host")
+        key = request.headers.get("x-api-key")  # as Anthropic's clients send it
+        given = request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
         try:
-            return self._keys.admitted(request.headers.get("authorization"))
+            return self._keys.admitted(given)
         except APIError:
             self.metrics.counters["wrong_keys_total"] += 1
             raise

@@ -12,6 +12,7 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_erro
 QUOTING = (
     *("prompt_cache.", "tools", "tool_choice", "response_format", "structured_outputs", "guided_"),
     *("json_schema", "grammar", "chat_template_kwargs", "messages"),
+    *("input", "instructions", "system", "text.", "output_config"),
 )
 """Beginnings of the names of fields of whose texts messages may quote a part."""
 
@@ -41,7 +42,7 @@ class APIError(Exception):
     @property
     def logged(self) -> str:
         """The message for the log, which has nothing of a request's texts."""
-        is_length = self.param == "messages" and self.code == "context_length_exceeded"
+        is_length = self.param in ("messages", "input") and self.code == "context_length_exceeded"
         return f"'{self.param}' is wrong" if (self.param or "").startswith(QUOTING) and not is_length else str(self)
 
     @property

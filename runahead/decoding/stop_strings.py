@@ -96,6 +96,7 @@ class StopStrings:
 
     Attributes:
         text: the text so far; after a stop string was found, the text before it, or with `keeps_stop` up to its end.
+        found: the stop string that was found; None so far.
 
     Raises:
         ValueError: there are stop strings but no tokenizer.
@@ -120,6 +121,7 @@ class StopStrings:
         self.text = ""
         self._num_taken = 0
         self.stopped = False
+        self.found: str | None = None
         self.finished = False
 
     def add(self, token_id: int, *, may_stop: bool = True) -> bool:
@@ -133,7 +135,8 @@ class StopStrings:
         if may_stop and token_id in self._stop_ids:
             self._append(self._detokenizer.finish())
             if not self.stopped:
-                self.text += self._stop_ids[token_id] if self._keeps_stop else ""
+                self.found = self._stop_ids[token_id]
+                self.text += self.found if self._keeps_stop else ""
             self.stopped = True
         else:
             self._append(self._detokenizer.add(token_id), may_stop=may_stop)
@@ -159,15 +162,15 @@ class StopStrings:
         self.text += part
         if not may_stop:
             return
-        ends_and_starts = []
+        found = []
         for stop in self._stop:
             # A stop string may begin in the old text, but it ends in the new part.
             start = self.text.find(stop, max(0, old_length - len(stop) + 1))
             if start >= 0:
-                ends_and_starts.append((start + len(stop), start))
-        if ends_and_starts:
+                found.append((start + len(stop), start, stop))
+        if found:
             self.stopped = True
-            end, start = min(ends_and_starts)
+            end, start, self.found = min(found)
             self.text = self.text[: end if self._keeps_stop else start]
 
     def _num_chars_of_a_begun_stop_string(self) -> int:
@@ -234,6 +237,11 @@ class EndingText:
     def text(self) -> str:
         """The text so far; after a stop string was found, the text before it, or with it if that is kept."""
         return self._text.text
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended it; None if none has."""
+        return self._text.found
 
 
 def _kept_tokens(tokenizer: Any, names: Sequence[str]) -> dict[int, str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from launch.server.api import API
+from launch.server.api import API, DIALECTS
+from launch.server.dialects.base import Dialect
 from launch.server.errors import APIError
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
@@ -62,6 +63,68 @@ COMPLETIONS = (
     {"prompt": [[5, 6, 7], [8]], "response_format": FORMAT},
     {"prompt": ["a", "b"], "ignore_eos": True},
 )
+RESPONSES = (
+    {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "größer, 中文"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "So."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "1", "output": "in the ice"},
+        ],
+        "instructions": "You are a ship's clerk.",
+        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "max_output_tokens": 4,
+    },
+    {
+        "input": "the letters of the captain",
+        "model": "fake",
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}, "verbosity": "low"},
+        "reasoning": {"effort": "none", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "temperature": 0.5,
+        "truncation": "disabled",
+        "stream": True,
+    },
+)
+BLOCKS = (
+    {
+        "max_tokens": 4,
+        "system": [{"type": "text", "text": "You sail.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "größer, 中文"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "So.", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}]},
+                    {"type": "text", "text": "So?"},
+                ],
+            },
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        "stop_sequences": ["x", "yz"],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    },
+    {
+        "max_tokens": 4,
+        "messages": [{"role": "user", "content": "a"}],
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        "temperature": 0.5,
+        "top_k": 5,
+        "stream": True,
+    },
+)
 
 
 @cache
@@ -86,16 +149,17 @@ def api() -> API:
     )
 
 
-def check_body(content: bytes, *, is_chat: bool) -> Outcome:
+def check_body(content: bytes, dialect: Dialect) -> Outcome:
     def read() -> tuple[ChatRequest | CompletionRequest, list[GivenPrompt], list[GenerationOptions]]:
         try:
-            found, chat = api()._asked(content, is_chat)
-            if found.options[0].guide is not None:
-                api()._check_options(found)
-            return found, *api()._rows(found, chat, "a client")
+            found, chat = api()._asked(content, dialect)
+            with dialect.renaming():
+                if found.options[0].guide is not None:
+                    api()._check_options(found)
+                return found, *api()._rows(found, chat, "a client")
         except APIError as error:
             assert 400 <= error.status < 500 and "\n" not in str(error), error.body
-            json.dumps(error.body).encode()
+            json.dumps(dialect.error(error)).encode()
             raise ValueError(str(error)) from error
 
     def use(found: tuple[ChatRequest | CompletionRequest, list[GivenPrompt], list[GenerationOptions]]) -> None:
@@ -108,8 +172,8 @@ def check_body(content: bytes, *, is_chat: bool) -> Outcome:
     return judged(read, use, warning="refuses such requests")  # of a field that nobody knows
 
 
-def _checked_as(*, is_chat: bool) -> Callable[[bytes, Path], Outcome]:
-    return lambda content, folder: check_body(content, is_chat=is_chat)
+def _checked_as(dialect: Callable[[], Dialect]) -> Callable[[bytes, Path], Outcome]:
+    return lambda content, folder: check_body(content, dialect())
 
 
 READER = "launch/server/api.py API._asked"
@@ -119,8 +183,13 @@ TARGETS = tuple(
         name=name,
         reads=READER,
         inputs=changed_json(bodies) | changed_bytes([json.dumps(body).encode() for body in bodies]),
-        check=_checked_as(is_chat=is_chat),
+        check=_checked_as(DIALECTS[path]),
         share=8,
     )
-    for name, bodies, is_chat in (("requests, chats", CHATS, True), ("requests, completions", COMPLETIONS, False))
+    for name, bodies, path in (
+        ("requests, chats", CHATS, "/v1/chat/completions"),
+        ("requests, completions", COMPLETIONS, "/v1/completions"),
+        ("requests, responses", RESPONSES, "/v1/responses"),
+        ("requests, messages", BLOCKS, "/v1/messages"),
+    )
 )

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from openai import OpenAI
 
 from launch.server.api import API
 from launch.server.http import HTTPServer, bound_socket
@@ -317,3 +318,12 @@ def serving(
         served.thread.join(60)
         served.http.stop(10)
         assert not served.thread.is_alive(), "the scheduler has not ended"
+
+
+@contextmanager
+def saying(text: str, template: str = TOOLS_TEMPLATE, **options: Any) -> Iterator[tuple[OpenAI, FakeEngine]]:
+    """A client of a server whose model says a text, and its engine."""
+    engine = FakeEngine()
+    engine.says = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+    with serving(engine=engine, tokenizer=chat_tokenizer(template), **options) as served:
+        yield OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0), engine

@@ -1,4 +1,4 @@
-"""Agents' own packages against a server: what they ask of tools is answered, by a tiny random model.
+"""Agents' own packages, also of Node, against a server: what they ask for is answered, by a tiny random model.
 
 They come from the package index into an environment of their own, and where they do not the tests are skipped.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,26 @@ for more in ([], ["--no-stream"]):
     done = subprocess.run(asked, env=os.environ | {"LLM_USER_PATH": str(folder)}, check=True, stdout=subprocess.PIPE)
     told(Sighting.model_validate_json(done.stdout))
 """,
+    "anthropic": """
+from anthropic import Anthropic
+client = Anthropic(base_url=URL.removesuffix("/v1"), api_key=KEY)
+said = [{"role": "user", "content": QUESTION}]
+tool = {"name": "Sighting", "input_schema": Sighting.model_json_schema()}
+asked = {"model": "fake", "max_tokens": 400, "messages": said, "tools": [tool]}
+asked["tool_choice"] = {"type": "tool", "name": "Sighting"}
+answer = client.messages.create(**asked)
+[call] = answer.content
+told(Sighting(**call.input))
+with client.messages.stream(**asked) as stream:
+    [streamed] = stream.get_final_message().content
+told(Sighting(**streamed.input))
+assert streamed.input == call.input and answer.stop_reason == "tool_use"
+result = {"type": "tool_result", "tool_use_id": call.id, "content": "no"}
+said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+more = client.messages.create(model="fake", max_tokens=9, messages=said, tools=[tool])
+counted = client.messages.count_tokens(model="fake", messages=said, tools=[tool]).input_tokens
+assert counted == more.usage.input_tokens + more.usage.cache_read_input_tokens
+""",
 }
 """A program for each package, which prints what it was told."""
 
@@ -143,3 +164,49 @@ def test_aider_shows_an_answer_and_counts_its_tokens(tmp_path: Path) -> None:
     [received] = re.findall(r"Tokens: [\d.]+k? sent, (\d+) received", said)
     [made] = re.findall(r"^runahead:generation_tokens_total (\d+)", metrics, flags=re.MULTILINE)
     assert "\nhello world\n" in said and received == made
+
+
+NODE = """
+import OpenAI from "openai";
+const client = new OpenAI({ baseURL: process.argv[2], apiKey: "none", maxRetries: 0 });
+const parameters = {
+  type: "object",
+  properties: { ship: { enum: ["Terror", "Erebus"] }, miles: { type: "integer", minimum: 0, maximum: 9 } },
+  required: ["ship", "miles"],
+};
+const seen = (found) => { console.log(JSON.stringify(found)); return "noted"; };
+const sighting = { type: "function", function: { name: "Sighting", parameters, parse: JSON.parse, function: seen } };
+const asked = { model: "fake", max_tokens: 400, messages: [{ role: "user", content: "Where is it?" }] };
+asked.tools = [sighting];
+asked.tool_choice = { type: "function", function: { name: "Sighting" } };
+const runner = client.chat.completions.runTools(asked);
+await runner.done();
+const [result] = runner.messages.filter((message) => message.role === "tool");
+if (result.content !== "noted") throw new Error(JSON.stringify(runner.messages));
+const said = { model: "fake", max_output_tokens: 20, input: "Where is it?" };
+let streamed = "";
+for await (const event of await client.responses.create({ ...said, stream: true }))
+  if (event.type === "response.output_text.delta") streamed += event.delta;
+const whole = await client.responses.create(said);
+if (!streamed || whole.output_text !== streamed) throw new Error(streamed);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(INSTALL_S + RUN_S + 60)
+def test_the_client_for_node_runs_the_tools_that_it_is_told_to_call(url: str, tmp_path: Path) -> None:
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
+        pytest.skip("there is no npm here")
+    (tmp_path / "program.mjs").write_text(NODE)
+    install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), "openai"]
+    try:
+        made = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_S)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"openai for Node did not install in {INSTALL_S} s")
+    if made.returncode:
+        pytest.skip(f"openai for Node does not install here: {made.stderr.strip().splitlines()[-1:]}")
+    done = subprocess.run([node, "program.mjs", url], cwd=tmp_path, capture_output=True, text=True, timeout=RUN_S)
+    assert done.returncode == 0, done.stderr
+    [found] = map(json.loads, done.stdout.splitlines())
+    assert found["ship"] in ("Terror", "Erebus") and 0 <= found["miles"] <= 9

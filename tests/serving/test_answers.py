@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from launch.server.answer.form import Form
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.answer.row_text import RowText
+from launch.server.answer.usage import Usage
+from launch.server.dialects.openai import CompletionForm
+from launch.server.request.fields import read_completion
 from runahead.config import GenerationOptions
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.report import TokenLogprobs
@@ -50,8 +52,8 @@ def test_tokens_of_one_text_are_one_entry_with_the_most_likely() -> None:
     first, second = (tokenizer.convert_tokens_to_ids(piece) for piece in ("ä", "ã"))  # halves of characters
     row = RowText(tokenizer, set(), GenerationOptions(max_new_tokens=1, logprobs=2))
     row.add(ScoredToken(second, TokenLogprobs(logprob=-2.0, top=[(first, -0.5), (second, -2.0)])))
-    form = Form("1", "m", is_chat=False, texts=TokenTexts(tokenizer))
-    [choice] = form.whole([row], {})["choices"]
+    form = CompletionForm("1", "m", read_completion({"prompt": "x"}, GenerationOptions()), TokenTexts(tokenizer))
+    [choice] = form.whole([row], Usage(prompt=1))["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5}]
     assert choice["logprobs"]["token_logprobs"] == [-2.0]
 

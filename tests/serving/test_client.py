@@ -8,6 +8,7 @@ import sys
 from typing import Annotated, Any, Literal
 from unittest import mock
 
+import httpx2
 import pytest
 import torch
 from openai import AsyncOpenAI, BadRequestError, OpenAI
@@ -175,6 +176,23 @@ def test_an_answer_follows_a_schema(client, seed):
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
     Sighting.model_validate_json(text)
+
+
+def test_a_response_and_a_message_follow_a_schema(served, client):
+    asked: dict[str, Any] = {"model": "fake", "temperature": 1.0, "extra_body": {"seed": 1}}
+    found = client.responses.parse(**asked, input="the letters", max_output_tokens=200, text_format=Sighting)
+    assert isinstance(found.output_parsed, Sighting)
+    tool = {"name": "see", "input_schema": Sighting.model_json_schema()}
+    body = {"model": "fake", "max_tokens": 200, "messages": HELLO, "temperature": 1.0, "seed": 1}
+    config = {"output_config": {"format": {"type": "json_schema", "schema": Sighting.model_json_schema()}}}
+    forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "see"}}
+    formatted, called = (
+        httpx2.post(served.url + "/v1/messages", json=body | more, timeout=60).json() for more in (config, forced)
+    )
+    Sighting.model_validate_json(formatted["content"][0]["text"])
+    [call] = called["content"]
+    assert (called["stop_reason"], call["name"]) == ("tool_use", "see")
+    Sighting.model_validate(call["input"])
 
 
 def test_rows_with_and_without_a_format_share_a_batch_and_any_object_is_an_object(client):

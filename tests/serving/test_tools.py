@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -23,7 +22,7 @@ from runahead import Engine, Model, ModelOptions, Ranks, RanksOptions
 from runahead.config import Device, DType, GenerationOptions, Guide, ModelName
 from runahead.model.grammars import Grammars
 from tests.families import save_tiny_llama
-from tests.serving.fakes import TEMPLATE, TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, serving
+from tests.serving.fakes import TEMPLATE, TOOLS_TEMPLATE, chat_tokenizer, saying, serving
 
 ASKED: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "the letters of the captain"}]}
 
@@ -60,15 +59,6 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
         serving(engine=Engine(model, ranks), tokenizer=chat_tokenizer()) as served,
     ):
         yield OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
-
-
-@contextmanager
-def saying(text: str, template: str = TOOLS_TEMPLATE, **options: Any) -> Iterator[tuple[OpenAI, FakeEngine]]:
-    """A client of a server whose model says a text, and its engine."""
-    engine = FakeEngine()
-    engine.says = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
-    with serving(engine=engine, tokenizer=chat_tokenizer(template), **options) as served:
-        yield OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0), engine
 
 
 def streamed(client: OpenAI, **asked: Any) -> tuple[str, list[dict[str, Any]], str | None]:

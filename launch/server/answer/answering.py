@@ -10,8 +10,9 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.types import Receive, Scope, Send
 
-from launch.server.answer.form import Form, usage_of
+from launch.server.answer.form import Event, Form
 from launch.server.answer.listener import RequestListener
+from launch.server.answer.usage import Usage
 from launch.server.errors import APIError, dumps
 from launch.server.metrics import Metrics
 from launch.server.page.recent import EndedRequest
@@ -46,6 +47,7 @@ class Answering:
         self._queued, self._listener, self._form = queued, listener, form
         self._read, self._request = read, request
         self._scheduler, self._metrics, self._log, self._ping_s = scheduler, metrics, log, ping_s
+        self._num_prompt_tokens = sum(len(ids_of(prompt)) for prompt in queued.prompts[:: len(read.options)])
         self._share_told = -1.0
         self._send: Send
 
@@ -80,35 +82,31 @@ class Answering:
     def _log_end(self, ended: str) -> None:
         usage, listener = self._usage, self._listener
         first = "" if listener.first_token_s is None else f", TTFT {listener.first_token_s - listener.arrived_s:.2f} s"
-        counts = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
+        counts = f"{usage.prompt} + {usage.new} tokens"
         self._log.ended(self._request, f"{ended}, {counts}{first}{self._log.prompt(self._read)}", listener.arrived_s)
 
     def _recent(self, ended: str) -> EndedRequest:
         listener, usage, per_s = self._listener, self._usage, None
         first_s, last_s = listener.first_token_s, listener.last_token_s
-        num_later = usage["completion_tokens"] - len(listener.rows)  # without the first one of each row
+        num_later = usage.new - len(listener.rows)  # without the first one of each row
         if first_s is not None and last_s is not None and last_s > first_s and num_later > 0:
             per_s = num_later / (last_s - first_s)
         return EndedRequest(
             ended_s=time.time(),
-            prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-            new_tokens=usage["completion_tokens"],
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            new_tokens=usage.new,
             ttft_s=None if first_s is None else first_s - listener.arrived_s,
             tokens_per_s=per_s,
             how=ended,
         )
 
     @property
-    def _num_prompt_tokens(self) -> int:
-        return sum(len(ids_of(prompt)) for prompt in self._queued.prompts[:: len(self._read.options)])
-
-    @property
-    def _usage(self) -> dict[str, Any]:
-        """The usage so far. A prompt counts once, however many answers it gets."""
+    def _usage(self) -> Usage:
+        """The usage so far."""
         is_answered = not isinstance(self._read, CompletionRequest) or self._read.is_answered
         rows = self._listener.rows if is_answered else []
-        return usage_of(self._num_prompt_tokens, rows, self._of_prompts(self._queued.cached_tokens))
+        return Usage.of(self._num_prompt_tokens, rows, self._of_prompts(self._queued.cached_tokens))
 
     def _of_prompts(self, of_rows: Sequence[int]) -> int:
         """Sum of a number of each row, over one row of each prompt."""
@@ -120,7 +118,7 @@ class Answering:
         if self._listener.failure is not None:
             error = _error(self._listener.failure)
             await self._start(error.status, "application/json", error.headers)
-            await self._write(dumps(error.body), more=False)
+            await self._write(dumps(self._request.state.dialect.error(error)), more=False)
             return
         body = self._form.whole(self._listener.rows, self._usage)
         data = await asyncio.to_thread(self._encoded, body)  # others are served while log-probabilities are written
@@ -129,37 +127,33 @@ class Answering:
 
     def _encoded(self, body: dict[str, Any]) -> bytes:
         """The body of a whole answer, with its prompts if they are wanted."""
-        if isinstance(self._read, CompletionRequest) and self._read.echo:
-            ids = list(map(ids_of, self._queued.prompts))
-            body = self._form.with_prompts(body, self._read, ids, self._queued)
-        return dumps(body)
+        return dumps(self._form.with_prompts(body, list(map(ids_of, self._queued.prompts)), self._queued))
 
     async def _stream(self) -> None:
         listener, form, rows = self._listener, self._form, self._listener.rows
         await self._start(200, "text/event-stream; charset=utf-8")
+        await self._write_events(form.opened())
         begun, ended = [False] * len(rows), [False] * len(rows)
         while not all(ended) and listener.failure is None:
             await self._await_change()
             await self._tell_progress()
-            events: list[dict[str, Any] | None] = []
+            events, usage = list[Event](), self._usage
             for index, (row, pieces) in enumerate(zip(rows, listener.take(), strict=True)):
                 if row.num_tokens and not begun[index]:
                     begun[index] = True
-                    events.append(form.begin(index))
-                events.extend(form.piece(index, piece, row.take_scored()) for piece in pieces)
+                    events += form.begin(index, usage)
+                for piece in pieces:
+                    events += form.piece(index, piece, row.take_scored(), usage)
                 if row.finish_reason is not None and not ended[index]:
                     ended[index] = True
-                    events.append(form.end(index, row.finish_reason, row.take_scored()))
-            if self._read.continuous_usage:
-                events = [event and event | {"usage": self._usage} for event in events]
+                    events += form.end(index, row, row.take_scored(), usage)
             await self._write_events(events)
         if listener.failure is not None and not all(ended):
-            await self._write_events([_error(listener.failure).body])
+            await self._write_events(form.failed(_error(listener.failure)))
+            await self._write(b"", more=False)
         else:
-            if self._read.include_usage:
-                await self._write_events([form.usage(self._usage)])
-            await self._write(b"data: [DONE]\n\n")
-        await self._write(b"", more=False)
+            await self._write_events(form.closed(self._usage))
+            await self._write(form.ending, more=False)
 
     async def _await_change(self) -> None:
         """Wait until there is something new of the answer, with comments and the progress of the prefill meanwhile."""
@@ -186,7 +180,7 @@ class Answering:
             self._share_told, total = share, self._num_prompt_tokens
             processed, time_ms = cache + int(share * (total - cache)), round(1e3 * (now_s - listener.started_s))
             progress = self._form.progress(total=total, cache=cache, processed=processed, time_ms=time_ms)
-            await self._write_events([progress])
+            await self._write_events(progress)
 
     def _state(self) -> str:
         """State of a request without tokens, for a comment."""
@@ -209,9 +203,8 @@ class Answering:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def _write_events(self, events: list[dict[str, Any] | None]) -> None:
-        data = b"".join(b"data: " + dumps(event) + b"\n\n" for event in events if event is not None)
-        if data:
+    async def _write_events(self, events: Sequence[Event]) -> None:
+        if data := b"".join(map(self._form.encoded, events)):
             await self._write(data)
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:

@@ -103,6 +103,11 @@ class AnswerParser:
         self._is_last = False
         self.num_calls, self.in_arguments = 0, False
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next text is reasoning, as far as is known."""
+        return self._where is Where.reasoning
+
     def add(self, text: str) -> list[Piece]:
         """Take more of the text. Returns what is sure now."""
         self._held += text

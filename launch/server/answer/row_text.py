@@ -27,6 +27,7 @@ class RowText:
 
     Attributes:
         finish_reason: "stop", "length", "tool_calls", or None while the row goes on.
+        num_reasoning_tokens: tokens so far that are reasoning.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RowText:
         self._parser, self._pieces = AnswerParser(parts), list[Piece]()
         self._scored: list[Scored] = []
         self.finish_reason: str | None = None
+        self.num_reasoning_tokens = 0
 
     def add(self, token: int) -> list[Piece]:
         """Add a token, and return the pieces of the answer that are sure now."""
@@ -49,6 +51,7 @@ class RowText:
         if ended is not None:
             self._text.finish()
         pieces = self._parser.add(self._text.take())
+        self.num_reasoning_tokens += self._parser.in_reasoning
         if ended is not None:
             pieces = joined([*pieces, *self._parser.finish()])
         self._pieces += pieces
@@ -68,6 +71,11 @@ class RowText:
     def num_tokens(self) -> int:
         """New tokens so far."""
         return self._text.num_tokens
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended it; None if none has."""
+        return self._text.stop
 
     @property
     def pieces(self) -> list[Piece]:

@@ -41,6 +41,7 @@ class Chats:
         self._template = template = _template_of(tokenizer)
         self._reasons = END_REASONING in template if reasoning is Reasoning.auto else reasoning is Reasoning.think
         self._may_describe = tools is not ToolForm.none
+        self._takes_developers = "developer" in template
         self._takes_tools = re.search(r"\btools\b", template) is not None
         form = form_of_template(template) if tools is ToolForm.auto else tools
         self._form = CALL_FORMS.get(form)
@@ -93,6 +94,8 @@ class Chats:
             return self._rendered(without_system(said), options), CALL_FORMS[FORM]
 
     def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        if not self._takes_developers:  # it would print a word that the model does not know, or leave the message out
+            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
             return render(self._tokenizer, messages, **options)
         except ValueError as error:
