@@ -37,6 +37,7 @@ STUDIES = (
     "refused_texts",
     "reused_prefix",
     "serving",
+    "start",
 )
 
 
