@@ -129,7 +129,7 @@ def test_the_page_needs_no_key_and_the_state_does() -> None:
 
 
 def test_the_state_has_the_queue_the_rows_and_the_prefills_and_no_texts() -> None:
-    # The second prompt is a short one also if the first is held for a minute.
+    # Both prompts are long ones: a single prefill changes what is predicted little, however soon it is done.
     limits = QueueLimits(batch=2, max_tokens=3000, itl_s=100.0)
     with slowly_serving(limits=limits) as (served, gate), ThreadPoolExecutor(3) as pool:
         none = state_of(served)
@@ -156,9 +156,8 @@ def test_the_state_has_the_queue_the_rows_and_the_prefills_and_no_texts() -> Non
         assert state["prefills"] == [] and secret not in json.dumps(state)
         served.engine.step_s = 0.0
         assert first.result().status_code == second.result().status_code == 200
-        last = state_of(served)["last"]  # the second was a short one, by what the first took
-        assert last["lengths"] == [length]
-        [part] = last["parts"]
+        until(lambda: state_of(served)["last"]["lengths"] == [7])
+        [part] = state_of(served)["last"]["parts"]
         assert part["spans"] == [
             ["compute", 0, 0.0, 0.5],
             ["wait", 1, 0.5, 0.6],
