@@ -1,4 +1,8 @@
-"""Outcomes of the check of a model's logits, kept in the cache folder: a model that is known is not checked again."""
+"""Checks of models' logits that were passed, kept in the cache folder: a model that is known is not checked again.
+
+Models whose layers hold states are never known: transformers computes them with optional packages and kernels of its
+hub where it finds some, now or after an install, and these decide what the check finds.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,31 +18,18 @@ import torch
 from runahead.files import read_user_file, write_whole
 from runahead.ranks.agreement import library_facts
 
-FORMAT, VERSION = "runahead checked model", 1
+FORMAT, VERSION = "runahead checked model", 2
 MOST_BYTES = 2**20
 """Largest file that is read; one has a few hundred bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOutcome:
-    """What a check that a model has passed found of its layers with states.
-
-    Attributes:
-        one_by_one: they are given the tokens after a text's first chunk one by one.
-        reads_late: as of `Held`.
-    """
-
-    one_by_one: bool = False
-    reads_late: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class KnownCheck:
-    """The kept outcome of the check of one model, if there is one for exactly these facts.
+    """The check of one model, which is kept if it was passed with exactly these facts.
 
     Attributes:
         path: of its file.
-        facts: all that the outcome depends on, by name.
+        facts: all that it depends on, by name.
     """
 
     path: Path
@@ -57,31 +48,25 @@ class KnownCheck:
         facts = {"weights": weights, "files": files, "dtype": str(dtype)} | _device_facts(device) | library_facts()
         return cls(path=folder / "checks" / f"{name}.json", facts=facts)
 
-    def read(self) -> CheckOutcome | None:
-        """The outcome; None without one, or if the file is damaged or was written under other facts."""
+    def is_kept(self) -> bool:
+        """Whether it was passed; no, if the file is missing, damaged or was written with other facts."""
         try:
             if self.path.stat().st_size > MOST_BYTES:
-                return None
+                return False
             content = json.loads(read_user_file(self.path).decode("utf-8"))
-            if not isinstance(content, dict) or content.keys() != {"format", "version", "facts", "outcome"}:
-                return None
-            about = (content["format"], content["version"], content["facts"])
-            if about != (FORMAT, VERSION, dict(self.facts)) or not isinstance(content["outcome"], dict):
-                return None
-            outcome = content["outcome"]
-            names = {field.name for field in fields(CheckOutcome)}
-            if outcome.keys() != names or not all(isinstance(value, bool) for value in outcome.values()):
-                return None
-            return CheckOutcome(**outcome)
         except (OSError, ValueError, RecursionError):
-            return None
+            return False
+        return content == self._content
 
-    def write(self, outcome: CheckOutcome) -> None:
-        """Keep an outcome for later runs. Where the folder cannot be written, each run checks the model."""
-        content = {"format": FORMAT, "version": VERSION, "facts": dict(self.facts), "outcome": asdict(outcome)}
+    def keep(self) -> None:
+        """Keep it for later runs. Where the folder cannot be written, each run checks the model."""
         with suppress(OSError, ValueError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps(content, indent=1) + "\n")
+            write_whole(self.path, json.dumps(self._content, indent=1) + "\n")
+
+    @property
+    def _content(self) -> dict[str, object]:
+        return {"format": FORMAT, "version": VERSION, "facts": dict(self.facts)}
 
 
 def _device_facts(device: torch.device) -> dict[str, str]:

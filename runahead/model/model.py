@@ -25,17 +25,17 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.config import Fuse, ModelOptions
-from runahead.failures import PeerFailure
+from runahead.failures import PeerFailure, is_lack_of_memory
 from runahead.kernels.operators import KERNELS, SOURCE
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
 from runahead.model.grammars import Grammars
 from runahead.model.held import Held
-from runahead.model.known_checks import CheckOutcome, KnownCheck
+from runahead.model.known_checks import KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.few_rows import multiply_few_rows_fast
-from runahead.model.layers.fusing import is_fused, unfuse, watching
+from runahead.model.layers.fusing import apart, is_fused, unfuse, watching
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
@@ -138,9 +138,11 @@ class Model(ModelLayers):
                 why = "ranks that share it" if shares else "marks of tokens (DMS)" if self.marks else str(self.dtype)
                 warnings.warn(f"model.fuse=auto has no effect on {self.family} ({why})", stacklevel=2)
             self._check_logits(made_from if shares is None else "")
-        except (torch.OutOfMemoryError, PeerFailure):
+        except PeerFailure:
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
+            if _lacks_memory(error):
+                raise
             reason = one_line(error)
             has_no_memory = isinstance(error.__cause__, RuntimeError)  # for keys and values
             if isinstance(error, ValueError) and (has_no_memory or reason.startswith(f"model {self.name} ")):
@@ -227,9 +229,11 @@ class Model(ModelLayers):
         try:
             self._look_at_layers()
             self._logits_check().require(*expected, "the whole model")
-        except (torch.OutOfMemoryError, ValueError, PeerFailure):
+        except (ValueError, PeerFailure):
             raise
         except Exception as error:  # shares may be of other shapes than the family's code expects
+            if _lacks_memory(error):
+                raise
             raise ValueError(self._unshared(shares, one_line(error))) from error
 
     def _unshared(self, shares: Shares, reason: str) -> str:
@@ -524,23 +528,17 @@ class Model(ModelLayers):
         """`_compare_logits`, unless a run before did so for a model made from the same."""
         if self.marks is not None:  # transformers has no attention that leaves out what is marked
             return
-        known, outcome, fused = None, None, is_fused(self.module)
-        if made_from:
+        known, fused = None, is_fused(self.module)
+        if made_from and self.held is None:
             kernels = SOURCE.read_text(encoding="utf-8") if KERNELS.in_use else ""  # which compute attention
             about = fact(f"{made_from} {fused} {kernels}")
             weights = model_fingerprint(self.module)
             known = KnownCheck.of_model(cache_folder(), weights, about, self.dtype, self.device)
-            outcome = known.read()
-        self.was_known = outcome is not None
-        if outcome is None:
+            self.was_known = known.is_kept()
+        if not self.was_known:
             self._compare_logits()
             if known is not None and is_fused(self.module) == fused:  # otherwise each run says what it has found
-                reads_late = self.held is not None and self.held.reads_late
-                known.write(CheckOutcome(one_by_one=self.gives_one_by_one, reads_late=reads_late))
-        elif self.held is not None:
-            give_in_pieces(self.module, self._run_one_token)
-            self.gives_one_by_one = outcome.one_by_one
-            self.held = replace(self.held, reads_late=outcome.reads_late)
+                known.keep()
 
     def _compare_logits(self) -> None:
         """Compare the logits with transformers' own; what is fused is taken apart if they are right only without it.
@@ -554,10 +552,10 @@ class Model(ModelLayers):
                 check.require(*check.expected(), "transformers' own")
             else:
                 self._require_states(check, self.held)
-        except (torch.OutOfMemoryError, PeerFailure):
+        except PeerFailure:
             raise
         except Exception as error:  # the family's code may change in place what it has given to several modules
-            if not unfuse(self.module):
+            if _lacks_memory(error) or not unfuse(self.module):
                 raise
             self.gives_one_by_one = False
             self._compare_logits()
@@ -567,22 +565,35 @@ class Model(ModelLayers):
         """Check that layers begin from given states, if need be with tokens one by one, and see when they read these.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not, or only without what is fused.
         """
         give_in_pieces(self.module, self._run_one_token)
         try:
             check.require_states(held)
         except StatesLost as error:
+            if is_fused(self.module) and self._begins_apart(check, held):
+                raise
             self.gives_one_by_one = True
             try:
                 check.require_states(held)
-            except (torch.OutOfMemoryError, PeerFailure):
+            except PeerFailure:
                 raise
-            except Exception:  # as above: the family's code may return what is not put together from single tokens
+            except Exception as other:  # as above: the family's code may return what is not put together from tokens
+                if _lacks_memory(other):
+                    raise
                 raise error from None
         else:
             self.held = replace(held, reads_late=True)
             self.held = self.held if check.reads_late() else held
+
+    def _begins_apart(self, check: LogitsCheck, held: Held) -> bool:
+        """Whether layers begin from given states by the family's own code."""
+        with apart(self.module):
+            try:
+                check.require_states(held)
+            except StatesLost:
+                return False
+        return True
 
     def _logits_check(self) -> LogitsCheck:
         return LogitsCheck(
@@ -593,6 +604,12 @@ class Model(ModelLayers):
             empty_cache=self.empty_cache,
             run_one_token=self._run_one_token,
         )
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether memory ran out, by an error or by that which caused it."""
+    known = [each for each in (error, error.__cause__) if each is not None]
+    return any(isinstance(each, torch.OutOfMemoryError) or is_lack_of_memory(each) for each in known)
 
 
 def load_weights(

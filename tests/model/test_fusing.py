@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from runahead import Conversation, Model, ModelOptions
 from runahead.attention.base import Recording
 from runahead.config import Fuse
+from runahead.model.held import Held
 from runahead.model.layers import products
 from runahead.model.layers.fusing import FusedForward, is_fused, watching
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.products import Product
 from runahead.model.loading.sharing import bytes_of
+from runahead.model.logits_check import LogitsCheck, StatesLost
 from tests.families import FAMILIES, HYBRIDS, MARKING, build, prompt
 from tests.model.test_nested_forwards import nested
 
@@ -205,6 +207,53 @@ def test_what_changes_its_input_in_between_is_taken_apart() -> None:
         fused = Model(module, fuse=Fuse.auto)
     assert not is_fused(module)
     assert torch.equal(logits(fused), logits(Model(module)))
+
+
+LACKS = {
+    "PyTorch's on a CPU": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    "PyTorch's on a GPU": torch.OutOfMemoryError("CUDA has no room"),
+    "Python's": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_lack_of_memory_in_the_check_ends_the_start(family: str, lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without fusing there is no more memory; the error stays what it is."""
+    error = LACKS[lack]
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LogitsCheck, "expected", fail)
+    monkeypatch.setattr(LogitsCheck, "require_states", fail)
+    module = build(family, dtype=torch.float32)
+    with warnings.catch_warnings(), pytest.raises(type(error)) as raised:
+        warnings.filterwarnings("error", message=".* is computed as")
+        Model(module, fuse=Fuse.auto)
+    assert raised.value is error and is_fused(module)
+
+
+def test_what_is_fused_is_taken_apart_before_tokens_are_given_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that are lost with fused modules alone: a prompt token by token would be right, too, but far slower."""
+    own = LogitsCheck.require_states
+
+    def lost(self: LogitsCheck, held: Held) -> None:
+        if is_fused(self.module) and not given[0].gives_one_by_one:
+            raise StatesLost("model x loses states")
+        own(self, held)
+
+    given, look = list[Model](), Model._check_logits
+    monkeypatch.setattr(LogitsCheck, "require_states", lost)
+    monkeypatch.setattr(Model, "_check_logits", lambda self, made_from: (given.append(self), look(self, made_from)))
+    with pytest.warns(UserWarning, match=r"is computed as with model\.fuse=off \(model x loses states\)"):
+        fused = Model(build("qwen3_next", dtype=torch.float32), fuse=Fuse.auto)
+    assert not fused.gives_one_by_one and not is_fused(fused.module)
+
+
+def test_states_that_are_lost_either_way_leave_what_is_fused() -> None:
+    fused = both("jamba")[1]
+    assert fused.gives_one_by_one and is_fused(fused.module)
 
 
 def test_tied_weights_stay_tied() -> None:

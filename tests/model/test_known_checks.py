@@ -145,14 +145,10 @@ DAMAGES: dict[str, Callable[[Path, dict[str, Any]], object]] = {
     "a list": lambda path, content: path.write_text("[1]"),
     "nested": lambda path, content: path.write_text("[" * 100_000),
     "large": lambda path, content: path.write_text(path.read_text() + " " * known_checks.MOST_BYTES),
-    "numbers": lambda path, content: path.write_text(
-        json.dumps(content | {"outcome": {"one_by_one": 0, "reads_late": 1}})
-    ),
-    "no outcome": lambda path, content: path.write_text(json.dumps(content | {"outcome": None})),
-    "more": lambda path, content: path.write_text(json.dumps(content | {"outcome": content["outcome"] | {"x": True}})),
     "another fact": lambda path, content: path.write_text(
         json.dumps(content | {"facts": content["facts"] | {"torch": "1.0"}})
     ),
+    "more": lambda path, content: path.write_text(json.dumps(content | {"outcome": {}})),
     "no facts": lambda path, content: path.write_text(json.dumps(content | {"facts": {}})),
 }
 
@@ -192,23 +188,15 @@ def test_a_model_that_is_given_is_always_checked(cache: Path, checks: list[str])
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
-def test_what_a_check_finds_of_states_is_kept(
-    family: str, cache: Path, tmp_path: Path, checks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_states_are_always_checked(family: str, cache: Path, tmp_path: Path, checks: list[str]) -> None:
+    """What computes them is chosen by packages that are there, which may be others in the next run."""
     if family not in families.HYBRIDS:
         pytest.skip(f"transformers has no {family}")
     families.build(family, dtype=torch.float32).save_pretrained(tmp_path / "model")
     first = load(tmp_path / "model")
     num_checks = len(checks)
     second = load(tmp_path / "model")
-    assert second.was_known and len(checks) == num_checks
-    assert first.held is not None and second.held is not None
-    assert (second.gives_one_by_one, second.held.reads_late) == (first.gives_one_by_one, first.held.reads_late)
-    assert second.gives_one_by_one == (family == "jamba")
+    assert not second.was_known and len(checks) == 2 * num_checks
+    assert not cache.exists()
+    assert first.gives_one_by_one == second.gives_one_by_one == (family == "jamba")
     assert torch.equal(logits(first), logits(second))
-    [path] = cache.iterdir()
-    content = json.loads(path.read_text())
-    wrong = {name: not value for name, value in content["outcome"].items()}
-    path.write_text(json.dumps(content | {"outcome": wrong}))
-    third = load(tmp_path / "model")  # of which the outcome is another
-    assert third.gives_one_by_one != first.gives_one_by_one
