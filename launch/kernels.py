@@ -12,9 +12,10 @@ HELP = """\
 usage: python -m launch.kernels
 
 Compiles the kernels of attention on CPUs into the cache folder (RUNAHEAD_CACHE, else ~/.cache/runahead), which takes
-about ten seconds of a C++ compiler (CXX, else c++), compares them with PyTorch's, and prints their path. Runs use them
-from then on; without them attention is PyTorch's, and a run says so. Another version of torch, compiler or processor
-needs another build. Deleting the file undoes it. The exit status is 2 where they cannot be built.
+about ten seconds of a C++ compiler (CXX, else c++), compares them with a softmax, and prints their path. Runs use them
+from then on; without them attention is PyTorch's, and a run says so. Another version of torch or another processor
+needs another build. Deleting the file's folder undoes it, and they can be built again. The exit status is 2 where they
+cannot be built.
 """
 
 

@@ -62,7 +62,7 @@ inline Vec exp2(Vec x) {
   for (float factor : {1.3400428e-3f, 9.6180567e-3f, 5.5503272e-2f, 2.4022651e-1f, 6.9314721e-1f, 1.f})
     power = power * f + factor;
   const Vec found = (Vec)((Ints)power + ((Ints)shifted << 23));
-  return x < -126.f ? Vec{} : found;
+  return x < -126.f ? Vec{} : x == x ? found : x;  // a NaN's low bits would be added to its power
 }
 
 inline Ints numbered() {

@@ -37,6 +37,7 @@ def obtain(
     make: Callable[[Path], Path],
     *,
     label: str,
+    has: str = "",
     progress: Callable[[Path], AbstractContextManager[None]] = lambda work: nullcontext(),
 ) -> Path:
     """Return `folder`, after making it if it does not exist. One of several processes makes it, the others wait.
@@ -47,20 +48,22 @@ def obtain(
 
     Args:
         label: what is made, for messages.
+        has: a file of the folder. Without it, as who clears old files away leaves it, the folder is made anew.
         progress: makes the context in which this process waits or works, from the work folder.
 
     Raises:
         OSError: the cache folder cannot be written, or is full.
         ValueError, OSError: from `make`.
     """
-    if folder.is_dir():
+    if (folder / has).exists():
         return folder
     work = work_folder(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with progress(work), FileLock(folder.with_name(f"{folder.name}.lock")):
-            if folder.is_dir():
+            if (folder / has).exists():
                 return folder
+            shutil.rmtree(folder, ignore_errors=True)  # it lacks the file
             _remove_remains(folder)
             try:
                 work.mkdir()

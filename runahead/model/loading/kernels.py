@@ -1,7 +1,7 @@
 """Building the kernels of our own into the cache folder, and loading them from there.
 
 A build takes about ten seconds of a C++ compiler. A run never builds: beside it a compiler would take the processors
-that are timed. `python -m launch.kernels` does, once for each torch, source, compiler and processor.
+that are timed. `python -m launch.kernels` does, once for each torch, source and processor.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from runahead.attention.partial import cpu_flash
 from runahead.kernels import operators
 from runahead.model.loading.cache_folder import cache_folder, obtain
 
@@ -23,9 +25,12 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-ff
 """How the compiler is called; it warns of nothing that users could mend."""
 
 LIBRARY = "kernels.so"
+COMPILER = "compiler"
+"""File beside the library that names the compiler; a run on a host without it, or with another, takes the library."""
+
 LABEL = "the kernels for this processor"
-BUILD_S = 600.0
-"""Seconds after which a compiler is taken for stuck."""
+BUILD_S, CHECK_S = 600.0, 120.0
+"""Seconds after which a compiler, or what it has made, is taken for stuck."""
 
 REMEDY = "python -m launch.kernels builds them, once"
 
@@ -44,7 +49,7 @@ def unsupported() -> str:
 
 
 def library_folder(folder: Path | None = None) -> Path:
-    """Where the library for this source, torch, compiler and processor is, or will be.
+    """Where the library for this source, torch and processor is, or will be.
 
     Args:
         folder: cache folder; by default the user's.
@@ -53,7 +58,7 @@ def library_folder(folder: Path | None = None) -> Path:
         line for line in _lines("/proc/cpuinfo") if line.partition("\t")[0] in ("model name", "flags")
     ]  # of the first of all processors, which are alike
     abi = torch._C._GLIBCXX_USE_CXX11_ABI
-    about = [*FLAGS, torch.__version__, str(abi), str(compiler()), platform.machine(), *processor[:2]]
+    about = [*FLAGS, torch.__version__, str(abi), platform.machine(), *processor[:2]]
     digest = hashlib.sha256("\n".join([operators.SOURCE.read_text(), *about]).encode()).hexdigest()
     return (cache_folder() if folder is None else folder) / "kernels" / digest[:20]
 
@@ -98,7 +103,7 @@ def build(folder: Path | None = None) -> Path:
     if compiler() is None:
         wanted = os.environ.get("CXX") or "c++"
         raise ValueError(f"there is no C++ compiler {wanted}; install g++, or name one with CXX=<path>")
-    return obtain(library_folder(folder), _make, label=LABEL) / LIBRARY
+    return obtain(library_folder(folder), _make, label=LABEL, has=LIBRARY) / LIBRARY
 
 
 def _make(work: Path) -> Path:
@@ -107,28 +112,90 @@ def _make(work: Path) -> Path:
     command = [str(compiler()), *FLAGS, "-w", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     command += [f"-I{torch_folder / 'include' / each}" for each in ("", "torch/csrc/api/include")]
     command += [str(operators.SOURCE), "-o", str(library), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{command[0]} has not ended after {BUILD_S:.0f} s") from None
+    done = _run(command, BUILD_S)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
         raise ValueError(f"{command[0]} failed with status {done.returncode}: {' '.join(errors[:1])}")
     check(library)
+    (work / COMPILER).write_text(f"{command[0]}\n")
     return work
 
 
 def check(library: Path) -> None:
-    """Compare attention of the kernels with PyTorch's on two small cases. Raises: ValueError."""
-    operators.load(library)
+    """Compare attention of a library with a softmax in float64, in a process of its own, which has loaded no other.
+
+    Raises:
+        ValueError: it computes something else, or the process fails.
+    """
+    root = str(Path(__file__).resolve().parent.parent.parent.parent)
+    script = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import farthest; print(farthest(sys.argv[1]))"
+    done = _run([sys.executable, "-c", script, str(library)], CHECK_S)
+    if done.returncode != 0:
+        last = " ".join(done.stderr.splitlines()[-1:])
+        raise ValueError(f"{library.name} fails with status {done.returncode}, so it is not used: {last}")
+    if not (apart := float(done.stdout)) < 1:  # also where it is NaN
+        raise ValueError(
+            f"attention of {library.name} is {apart:.3g} times what rounding allows from a softmax's, so it is not used"
+        )
+
+
+def farthest(library: str) -> float:
+    """Largest difference of the library's attention from a softmax in float64, by what rounding allows.
+
+    Args:
+        library: path of what this process loads; it has loaded no other.
+    """
+    assert not operators.is_loaded()
+    operators.load(Path(library))
     generator = torch.Generator().manual_seed(0)
-    for num_queries, num_keys in ((80, 80), (1, 300)):
+    found = 0.0
+    for num_queries, num_keys, dtype, window in (
+        (80, 80, torch.float32, None),
+        (80, 80, torch.float32, 30),
+        (80, 80, torch.bfloat16, None),
+        (1, 300, torch.float32, None),
+        (1, 300, torch.bfloat16, None),
+    ):
         q, k, v = (
-            torch.randn(1, heads, tokens, 64, generator=generator)
+            torch.randn(1, heads, tokens, 64, generator=generator).to(dtype)
             for heads, tokens in ((4, num_queries), (2, num_keys), (2, num_keys))
         )
-        found = operators.attend(q, k, v, num_queries == num_keys, 0.125)
-        known = cpu_flash(q, k, v, num_queries == num_keys, 0.125)
-        apart = max((a - b).abs().max().item() for a, b in zip(found, known, strict=True))
-        if not apart < 1e-4:  # a few hundred roundings of numbers near 1; also where it is NaN
-            raise ValueError(f"attention of {library.name} is {apart:.1e} from PyTorch's, so it is not used")
+        queries_C = torch.arange(num_keys - num_queries, num_keys)
+        firsts_C = None if window is None else (queries_C - window + 1).clamp(min=0)
+        out, lse = operators.attend(q, k, v, num_queries == num_keys, 0.125, firsts_C)
+        known_out, known_lse = _softmax(q, k, v, queries_C, firsts_C)
+        # Some hundred roundings of numbers near 1. bfloat16's last bit of outputs up to 2 is 2^-7; sums are in float32.
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        for apart in ((out - known_out).abs() / tolerance, (lse - known_lse).abs() / 1e-4):
+            found = torch.tensor([found, apart.max().item()]).max().item()  # NaN if one is
+    return found
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, queries_C: Tensor, firsts_C: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention of queries at some of the keys' positions in float64: output and log-sum-exp."""
+    group = q.shape[1] // k.shape[1]
+    keys_S, (k, v) = torch.arange(k.shape[2]), (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    hidden_CS = keys_S > queries_C[:, None]
+    if firsts_C is not None:
+        hidden_CS |= keys_S < firsts_C[:, None]
+    scores = (q.double() @ k.mT * 0.125).masked_fill(hidden_CS, -torch.inf)
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def _run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program in a group of its own, so that those that it has started end with it.
+
+    Raises:
+        ValueError: it has not ended after `limit_s`.
+    """
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=limit_s)
+        except BaseException as error:  # also Ctrl-C, which the terminal does not send to another session
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ValueError(f"{command[0]} has not ended after {limit_s:.0f} s") from None
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
