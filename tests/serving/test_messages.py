@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 from openai import OpenAI
 
+from launch.server.answer.pieces import Kind, Piece
+from launch.server.answer.usage import Usage
+from launch.server.dialects.message_form import MessageForm
+from launch.server.dialects.messages import Messages
 from launch.server.keys import Keys
 from runahead.failures import PeerFailure
 from tests.serving.fakes import TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, saying, serving
@@ -249,6 +254,10 @@ def test_blocks_are_the_messages_of_a_chat(body: dict[str, Any], messages: Seque
         ({"messages": [says("assistant", [USED | {"input": [1]}])]}, "'messages[0].content[0].input'"),
         ({"messages": [says("assistant", [{"type": "redacted_thinking"}])]}, "'messages[0].content[0]'"),
         ({"system": 5}, "'system'"),
+        ({"messages": [1] * 10_001}, "'messages' has 10,001 messages; 10,000 is the most"),
+        ({"messages": [says("user", [1] * 10_001)]}, "'messages[0].content' has 10,001 blocks"),
+        ({"messages": [says("user", [result([1] * 10_001)])]}, "'messages[0].content[0].content' has 10,001 blocks"),
+        ({"system": [1] * 10_001}, "'system' has 10,001 blocks"),
         ({"stop_sequences": [""]}, "'stop_sequences'"),
         ({"stop": ["x"]}, "'stop' is no field of /v1/messages; use 'stop_sequences'"),
         ({"n": 2}, "'n'"),
@@ -270,6 +279,46 @@ def test_a_wrong_field_is_named_in_anthropics_form(body: dict[str, Any], named: 
         assert refused.json()["error"]["type"] == "invalid_request_error"
         assert named in refused.json()["error"]["message"]
         assert not served.engine.batches
+
+
+class Copied(str):
+    """A text that counts the characters of the texts that come of adding it to others."""
+
+    num_characters = 0
+
+    def __radd__(self, before: str) -> str:
+        Copied.num_characters += len(before) + len(self)
+        return before + str(self)
+
+
+@pytest.mark.parametrize(
+    ("role", "kind", "field", "read"),
+    [
+        ("user", "text", "text", "content"),
+        ("assistant", "text", "text", "content"),
+        ("assistant", "thinking", "thinking", "reasoning_content"),
+    ],
+)
+def test_reading_many_blocks_copies_no_text_for_each_block_after_it(
+    role: str, kind: str, field: str, read: str
+) -> None:
+    Copied.num_characters, number = 0, 1000
+    blocks = [{"type": kind, field: Copied("ab")} for _ in range(number)]
+    [message] = Messages().translated({"max_tokens": 1, "messages": [says(role, blocks)]})["messages"]
+    assert message[read] == "ab" * number
+    assert Copied.num_characters <= 2 * len(message[read]), "the texts before each block were copied, too"
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1e999}', '{"a": NaN}', "[" * 100_000, '{"a":' * 2000, "[1]", '{"a": 1', ""]
+)
+def test_arguments_that_are_no_object_of_json_are_an_empty_one(arguments: str) -> None:
+    row: Any = SimpleNamespace(
+        pieces=[Piece(kind=Kind.call, text=arguments, identity="1", name="f")], finish_reason="length", stop=None
+    )
+    whole = MessageForm("1", "fake").whole([row], Usage(prompt=1))
+    assert whole["content"] == [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]
+    json.dumps(whole, allow_nan=False)
 
 
 def test_errors_have_the_types_of_their_status() -> None:

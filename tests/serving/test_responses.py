@@ -10,8 +10,10 @@ from openai import BadRequestError, OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from launch.server.dialects.responses import Responses
 from runahead.failures import PeerFailure
 from tests.serving.fakes import TEMPLATE, TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, saying, serving
+from tests.serving.test_api import CLIENT
 from tests.serving.test_reasoning import SAID, THINKING
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -220,6 +222,19 @@ def test_items_are_the_messages_of_a_chat(asked: dict[str, Any], messages: Seque
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format", "invalid_value"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_value"),
         ({"reasoning": {"depth": 3}}, "reasoning", "unknown_parameter"),
+        ({"input": [1] * 10_001}, "input", "invalid_value"),
+        ({"metadata": {"a": {"b": "c"}}}, "metadata", "invalid_value"),
+        ({"metadata": {"a": "b" * 513}}, "metadata", "invalid_value"),
+        ({"metadata": {"a" * 65: "b"}}, "metadata", "invalid_value"),
+        ({"metadata": {str(number): "b" for number in range(17)}}, "metadata", "invalid_value"),
+        ({"metadata": ["b"]}, "metadata", "invalid_value"),
+        ({"user": "a" * 513}, "user", "invalid_value"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key", "invalid_value"),
+        ({"safety_identifier": {"a": "b"}}, "safety_identifier", "invalid_value"),
+        ({"max_tool_calls": "a" * 1000}, "max_tool_calls", "invalid_value"),
+        ({"max_tool_calls": True}, "max_tool_calls", "invalid_value"),
+        ({"reasoning": {"summary": [1]}}, "reasoning.summary", "invalid_value"),
+        ({"text": {"verbosity": "a" * 513}}, "text.verbosity", "invalid_value"),
     ],
 )
 def test_a_wrong_field_is_named_as_the_client_named_it(body: dict[str, Any], param: str, code: str) -> None:
@@ -231,6 +246,42 @@ def test_a_wrong_field_is_named_as_the_client_named_it(body: dict[str, Any], par
         message = refused.value.body["message"]
         assert param in message or code == "context_length_exceeded" or "max_output_tokens=" in message
         assert not served.engine.batches
+
+
+def test_what_a_response_repeats_is_what_was_given() -> None:
+    given: dict[str, Any] = {
+        "metadata": {"a" * 64: "b" * 512} | {str(number): "" for number in range(15)},
+        "user": "u" * 512,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "max_tool_calls": 3,
+    }
+    with saying("in the ice", TEMPLATE) as (client, _):
+        response = client.responses.create(**ASKED, **given).model_dump()
+        assert {name: response[name] for name in given} == given
+
+
+def test_a_number_that_would_come_back_as_infinity_is_refused() -> None:
+    with serving() as served:
+        for path in ("/v1/responses", "/v1/chat/completions"):
+            body = b'{"input": "a", "metadata": {"a": 1e999}}'
+            refused = CLIENT.post(served.url + path, content=body, headers={"content-type": "application/json"})
+            assert refused.status_code == 400 and "1e999" in refused.json()["error"]["message"]
+
+
+def test_items_of_one_message_are_put_into_one_list() -> None:
+    contents = list[Any]()
+
+    class Watched(Responses):
+        def _answer(self, place: str, **said: Any) -> None:
+            super()._answer(place, **said)
+            contents.append(self.messages[-1]["content"])
+
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items = [call, *(says("assistant", [PART] if number % 2 else "b") for number in range(50))]
+    [message] = Watched().translated({"input": items})["messages"]
+    assert [part["text"] for part in message["content"]] == ["b"] * 50
+    assert len({id(content) for content in contents}) <= 3, "none, the first text, and a list"
 
 
 def test_the_tokens_of_a_prompt_are_counted() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from launch.server.request.reader import MAX_DEPTH, is_deeper
+from launch.server.request.reader import MAX_DEPTH, is_deeper, parsed
 
 MAX_NAME = 256
 """Most characters of the name of a tool, and of a call."""
@@ -110,17 +110,11 @@ def calls_in(text: str, known: Collection[str] | None = None) -> list[tuple[str,
 
 
 def arguments_of(value: Any) -> str | None:
-    """Arguments as JSON text, if they are an object, JSON text of one, or None, which stands for an empty one.
-
-    A number that is too large for a float, as 1e999, would come out as no JSON: such are none.
-    """
+    """Arguments as JSON text, if they are an object, JSON text of one, or None, which stands for an empty one."""
     value = _read(value) if isinstance(value, str) else value
     if value is None:
         return "{}"
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else None
-    except ValueError:
-        return None
+    return json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict) else None
 
 
 def _call(value: Any, known: Collection[str] | None) -> tuple[str, str] | None:
@@ -137,11 +131,7 @@ def _call(value: Any, known: Collection[str] | None) -> tuple[str, str] | None:
 def _read(text: str) -> Any:
     """The value of JSON text; NOTHING if it is none, or deeper than this server takes it."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = parsed(text)
     except (ValueError, RecursionError):
         return NOTHING
     return NOTHING if is_deeper(value, MAX_DEPTH) else value
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number in JSON")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from launch.server.answer.calls import arguments_of
 from launch.server.answer.form import Event, NamedForm
 from launch.server.answer.logprobs import Scored
 from launch.server.answer.pieces import Kind, Piece
@@ -106,10 +107,8 @@ def _block(piece: Piece, text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:  # the answer was cut off
-        return {}
+    """Arguments as an object; an empty one of what is none, as where the answer was cut off."""
+    return json.loads(arguments_of(text) or "{}")
 
 
 def _reason(row: RowText) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from launch.server.dialects.message_form import MessageForm, error_body
 from launch.server.dialects.translating import (
     Translated,
     any_object_in,
+    few_in,
     list_in,
     object_in,
     other_type,
@@ -57,7 +58,7 @@ class Messages(Translated):
             self.say("system", "system", _texts(body["system"], "system"))
         if body.get("messages") is None:
             raise missing("messages")
-        for number, message in enumerate(list_in(body["messages"], "messages", "messages")):
+        for number, message in enumerate(few_in(body["messages"], "messages", "messages")):
             self._read_message(message, f"messages[{number}]")
         config = object_in(body.get("output_config"), "output_config", ("format", "effort"))
         tools = [self._tool(tool, number) for number, tool in enumerate(list_in(body.get("tools"), "tools", "tools"))]
@@ -89,32 +90,49 @@ class Messages(Translated):
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not blocks:
             raise wrong(f"{place}.content", "must be a text, or a list of blocks")
-        said = self.say(place, "assistant", "") if role == "assistant" else None
-        before = len(self.messages)
-        for number, block in enumerate(blocks):
+        numbered = list(enumerate(few_in(blocks, f"{place}.content", "blocks")))
+        (self._say_blocks if role == "assistant" else self._ask_blocks)(numbered, place)
+
+    # Texts are joined once: added to each other, those of many blocks would be copied for each.
+
+    def _ask_blocks(self, blocks: list[tuple[int, Any]], place: str) -> None:
+        """Read blocks of the user. Text after a result of a tool is a message of its own."""
+        texts = list[str]()
+
+        def end_message() -> None:
+            if texts:
+                self.say(place, "user", "".join(texts))
+                texts.clear()
+
+        for number, block in blocks:
             name = f"{place}.content[{number}]"
-            kind = type_of(block, name)
-            if kind == "text":
-                text = text_in(block.get("text"), f"{name}.text")
-                if said is None:  # text after a result of a tool is a message of its own
-                    is_begun = len(self.messages) > before and self.messages[-1]["role"] == "user"
-                    last = self.messages[-1] if is_begun else self.say(place, "user", "")
-                    last["content"] += text
-                else:
-                    said["content"] += text
-            elif said is not None and kind in ("thinking", "tool_use"):
-                self._add(said, block, name)
-            elif said is None and kind == "tool_result":
+            if (kind := type_of(block, name)) == "text":
+                texts.append(text_in(block.get("text"), f"{name}.text"))
+            elif kind == "tool_result":
+                end_message()
                 self._result(block, name)
             else:
                 raise other_type(name, kind)
+        end_message()
 
-    def _add(self, said: dict[str, Any], block: dict[str, Any], place: str) -> None:
-        """Add a block of the assistant that is not text to its message."""
-        if block["type"] == "thinking":
-            text = text_in(block.get("thinking"), f"{place}.thinking")
-            said["reasoning_content"] = said.get("reasoning_content", "") + text
-            return
+    def _say_blocks(self, blocks: list[tuple[int, Any]], place: str) -> None:
+        """Read blocks of the assistant, which are one message."""
+        said, texts, thoughts = self.say(place, "assistant", ""), list[str](), list[str]()
+        for number, block in blocks:
+            name = f"{place}.content[{number}]"
+            if (kind := type_of(block, name)) == "text":
+                texts.append(text_in(block.get("text"), f"{name}.text"))
+            elif kind == "thinking":
+                thoughts.append(text_in(block.get("thinking"), f"{name}.thinking"))
+            elif kind == "tool_use":
+                self._call(said, block, name)
+            else:
+                raise other_type(name, kind)
+        said["content"] = "".join(texts)
+        if thoughts:
+            said["reasoning_content"] = "".join(thoughts)
+
+    def _call(self, said: dict[str, Any], block: dict[str, Any], place: str) -> None:
         calls = said.setdefault("tool_calls", [])
         call = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"
         self.names |= {call: place, f"{call}.function": place, f"{call}.function.arguments": f"{place}.input"}
@@ -151,7 +169,7 @@ def _texts(content: Any, name: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for number, block in enumerate(list_in(content, name, "blocks")):
+    for number, block in enumerate(few_in(content, name, "blocks")):
         if (kind := type_of(block, f"{name}[{number}]")) != "text":
             raise other_type(f"{name}[{number}]", kind)
         texts.append(text_in(block.get("text"), f"{name}[{number}].text"))

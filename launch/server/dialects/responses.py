@@ -8,7 +8,16 @@ from typing import Any
 from launch.server.answer.form import Form
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.dialects.response_form import ResponseForm
-from launch.server.dialects.translating import Translated, list_in, object_in, other_type, text_in, type_of
+from launch.server.dialects.translating import (
+    Translated,
+    any_object_in,
+    few_in,
+    list_in,
+    object_in,
+    other_type,
+    text_in,
+    type_of,
+)
 from launch.server.errors import missing, wrong
 from launch.server.request.fields import ChatRequest, CompletionRequest
 
@@ -16,6 +25,10 @@ ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may have that this server does not give. All else is about tools that it does not have, or is nothing
 that it keeps back."""
+
+MOST_PAIRS, LONGEST_KEY, LONGEST_TEXT = 16, 64, 512
+"""Of `metadata`, as at OpenAI: pairs, and characters of a key and of a value, as of any other text that a response
+repeats."""
 
 
 class Responses(Translated):
@@ -51,12 +64,15 @@ class Responses(Translated):
             raise wrong("truncation", "must be disabled; this server leaves out nothing", code="unsupported_value")
         if LOGPROBS in list_in(body.get("include"), "include", "texts"):
             raise wrong("include", f"has {LOGPROBS}, which this server does not give", code="unsupported_value")
+        _check_repeated(body)
         object_in(body.get("stream_options"), "stream_options", ("include_obfuscation",))
         if body.get("instructions") is not None:
             self.say("instructions", "system", text_in(body["instructions"], "instructions"))
         self._read_input(body.get("input"))
         text = object_in(body.get("text"), "text", ("format", "verbosity"))
         reasoning = object_in(body.get("reasoning"), "reasoning", ("effort", "summary", "generate_summary", "context"))
+        for name, value in (("text.verbosity", text.get("verbosity")), *_named(reasoning, "reasoning")):
+            _check_short(value, name)
         tools = [self._tool(tool, number) for number, tool in enumerate(list_in(body.get("tools"), "tools", "tools"))]
         return chat | {
             "messages": self.messages,
@@ -80,7 +96,7 @@ class Responses(Translated):
             return
         if not isinstance(given, list) or not given:
             raise wrong("input", "must be a text, or a list of items")
-        for number, item in enumerate(given):
+        for number, item in enumerate(few_in(given, "input", "items")):
             self._read_item(item, f"input[{number}]")
 
     def _read_item(self, item: Any, place: str) -> None:
@@ -115,7 +131,11 @@ class Responses(Translated):
         message = f"messages[{len(self.messages) - 1}]"
         self.names |= {f"{message}.content": f"{place}.content"} if content is not None else {}
         if content is not None:  # text after a call comes before it
-            last["content"] = content if last["content"] is None else [*_parts(last["content"]), *_parts(content)]
+            if last["content"] is None:
+                last["content"] = list(content) if isinstance(content, list) else content
+            else:  # into the same list: a new one for each of many items would copy all before it
+                last["content"] = _parts(last["content"])
+                last["content"] += _parts(content)
         if reasoning is not None:
             last["reasoning_content"] = reasoning
         if call is not None:
@@ -142,6 +162,32 @@ class CountedResponses(Responses):
 
     def counted(self, num_tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", **super().counted(num_tokens)}
+
+
+def _check_repeated(body: Mapping[str, Any]) -> None:
+    """Check what a response repeats and nothing else reads. Raises: APIError."""
+    for name in ("prompt_cache_key", "safety_identifier", "user"):
+        _check_short(body.get(name), name)
+    most = body.get("max_tool_calls")
+    if most is not None and (type(most) is not int or not 0 < most < 2**31):
+        raise wrong("max_tool_calls", "must be a whole number of at least 1")
+    metadata = any_object_in(body.get("metadata"), "metadata")
+    if len(metadata) > MOST_PAIRS:
+        raise wrong("metadata", f"has {len(metadata):,} pairs; {MOST_PAIRS} is the most")
+    if any(len(key) > LONGEST_KEY for key in metadata):
+        raise wrong("metadata", f"must have keys of at most {LONGEST_KEY} characters")
+    for value in metadata.values():
+        if not isinstance(value, str) or len(value) > LONGEST_TEXT:
+            raise wrong("metadata", f"must have values that are texts of at most {LONGEST_TEXT} characters")
+
+
+def _check_short(value: Any, name: str) -> None:
+    if value is not None and (not isinstance(value, str) or len(value) > LONGEST_TEXT):
+        raise wrong(name, f"must be a text of at most {LONGEST_TEXT} characters")
+
+
+def _named(values: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    return [(f"{name}.{field}", value) for field, value in values.items()]
 
 
 def _parts(content: Any) -> list[Any]:

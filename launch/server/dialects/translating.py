@@ -7,6 +7,7 @@ from typing import Any
 
 from launch.server.dialects.base import Dialect
 from launch.server.errors import APIError, shown, wrong
+from launch.server.request.messages import MAX_MESSAGES
 from launch.server.request.reader import unknown, unsupported
 
 IDLE: tuple[Any, ...] = (None, False, "", [], {})
@@ -82,6 +83,13 @@ def list_in(value: Any, name: str, what: str) -> list[Any]:
     if not isinstance(value, list):
         raise wrong(name, f"must be a list of {what}")
     return value
+
+
+def few_in(value: Any, name: str, what: str) -> list[Any]:
+    """A list of no more than a chat may have messages, to be asked before any of it is read. Raises: APIError."""
+    if len(found := list_in(value, name, what)) > MAX_MESSAGES:
+        raise wrong(name, f"has {len(found):,} {what}; {MAX_MESSAGES:,} is the most")
+    return found
 
 
 def text_in(value: Any, name: str) -> str:

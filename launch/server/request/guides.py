@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.server.errors import shown, wrong
-from launch.server.request.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, unsupported
+from launch.server.request.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, parsed, unsupported
 from launch.server.request.tools import Tools
 from runahead.config import GenerationOptions
 
@@ -87,7 +87,7 @@ def _json(value: Any, name: str) -> Guided:
     schema = value
     if isinstance(value, str):
         try:
-            schema = json.loads(_text(value, name))
+            schema = parsed(_text(value, name))
         except (ValueError, RecursionError):
             schema = None
     if not isinstance(schema, dict):

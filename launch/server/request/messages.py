@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from launch.server.errors import missing, shown, wrong
-from launch.server.request.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, unsupported
+from launch.server.request.reader import MAX_DEPTH, Fields, check_unicode, is_deeper, parsed, unsupported
 from launch.server.request.tools import is_function
 
 MAX_MESSAGES = 10_000
@@ -108,7 +108,7 @@ def _arguments(given: Any, name: str) -> dict[str, Any]:
     value = given
     if isinstance(given, str):
         try:
-            value = json.loads(_text(given, name)) if given.strip() else None
+            value = parsed(_text(given, name)) if given.strip() else None
         except (ValueError, RecursionError):
             value = given
     value = {} if value is None else value

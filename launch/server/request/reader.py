@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,7 +74,7 @@ WITHOUT_EFFECT = (
 def read_json(body: bytes) -> dict[str, Any]:
     """The object in a request's body. Raises: APIError."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        value = parsed(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         for start, encoding in COMPRESSED.items():
             if body.startswith(start):
@@ -85,6 +86,16 @@ def read_json(body: bytes) -> dict[str, Any]:
     if is_deeper(value, MAX_DEPTH):
         raise APIError(400, f"the body is nested deeper than {MAX_DEPTH} levels")
     return value
+
+
+def parsed(text: str) -> Any:
+    """The value of JSON text, of which all numbers can be JSON again.
+
+    Raises:
+        ValueError: it is none, or has a number such as 1e999, which would become Infinity.
+        RecursionError: it is nested too deep to be read.
+    """
+    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
 class Fields:
@@ -199,6 +210,12 @@ def _same(value: Any, idle: Any) -> bool:
     """Whether two numbers are the same, as 0 and 0.0 are."""
     numbers = [each for each in (value, idle) if isinstance(each, int | float) and not isinstance(each, bool)]
     return len(numbers) == 2 and value == idle
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{shown(text)} is too large for a number")
+    return number
 
 
 def _no_number(name: str) -> float:
