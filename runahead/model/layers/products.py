@@ -30,9 +30,9 @@ from runahead.model.loading.memory import give_back
 class Product:
     """The product of some layers with the tensor that they are given.
 
-    It is kept from the call of the first layer to that of the last, at most as long as the tensor lives. A layer takes
-    its part once. If there is none of its tensor, as another forward came in between, it computes the product again:
-    its bits never depend on that.
+    The first layer computes it, and it is kept until the last is called, at most as long as the tensor lives. A layer
+    takes its part once. If there is none of its tensor, as another forward came in between or a layer is called alone,
+    it computes its own product, which may be rounded otherwise.
 
     Args:
         layers: in the order in which they are called.
@@ -62,22 +62,27 @@ class Product:
 
     def part(self, number: int, x: Tensor) -> Tensor:
         """A layer's own product with a tensor (..., I)."""
-        kept, place = self._kept, self._places[number]
-        parts = kept[1] if number and kept is not None and kept[0]() is x else []
+        place = self._places[number]
+        parts = self._parts(x) if number == 0 else self._kept_of(x)
         part = parts[place] if parts else None
         if part is None:
-            if torch.is_grad_enabled() or not self._is_current():  # for a gradient, or of other weights
-                layer = self.layers[number]
-                return type(layer).forward(layer, x)
-            parts = list(self._multiply(x, self.weight_OI, self.bias_O).split(self._sizes, dim=-1))
-            part = parts[place]
-            assert part is not None
-            if not number:
-                self._kept = weakref.ref(x, self._drop), parts
+            layer = self.layers[number]
+            return type(layer).forward(layer, x)
+        parts[place] = None
+        if number == 0:
+            self._kept = weakref.ref(x, self._drop), parts
         elif number == len(self.layers) - 1:
             self._kept = None
-        parts[place] = None
         return part
+
+    def _parts(self, x: Tensor) -> list[Tensor | None]:
+        """Each layer's part, in the order in which they lie; none for a gradient, or of other weights."""
+        if torch.is_grad_enabled() or not self._is_current():
+            return []
+        return list(self._multiply(x, self.weight_OI, self.bias_O).split(self._sizes, dim=-1))
+
+    def _kept_of(self, x: Tensor) -> list[Tensor | None]:
+        return self._kept[1] if self._kept is not None and self._kept[0]() is x else []
 
     def _drop(self, of: weakref.ref[Tensor]) -> None:
         kept = self._kept
@@ -102,10 +107,11 @@ def fuse_products(module: nn.Module, calls: Calls, *, may_move: bool) -> None:
     for layers in siblings(module, calls):
         if any(owners[id(each)] > 1 for layer in layers for each in layer.parameters()):
             continue  # tied to another module's
-        if may_move and not _lie_together(layers):
+        across = not may_move and layers[0].weight.device.type == "cpu"
+        if may_move and [len(layers)] != [len(together) for together in _neighbours(layers, across=False)]:
             _move_together(layers)
             moved = True
-        for together in _neighbours(layers):
+        for together in _neighbours(layers, across=across):
             Product(together).fuse()
     if moved:
         give_back()
@@ -138,23 +144,24 @@ def _are_alike(layers: Sequence[nn.Linear]) -> bool:
     return takes_rounding(dtype) and device.type != "meta" and is_contiguous
 
 
-def _lie_together(layers: Sequence[nn.Linear]) -> bool:
-    return [len(layers)] == [len(together) for together in _neighbours(layers)]
+def _neighbours(layers: Sequence[nn.Linear], *, across: bool) -> list[list[nn.Linear]]:
+    """Those of several layers whose parameters lie in memory one after another, in the order of their calls.
 
+    Args:
+        across: of storages of their own, too, as tensors of a mapped file have.
+    """
 
-def _neighbours(layers: Sequence[nn.Linear]) -> list[list[nn.Linear]]:
-    """Those of several layers whose parameters lie in memory one after another, in the order of their calls."""
+    def follows(tensor: Tensor, before: Tensor) -> bool:
+        within = tensor.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        return (within or across) and tensor.data_ptr() == before.data_ptr() + before.nbytes
+
     runs: list[list[nn.Linear]] = []
     for layer in sorted(layers, key=lambda layer: layer.weight.data_ptr()):
-        if runs and all(_follows(getattr(layer, name), each) for name, each in runs[-1][-1].named_parameters()):
+        if runs and all(follows(getattr(layer, name), each) for name, each in runs[-1][-1].named_parameters()):
             runs[-1].append(layer)
         else:
             runs.append([layer])
     return [[layer for layer in layers if layer in run] for run in runs if len(run) > 1]
-
-
-def _follows(tensor: Tensor, before: Tensor) -> bool:
-    return tensor.data_ptr() == before.data_ptr() + before.nbytes
 
 
 def _move_together(layers: Sequence[nn.Linear]) -> None:
@@ -171,6 +178,7 @@ def _spanning(tensors: Sequence[Tensor]) -> Tensor:
     first, shape = tensors[0].detach(), (sum(len(each) for each in tensors), *tensors[0].shape[1:])
     if len({each.untyped_storage().data_ptr() for each in tensors}) == 1:
         return first.as_strided(shape, first.stride())
+    assert first.device.type == "cpu", f"storages of their own on {first.device}"
     num_bytes = sum(each.nbytes for each in tensors)  # each has a storage of its own in a mapped file
     memory = (ctypes.c_char * num_bytes).from_address(first.data_ptr())
     return torch.frombuffer(memory, dtype=first.dtype).view(shape)
