@@ -175,7 +175,7 @@ class Engine:
         setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
         asked = _asked(setup, each, reuses=reuse_segments(prompts))
         with self._held_prefixes(prompts, salts) as found:
-            plan = self.plan(prompts, each, found=found, asked=asked, record=record_timeline)
+            plan = self.plan(prompts, each, found=found, asked=asked, record=record_timeline, salts=salts)
             with self.ranks.announcing_failure(), ExitStack() as profiled:
                 stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
                 stages = [stage] if plan.shards is None else list(plan.shards)
@@ -261,6 +261,7 @@ class Engine:
         found: Sequence[RowPrefix] = (),
         asked: Sequence[Setup] = (),
         record: bool = False,
+        salts: Sequence[str] = (),
     ) -> PrefillPlan:
         """Agree with all ranks on a prefill: its chunks, what it reuses of prefixes, and where its tokens are stored.
 
@@ -268,7 +269,7 @@ class Engine:
             options: of each row; by default no new token is stored.
             found: prefix of each row on this stage, if the engine reuses what it has.
             asked: what the prompts ask for, as `_asked` returns it; by default what this engine does anyway.
-            record: as of `PrefillPlan`.
+            record, salts: as of `PrefillPlan`.
         """
         asked, owners = asked or [self._setup], [list[int]() for _ in prompts]
         if self.prefixes is not None and not reuse_segments(prompts):
@@ -293,6 +294,7 @@ class Engine:
             owners=owners,
             shards=shards,
             record=record,
+            salts=salts,
         )
 
     def alone(

@@ -137,7 +137,7 @@ class ReusingPrefill:
             scorer=scorer,
             meanwhile=meanwhile,
             shards=plan.shards,
-            stored=_stored_prefix(ids, owners) if any(stored) and len(partition.chain) > 1 else None,
+            stored=_stored_prefix(ids, owners, plan.salts) if any(stored) and len(partition.chain) > 1 else None,
             stops=stops,
             gives_new=bool(prefixes),
             texts=PromptBatch.from_prompts(ids, ranks.device) if prefixes and self._policies.deciding else None,
@@ -358,10 +358,10 @@ class ReusingPrefill:
         return Reuse(prompts, self.store, self._model, self._ranks, after_layer)
 
 
-def _stored_prefix(ids: Sequence[Sequence[int]], owners: Sequence[Sequence[int]]) -> StoredPrefix:
+def _stored_prefix(ids: Sequence[Sequence[int]], owners: Sequence[Sequence[int]], salts: Sequence[str]) -> StoredPrefix:
     from runahead.reuse.stored_prefix import StoredPrefix
 
-    return StoredPrefix.from_prompts(ids, owners)
+    return StoredPrefix.from_prompts(ids, owners, salts)
 
 
 def _all_kv(cache: KVStore, num_tokens: int) -> list[torch.Tensor]:

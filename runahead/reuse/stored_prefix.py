@@ -56,25 +56,31 @@ class StoredPrefix:
     runs: tuple[SharedRun, ...]
 
     @classmethod
-    def from_prompts(cls, prompts: Sequence[Sequence[int]], owners: Sequence[Sequence[int]]) -> StoredPrefix:
+    def from_prompts(
+        cls, prompts: Sequence[Sequence[int]], owners: Sequence[Sequence[int]], salts: Sequence[str] = ()
+    ) -> StoredPrefix:
         """Find what the prompts share of the tokens that they reuse.
 
         Args:
             owners: the stage that has each of these tokens.
+            salts: of the prompts, which share with those of the same; by default they have none. A text that is stored
+                once per salt may lie on other stages for each.
         """
+        keys = list(salts) or [""] * len(prompts)
         num_reused = list(map(len, owners))
         begins, texts = [ids[:num] for ids, num in zip(prompts, num_reused, strict=True)], PrefixTree(math.inf)
-        for ids in begins:
-            texts.insert(ids, [], "").release()
+        for ids, key in zip(begins, keys, strict=True):
+            texts.insert(ids, [], key).release()
         rows: dict[PrefixNode, list[int]] = {}
-        for row, ids in enumerate(begins):
-            for node in texts.match(ids, "").nodes:
+        for row, (ids, key) in enumerate(zip(begins, keys, strict=True)):
+            for node in texts.match(ids, key).nodes:
                 rows.setdefault(node, []).append(row)
         runs = []
         for node, users in rows.items():
             end = sum(len(each.ids) for each in node.path)
             begin = end - len(node.ids)
             of_node = owners[users[0]][begin:end]
+            assert all(owners[row][begin:end] == of_node for row in users), (users, begin, end)
             for stage in sorted(set(of_node)):
                 positions: Sequence[int] = range(begin, end)
                 if of_node.count(stage) < len(of_node):

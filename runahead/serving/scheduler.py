@@ -154,7 +154,8 @@ class Scheduler:
 
     def check_client(self, client: str, num_read: int) -> None:
         """Check that a client may have a request beside `num_read` that are being read. Raises: RequestRefused."""
-        self._queue.check_client(client, num_read)
+        with self._lock:
+            self._queue.check_client(client, num_read)
 
     def submit(self, request: Request) -> None:
         """Queue a request.

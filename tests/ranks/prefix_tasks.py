@@ -157,12 +157,14 @@ def generate_in_parts(
     prefill: PrefillOptions,
     limits: list[float],
     decode: DecodeOptions,
+    salts: list[list[str]] | None = None,
 ) -> Parts:
     """Generate from batches in turn, with a tree on each rank that has so many bytes."""
     model, tree, parts = tiny_model(family), PrefixTree(limits[ranks.rank]), Parts()
     engine = Engine(model, ranks, prefill=prefill, partition=split, decode=decode, tree=tree)
     with throughout(model.dtype):
-        parts.results += [engine.generate(prompts, options) for prompts in batches]
+        for number, prompts in enumerate(batches):
+            parts.results.append(engine.generate(prompts, options, salts=salts[number] if salts else ()))
     parts.num_stored = sum(node.num_tokens for node in tree.nodes())
     parts.num_held = sum(node.holds for node in tree.nodes())
     return parts

@@ -12,6 +12,7 @@ import pytest
 from runahead import GenerationOptions, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions, Speculate
 from runahead.report import GenerationBatch
+from runahead.reuse.stored_prefix import StoredPrefix
 from tests.conftest import RankPools
 from tests.families import WINDOW, prompt
 from tests.ranks import prefix_tasks
@@ -43,12 +44,12 @@ def run(
     prefill: PrefillOptions = WAYS[0],
     limits: list[float] | None = None,
     decode: DecodeOptions = SHARDED,
+    salts: list[list[str]] | None = None,
 ) -> list[Parts]:
     """Results of the batches on each rank, which are those of one rank without a tree."""
     limits = limits or [inf] * size
-    by_rank = pools.run(
-        size, prefix_tasks.generate_in_parts, family, batches, OPTIONS, split or Split(), prefill, limits, decode
-    )
+    task, split = prefix_tasks.generate_in_parts, split or Split()
+    by_rank = pools.run(size, task, family, batches, OPTIONS, split, prefill, limits, decode, salts)
     [theirs] = pools.run(1, prefix_tasks.generate_alone, family, batches, OPTIONS)
     for rank in by_rank:
         for ours, alone in zip(rank.results, theirs, strict=True):
@@ -94,6 +95,28 @@ def test_no_stage_stores_what_another_one_has(rank_pools: RankPools) -> None:
 def test_models_with_windows_and_biases_too(rank_pools: RankPools, family: str) -> None:
     ranks = run(rank_pools, 3, BATCHES[:3], family=family, split=Split(ratios=(0.5, 0.2, 0.3)))
     assert cached(ranks[0]) == expected(BATCHES[:3], ranks[0].results, 3)
+
+
+def test_a_text_that_two_salts_have_stored_in_other_parts_is_read_once_by_each(rank_pools: RankPools) -> None:
+    """As the second text is longer, its first tokens lie on other stages."""
+    rests = [DOCUMENT + prompt(9, seed=3), DOCUMENT + prompt(9, seed=4)]
+    batches, salts = [[DOCUMENT], [DOCUMENT + OTHER], rests, rests[::-1]], [["a"], ["b"], ["a", "b"], ["a", "b"]]
+    ranks = run(rank_pools, 2, batches, salts=salts)
+    assert cached(ranks[0]) == [[0], [0], [len(DOCUMENT)] * 2, [len(DOCUMENT)] * 2]
+
+
+@pytest.mark.parametrize("salts", [["a", "b"], ["b", "a"], ["", "a"]])
+@pytest.mark.parametrize("ends", [(50, 40), (40, 50)])
+def test_rows_share_what_lies_on_a_stage_with_rows_of_their_salt_alone(salts: list[str], ends: tuple[int, int]) -> None:
+    begin = prompt(80)
+    owners = [([0] * end + [1] * 80)[: 2 * end] for end in ends]
+    stored = StoredPrefix.from_prompts([[*begin, *DOCUMENT]] * 2, owners, salts)
+    for row, of_row in enumerate(owners):
+        runs = [run for run in stored.runs if row in run.rows]
+        given = sorted((at, run.stage) for run in runs for at in run.positions)
+        assert given == list(enumerate(of_row))
+    same = StoredPrefix.from_prompts([[*begin, *DOCUMENT]] * 2, [owners[0]] * 2, ["a", "a"])
+    assert [run.rows for run in same.runs] == [(0, 1)] * 2
 
 
 def test_turns_reuse_answers_whose_tokens_lie_on_all_stages(rank_pools: RankPools) -> None:
