@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -20,11 +22,15 @@ from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import HALF_LIFE_S, PrefillTimes, Slowness, TimeEstimate
 from runahead.serving.items import Cancel, Check, End, Generate, PrefillItem
 from runahead.serving.limits import QueueLimits
+from runahead.serving.queue import RequestRefused
+from runahead.serving.request import Request
+from runahead.serving.scheduler import Scheduler
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import ROPE_THRESHOLD, oracle_tokens, prompt
 from tests.ranks.tasks import generate
 from tests.serving import rank_tasks
+from tests.serving.fakes import FakeEngine
 from tests.serving.rank_tasks import Load, Served
 
 GREEDY = GenerationOptions(max_new_tokens=9, ignore_eos=True)
@@ -331,6 +337,20 @@ def test_cancelled_rows_end_after_the_next_step_on_all_ranks(rank_pools: RankPoo
     assert [len(ids) for ids, _ in whole] == [9, 4, 12]
     for (ids, _), (all_ids, _) in zip(cancelled, whole, strict=True):
         assert ids == all_ids[: len(ids)]
+
+
+def test_a_client_is_checked_while_the_queue_does_not_change() -> None:
+    """What is predicted to a refused one reads rows and texts that the scheduler's thread changes."""
+    engine: Any = FakeEngine()
+    scheduler, was_locked = Scheduler(engine, QueueLimits(max_per_client=1)), list[bool]()
+
+    def predicted_s(request: Request | None = None) -> float:
+        was_locked.append(scheduler._lock.locked())
+        return 1.0
+
+    with mock.patch.object(scheduler._queue, "predicted_ttft_s", predicted_s), pytest.raises(RequestRefused):
+        scheduler.check_client("a", num_read=1)
+    assert was_locked == [True] and not scheduler._lock.locked()
 
 
 def test_the_estimate_finds_the_constants_of_what_it_has_seen() -> None:
