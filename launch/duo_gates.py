@@ -126,10 +126,10 @@ def write_gates(run: GatesRun, ranks: Ranks) -> None:
     from launch.program.progress import Bar
     from policies.duo_table import DuoTable
     from runahead.files import write_whole
-    from runahead.model.model import Model
+    from runahead.model.shares import load_model
 
     ids = ranks.on_rank_0("the options", lambda: _prepare(run, ranks))
-    model = Model.load(run.model, ranks.device, progress=True)
+    model = load_model(run.model, ranks)
     with Bar(f"gates by {run.by.name}", shown=True) as bar:
         found = by_kvzip(model, ids, run, bar) if run.by is GatesMethod.kvzip else by_optimising(model, ids, run, bar)
     table = DuoTable(gates=found, sinks=run.sinks, recent=run.recent, fingerprint=model.fingerprint)

@@ -127,10 +127,10 @@ def write_maps(run: FitRun, ranks: Ranks) -> None:
     """
     from launch.program.progress import Bar
     from runahead.files import write_whole
-    from runahead.model.model import Model
+    from runahead.model.shares import load_model
 
     contexts = ranks.on_rank_0("the options", lambda: _prepare(run, ranks))
-    model = Model.load(run.model, ranks.device, progress=True)
+    model = load_model(run.model, ranks)
     with Bar("scoring contexts", shown=True) as bar:
         fit = fitted(model, contexts, ridge=run.ridge, done=lambda: bar.advance(1 / len(contexts)))
     assert run.out is not None

@@ -86,10 +86,10 @@ def write_scores(run: HeadsRun, ranks: Ranks) -> None:
     """
     from launch.program.progress import Bar
     from runahead.files import write_whole
-    from runahead.model.model import Model
+    from runahead.model.shares import load_model
 
     ranks.on_rank_0("the options", lambda: _check(run, ranks))
-    model = Model.load(run.model, ranks.device, progress=True)
+    model = load_model(run.model, ranks)
     with Bar("reading random tokens", shown=True) as bar:
         ids = random_ids(model, run.tokens, run.seed)
         scores = scores_of(model, ids, copies=run.copies, chunk=run.chunk, bar=bar)

@@ -82,10 +82,10 @@ def write_skew(run: SkewRun, ranks: Ranks) -> None:
     """
     from launch.program.progress import Bar
     from runahead.files import write_whole
-    from runahead.model.model import Model
+    from runahead.model.shares import load_model
 
     ids_S = ranks.on_rank_0("the options", lambda: _prepare(run, ranks))
-    model = Model.load(run.model, ranks.device, progress=True)
+    model = load_model(run.model, ranks)
     with Bar("reading the sample", shown=True) as bar:
         skew = skew_of(model, ids_S, rotaries=model.known_rotaries, chunk=run.chunk, bar=bar)
     assert run.out is not None

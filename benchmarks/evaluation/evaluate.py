@@ -22,6 +22,7 @@ from runahead.config import GenerationOptions
 from runahead.conversation import Conversation
 from runahead.files import write_whole
 from runahead.model.model import Model
+from runahead.model.shares import load_model
 from runahead.ranks.ranks import Ranks
 
 
@@ -54,7 +55,7 @@ def measured(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]
     """Make the missing measurements: the line of each."""
     if not missing:
         return
-    model = Model.load(run.model, ranks.device, progress=True)
+    model = load_model(run.model, ranks)
     for contender in plan.contenders:
         contender.policies.check(model)
     runtime = Runtime(model=model, ranks=ranks)

@@ -86,21 +86,26 @@ class MaskRule:
         return self._first_key[query]
 
     def first_keys(self, start: int, end: int) -> Tensor | None:
-        """Position (C, int64) of the earliest key that each of the queries [start, end) sees, on the rule's device.
+        """Positions (C, int64) of the earliest keys that the queries [start, end) see, on the rule's device.
 
         Returns:
-            None, if one of them does not see all keys from there to its own position, and no other.
+            None, if one of them does not see all keys from there to its own position, and no other, or sees an earlier
+            key than the query before it.
         """
         if (start, end) not in self._first_keys:
             found = [self._firsts(row, min(row + BLOCK, end)) for row in range(start, end, BLOCK)]
             known = [each for each in found if each is not None]
-            self._first_keys[start, end] = torch.cat(known) if len(known) == len(found) else None
+            firsts_C = torch.cat(known) if len(known) == len(found) else None
+            if firsts_C is not None and not bool((firsts_C[1:] >= firsts_C[:-1]).all()):
+                firsts_C = None
+            self._first_keys[start, end] = firsts_C
         return self._first_keys[start, end]
 
     def _firsts(self, start: int, end: int) -> Tensor | None:
         """`first_keys` of a few queries, whose mask fits into memory."""
         queries = torch.arange(start, end, device=self._device)
-        keys = torch.arange(self.first_key(start), end + 1, device=self._device)  # and one that nobody may see
+        # With one key before those of the first query, and one after all queries, which nobody may see.
+        keys = torch.arange(max(0, self.first_key(start) - 1), end + 1, device=self._device)
         allowed_CS = self.allowed(queries, keys)
         firsts_C = keys[allowed_CS.to(torch.uint8).argmax(dim=1)]
         seen_CS = (keys[None] >= firsts_C[:, None]) & (keys[None] <= queries[:, None])

@@ -20,9 +20,12 @@ class Kernels:
     Attributes:
         in_use: attention takes them where it can. As the number of threads it is of the whole process, and set before
             a model runs: a kernel's results differ from PyTorch's by rounding.
+        lacking: why they are not in use, in a sentence, or "", as the first load of a model has decided; None before.
+            A build that ends later changes nothing, since models would go on otherwise than they were checked.
     """
 
     in_use = False
+    lacking: str | None = None
 
 
 KERNELS = Kernels()

@@ -26,7 +26,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.config import Fuse, ModelOptions
 from runahead.failures import PeerFailure, is_lack_of_memory
-from runahead.kernels.operators import KERNELS, SOURCE
+from runahead.kernels.operators import KERNELS
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
@@ -42,6 +42,7 @@ from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.pieces import give_in_pieces
 from runahead.model.layers.products import fuse_products
 from runahead.model.loading.cache_folder import cache_folder
+from runahead.model.loading.kernels import library_folder
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
@@ -530,7 +531,7 @@ class Model(ModelLayers):
             return
         known, fused = None, is_fused(self.module)
         if made_from and self.held is None:
-            kernels = SOURCE.read_text(encoding="utf-8") if KERNELS.in_use else ""  # which compute attention
+            kernels = library_folder().name if KERNELS.in_use else ""  # of what computes attention
             about = fact(f"{made_from} {fused} {kernels}")
             weights = model_fingerprint(self.module)
             known = KnownCheck.of_model(cache_folder(), weights, about, self.dtype, self.device)

@@ -84,16 +84,19 @@ def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profil
 def use_kernels(ranks: Ranks) -> str:
     """Let this process use the kernels for CPUs, if all ranks have them. Every rank calls this.
 
-    So ranks round alike, also while a build ends between two of them.
+    The first call decides for all models of the process. So ranks take the same attention, also while a build ends
+    between two of them or between two models.
 
     Returns:
         why they are not used, in a sentence; "" if they are, or are not for this device.
     """
     if ranks.device.type != "cpu":
         return ""
-    reasons = ranks.gather(load_if_built(), "the kernels")
-    KERNELS.in_use = not any(reasons)
-    return next(filter(None, reasons), "")
+    own = load_if_built() if KERNELS.lacking is None else KERNELS.lacking
+    reasons = ranks.gather(own, "the kernels")
+    KERNELS.lacking = next(filter(None, reasons), "")
+    KERNELS.in_use = not KERNELS.lacking
+    return KERNELS.lacking
 
 
 def _loaded(options: ModelOptions, ranks: Ranks) -> Model:

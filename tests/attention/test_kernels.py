@@ -238,11 +238,17 @@ class TestWindows:
             lambda batch, head, query, key: (key < query) | (query == 0),
             lambda batch, head, query, key: key <= query + 1,
             lambda batch, head, query, key: (key <= query) & ((key < 4) | (key > query - 20)),
+            lambda batch, head, query, key: (key <= query) & (key > query - torch.where(query % 7 == 0, 5, 40)),
+            lambda batch, head, query, key: (key <= query) & (key > query - torch.where(query < 32, 5, 40)),
         ],
-        ids=["a gap", "not its own", "a later one", "sinks and a window"],
+        ids=["a gap", "not its own", "a later one", "sinks and a window", "firsts that decrease", "at a block"],
     )
-    def test_what_is_no_run_of_keys_is_pytorchs(self, function: Callable[..., Tensor]) -> None:
-        assert MaskRule(function).first_keys(0, 60) is None
+    def test_what_is_no_run_of_keys_is_pytorchs(
+        self, function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("runahead.attention.masks.BLOCK", 32)
+        for start in (0, 29, 31):  # the first query of the last sees a window, where a later one sees all keys
+            assert MaskRule(function).first_keys(start, 60) is None
         given, rule = tensors(60, 60), MaskRule(function)
         found = partial.attend(*given, AttentionTerms(scaling=0.125, rule=rule), q_start=0, k_start=0)
         assert_same((found[0], found[1]), self.known(given, rule, 0, 0))
@@ -407,6 +413,7 @@ class TestUse:
     @pytest.fixture(autouse=True)
     def not_in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(KERNELS, "in_use", False)
+        monkeypatch.setattr(KERNELS, "lacking", None)
 
     @pytest.mark.parametrize(
         ("own", "others", "why"),
@@ -418,6 +425,23 @@ class TestUse:
         monkeypatch.setattr(shares, "load_if_built", lambda: own)
         assert shares.use_kernels(GatheringRanks(*others)) == why  # type: ignore[arg-type]
         assert KERNELS.in_use == (not why)
+
+    def test_is_decided_once_for_all_models_of_a_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A build that ends, and a file that goes, between a model and its draft."""
+        for first, later in (("not built", ""), ("", "not built")):
+            monkeypatch.setattr(KERNELS, "lacking", None)
+            for own in (first, later):
+                monkeypatch.setattr(shares, "load_if_built", lambda own=own: own)
+                assert shares.use_kernels(GatheringRanks("")) == first  # type: ignore[arg-type]
+                assert KERNELS.in_use == (not first)
+
+    def test_is_of_all_programs(self) -> None:
+        """They load models by `load_model`, which decides; `Model.load` takes what has been decided."""
+        root = Path(program.__file__).resolve().parent.parent
+        paths = [path for folder in ("launch", "benchmarks/evaluation") for path in (root / folder).rglob("*.py")]
+        texts = {path.relative_to(root).as_posix(): path.read_text() for path in paths}
+        assert sum("load_model(" in text for text in texts.values()) >= 8
+        assert not [name for name, text in texts.items() if "Model.load(" in text]
 
     @pytest.mark.parametrize("is_built", [True, False])
     def test_is_told_where_it_could_be(self, is_built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from runahead.cache.attention import CausalAttention
 from runahead.config import DType, ModelName, ModelOptions
+from runahead.kernels.operators import KERNELS
 from runahead.model import known_checks, logits_check
 from runahead.model.logits_check import LogitsCheck
 from runahead.model.model import Model
@@ -112,6 +113,19 @@ def test_another_model_is_checked(change: str, cache: Path, folder: Path, checks
     assert not load(folder, **options).was_known
     assert len(checks) == 2
     assert load(folder, **options).was_known
+
+
+def test_another_library_of_kernels_checks_again(
+    cache: Path, folder: Path, checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None, then one, then another that is of the same source."""
+    for kernels, was_known in ((None, False), ("one", False), ("one", True), ("another", False), ("another", True)):
+        monkeypatch.setattr(KERNELS, "in_use", kernels is not None)
+        monkeypatch.setattr(
+            "runahead.model.model.library_folder", lambda kernels=kernels: Path("kernels") / str(kernels)
+        )
+        assert load(folder).was_known == was_known, kernels
+    assert len(checks) == 3
 
 
 @pytest.mark.parametrize(
