@@ -15,13 +15,18 @@ from runahead.model.loading.quiet import one_line
 
 
 class LineProcesses:
-    """Processes that read requests from standard input and answer on standard output; a first answer says "ready".
+    """Processes that read requests from standard input and answer on standard output.
+
+    Each sends a first answer when it is ready.
 
     Args:
         command: of each of them.
         environments: variables of each process, beside those of this one.
-        what: a process, in messages.
+        what: the processes, in messages; of several, the rank that ended is named, too.
         log: file of what they say on standard error; None leaves it on this one's.
+
+    Attributes:
+        ready: the first answer of the first process.
 
     Raises:
         ValueError: one of them has ended before it was ready; it, or the file's last line, says why.
@@ -76,11 +81,12 @@ class LineProcesses:
 
     def _answers(self, asked: Sequence[subprocess.Popen[str]]) -> list[Any]:
         found = list[Any]()
-        for process in asked:
+        for number, process in enumerate(asked):
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise ValueError(f"{self._what} ended; {self._reason()}")
+                which = f" (rank {number})" if len(self._processes) > 1 else ""
+                raise ValueError(f"{self._what}{which} ended; {self._reason()}")
             found.append(json.loads(line))
         return found
 

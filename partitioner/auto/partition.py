@@ -18,7 +18,6 @@ from partitioner.table.fingerprint import Fingerprint
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, even
 from runahead.failures import first_line
-from runahead.kernels.operators import KERNELS
 from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
@@ -148,8 +147,8 @@ def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: Prefill
 
 def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str) -> str:
     """One line that is equal for runs that may learn from each other: a table's fingerprint of every rank, the numbers
-    of cores and of ranks per host, whether attention is ours, and the policy."""
+    of cores and of ranks per host, and the policy."""
     own = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill).key()
-    here = f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host" + "|our kernels" * KERNELS.in_use
+    here = f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host"
     keys = ranks.gather(here, "the fingerprint")
     return " & ".join([*keys, policy])

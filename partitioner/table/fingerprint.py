@@ -6,7 +6,7 @@ import json
 import platform
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,8 @@ class Fingerprint:
             looks up splits.
         tensor: ranks of a stage, as `ranks.tensor`; where it is not 1, the ranks of a table are stages.
         overrides: what the model's config has in place of the checkpoint's (`model.overrides`), as one line of JSON.
+        kernels: whose kernels compute attention, "torch" or "runahead".
+        fuse: as `model.fuse`; "off" where it has no effect on the model.
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
@@ -97,6 +99,8 @@ class Fingerprint:
     speeds: tuple[float, ...] | None = ()
     tensor: int = 1
     overrides: str = ""
+    kernels: str = "torch"
+    fuse: str = "off"
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
     date: str = ""
@@ -124,6 +128,9 @@ class Fingerprint:
         """
         import torch  # here, so that programs that only read tables do not load it
 
+        from runahead.kernels.operators import KERNELS
+        from runahead.model.layers.fusing import is_fused
+
         return cls(
             model=_shape(model, places or Places.of_model(model)),
             dtype=str(model.dtype).removeprefix("torch."),
@@ -136,6 +143,8 @@ class Fingerprint:
             layers_in_flight=prefill.layers_in_flight,
             tensor=model.num_shards,
             overrides=model.overrides,
+            kernels="runahead" if KERNELS.in_use else "torch",
+            fuse="auto" if is_fused(model.module) else "off",
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
             versions=library_versions(),
@@ -149,6 +158,11 @@ class Fingerprint:
             return self.device
         return f"{self.device}, {self.threads} thread{'s' if self.threads > 1 else ''} a rank"
 
+    @property
+    def added(self) -> set[str]:
+        """Those of the fields that tables once did not have which are not as they were then."""
+        return {each.name for each in fields(self) if each.name in ADDED and getattr(self, each.name) != each.default}
+
     def key(self) -> str:
         """One line that is equal for runs whose measurements may be combined.
 
@@ -158,6 +172,7 @@ class Fingerprint:
         values = [*self.model.known.values(), *(getattr(self, name) for name in COMPARED)]
         values += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         values += [self.overrides] if self.overrides else []
+        values += [f"{name} {getattr(self, name)}" for name in ("kernels", "fuse") if name in self.added]
         return "|".join(str(value) for value in values)
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -171,8 +186,14 @@ class Fingerprint:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{name} {mine}, not {theirs}")
-        if self.tensor != other.tensor:
-            found.append(f"ranks.tensor={self.tensor}, not {other.tensor}")
+        for name, what in (
+            ("tensor", "ranks.tensor="),
+            ("kernels", "attention by kernels of "),
+            ("fuse", "model.fuse="),
+        ):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                found.append(f"{what}{mine}, not {theirs}")
         if self.overrides != other.overrides:
             mine, theirs = (each.overrides or "nothing" for each in (self, other))
             found.append(f"model.overrides={mine}, not {theirs}")
@@ -218,6 +239,9 @@ class Fingerprint:
 COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
 """Fields that must be equal, besides the model's shape, the link and the speeds."""
 
+ADDED = ("tensor", "overrides", "kernels", "fuse")
+"""Fields that must be equal, too, and are left out of keys and files at their defaults: those of before stay valid."""
+
 OPTIONS = {
     "dtype": "model.dtype",
     "threads": "ranks.threads",
@@ -225,6 +249,7 @@ OPTIONS = {
     "transfer": "prefill.transfer",
     "layers_in_flight": "prefill.layers_in_flight",
     "tensor": "ranks.tensor",
+    "fuse": "model.fuse",
 }
 """Fields that options set, with these."""
 

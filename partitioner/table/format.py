@@ -12,13 +12,13 @@ from typing import Any, TypeVar, get_type_hints
 
 from partitioner.cost.link import Link
 from partitioner.table.entry import DATE, TableEntry, shown
-from partitioner.table.fingerprint import Fingerprint, ModelShape
+from partitioner.table.fingerprint import ADDED, Fingerprint, ModelShape
 
 FORMAT = "runahead lookup table"
 VERSION = 1
 
 LATER: dict[Any, Set[str]] = {
-    Fingerprint: {"layers_in_flight", "speeds", "tensor", "overrides"},
+    Fingerprint: {"layers_in_flight", "speeds", *ADDED},
     ModelShape: {"num_states", "state_bytes"},
 }
 """Fields that the first tables did not have; a missing one gets its default."""
@@ -41,10 +41,9 @@ class _LinkFields:
 def table_json(fingerprint: Fingerprint, entries: Sequence[TableEntry]) -> str:
     """Write a table as JSON."""
     about = asdict(fingerprint) | {"link": None if fingerprint.link is None else fingerprint.link.as_json()}
-    if fingerprint.tensor == 1:  # as tables were before stages could have several ranks
-        del about["tensor"]
-    if not fingerprint.overrides:
-        del about["overrides"]
+    for name in ADDED:
+        if name not in fingerprint.added:
+            del about[name]
     head = json.dumps({"format": FORMAT, "version": VERSION, "fingerprint": about}, indent=2, allow_nan=False)
     lines = ",".join(f"\n    {json.dumps(asdict(entry), allow_nan=False)}" for entry in entries)
     return f'{head[:-2]},\n  "entries": [{lines}\n  ]\n}}\n'

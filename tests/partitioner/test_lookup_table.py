@@ -25,7 +25,8 @@ from partitioner.table.fingerprint import OPTIONS, Fingerprint, ModelShape
 from partitioner.table.format import parse_table, table_json
 from partitioner.table.lookup_table import SHORTEST_CHUNK, LookupTable, TableEntry, TableWarning
 from runahead import Model
-from runahead.config import PrefillOptions, Transfer
+from runahead.config import Fuse, PrefillOptions, Transfer
+from runahead.kernels.operators import KERNELS
 from tests.examples import examples
 from tests.families import build, throughout
 from tests.partitioner.clusters import llama, llama_cluster
@@ -458,6 +459,30 @@ def test_the_fingerprint_of_a_model() -> None:
     assert (made.dtype, made.backend, made.transfer, made.name) == ("float32", "gloo", "direct", "tiny")
     assert made.threads == torch.get_num_threads() and made.device.isprintable() and made.device
     assert parse_table(table_json(made, []).encode()) == (made, [])
+
+
+def test_kernels_and_fused_modules_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both compute faster: neither times nor splits of one hold for the other. Without them all is as it was before."""
+    models = [Model(build("llama", dtype=torch.float32), fuse=fuse) for fuse in (Fuse.off, Fuse.auto)]
+    found = []
+    for in_use in (False, True):
+        monkeypatch.setattr(KERNELS, "in_use", in_use)
+        found += [
+            Fingerprint.of_model(each, device=torch.device("cpu"), backend="gloo", prefill=PrefillOptions())
+            for each in models
+        ]
+    plain, fused, ours, both = found
+    assert len({each.key() for each in found}) == 4
+    assert plain.key().endswith("|gloo|relay|3")
+    assert not {"kernels", "fuse"} & json.loads(table_json(plain, []))["fingerprint"].keys()
+    assert plain.differences(fused) == ["model.fuse=off, not auto"]
+    assert plain.search_options(fused) == ["model.fuse=auto"]
+    assert fused.search_options(plain) == ["model.fuse=off"]
+    assert plain.differences(both) == ["attention by kernels of torch, not runahead", "model.fuse=off, not auto"]
+    for each in found:
+        assert parse_table(table_json(each, []).encode()) == (each, [])
+    with pytest.raises(ValueError, match=r"attention by kernels of runahead, not torch"):
+        LookupTable(ours, []).check_fits(plain)
 
 
 # The file.
