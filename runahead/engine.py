@@ -277,7 +277,9 @@ class Engine:
         stored, stored_on = list(map(len, owners)), sorted(set().union(*owners))
         partition = self._split([len(each) - num for each, num in zip(prompts, stored, strict=True)])
         if not set(stored_on).issubset(partition.chain):  # a stage sends what it has beside a chunk of its own
-            partition = partition.scaled(partition.num_tokens, {*partition.chain, *stored_on})
+            others = [stage for stage in partition.chain if stage not in stored_on]
+            have_tokens = {*stored_on, *others[: partition.num_tokens - len(stored_on)]}
+            partition = partition.scaled(partition.num_tokens, have_tokens)
         if len(partition.chain) > 1:
             self._check_chain(partition)
         self._require_same({"the context partition": fact(list(partition.boundaries))})

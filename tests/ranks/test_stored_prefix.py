@@ -189,6 +189,22 @@ def test_a_rest_of_which_the_last_stage_would_have_no_token_leaves_it_one(rank_p
     assert [counts(ours)[1] for ours in turns.ours] == [0, len(DOCUMENT), len(text)]
 
 
+@pytest.mark.parametrize(("size", "num_rest"), [(2, 1), (3, 1), (3, 2)])
+def test_a_rest_of_fewer_tokens_than_stages_is_computed_by_the_last(
+    rank_pools: RankPools, size: int, num_rest: int
+) -> None:
+    """The partition gives all of it to the first stage, as a split that was learned may."""
+    batches = [[DOCUMENT], [DOCUMENT + prompt(num_rest, seed=3)]]
+    split = Split(
+        short=num_rest, ratios=(0.4, *[0.6 / (size - 1)] * (size - 1)), short_ratios=(1.0,) + (0.0,) * (size - 1)
+    )
+    turns = run(rank_pools, size, "llama", split, WAYS[0], batches=batches)
+    for ours, theirs in zip(turns.ours, turns.theirs, strict=True):
+        require_same(ours, theirs)
+    assert [report.chunk_tokens for report in turns.ours[1].ranks] == [num_rest - 1, *[0] * (size - 2), 1]
+    assert counts(turns.ours[1])[1] == len(DOCUMENT)
+
+
 def test_a_small_tree_changes_no_number(rank_pools: RankPools) -> None:
     token_bytes = sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes)
     turns = run(rank_pools, 2, "llama", Split(), WAYS[1], limit_bytes=60 * token_bytes)
