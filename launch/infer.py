@@ -404,7 +404,7 @@ def _write_files(
             world_size=ranks.size,
             kvr_names=[kvr_name(run, partition, batch.boundaries) for batch in batches],
             skipped=prompts.skipped,
-            was_known=model.was_known,
+            model_check=model.check,
         )
         write_whole(run.report, text)
     if run.timeline is not None:

@@ -311,7 +311,7 @@ def report_json(
     world_size: int,
     kvr_names: Sequence[str | None] = (),
     skipped: Mapping[int, str] | None = None,
-    was_known: bool = False,
+    model_check: str = "done",
 ) -> str:
     """The report of a run as JSON text.
 
@@ -326,7 +326,7 @@ def report_json(
         kvr_names: the paper's name of each batch's partition (KVR-E, KVR-S, KVR-P), or None.
         skipped: error of each prompt that was left out, by its index among all. If there are any, each prompt has its
             index, too.
-        was_known: an earlier run has compared the model's logits with transformers' own, and this one has not.
+        model_check: whether the model's logits were compared with transformers' own, as `Model.check` says.
     """
     kvr_names = kvr_names or [None] * len(batches)
     about_the_run: dict[str, Any] = {
@@ -339,7 +339,7 @@ def report_json(
         "prefill": {"strategy": prefill.name.name, "transfer": prefill.transfer.name}
         | ({} if prefill.chunk_tokens is None else {"chunk_tokens": prefill.chunk_tokens}),
         "warmup": warmup,
-        "model_check": "kept" if was_known else "done",
+        "model_check": model_check,
         "versions": library_versions(),
     }
     prompts = [

@@ -174,6 +174,38 @@ assert main(sys.argv[3:]) == 0
 """
 
 
+FAIL = """
+import os, sys
+os.environ |= {"RANK": sys.argv[1], "LOCAL_RANK": sys.argv[1], "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+from launch.infer import main
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "runahead.engine" and sys.argv[1] == "1":
+            raise ImportError("libbroken.so is damaged")
+sys.meta_path.insert(0, Broken())
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def test_an_import_that_fails_on_one_rank_ends_all_with_its_words(config: Path) -> None:
+    given, port = ["model=random", f"model.config={config}", "prompt.random_tokens=4"], str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAIL, str(rank), port, *given, "ranks.threads=1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate() for rank in ranks]
+    assert all(rank.returncode for rank in ranks)
+    assert [out for out, _ in outputs] == ["", ""]
+    assert all("libbroken.so is damaged" in err for _, err in outputs)
+
+
 def test_no_other_thread_imports_while_ranks_meet(config: Path) -> None:
     """Two threads that import modules of one ring may get one of them half made."""
     given, port = ["model=random", f"model.config={config}", "prompt.random_tokens=4"], str(free_port())

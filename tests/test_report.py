@@ -117,6 +117,11 @@ def test_report_of_one_prompt_has_every_field_on_top():
     assert set(fields_of_one["ranks"][0]) == {field.name for field in fields(RankReport)} - optional
 
 
+@pytest.mark.parametrize("check", ["done", "kept", "none"])
+def test_a_report_says_whether_the_model_was_checked(check: str) -> None:
+    assert json.loads(report_json([batch(generation())], **OF_A_RUN, model_check=check))["model_check"] == check
+
+
 def test_logits_that_json_cannot_hold_become_null():
     assert report(batch(generation()))["first_token_logits_top5"] == [[5, 1.5], [7, 1.0], [1, None]]
 

@@ -79,7 +79,7 @@ class Model(ModelLayers):
             the cache folder, it is not done again. By default, and of shares, it is always done.
 
     Attributes:
-        was_known: whether the check was done by an earlier run.
+        check: "done" by this run, "kept" from an earlier one, or "none", as there is nothing to compare with.
         gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
@@ -121,7 +121,8 @@ class Model(ModelLayers):
         self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
-        self._narrows = self.gives_one_by_one = self.was_known = False
+        self._narrows = self.gives_one_by_one = False
+        self.check = "none"
         self._marker: Marker | None = None
         try:
             self.marks = Marks.from_config(self.config)
@@ -535,8 +536,8 @@ class Model(ModelLayers):
             about = fact(f"{made_from} {fused} {kernels}")
             weights = model_fingerprint(self.module)
             known = KnownCheck.of_model(cache_folder(), weights, about, self.dtype, self.device)
-            self.was_known = known.is_kept()
-        if not self.was_known:
+        self.check = "kept" if known is not None and known.is_kept() else "done"
+        if self.check == "done":
             self._compare_logits()
             if known is not None and is_fused(self.module) == fused:  # otherwise each run says what it has found
                 known.keep()

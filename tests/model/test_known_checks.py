@@ -73,7 +73,7 @@ def logits(model: Model) -> torch.Tensor:
 
 def test_a_known_model_is_not_checked_again(cache: Path, folder: Path, checks: list[str]) -> None:
     first, second = load(folder), load(folder)
-    assert (first.was_known, second.was_known) == (False, True)
+    assert (first.check, second.check) == ("done", "kept")
     assert checks == ["require"]
     assert torch.equal(logits(first), logits(second))
     assert len([*cache.iterdir()]) == 1
@@ -110,9 +110,9 @@ def test_another_model_is_checked(change: str, cache: Path, folder: Path, checks
     load(folder)
     do, options = CHANGES[change]
     do(folder)
-    assert not load(folder, **options).was_known
+    assert load(folder, **options).check == "done"
     assert len(checks) == 2
-    assert load(folder, **options).was_known
+    assert load(folder, **options).check == "kept"
 
 
 def test_another_library_of_kernels_checks_again(
@@ -124,7 +124,7 @@ def test_another_library_of_kernels_checks_again(
         monkeypatch.setattr(
             "runahead.model.model.library_folder", lambda kernels=kernels: Path("kernels") / str(kernels)
         )
-        assert load(folder).was_known == was_known, kernels
+        assert (load(folder).check == "kept") == was_known, kernels
     assert len(checks) == 3
 
 
@@ -147,8 +147,8 @@ def test_other_versions_and_devices_check_again(
 ) -> None:
     load(folder)
     monkeypatch.setattr(owner, name, (lambda *_: value) if callable(getattr(owner, name)) else value)
-    assert not load(folder).was_known
-    assert load(folder).was_known
+    assert load(folder).check == "done"
+    assert load(folder).check == "kept"
     assert len(checks) == 2
 
 
@@ -172,16 +172,16 @@ def test_a_damaged_entry_is_no_outcome(damage: str, cache: Path, folder: Path, c
     load(folder)
     [path] = cache.iterdir()
     DAMAGES[damage](path, json.loads(path.read_text()))
-    assert not load(folder).was_known
-    assert load(folder).was_known
+    assert load(folder).check == "done"
+    assert load(folder).check == "kept"
     assert len(checks) == 2
 
 
 def test_an_entry_that_cannot_be_kept_costs_a_check(cache: Path, folder: Path, checks: list[str]) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text("no folder")
-    assert not load(folder).was_known
-    assert not load(folder).was_known
+    assert load(folder).check == "done"
+    assert load(folder).check == "done"
     assert len(checks) == 2
 
 
@@ -192,13 +192,19 @@ def test_a_model_that_fails_is_not_known(cache: Path, folder: Path, monkeypatch:
             with pytest.raises(ValueError, match="is not computed right"):
                 load(folder)
     assert not cache.exists()
-    assert not load(folder).was_known
+    assert load(folder).check == "done"
 
 
 def test_a_model_that_is_given_is_always_checked(cache: Path, checks: list[str]) -> None:
     for _ in range(2):
-        assert not Model(families.build("llama", dtype=torch.float32)).was_known
+        assert Model(families.build("llama", dtype=torch.float32)).check == "done"
     assert len(checks) == 2 and not cache.exists()
+
+
+@pytest.mark.parametrize("family", families.MARKING)
+def test_a_model_with_nothing_to_compare_with_is_told_as_such(family: str, cache: Path, checks: list[str]) -> None:
+    assert Model(families.build(family, dtype=torch.float32)).check == "none"
+    assert checks == [] and not cache.exists()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
@@ -210,7 +216,7 @@ def test_layers_with_states_are_always_checked(family: str, cache: Path, tmp_pat
     first = load(tmp_path / "model")
     num_checks = len(checks)
     second = load(tmp_path / "model")
-    assert not second.was_known and len(checks) == 2 * num_checks
+    assert second.check == "done" and len(checks) == 2 * num_checks
     assert not cache.exists()
     assert first.gives_one_by_one == second.gives_one_by_one == (family == "jamba")
     assert torch.equal(logits(first), logits(second))
