@@ -14,6 +14,8 @@ import psutil
 import torch
 
 from partitioner.table.fingerprint import device_name, now
+from runahead.model.loading.kernels import lacking as lacking_kernels
+from runahead.ranks.agreement import code_files
 from runahead.report import library_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -87,9 +89,14 @@ def require_known_code(path: str | os.PathLike[str], *, remedy: str) -> None:
 def code(packages: Sequence[str] = MEASURED) -> str:
     """Digest of the measured code. Unlike a commit it distinguishes checkouts with uncommitted changes."""
     digest = hashlib.sha256()
-    for path in sorted(path for package in packages for path in (ROOT / package).rglob("*.py")):
+    for path in code_files(ROOT, packages):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def has_kernels() -> bool:
+    """Whether runs on this host's processors take the kernels of our own."""
+    return not lacking_kernels()
 
 
 def _git(*args: str) -> str | None:

@@ -31,7 +31,7 @@ from benchmarks.harness.declared import Table
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, option
 from benchmarks.studies.commits.__main__ import mean
-from benchmarks.studies.commits.job import checkout_of
+from benchmarks.studies.commits.job import built_kernels, checkout_of, require_like_kernels
 from benchmarks.studies.commits.rank import SHARES
 from benchmarks.studies.endurance import Server
 from benchmarks.studies.serving import Reply, ask, load, spread
@@ -49,9 +49,11 @@ def servers_of(options: Namespace) -> Iterator[dict[str, str]]:
     if options.before is None:
         raise ValueError("--before is missing; name the commit that this one is compared with, such as --before HEAD~3")
     with ExitStack() as undo:
-        found = dict[str, str]()
+        found, kernels = dict[str, str](), dict[str, bool | None]()
         for which, commit in (("before", options.before), ("after", options.after)):
             checkout, log = undo.enter_context(checkout_of(commit)), undo.enter_context(TemporaryFile())
+            kernels[which] = built_kernels(checkout)
+            require_like_kernels(kernels)
             server = Server([*OPTIONS, *options.server], NUM_RANKS, log, checkout=checkout)
             found[which] = undo.enter_context(server).url
         yield found

@@ -26,7 +26,8 @@ from statistics import median
 from benchmarks.harness.declared import Table
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT
-from benchmarks.harness.study import Study, Variant, in_turn, last_run, option
+from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, last_run, option
+from benchmarks.studies.commits.job import built_kernels, require_like_kernels
 
 PACKAGES = ("torch", "transformers", "runahead")
 OWN = ("launch", "policies", "partitioner", "runahead")
@@ -73,13 +74,16 @@ def variants(options: Namespace) -> Iterator[Variant]:
 def measure(options: Namespace, _: None, variant: Variant) -> Iterator[Line]:
     """A line for each checkout."""
     trees = {"this": ROOT} | ({} if options.before is None else {"before": Path(options.before).resolve()})
+    kernels = {name: built_kernels(tree) for name, tree in trees.items()}
+    with errors_in_one_line():
+        require_like_kernels(kernels)
     turns = {name: partial(run, options, tree) for name, tree in trees.items()}
     found = in_turn(turns, options.rounds, warmup=1, label="starts")
     for name, tree in trees.items():
         num_modules, seconds = imports(options, tree)
         first_s, processor_s = zip(*found[name], strict=True)
         times = {"first_s": list(first_s), "processor_s": list(processor_s)}
-        yield variant | {"tree": name, "modules": num_modules, "imports": seconds} | times
+        yield variant | {"tree": name, "kernels": kernels[name], "modules": num_modules, "imports": seconds} | times
 
 
 def _imports_of(name: str) -> Callable[[Line], str]:

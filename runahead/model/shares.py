@@ -7,6 +7,7 @@ same hidden states and logits, and they compute in step.
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.kernels.operators import KERNELS, take
 from runahead.model.adapters import ADAPTERS
-from runahead.model.loading.kernels import load_if_built
+from runahead.model.loading.kernels import library_folder, load_if_built
 from runahead.model.loading.sharing import Shares, fitting_shares, splits_heads
 from runahead.model.model import Model, load_weights
 from runahead.ranks.mesh import one_of
@@ -85,7 +86,7 @@ def use_kernels(ranks: Ranks) -> str:
     """Let this process use the kernels for CPUs, if all ranks have them. Every rank calls this.
 
     The first call decides for all models of the process. So ranks take the same attention, also while a build ends
-    between two of them or between two models.
+    between two of them or between two models; on unlike processors it rounds unlike, and rank 0 warns.
 
     Returns:
         why they are not used, in a sentence; "" if they are, or are not for this device.
@@ -93,9 +94,15 @@ def use_kernels(ranks: Ranks) -> str:
     if ranks.device.type != "cpu":
         return ""
     own = load_if_built() if KERNELS.lacking is None else KERNELS.lacking
-    reasons = ranks.gather(own, "the kernels")
+    reasons, folders = zip(*ranks.gather((own, "" if own else library_folder().name), "the kernels"), strict=True)
     KERNELS.lacking = next(filter(None, reasons), "")
     KERNELS.in_use = not KERNELS.lacking
+    if KERNELS.in_use and len(set(folders)) > 1 and ranks.rank == 0:
+        warnings.warn(
+            "ranks have kernels of unlike processors or versions of torch, so their attention rounds unlike; take "
+            "hosts of one kind if answers have to be the same on each",
+            stacklevel=2,
+        )
     return KERNELS.lacking
 
 

@@ -97,6 +97,13 @@ def library_facts() -> dict[str, str]:
     """Versions of the libraries that compute, and a digest of this project's own code."""
     facts = {package: metadata.version(package) for package in ("transformers", "numpy")} | {"torch": torch.__version__}
     root, code = Path(__file__).resolve().parent.parent.parent, hashlib.sha256()
-    for path in sorted(path for package in CODE for path in (root / package).rglob("*.py")):
+    for path in code_files(root, CODE):
         code.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return facts | {"the code of runahead": DIGEST + code.hexdigest()}
+
+
+def code_files(root: Path, packages: Sequence[str]) -> list[Path]:
+    """Files of what packages in a checkout compute, sorted: Python's, and C++'s, whose kernels are of our own."""
+    return sorted(
+        path for package in packages for path in (root / package).rglob("*") if path.suffix in (".py", ".cpp")
+    )

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -402,11 +403,11 @@ class GatheringRanks:
 
     device = torch.device("cpu")
 
-    def __init__(self, *others: str) -> None:
-        self._others = others
+    def __init__(self, *others: str, rank: int = 0, folder: str | None = None) -> None:
+        self._others, self.rank, self._folder = others, rank, folder
 
-    def gather(self, value: str, label: str) -> list[str]:
-        return [value, *self._others]
+    def gather(self, value: tuple[str, str], label: str) -> list[tuple[str, str]]:
+        return [value, *((each, self._folder or value[1]) for each in self._others)]
 
 
 class TestUse:
@@ -425,6 +426,19 @@ class TestUse:
         monkeypatch.setattr(shares, "load_if_built", lambda: own)
         assert shares.use_kernels(GatheringRanks(*others)) == why  # type: ignore[arg-type]
         assert KERNELS.in_use == (not why)
+
+    @pytest.mark.parametrize(
+        ("rank", "folder", "lacks", "is_told"),
+        [(0, "another", "", True), (1, "another", "", False), (0, None, "", False), (0, "another", "not built", False)],
+    )
+    def test_of_unlike_hosts_is_told_once(
+        self, rank: int, folder: str | None, lacks: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shares, "load_if_built", lambda: lacks)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            shares.use_kernels(GatheringRanks("", rank=rank, folder=folder))  # type: ignore[arg-type]
+        assert ["kernels of unlike processors" in str(each.message) for each in found] == [True] * is_told
 
     def test_is_decided_once_for_all_models_of_a_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A build that ends, and a file that goes, between a model and its draft."""

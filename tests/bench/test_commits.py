@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness import lines
 from benchmarks.studies.commits.__main__ import STUDY, mean, measure, ratios, table
-from benchmarks.studies.commits.job import job_of
+from benchmarks.studies.commits.job import built_kernels, job_of, require_like_kernels
 
 
 def line(cell: str, before: list[float], after: list[float]) -> dict[str, object]:
@@ -22,7 +22,7 @@ class FakeJob:
     """The ranks of a commit: every answer takes one second more than the one before."""
 
     def __init__(self, name: str, asked: list[tuple[str, int, dict[str, Any]]]) -> None:
-        self.name, self.asked, self.seconds = name, asked, 0.0
+        self.name, self.asked, self.seconds, self.kernels = name, asked, 0.0, name == "after"
 
     def ask(self, request: dict[str, Any], *, ranks: int) -> float | None:
         self.asked.append((self.name, ranks, request))
@@ -57,6 +57,7 @@ def test_a_cell_is_measured_on_both_commits_in_turn_after_a_round_that_does_not_
         "what": "TTFT",
         "length": 64,
         "seconds": {"before": [2.0, 3.0], "after": [2.0, 3.0]},
+        "kernels": {"before": False, "after": True},
     }
     in_turn = [(name, 2, {"prefill": "single", "tokens": 64}) for name in ("before", "after", "after", "before")]
     assert asked == [*in_turn, *in_turn[:2]]
@@ -101,6 +102,24 @@ def test_it_fails_beyond_the_limits_that_are_given(
         with pytest.raises(SystemExit, match=expected):
             STUDY.main(command)
     assert "largest 1.300" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("program", "has"), [(None, None), ("", True), ("import sys\nsys.exit(2)", False)])
+def test_kernels_are_built_by_the_commits_own_program(program: str | None, has: bool | None, tmp_path: Path) -> None:
+    """Which imports the commit's modules."""
+    (tmp_path / "launch").mkdir()
+    for name in ("__init__", "of_this_commit"):
+        (tmp_path / "launch" / f"{name}.py").touch()
+    if program is not None:
+        (tmp_path / "launch" / "kernels.py").write_text(f"import launch.of_this_commit\n{program}\n")
+    assert built_kernels(tmp_path) is has
+
+
+def test_a_commit_without_its_kernels_is_not_compared_with_one_that_has_them() -> None:
+    for kernels in ((True, True), (False, False), (None, True), (None, False)):
+        require_like_kernels(dict(zip(("before", "after"), kernels, strict=True)))
+    with pytest.raises(ValueError, match="in the checkout that is called before, and the other has them"):
+        require_like_kernels({"before": False, "after": True})
 
 
 def test_a_commit_that_is_not_there_is_named() -> None:

@@ -128,6 +128,10 @@ def test_a_run_goes_on_from_its_lines(run: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(machine, "code", lambda: "other code")
     assert len(run(*TWO, "--rounds", "3")) == 12
     assert len(run(*TWO, "--rounds", "3", "--new", "3")) == 18
+    has = machine.has_kernels()
+    monkeypatch.setattr(machine, "has_kernels", lambda: not has)
+    of_others = run(*TWO, "--rounds", "3", "--new", "3")
+    assert [line["kernels"] for line in of_others] == [has] * 18 + [not has] * 6
 
 
 def test_a_peer_that_does_not_install_is_left_out_with_its_reason(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

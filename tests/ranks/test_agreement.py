@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from benchmarks.harness import machine
 from launch.inputs.options import RunOptions
 from runahead.config import GenerationOptions, ModelOptions
-from runahead.ranks.agreement import disagreement, fact, library_facts, option_facts, secret
+from runahead.ranks import agreement
+from runahead.ranks.agreement import code_files, disagreement, fact, library_facts, option_facts, secret
 from runahead.ranks.meeting.presence import Presence
 from runahead.ranks.meeting.rendezvous import environment_store, meet
 from runahead.ranks.ranks import SharedError
@@ -60,6 +62,23 @@ def test_every_option_is_compared_but_those_of_one_host() -> None:
 def test_libraries_and_code_are_facts() -> None:
     assert library_facts().keys() >= {"torch", "transformers", "the code of runahead"}
     assert library_facts() == library_facts()
+
+
+def test_the_code_is_that_of_kernels_too() -> None:
+    root = Path(agreement.__file__).resolve().parent.parent.parent
+    names = [path.relative_to(root).as_posix() for path in code_files(root, agreement.CODE)]
+    assert {"runahead/kernels/attention.cpp", "runahead/ranks/agreement.py", "policies/base.py"} <= set(names)
+    assert names == sorted(names)
+
+
+def test_another_kernel_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    (tmp_path / "runahead").mkdir()
+    found = set[str]()
+    for text in ("one", "another"):
+        (tmp_path / "runahead" / "attention.cpp").write_text(text)
+        found.add(machine.code(["runahead"]))
+    assert len(found) == 2
 
 
 def present(path: Path, facts: list[dict[str, str]], patience_s: float = 10.0) -> list[list[Presence] | Exception]:

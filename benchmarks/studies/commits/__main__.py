@@ -5,9 +5,10 @@
     python -m benchmarks.studies.commits --before 7e828c9 --most-mean 1.02 --most-cell 1.05
 
 Each commit has a job of two ranks of one thread, in a checkout of its own, for the whole run; without --after the
-second is this checkout. TTFTs are those of SmolLM2 over both ranks (`single` computes on one of them). Tokens are
-decoded by one rank, over keys and values that are drawn (benchmarks/studies/retrieved_prompt.py), from the full cache
-and from what policies keep. The commits measure in turn (A B, B A, A B, ...), each alone.
+second is this checkout. Kernels of attention are built first; a line says which commit has some. TTFTs are those of
+SmolLM2 over both ranks (`single` computes on one of them). Tokens are decoded by one rank, over keys and values that
+are drawn (benchmarks/studies/retrieved_prompt.py), from the full cache and from what policies keep. The commits measure
+in turn (A B, B A, A B, ...), each alone.
 
 A ratio is the time after over the time before: the median over rounds, and its 95% interval by the percentile
 bootstrap; the mean is the geometric one over all cells. It needs two cores that are otherwise idle. Appends a JSON line
@@ -29,7 +30,7 @@ import numpy as np
 from benchmarks.harness.declared import Table
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, last_run, option
-from benchmarks.studies.commits.job import NUM_RANKS, RankPair, job_of
+from benchmarks.studies.commits.job import NUM_RANKS, RankPair, job_of, require_like_kernels
 
 PREFILLS = ["single", "kv_runahead", "zigzag"]
 DECODED = ["full", "snapkv", "adakv", "4 bits", "infinigen"]
@@ -50,7 +51,9 @@ def jobs_of(options: Namespace) -> Iterator[dict[str, RankPair]]:
     if options.before is None:
         raise ValueError("--before is missing; name the commit that this one is compared with, such as --before HEAD~3")
     with job_of(options.before) as before, job_of(options.after) as after:
-        yield {"before": before, "after": after}
+        jobs = {"before": before, "after": after}
+        require_like_kernels({which: job.kernels for which, job in jobs.items()})
+        yield jobs
 
 
 def measure(options: Namespace, jobs: dict[str, RankPair], cell: Variant) -> Iterator[Line]:
@@ -65,7 +68,8 @@ def measure(options: Namespace, jobs: dict[str, RankPair], cell: Variant) -> Ite
                 job.ask({"open": name, "tokens": length, "room": room}, ranks=1)
         turns = {which: partial(_seconds, job, request, ranks) for which, job in jobs.items()}
         seconds = in_turn(turns, options.rounds, warmup=1, label=f"{cell['what']}, {name}, {length:,} tokens")
-    yield {"before": options.before, "after": options.after} | cell | {"seconds": seconds}
+    kernels = {which: job.kernels for which, job in jobs.items()}
+    yield {"before": options.before, "after": options.after} | cell | {"seconds": seconds, "kernels": kernels}
 
 
 def _seconds(job: RankPair, request: dict[str, Any], ranks: int, number: int) -> float:

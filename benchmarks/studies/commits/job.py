@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +15,15 @@ from benchmarks.harness.machine import ROOT
 
 NUM_RANKS = 2
 RANK = Path("benchmarks/studies/commits/rank.py")
+KERNELS = Path("launch/kernels.py")
+"""The program that builds a commit's kernels."""
 
 
 class RankPair(LineProcesses):
     """Two ranks of one thread each.
+
+    Attributes:
+        kernels: as of `built_kernels`.
 
     Args:
         checkout: folder of the commit. Its own `rank.py` runs, which knows its modules; an older commit that has none
@@ -27,6 +33,7 @@ class RankPair(LineProcesses):
 
     def __init__(self, checkout: Path, *, program: Path = RANK) -> None:
         own = checkout / program
+        self.kernels = built_kernels(checkout)
         super().__init__(
             [sys.executable, str(own if own.is_file() else ROOT / program)],
             rank_environments(NUM_RANKS, threads=1, checkout=checkout),
@@ -47,6 +54,36 @@ def job_of(commit: str | None) -> Iterator[RankPair]:
         finally:
             if job is not None:
                 job.kill()
+
+
+def built_kernels(checkout: Path) -> bool | None:
+    """Build a commit's kernels of attention on CPUs, if it has any, before it is measured.
+
+    Returns:
+        whether they are built; None: it has none.
+    """
+    if not (checkout / KERNELS).is_file():
+        return None
+    environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, str(KERNELS)], cwd=checkout, env=environment, capture_output=True)
+    return done.returncode == 0
+
+
+def require_like_kernels(kernels: Mapping[str, bool | None]) -> None:
+    """Check that of the commits that have kernels all are measured with them, or none.
+
+    Args:
+        kernels: `built_kernels` of each.
+
+    Raises:
+        ValueError: which have none.
+    """
+    if {True, False} <= set(kernels.values()):
+        without = ", ".join(name for name, has in kernels.items() if has is False)
+        raise ValueError(
+            f"kernels cannot be built in the checkout that is called {without}, and the other has them; see what "
+            "python -m launch.kernels says there"
+        )
 
 
 @contextmanager

@@ -28,9 +28,10 @@ from policies.base import Policy
 from policies.infinigen import InfiniGen
 from policies.offload import Offload
 from policies.snapkv import SnapKV
-from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, from_ratios
+from runahead import Engine, GenerationOptions, ModelOptions, PrefillOptions, Ranks, from_ratios
 from runahead.config import CacheOptions, PrefillName, RanksOptions
 from runahead.decoding.forward import Forward, fastest_form, forward_over
+from runahead.model.shares import load_model
 
 SHARES = [0.58, 0.42]
 """Split of kv_runahead, near what a search finds for two cores."""
@@ -50,7 +51,7 @@ class Measured:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.model = Model.load(ModelOptions(), torch.device("cpu"))
+        self.model = load_model(ModelOptions(), ranks)
         self._engines: dict[str, Engine] = {}
         self._decode: Callable[[int], float] | None = None
 

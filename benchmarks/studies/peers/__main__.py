@@ -59,10 +59,11 @@ class Turns:
 
     Attributes:
         key: of everything but the peers that affects a measurement.
+        kernels: whether ours takes the kernels of our own.
     """
 
-    def __init__(self, loaded: Loaded, vocab_size: int, key: str, found: Iterable[Line]) -> None:
-        self.loaded, self.vocab_size, self.key = loaded, vocab_size, key
+    def __init__(self, loaded: Loaded, vocab_size: int, key: str, kernels: bool, found: Iterable[Line]) -> None:
+        self.loaded, self.vocab_size, self.key, self.kernels = loaded, vocab_size, key, kernels
         self._done = {(line["peer"], line["length"], line["round"]) for line in measured_of(found, key)}
         self._skipped = set[str]()
 
@@ -73,7 +74,7 @@ class Turns:
         for name in names if number % 2 == 0 else reversed(names):
             if name in self._skipped or (name, length, number) in self._done:
                 continue
-            about = {"peer": name, "key": self.key}
+            about = {"peer": name, "key": self.key, "kernels": self.kernels}
             try:
                 found = self.loaded.ask(name, ids, num_new)
             except (ValueError, OSError) as error:
@@ -92,14 +93,15 @@ def turns(options: Namespace) -> Iterator[Turns]:
     """The peers, none of which is loaded yet."""
     model = smollm2.find(ModelOptions(), weights=True, progress=True).folder
     about = {name: getattr(options, name) for name in ("threads", "new", "warmup", "rest", "ours")}
-    key = lines.key(about | {"code": machine.code(), "hardware": machine.hardware()})
+    kernels = machine.has_kernels()
+    key = lines.key(about | {"code": machine.code(), "hardware": machine.hardware(), "kernels": kernels})
     room = max(options.lengths) + options.new
     sizes = Sizes(model=model, threads=options.threads, room=room, given=tuple(options.ours))
     openers = {name: partial(opened, PEERS[name], sizes) for name in options.peers}
     loaded = Loaded(openers, warmup=options.warmup, rest_s=options.rest)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     try:
-        yield Turns(loaded, vocab_size, key, lines.read(options.lines, option="--lines", kind="peer"))
+        yield Turns(loaded, vocab_size, key, kernels, lines.read(options.lines, option="--lines", kind="peer"))
     finally:
         loaded.close_all()
 

@@ -73,16 +73,19 @@ def load_if_built(folder: Path | None = None) -> str:
     Returns:
         why they are not there, in a sentence; "" if they are.
     """
-    if reason := unsupported():
-        return reason
     try:
-        library = library_folder(folder) / LIBRARY
-        if not library.is_file():
-            return f"kernels of our own are not built; {REMEDY}"
-        operators.load(library)
+        if not (reason := lacking(folder)):
+            operators.load(library_folder(folder) / LIBRARY)
     except OSError as error:
         return f"kernels of our own cannot be loaded ({error}); {REMEDY}"
-    return ""
+    return reason
+
+
+def lacking(folder: Path | None = None) -> str:
+    """Why the kernels are not built, in a sentence; "" if they are. Raises: OSError: the source cannot be read."""
+    if reason := unsupported():
+        return reason
+    return "" if (library_folder(folder) / LIBRARY).is_file() else f"kernels of our own are not built; {REMEDY}"
 
 
 def build(folder: Path | None = None) -> Path:
