@@ -49,7 +49,7 @@ from launch.server.request.chats import Chats
 from launch.server.request.fields import ChatRequest, CompletionRequest
 from launch.server.request.prompts import prompts_of
 from launch.server.request.reader import compressed, read_json, unknown
-from launch.server.request.readers import Readers
+from launch.server.request.readers import Readers, rested
 from launch.server.request.tokens import detokenized, tokenized
 from launch.server.request_log import RequestLog
 from policies.prompt_cache.schemas import Schemas
@@ -73,6 +73,8 @@ COUNTS: dict[str, Callable[[], Translated]] = {
     "/v1/messages/count_tokens": CountedMessages,
 }
 """How the tokens of a prompt are asked for, by path."""
+COUNTED = 8
+"""Times as many tokens as a prompt may have are counted of a longer one, as clients ask in order to shorten it."""
 GUIDES = ("json_schema", "grammar")
 """Generation options for which requests have other fields."""
 
@@ -218,8 +220,16 @@ class API:
 
         def read(body: bytes) -> dict[str, Any]:
             asked, chat = self._asked(body, dialect)
+            longest = self.scheduler.longest_text
+            most = None if longest is None else COUNTED * longest
             with dialect.renaming():
-                [prompt] = prompts_of(asked, chat, self._tokenizer, longest=self.scheduler.longest_text)
+                try:
+                    [prompt] = prompts_of(asked, chat, self._tokenizer, longest=most)
+                except APIError as error:
+                    if error.code != "context_length_exceeded":
+                        raise
+                    what = f"'messages' has more than {most:,} tokens, and no more are counted"
+                    raise too_long("messages", longest, what) from error
             counted: dict[str, Any] = dialect.counted(len(ids_of(prompt)))
             return counted
 
@@ -405,11 +415,14 @@ class API:
                 error = APIError(400, "the client has gone")
             except APIError as caught:
                 error = caught
+                error.__traceback__ = error.__cause__ = error.__context__ = None  # which would keep the body
             except Exception as caught:
                 print(
                     f"request {request.state.identity}: {type(caught).__name__}: {first_line(caught)}", file=sys.stderr
                 )
                 error = APIError(500, f"the server has made a mistake; its log says more of {request.state.identity}")
+            if error.rest_s:
+                await rested(error.rest_s, request.receive)
             self.metrics.ended(str(error.status), request.state.key.name)
             tell(request, f"{error.status} {shown(error.logged, 120)}", began_s)
             headers = {"x-request-id": request.state.identity, **error.headers}
@@ -426,9 +439,8 @@ class API:
             message = f"this server is not called '{shown(host)}'; add the name to serve.hosts, or start it with a key"
             raise APIError(403, message, code="unknown_host")
         key = request.headers.get("x-api-key")  # as Anthropic's clients send it
-        given = request.headers.get("authorization") or (None if key is None else f"Bearer {key}")
         try:
-            return self._keys.admitted(given)
+            return self._keys.admitted(request.headers.get("authorization"), None if key is None else f"Bearer {key}")
         except APIError:
             self.metrics.counters["wrong_keys_total"] += 1
             raise
@@ -444,7 +456,8 @@ class API:
         self.metrics.counters["unrouted_requests_total"] += 1
         self._log.refused(request, str(error.status_code), time.monotonic())
         headers = {"x-request-id": request.state.identity, **(error.headers or {})}
-        return _json(APIError(error.status_code, message, code=code).body, error.status_code, headers)
+        body = _dialect_at(request.url.path).error(APIError(error.status_code, message, code=code))
+        return _json(body, error.status_code, headers)
 
     def _check_named(self, model: str | None, strangers: Sequence[str]) -> None:
         """Check the model that a request names, and its fields that nobody knows. Raises: APIError."""
@@ -463,6 +476,12 @@ class API:
     def _about_model(self) -> dict[str, Any]:
         model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
         return model | {"max_model_len": self.scheduler.longest_text}  # as vLLM names it
+
+
+def _dialect_at(path: str) -> Dialect:
+    """The dialect of what is asked for at a path, whether or not it is here."""
+    at = [dialect for each, dialect in (COUNTS | DIALECTS).items() if f"{path}/".startswith(f"{each}/")]
+    return (at[0] if at else ChatDialect)()
 
 
 def _with_parts(options: GenerationOptions, parts: Parts) -> GenerationOptions:

@@ -25,6 +25,7 @@ class APIError(Exception):
         param: field of the request that is wrong; None if it is none.
         code: OpenAI's code.
         headers: more headers of the response.
+        rest_s: seconds for which the client waits for its answer.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+        self.rest_s = 0.0
 
     @property
     def logged(self) -> str:

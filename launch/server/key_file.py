@@ -6,6 +6,8 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launch.program.ending import say
@@ -34,6 +36,8 @@ class KeyFile:
         self._read = self._seen = self._state()
         self._now = self._of_file()
         keys.replace(self._now)
+        if any(key.is_named for key in self._now):
+            _tell(f"{self._option}: {_counted(self._now)}; names, before the first colon of a line, are in the log")
 
     def watch(self) -> None:
         """Begin to look again and again, in a thread of its own, until the process ends."""
@@ -55,12 +59,12 @@ class KeyFile:
             keys = self._of_file()
         except (OSError, ValueError) as error:
             told = f"{self._option}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            say(f"warning: {told}; until it is mended the {len(self._now)} keys from before stay")
+            _tell(f"warning: {told}; until it is mended the {len(self._now)} keys from before stay")
             return
         num_new, num_gone = len(set(keys) - set(self._now)), len(set(self._now) - set(keys))
         self._now = keys
         self._keys.replace(keys)
-        say(f"{self._option} was read again: {len(keys)} keys, {num_new} new, {num_gone} gone")
+        _tell(f"{self._option} was read again: {_counted(keys)}, {num_new} new, {num_gone} gone")
 
     def _state(self) -> tuple[int, ...] | None:
         """What is another if the file is; None if there is none."""
@@ -82,5 +86,15 @@ class KeyFile:
         if not keys:
             raise ValueError(f"{self._option} has no key; give a file with a key per line")
         if os.stat(self._path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            say(f"warning: {self._option} can be read by other users of this host; chmod 600 it")
+            _tell(f"warning: {self._option} can be read by other users of this host; chmod 600 it")
         return keys
+
+
+def _counted(keys: Sequence[Key]) -> str:
+    return f"{len(keys)} keys, {sum(key.is_named for key in keys)} with names"
+
+
+def _tell(message: str) -> None:
+    """Say a sentence, if anybody reads: the thread that watches has to go on without standard error."""
+    with suppress(OSError, ValueError):
+        say(message)

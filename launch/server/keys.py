@@ -38,20 +38,31 @@ class Key:
     Attributes:
         name: in the log and in metrics; several keys may have the same.
         digest: of the key.
+        whole: of all of a line "name:key", which may be one key that has a colon; empty for a key without a name.
     """
 
     name: str
     digest: bytes
+    whole: bytes = b""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its name is what stands before a colon in its line."""
+        return bool(self.whole)
 
     @classmethod
     def of_line(cls, line: str) -> Key:
-        """The key of a line "name:key" or "key". Raises: ValueError: it is too short."""
+        """The key of a line "name:key" or "key". Raises: ValueError: it is too short, or no header can have it."""
         name, colon, key = line.partition(":")
         if not (colon and NAME.fullmatch(name)):
             name, key = "", line
         if len(key := key.strip()) < LEAST_LENGTH:
             raise ValueError(f"has a key of less than {LEAST_LENGTH} characters; use longer ones")
-        return cls(name or f"key-{_digest('label ' + key).hex()[:LABEL_DIGITS]}", _digest(key))
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("has a key with a character that no header can have; use letters and digits")
+        if name:
+            return cls(name, _digest(key), _digest(line))
+        return cls(f"key-{_digest('label ' + key).hex()[:LABEL_DIGITS]}", _digest(key))
 
 
 NO_KEY = Key("", b"")
@@ -71,17 +82,21 @@ class Keys:
         self._keys, self._share = list(map(Key.of_line, lines)), share
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
 
-    def admitted(self, header: str | None) -> Key:
-        """The key in a header "Bearer <key>"; `NO_KEY` if there are no keys.
+    def admitted(self, *headers: str | None) -> Key:
+        """The key in the first header "Bearer <key>" that has one; `NO_KEY` if there are no keys.
 
         Raises:
-            APIError: it has none of them.
+            APIError: none has one of them.
         """
         if not self._keys:
             return NO_KEY
-        scheme, _, given = (header or "").partition(" ")
-        digest = _digest(given.strip() if scheme.lower() == "bearer" else "")
-        matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
+        matches = [
+            key
+            for digest in map(_given, headers)
+            for key in self._keys
+            for own in (key.digest, key.whole)
+            if hmac.compare_digest(digest, own)
+        ]
         if not matches:
             message = "the API key is wrong; send the header 'Authorization: Bearer <key>'"
             raise APIError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -132,5 +147,11 @@ def secret_in(folder: str, option: str) -> bytes:
     return secret
 
 
+def _given(header: str | None) -> bytes:
+    """Digest of the key in a header, or of nothing."""
+    scheme, _, given = (header or "").partition(" ")
+    return _digest(given.strip() if scheme.lower() == "bearer" else "")
+
+
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="replace")).digest()
+    return hashlib.sha256(key.encode()).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from typing import Any
 
@@ -30,16 +31,18 @@ class RequestLog:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._ignored = set[str]()
+        self._ignored, self._one_at_a_time = set[str](), threading.Lock()
         self._minute_s, self._num_refused = -math.inf, 0
 
     def ignored(self, name: str) -> None:
         """Print once that a field of this name is unknown."""
-        if name in self._ignored or len(self._ignored) == MOST_NAMES:
-            return
-        self._ignored.add(name)
+        with self._one_at_a_time:  # several threads read bodies
+            if name in self._ignored or len(self._ignored) >= MOST_NAMES:
+                return
+            self._ignored.add(name)
+            number = len(self._ignored)
         say(f"the field '{shown(name)}' is unknown and ignored; serve.unknown_fields=refuse refuses such requests")
-        if len(self._ignored) == MOST_NAMES:
+        if number == MOST_NAMES:
             say(f"after {MOST_NAMES} unknown fields no more are told")
 
     def ended(self, request: HTTPRequest, what: str, began_s: float) -> None:

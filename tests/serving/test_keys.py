@@ -15,6 +15,8 @@ from launch.server import request_log
 from launch.server.errors import APIError
 from launch.server.key_file import KeyFile
 from launch.server.keys import Keys
+from launch.server.options import ServeOptions
+from launch.server.request_log import RequestLog
 from runahead.serving.limits import QueueLimits
 from tests.serving.fakes import Served, held, serving
 from tests.serving.test_api import CHAT, CLIENT, HELLO, TEXT, connection_of, post, read_until
@@ -68,7 +70,8 @@ def test_names_of_keys_are_in_the_log_and_in_metrics_and_keys_are_not(
         for name, numbers in (("anne", (1, 3, 4)), (bob, (3, 6, 8)))
         for what, number in zip(("requests", "prompt_tokens", "generation_tokens"), numbers, strict=True)
     }
-    lines = capsys.readouterr().err.splitlines()
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.endswith("2 keys, 1 with names; names, before the first colon of a line, are in the log")
     assert [line.split()[3] for line in lines] == ["anne", bob, bob, bob]
     assert not any(secret in line for secret in (ANNE, BOB) for line in lines)
 
@@ -79,6 +82,58 @@ def test_a_key_without_a_name_has_one_label_wherever_it_stands(tmp_path: Path) -
         KeyFile(written(tmp_path / "keys", *lines), keys := Keys())
         labels.append(keys.admitted(f"Bearer {ANNE}").name)
     assert len(set(labels)) == 1 and labels[0] != Keys([BOB]).admitted(f"Bearer {BOB}").name
+
+
+def test_a_key_with_a_colon_stays_a_key_though_its_beginning_may_be_a_name(tmp_path: Path) -> None:
+    KeyFile(written(tmp_path / "keys", f"abc:{ANNE}", BOB), keys := Keys())
+    assert is_admitted(keys, f"abc:{ANNE}") and is_admitted(keys, ANNE)
+    assert not is_admitted(keys, f"abd:{ANNE}") and not is_admitted(keys, f"abc:{BOB}") and not is_admitted(keys, "")
+    whole, own = (keys.admitted(f"Bearer {key}") for key in (f"abc:{ANNE}", ANNE))
+    assert whole == own and keys.salt(whole, None) == keys.salt(own, None)
+
+
+def test_either_header_may_have_the_key() -> None:
+    with serving(keys=Keys([ANNE])) as served:
+        for others, status in (
+            ({"authorization": "Basic YTpi"}, 200),
+            ({"authorization": "Bearer another-key-1234567"}, 200),
+            ({"authorization": ""}, 200),
+            ({"authorization": "Basic YTpi", "x-api-key": "wrong"}, 401),
+            ({"authorization": f"Bearer {ANNE}", "x-api-key": "wrong"}, 200),
+        ):
+            assert post(served, TEXT, SHORT, headers={"x-api-key": ANNE} | others).status_code == status, others
+        assert metrics_of(served)["runahead:wrong_keys_total"] == "1"
+
+
+def test_the_file_is_looked_at_though_nobody_reads_what_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(message: str) -> None:
+        raise BrokenPipeError(message)
+
+    file = KeyFile(written(tmp_path / "keys", ANNE), keys := Keys())
+    monkeypatch.setattr("launch.server.key_file.say", broken)
+    for lines in ((f"bob:{BOB}",), ("short",), (ANNE,)):
+        written(tmp_path / "keys", *lines)
+        file.look(), file.look()
+    assert is_admitted(keys, ANNE) and not is_admitted(keys, BOB)
+
+
+def test_unknown_fields_are_told_up_to_a_number_however_many_threads_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, log = list[str](), RequestLog(ServeOptions())
+
+    def say(sentence: str) -> None:
+        told.append(sentence)
+        if len(told) == 1:  # as another thread would
+            for number in range(2 * request_log.MOST_NAMES):
+                log.ignored(f"other-{number}")
+
+    monkeypatch.setattr(request_log, "say", say)
+    log.ignored("first")
+    assert len(told) == request_log.MOST_NAMES + 1
+    assert [sentence.startswith("after 100 unknown") for sentence in told].count(True) == 1
 
 
 def test_a_file_that_has_changed_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +151,7 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path, capsys: pytest.Ca
             read_until(connection, b'"finish_reason"')  # what was taken is answered
         assert [asked(served, key).status_code for key in (ANNE, BOB, carla)] == [200, 401, 200]
     assert keys.salt(keys.admitted(f"Bearer {ANNE}"), None) == before
-    assert capsys.readouterr().err == f"serve.api_key_file={path} was read again: 2 keys, 2 new, 2 gone\n"
+    assert capsys.readouterr().err == f"serve.api_key_file={path} was read again: 2 keys, 2 with names, 2 new, 2 gone\n"
     for _ in range(3):
         file.look()
     assert capsys.readouterr().err == ""
@@ -117,6 +172,8 @@ def test_the_file_is_looked_at_while_the_server_runs(tmp_path: Path, monkeypatch
         ([""], "has no key"),
         (["# none"], "has no key"),
         (["anne:short"], "has a key of less than 16 characters"),
+        (["the-key-of-ännе-1234"], "has a key with a character that no header can have"),
+        (["anne:the-key\tof-anne-1234"], "has a key with a character that no header can have"),
         ([b"\xff\xfe" + ANNE.encode()], "is not text"),
         (None, "No such file or directory"),
     ],

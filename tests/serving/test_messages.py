@@ -13,11 +13,12 @@ from openai import OpenAI
 
 from launch.server.answer.pieces import Kind, Piece
 from launch.server.answer.usage import Usage
+from launch.server.api import COUNTED
 from launch.server.dialects.message_form import MessageForm
 from launch.server.dialects.messages import Messages
 from launch.server.keys import Keys
 from runahead.failures import PeerFailure
-from tests.serving.fakes import TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, saying, serving
+from tests.serving.fakes import POSITIONS, TOOLS_TEMPLATE, FakeEngine, chat_tokenizer, saying, serving
 from tests.serving.test_reasoning import SAID, THINKING
 from tests.serving.test_responses import CALLING, FUNCTION, call_of, says
 
@@ -344,6 +345,31 @@ def test_the_tokens_of_a_prompt_are_counted() -> None:
         counted = asked(client, body, f"{PATH}/count_tokens")
         assert not engine.batches
         assert counted == {"input_tokens": asked(client, body | {"max_tokens": 1})["usage"]["input_tokens"]}
+
+
+def test_the_tokens_of_a_prompt_that_is_too_long_are_counted_up_to_a_bound() -> None:
+    with serving() as served:
+        letters = "ship " * POSITIONS * 3
+        num_tokens = len(served.engine.tokenizer(letters, add_special_tokens=False)["input_ids"])
+        for times, status in ((1, 200), (COUNTED, 400)):
+            body = {"messages": [says("user", letters * times)]}
+            answer = post(served.url, body, f"{PATH}/count_tokens")
+            assert answer.status_code == status
+            if status == 200:
+                assert answer.json()["input_tokens"] == pytest.approx(num_tokens, abs=20) and num_tokens > POSITIONS
+            else:
+                message = answer.json()["error"]["message"]
+                assert f"context length is {served.scheduler.longest_text} tokens" in message
+                assert f"more than {COUNTED * served.scheduler.longest_text:,} tokens" in message
+        assert post(served.url, body | {"max_tokens": 1}).status_code == 400
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens", f"{PATH}/batches"])
+def test_what_is_not_there_is_told_in_the_form_of_its_api(path: str) -> None:
+    with serving() as served:
+        refused = CLIENT.get(served.url + path).json()
+        assert refused["type"] == "error" and "param" not in refused["error"]
+        assert "param" in CLIENT.get(served.url + "/v1/messagesque").json()["error"]
 
 
 def test_a_stream_that_fails_ends_with_an_error() -> None:

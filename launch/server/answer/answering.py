@@ -16,6 +16,7 @@ from launch.server.answer.usage import Usage
 from launch.server.errors import APIError, dumps
 from launch.server.metrics import Metrics
 from launch.server.page.recent import EndedRequest
+from launch.server.request.bodies import disconnected
 from launch.server.request.fields import ChatRequest, CompletionRequest
 from launch.server.request_log import RequestLog
 from policies.reuse import ids_of
@@ -53,7 +54,7 @@ class Answering:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
-        watch = asyncio.ensure_future(_disconnected(receive))
+        watch = asyncio.ensure_future(disconnected(receive))
         work = asyncio.ensure_future(self._stream() if self._read.stream else self._whole())
         ended = "cancelled"
         try:
@@ -216,8 +217,3 @@ def _error(failure: str) -> APIError:
     if failure == NOT_NUMBERS:
         return APIError(500, failure, headers={"x-should-retry": "false"})
     return APIError(503, failure)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

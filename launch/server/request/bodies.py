@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
+from starlette.types import Receive
 
 from launch.server.errors import APIError
 from launch.server.options import ServeOptions
@@ -67,3 +68,9 @@ class Bodies:
                     if size > BODIES * self._options.max_body_bytes:
                         return False
         return request._stream_consumed
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client of a request whose body was read has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
