@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class Slowness:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._log, self._heard_s = clock, 0.0, clock()
+        self.clock, self._log, self._heard_s = clock, 0.0, clock()
 
     @property
     def factor(self) -> float:
@@ -50,32 +51,71 @@ class Slowness:
 
     @property
     def _now(self) -> float:
-        return self._log * 0.5 ** ((self._clock() - self._heard_s) / HALF_LIFE_S)
+        return self._log * 0.5 ** ((self.clock() - self._heard_s) / HALF_LIFE_S)
 
     def learn(self, ratio: float) -> None:
         """Take in how many times longer a prefill took than was learned. A single one that hung counts for little."""
         step = math.log(ratio) - self._now
-        self._log, self._heard_s = self._now + FOLLOWING * max(-MOST_STEP, min(step, MOST_STEP)), self._clock()
+        self._log, self._heard_s = self._now + FOLLOWING * max(-MOST_STEP, min(step, MOST_STEP)), self.clock()
 
 
-class PrefillTimes:
-    """Seconds of a prefill, as c + a * tokens + b * tokens^2 with a, b, c >= 0, times the slowness of the machine.
+@dataclass
+class LearnedTimes:
+    """Seconds of a prefill, as c + a * tokens + b * tokens^2 with a, b, c >= 0.
 
     The constants minimise the squared error relative to what was predicted, over the prefills so far, the latest of
     which weigh most. So a slow prefill counts as much as a fast one, a short one as much as a long one.
 
+    Attributes:
+        constants: c, a and b.
+        longest: length of the longest prompt so far in tokens.
+        fewest, most: tokens that were computed at once so far.
+    """
+
+    constants: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    longest: int = 0
+    fewest: float = math.inf
+    most: int = 0
+    _moments: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)))
+    """Weighted sums of the products of 1, tokens, squares and seconds."""
+
+    def learned(self, longest: int, num_tokens: int, squares: int, seconds: float) -> LearnedTimes:
+        """What is learned once a prefill is taken in."""
+        predicted_s = self.seconds(num_tokens, squares) or seconds
+        if not self.fewest <= num_tokens <= self.most:  # a guess, so one that was too low gives it no more weight
+            predicted_s = max(predicted_s, seconds)
+        row = np.array([1.0, num_tokens, squares, seconds]) / predicted_s
+        moments = FORGETTING * self._moments + np.outer(row, row)
+        fewest, most = min(self.fewest, num_tokens), max(self.most, num_tokens)
+        return LearnedTimes(_fitted(moments), max(self.longest, longest), fewest, most, moments)
+
+    def seconds(self, num_tokens: int, squares: int) -> float:
+        per_prefill, per_token, per_square = self.constants
+        return per_prefill + per_token * num_tokens + per_square * squares
+
+
+class PrefillTimes:
+    """Seconds of a prefill, as those that were served tell, times the slowness of the machine.
+
+    The first prompt that is longer than all before, and takes longer than was guessed, may tell of its length or of the
+    machine. Of prompts longer than those before it is believed until another one of these was sooner, or for
+    `HALF_LIFE_S`, so that it does not keep them out for ever; and of all once another one was not sooner.
+
     Args:
         slowness: of the machine; by default of this object alone.
-
-    Attributes:
-        longest: length of the longest prompt so far in tokens; of longer ones `seconds` is a guess.
     """
 
     def __init__(self, slowness: Slowness | None = None) -> None:
-        self.longest, self._slowness = 0, slowness or Slowness()
-        self._fewest, self._most = math.inf, 0  # tokens that were computed at once
-        self._moments = np.zeros((4, 4))  # weighted sums of the products of 1, tokens, squares and seconds
-        self._constants = (0.0, 0.0, 0.0)
+        self._slowness = slowness or Slowness()
+        self._sure, self._unsure, self._unsure_s = LearnedTimes(), LearnedTimes(), -math.inf
+
+    def _times(self, num_tokens: float = math.inf) -> LearnedTimes:
+        """What tells of so many tokens, by default of more than all before."""
+        return self._unsure if self._is_unsure and num_tokens > self._sure.most else self._sure
+
+    @property
+    def _is_unsure(self) -> bool:
+        return self._slowness.clock() - self._unsure_s < HALF_LIFE_S
 
     def learn(self, lengths: Sequence[int], seconds: float, reused: Sequence[int] = ()) -> None:
         """Take in the prefill of prompts of these lengths in tokens, which were computed at once.
@@ -83,14 +123,10 @@ class PrefillTimes:
         Args:
             reused: first tokens of each prompt that were not computed; by default none.
         """
-        self.longest = max(self.longest, *lengths)
-        num_tokens, squares = _computed(lengths, reused)
-        self._fewest, self._most = min(self._fewest, num_tokens), max(self._most, num_tokens)
-        seconds = max(seconds / self._slowness.factor, 1e-6)
-        row = np.array([1.0, num_tokens, squares, seconds])
-        row /= self._learned(num_tokens, squares) or seconds
-        self._moments = FORGETTING * self._moments + np.outer(row, row)
-        self._constants = _fitted(self._moments)
+        prefill = max(lengths), *_computed(lengths, reused), max(seconds / self._slowness.factor, 1e-6)
+        self._sure = self._sure.learned(*prefill)
+        if self._is_unsure:
+            self._unsure = self._unsure.learned(*prefill)
 
     def learn_served(self, lengths: Sequence[int], seconds: float, reused: Sequence[int] = ()) -> None:
         """Take in a prefill, as `learn` does, which also tells how slow the machine is now.
@@ -98,26 +134,36 @@ class PrefillTimes:
         It does so if it is neither shorter nor longer than all before, as the times of others were guesses.
         """
         num_tokens, squares = _computed(lengths, reused)
-        learned_s = self._learned(num_tokens, squares)
-        if self._fewest <= num_tokens <= self._most and learned_s:
+        if self._is_unsure and num_tokens > self._sure.most:
+            is_sooner = MOST_RATIO * seconds < self.seconds(lengths, reused)
+            self._sure, self._unsure_s = self._sure if is_sooner else self._unsure, -math.inf
+        times = self._times(num_tokens)
+        learned_s = times.seconds(num_tokens, squares)
+        if times.fewest <= num_tokens <= times.most and learned_s:
             self._slowness.learn(max(seconds, 1e-6) / learned_s)
             most_s = MOST_RATIO * learned_s * self._slowness.factor
             seconds = max(most_s / MOST_RATIO**2, min(seconds, most_s))
+        elif num_tokens > times.most and 0 < MOST_RATIO * self.seconds(lengths, reused) < seconds:
+            prefill = max(lengths), num_tokens, squares, seconds / self._slowness.factor
+            self._unsure, self._unsure_s = self._sure.learned(*prefill), self._slowness.clock()
+            return
         self.learn(lengths, seconds, reused)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest prompt so far in tokens; of longer ones `seconds` is a guess."""
+        return self._times().longest
 
     @property
     def constants(self) -> tuple[float, float]:
         """Seconds per token and per squared token of a prompt; 0, 0 before the first prefill."""
-        factor, (_, per_token, per_square) = self._slowness.factor, self._constants
+        factor, (_, per_token, per_square) = self._slowness.factor, self._times().constants
         return factor * per_token, factor * per_square
 
     def seconds(self, lengths: Sequence[int], reused: Sequence[int] = ()) -> float:
         """Seconds until the first tokens of prompts that are computed at once, without what they reuse."""
-        return self._slowness.factor * self._learned(*_computed(lengths, reused))
-
-    def _learned(self, num_tokens: int, squares: int) -> float:
-        per_prefill, per_token, per_square = self._constants
-        return per_prefill + per_token * num_tokens + per_square * squares
+        num_tokens, squares = _computed(lengths, reused)
+        return self._slowness.factor * self._times(num_tokens).seconds(num_tokens, squares)
 
 
 def _fitted(moments: NDArray[np.float64]) -> tuple[float, float, float]:

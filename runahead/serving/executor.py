@@ -347,7 +347,18 @@ class Executor:
             ends = {(item.number, row): each.finish_reason for row, each in enumerate(result.generations)}
             cached = {(item.number, row): num for row, num in enumerate(result.cached_tokens)}
             self._report(Tokens(tokens={}, ended=ends, step_s=result.tpot_s, cached=cached))
-            self._report(Part(number=item.number, rank=0, prefill_s=result.ttft_s, wait_s=0.0, is_alone=True))
+            tree = None if self._engine.prefixes is None else self._engine.prefixes.tree
+            self._report(
+                Part(
+                    number=item.number,
+                    rank=0,
+                    prefill_s=result.ttft_s,
+                    wait_s=0.0,
+                    is_alone=True,
+                    stored_bytes=0 if tree is None else tree.num_bytes,
+                    prefix_bytes={} if tree is None else tree.bytes_by_tier,
+                )
+            )
 
     def _step(self) -> None:
         if not self.live:  # all rows were cancelled

@@ -139,7 +139,8 @@ class Part:
         spans: when it computed, and when it waited or did something else, if that is recorded; seconds of rank 0's
             `time.perf_counter`.
         prefix_bytes: of the texts that it keeps, by tier.
-        prefix_found_tokens: tokens of prompts that it has found in them so far, by tier.
+        prefix_found_tokens: tokens of prompts that it has found in them so far, by tier; none after `Generate`, for
+            which stages look several times, and each finds what others have.
         scores: of each different prompt's tokens that it has scored, in runs.
     """
 

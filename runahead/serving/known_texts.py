@@ -50,10 +50,10 @@ class KnownTexts:
         return found
 
     def found_after(self, request: Request, others: Iterable[Request], key: str) -> list[int]:
-        """As `found`, once the prompts of other requests are stored, too."""
+        """As `found`, once the prompts of other requests are stored, too. Those that are scored are not."""
         found = self.found(request, key)
         for other in others:
-            if other.salt == request.salt:
+            if other.salt == request.salt and other.scores is None:
                 found = list(map(max, found, self._in_common(request, other)))
         return found
 

@@ -49,5 +49,7 @@ def _learn_rest(batch: Batch, estimate: TimeEstimate, seconds: float, *, is_alon
     if is_alone and num_bytes:
         estimate.learn_transfer(num_bytes, first.prefill_s, first.wait_s)
     assert isinstance(batch.item, PrefillItem)
+    if not batch.item.boundaries[1]:  # so short a rest that later stages have computed it without the first one
+        return
     if batch.cached == list(batch.item.stored) and first.wait_s <= WAITING * first.prefill_s:
         estimate.chain.learn_served(batch.of_computed(batch.lengths), seconds, batch.of_computed(batch.cached))

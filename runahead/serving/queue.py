@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from policies.base import GivenPrompt, PromptTooLong, ReusingPrompt, ids_of, reuse_segments
 from runahead.config import GenerationOptions, PrefillName
@@ -248,6 +248,24 @@ class RequestQueue:
         """Tokens of each different prompt that need not be computed."""
         return self.stored.found(request, key) if request.scores is None else [0] * len(request.different)
 
+    def _found_after(self, request: Request, others: Iterable[Request]) -> list[int]:
+        """As `_found`, once the prompts of others are stored, as far as there is room for all of their tokens."""
+        prefixes = self._engine.prefixes
+        assert prefixes is not None
+        most = self.most_stored_bytes - prefixes.state_bytes
+        if self._engine.may_shard:  # each stage stores its part
+            most *= self._engine.ranks.num_stages
+
+        def has_room(num_tokens: int) -> bool:
+            return 0 < most >= num_tokens * prefixes.token_bytes
+
+        def is_kept(other: Request) -> bool:
+            lengths = [len(ids_of(each)) for each in other.different]
+            found = lengths if all(map(has_room, lengths)) else self.stored.found(other, prefixes.key)
+            return all(has_room(length - num) for length, num in zip(lengths, found, strict=True))
+
+        return self.stored.found_after(request, filter(is_kept, others), prefixes.key)
+
     def _of_computed(self, request: Request, found: Sequence[int]) -> list[int]:
         """Numbers of the different prompts of a request as those of the prompts that are computed."""
         return [found[number] for number in request.prompt_of] if self._engine.may_shard else list(found)
@@ -260,8 +278,7 @@ class RequestQueue:
             return False
         under_way = [batch for batch in self.batches.values() if not batch.is_decoded]
         begun = {owner: None for batch in under_way for owner, _ in batch.owners}
-        found = self.stored.found_after(request, begun, self._engine.prefixes.key)
-        later = self._of_computed(request, found)
+        later = self._of_computed(request, self._found_after(request, begun))
         lengths = self._lengths([request])
         if not self._limits.decode_ranks and self._is_short(lengths, later):
             return True
@@ -271,8 +288,8 @@ class RequestQueue:
         """Whether a request has less than half to compute if it is not computed at once with others, but after them."""
         if self._engine.prefixes is None or request.scores is not None:
             return False
-        now, after = sum(self._reusable([request])), self.stored.found_after(request, others, self._engine.prefixes.key)
-        later = sum(self._of_computed(request, after))
+        now = sum(self._reusable([request]))
+        later = sum(self._of_computed(request, self._found_after(request, others)))
         return 2 * (later - now) > sum(self._lengths([request])) - now
 
     def _most_new(self, request: Request) -> int:

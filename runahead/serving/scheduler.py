@@ -125,8 +125,8 @@ class Scheduler:
 
     @property
     def last_part(self) -> Part | None:
-        """The last report of the rank that decodes, of its part of a prefill."""
-        return self._parts.get(self._leader)
+        """The last report of the rank that decodes, of its part of a prefill; of rank 0 where all stages may."""
+        return self._parts.get(0 if self._engine.may_shard else self._leader)
 
     @property
     def refuses(self) -> str | None:

@@ -339,8 +339,21 @@ def test_a_disk_that_something_else_fills_costs_a_few_files_and_is_told(
         kept.put(6)
         kept.save()
         kept.wait_for_copies()
-    assert len(stored_by(kept)) == 6 - tier_files.TRIES and len(refused) == 1 + tier_files.TRIES
-    assert [kept.tier(number) for number in (0, 1, 2)] == ["-"] * 3
+        assert len(stored_by(kept)) == 6 - tier_files.TRIES and len(refused) == 1 + tier_files.TRIES
+        assert [kept.tier(number) for number in (0, 1, 2)] == ["-"] * 3
+        refused.clear()
+        for number in (7, 8):  # no more of them go in vain
+            kept.put(number)
+            kept.save()
+            kept.wait_for_copies()
+        assert len(stored_by(kept)) == 6 - tier_files.TRIES and refused
+        assert kept.store.files is not None
+        assert kept.store.files.num_bytes == sum(each.stat().st_size for each in tmp_path.glob("*.safetensors"))
+        for room[0] in (9, 3):  # once a file was written, they make room again
+            kept.put(9 + room[0])
+            kept.save()
+            kept.wait_for_copies()
+        assert kept.tier(9 + 3) != "-" and len(stored_by(kept)) <= 3
     sentences = [str(each.message) for each in told]
     assert len(sentences) == 2 and "makes room there" in sentences[0] and "cannot be kept on disk" in sentences[1]
 

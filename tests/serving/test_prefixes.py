@@ -37,7 +37,8 @@ from runahead.serving.arrangement import with_slower_last
 from runahead.serving.batch import Batch
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
-from runahead.serving.items import Inbox, Part, PrefillItem, Report, Stop, Stopping, Tokens
+from runahead.serving.items import Generate, Inbox, Part, PrefillItem, Report, Stop, Stopping, Tokens
+from runahead.serving.lessons import learn_prefill
 from runahead.serving.limits import QueueLimits
 from runahead.serving.queue import RequestQueue
 from runahead.serving.request import Request
@@ -636,7 +637,7 @@ def queue_with_prefixes(num_stages: int = 1, **limits: Any) -> RequestQueue:
     """
     engine: Any = FakeEngine()
     engine.prefixes, engine.ranks = (
-        SimpleNamespace(key="a", token_bytes=10, state_bytes=0, step=None),
+        SimpleNamespace(key="a", token_bytes=10, state_bytes=0, step=None, tree=PrefixTree(inf)),
         SimpleNamespace(num_stages=num_stages),
     )
     estimate = TimeEstimate()
@@ -862,3 +863,68 @@ def test_a_long_prompt_waits_for_the_prefix_that_is_being_computed(num_stages: i
     batch.is_decoded = True
     queue.stored.apply(Stored(key="a", ids=tuple(DOCUMENT)))
     assert queue.is_short([following]) and queue.choose()[0] is following
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "scores", "num_stored", "waits"),
+    [
+        (10 * len(DOCUMENT), None, 0, True),
+        (10 * len(DOCUMENT) - 1, None, 0, False),
+        (10 * len(DOCUMENT) - 1, None, 20, True),  # which need not be stored again
+        (0, None, 0, False),
+        (inf, 0, 0, False),
+    ],
+)
+def test_a_long_prompt_waits_for_no_prefix_that_will_not_be_stored(
+    limit_bytes: float, scores: int | None, num_stored: int, waits: bool
+) -> None:
+    queue, first = queue_with_prefixes(2, itl_s=8.0), request(DOCUMENT)
+    queue._engine.prefixes.tree.limit_bytes = limit_bytes  # type: ignore[union-attr]
+    queue.stored.apply(Stored(key="a", ids=tuple(DOCUMENT[:num_stored])))
+    first.scores = scores
+    begin(queue, [first]).parts[0] = mock.Mock()  # rank 0 has computed its part, so that the next chain may begin
+    queue.add(following := request(DOCUMENT + prompt(4)))
+    assert queue.choose() == ([] if waits else [following])
+
+
+def test_equal_prompts_are_computed_at_once_where_none_of_them_will_be_stored() -> None:
+    queue, same = queue_with_prefixes(), [request(DOCUMENT + prompt(5, seed=seed)) for seed in range(3)]
+    queue._engine.prefixes.tree.limit_bytes = 10 * len(DOCUMENT)  # type: ignore[union-attr]
+    for each in same:
+        queue.add(each)
+    assert queue.choose() == same
+    queue._engine.prefixes.tree.limit_bytes = 10 * len(DOCUMENT) + 50  # type: ignore[union-attr]
+    assert queue.choose() == same[:1]
+
+
+@pytest.mark.parametrize(("boundaries", "learns"), [((0, 0, 1), False), ((0, 1, 2), True)])
+def test_the_rest_of_a_prompt_that_the_last_stage_alone_had_tells_nothing_of_all(
+    boundaries: tuple[int, ...], learns: bool
+) -> None:
+    """Where one stage only decodes, also a rest of one token counts as computed by all."""
+    ids, estimate = prompt(100), TimeEstimate()
+    stored = [len(ids) - boundaries[-1]]
+    item = PrefillItem(number=0, prompts=[ids], options=[GREEDY], boundaries=boundaries, stored=stored)
+    batch = Batch(item=item, owners=[(request(ids), 0)], predicted_s=1.0, is_short=False, is_alone=True)
+    batch.cached = list(stored)
+    for rank, seconds in enumerate((1e-6 if boundaries[1] == 0 else 3.0, 3.0)):
+        batch.parts[rank] = Part(number=0, rank=rank, prefill_s=seconds, wait_s=0.0, is_alone=True)
+    assert learn_prefill(batch, estimate, estimate.chain) is None
+    assert (estimate.chain.seconds([100]) > 0) == learns
+
+
+def test_sharded_decoding_tells_what_is_kept() -> None:
+    serving = Serving("llama")
+    with throughout(serving.model.dtype):
+        item = Generate(number=0, prompts=[DOCUMENT], options=[GREEDY], salts=["a"])
+        serving.executor.carry_out(item)
+    [part] = serving.parts
+    assert serving.engine.prefixes is not None
+    assert part.stored_bytes == serving.tree.num_bytes == (len(DOCUMENT) + 6) * serving.engine.prefixes.token_bytes
+    assert part.prefix_bytes == serving.tree.bytes_by_tier == {"device": part.stored_bytes}
+    engine: Any = FakeEngine()
+    for may_shard, told in ((True, part), (False, None)):
+        engine.may_shard = may_shard
+        scheduler = Scheduler(engine, QueueLimits())
+        scheduler._leader, scheduler._parts = 1, {0: part}
+        assert scheduler.last_part is told

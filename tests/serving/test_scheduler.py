@@ -407,6 +407,42 @@ def test_long_prompts_that_were_slow_are_expected_sooner_once_short_ones_are_fas
     assert estimate.chain.seconds([4000]) < 2 * idle_s(4000)
 
 
+@pytest.mark.parametrize(("longest", "length"), [(64, 8000), (512, 16_000), (4000, 16_000)])
+def test_a_first_long_prompt_that_was_slow_keeps_others_out_for_a_while_alone(longest: int, length: int) -> None:
+    """It may have been the machine. Nothing is computed that could show it where such prompts are refused then."""
+    now = 0.0
+    times = PrefillTimes(Slowness(lambda: now))
+    for each in (8, 64, 512, 4000):
+        if each <= longest:
+            times.learn([each], idle_s(each))
+    times.learn_served([length], 20 * idle_s(length))
+    told_s, later_s = times.seconds([length]), times.seconds([longest])
+    assert 1.1 * idle_s(length) < told_s <= 20.01 * idle_s(length) and times.longest == length
+    for _ in range(100):
+        times.learn_served([16], idle_s(16))
+    assert times.seconds([16]) == pytest.approx(idle_s(16), rel=0.01)
+    assert times.seconds([longest]) == pytest.approx(later_s, rel=0.01) == pytest.approx(idle_s(longest), rel=0.01)
+    assert times.seconds([length]) < 1.01 * told_s
+    now = HALF_LIFE_S
+    assert times.seconds([length]) < 1.1 * idle_s(length) and times.longest == longest
+
+
+@pytest.mark.parametrize("times_slower", [20.0, 1.0])
+def test_a_second_long_prompt_tells_whether_the_first_was_slow_for_its_length(times_slower: float) -> None:
+    now = 0.0
+    times = PrefillTimes(Slowness(lambda: now))
+    for length in (8, 64):
+        times.learn([length], idle_s(length))
+    times.learn_served([8000], 20 * idle_s(8000))
+    times.learn_served([8000], times_slower * idle_s(8000))
+    assert times.seconds([8000]) == pytest.approx(times_slower * idle_s(8000), rel=0.15)
+    now = 2 * HALF_LIFE_S
+    if times_slower > 1:
+        assert times.seconds([8000]) == pytest.approx(times_slower * idle_s(8000), rel=0.15)
+    else:
+        assert times.seconds([8000]) < 1.1 * idle_s(8000)
+
+
 def test_slowness_is_forgotten_while_nothing_is_computed() -> None:
     now = 0.0
     slowness = Slowness(lambda: now)

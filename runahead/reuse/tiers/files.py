@@ -74,6 +74,7 @@ class TierFiles:
         self.errors: dict[str, str] = {}
         self.told: dict[str, str] = {}
         self.write_error: OSError | None = None
+        self._removes = True  # files make room for others on a full disk
 
     @cached_property
     def _writing(self) -> Worker:
@@ -133,19 +134,22 @@ class TierFiles:
                     self._folder.touch(name, time_ns)
                 for name in self._folder.make_room(keep=self.keep):
                     self._lost(name)
-                self.num_bytes = sum(file.num_bytes for file in self._folder.files())
             except LostRows:
                 self._lost(about.name)
             except OSError as error:
                 self.errors.setdefault("write", f"{error.strerror or error} ({path.parent})")
                 self.write_error = self.write_error or error
                 self._lost(about.name)
+            finally:  # files may have made room in vain
+                self.num_bytes = sum(file.num_bytes for file in self._folder.files())
 
         self._unwritten = {name: each for name, each in self._unwritten.items() if not each[0].done.is_set()}
         self._unwritten[about.name] = self._writing.submit(write), rows.num_bytes
 
     def _write(self, about: FileAbout, rows: LayerRows) -> None:
         """Write a file that is not there. On a full disk those that were not used for longest make room for it.
+
+        Once that was in vain, as something else fills the disk, no more of them do until a file could be written.
 
         Raises:
             OSError: it cannot be written.
@@ -156,9 +160,11 @@ class TierFiles:
                 return
             try:
                 write_layers(path, list(rows), key=about.name, name=about.title, more=about.metadata, mode=mode)
+                self._removes = True
                 return
             except OSError as error:
-                if error.errno not in FULL or num_tries == TRIES:
+                self._removes = self._removes and num_tries < TRIES
+                if error.errno not in FULL or not self._removes:
                     raise
                 removed = self._folder.make_room(rows.num_bytes, keep=self.keep)
                 if not removed:
