@@ -184,6 +184,15 @@ def test_failed_attempt_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path)
     assert obtain(tmp_path / "model", fill, label="model") == tmp_path / "model"
 
 
+def test_a_folder_that_lacks_its_file_is_made_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        folder = obtain(tmp_path / "model", fill, label="model", has="config.json")
+        (folder / "config.json").unlink()  # as who clears old files away does
+        (folder / "another").touch()
+    folder = obtain(tmp_path / "model", fill, label="model", has="config.json")
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+
+
 def test_remains_of_a_killed_process_are_cleared_away(tmp_path: Path) -> None:
     remains = folders.work_folder(tmp_path / "model")
     (remains / "pip").mkdir(parents=True)

@@ -40,7 +40,7 @@ def python_with(name: str, packages: Sequence[str], without: Sequence[str] = ())
             _pip(python, name, ["uninstall", "--yes", *without])
         return made
 
-    return obtain(folder, make, label=f"the environment of {name}") / "bin" / "python"
+    return obtain(folder, make, label=f"the environment of {name}", has="bin/python") / "bin" / "python"
 
 
 def peers_folder() -> Path:

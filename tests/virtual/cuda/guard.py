@@ -34,7 +34,7 @@ def load_guard() -> None:
         OSError: it does not compile, or the cache folder cannot be written.
     """
     key = hashlib.sha256(f"{torch.__version__} {SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
-    folder = obtain(cache_folder() / FOLDER / key, _compile, label="the virtual GPU's library")
+    folder = obtain(cache_folder() / FOLDER / key, _compile, label="the virtual GPU's library", has="libguard.so")
     torch.ops.load_library(str(folder / "libguard.so"))
 
 
