@@ -21,8 +21,9 @@ import asyncio
 import random
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from tempfile import TemporaryFile
@@ -43,9 +44,22 @@ OPTIONS = ["ranks.threads=1", *SPLIT, "serve.log=false", "serve.max_waiting=1000
 """Of both servers, which take requests of one client that come all at once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """The servers of both commits.
+
+    Attributes:
+        urls: their addresses.
+        kernels: whether their kernels of attention are built, as of `built_kernels`.
+    """
+
+    urls: Mapping[str, str]
+    kernels: Mapping[str, bool | None]
+
+
 @contextmanager
-def servers_of(options: Namespace) -> Iterator[dict[str, str]]:
-    """Addresses of both commits' servers. Raises: ValueError: there is no such commit."""
+def servers_of(options: Namespace) -> Iterator[Servers]:
+    """Raises: ValueError: there is no such commit, or kernels are built for one alone."""
     if options.before is None:
         raise ValueError("--before is missing; name the commit that this one is compared with, such as --before HEAD~3")
     with ExitStack() as undo:
@@ -56,15 +70,16 @@ def servers_of(options: Namespace) -> Iterator[dict[str, str]]:
             require_like_kernels(kernels)
             server = Server([*OPTIONS, *options.server], NUM_RANKS, log, checkout=checkout)
             found[which] = undo.enter_context(server).url
-        yield found
+        yield Servers(urls=found, kernels=kernels)
 
 
-def measure(options: Namespace, urls: dict[str, str], _: Variant) -> Iterator[Line]:
+def measure(options: Namespace, servers: Servers, _: Variant) -> Iterator[Line]:
     """Capacity of both commits in each round, in requests per second."""
-    turns = {which: partial(_capacity, options, which, url) for which, url in urls.items()}
+    turns = {which: partial(_capacity, options, which, url) for which, url in servers.urls.items()}
     with errors_in_one_line():
         capacity = in_turn(turns, options.rounds, warmup=1, label=f"{options.requests} requests")
-    about = {"length": options.length, "new_tokens": options.new_tokens, "requests": options.requests}
+    about: Line = {"length": options.length, "new_tokens": options.new_tokens, "requests": options.requests}
+    about["kernels"] = dict(servers.kernels)
     yield {"before": options.before, "after": options.after} | about | {"capacity": capacity}
 
 

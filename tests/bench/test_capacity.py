@@ -23,6 +23,11 @@ def options_of(*given: str) -> Any:
     return STUDY.parser().parse_args(["--before", "abc", *given])
 
 
+def servers(before: str, after: str) -> capacity.Servers:
+    """Of a commit without kernels, and of one that has them."""
+    return capacity.Servers(urls={"before": before, "after": after}, kernels={"before": None, "after": True})
+
+
 def line(before: list[float], after: list[float]) -> dict[str, Any]:
     about = {"commit": "def", "before": "abc", "after": None, "requests": 12, "length": 2000, "new_tokens": 32}
     return about | {"capacity": {"before": before, "after": after}}
@@ -42,8 +47,9 @@ def test_a_capacity_is_requests_over_the_seconds_to_the_last_answer(monkeypatch:
     monkeypatch.setattr(capacity, "load", loaded)
     monkeypatch.setattr(capacity.time, "perf_counter", lambda: now[0])
     given = options_of("--requests", "4", "--rounds", "2", "--length", "64", "--vocabulary", "50")
-    [found] = measure(given, {"before": "http://old", "after": "http://new"}, {})
+    [found] = measure(given, servers("http://old", "http://new"), {})
     assert found["capacity"] == {"before": [0.4, 0.4], "after": [0.5, 0.5]}
+    assert found["kernels"] == {"before": None, "after": True}
     assert ratio(found | {"commit": "def"}) == pytest.approx((1.25, 1.25, 1.25))
     order = ["http://old", "http://new", "http://new", "http://old", "http://old", "http://new"]
     assert [url for url, _ in asked] == order
@@ -56,7 +62,7 @@ def test_two_servers_are_measured() -> None:
         given = options_of(
             "--requests", "5", "--rounds", "2", "--length", "64", "--vocabulary", "90", "--new_tokens", "3"
         )
-        [found] = measure(given, {"before": old.url, "after": new.url}, {})
+        [found] = measure(given, servers(old.url, new.url), {})
         assert [len(each) for each in found["capacity"].values()] == [2, 2]
         assert min(found["capacity"]["before"] + found["capacity"]["after"]) > 0
         prompts = [sorted(ids for batch in served.engine.batches for ids in batch) for served in (old, new)]
@@ -72,7 +78,7 @@ def test_requests_that_are_not_answered_are_no_capacity() -> None:
             "--requests", "9", "--rounds", "1", "--length", "64", "--vocabulary", "90", "--new_tokens", "9"
         )
         with pytest.raises(SystemExit, match=r"the server after did not answer \d of 9 requests: .+ wait"):
-            list(measure(given, {"before": old.url, "after": new.url}, {}))
+            list(measure(given, servers(old.url, new.url), {}))
 
 
 def test_the_ratio_is_that_of_the_same_round() -> None:
@@ -129,8 +135,8 @@ def test_each_server_is_of_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(capacity, "Server", Noted)
     monkeypatch.setattr(capacity, "NUM_RANKS", 1)
-    with capacity.servers_of(options_of("--after", "def")) as urls:
-        assert set(urls) == {"before", "after"}
+    with capacity.servers_of(options_of("--after", "def")) as found:
+        assert set(found.urls) == {"before", "after"} and found.kernels == {"before": None, "after": None}
     assert [str(tmp_path / name / "runahead") in text for name, text in zip(("abc", "def"), said, strict=True)] == [
         True
     ] * 2
