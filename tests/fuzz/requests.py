@@ -1,20 +1,29 @@
-"""Bodies of requests to the server, as the API reads them: fields, messages, tools, schemas, prompts."""
+"""What the server reads: bodies of requests, as the API does, and texts of models, which become answers."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from launch.server.answer.calls import CALL_FORMS, GUIDED
+from launch.server.answer.form import Form
+from launch.server.answer.parser import AnswerParser, Parts
+from launch.server.answer.pieces import Piece, joined
+from launch.server.answer.usage import Usage
 from launch.server.api import API, DIALECTS
 from launch.server.dialects.base import Dialect
-from launch.server.errors import APIError
+from launch.server.dialects.message_form import MessageForm
+from launch.server.dialects.response_form import ResponseForm
+from launch.server.errors import APIError, dumps
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
 from launch.server.request.fields import ChatRequest, CompletionRequest
+from launch.server.request.reader import MAX_DEPTH, is_deeper
 from policies.base import GivenPrompt, ids_of
 from runahead.config import GenerationOptions
 from tests.fuzz.harness import Outcome, judged
@@ -176,20 +185,123 @@ def _checked_as(dialect: Callable[[], Dialect]) -> Callable[[bytes, Path], Outco
     return lambda content, folder: check_body(content, dialect())
 
 
+SAID = (
+    'I look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1.5, "b": ["größer", {}]}}\n</tool_call>',
+    '<think>So.</think>\n<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call> <tool_call>{"name": "g"}',
+    '[TOOL_CALLS][{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]',
+    '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}',
+    '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"a": null}}',
+    '{"name": "f", "arguments": {"a": {"a": [1, 2]}}}',
+    '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"a": "中"}}]',
+    '{"name": "f", "arguments": {"a": 1e999, "b": -1}}',
+    '{"name": "f", "arguments": {"a": ' + "[" * 10_000 + "]" * 10_000 + "}}",
+)
+FORMS_OF_CALLS = (*CALL_FORMS.values(), GUIDED, None)
+USAGE = Usage(prompt=3, new=2)
+
+
+def check_said(content: bytes, folder: Path) -> Outcome:
+    """Stream what a model says, in every form of calls and of answers; together the events are the whole answer."""
+    text = content.decode(errors="replace")
+    size = max(1 + len(text) % 7, len(text) // 200)
+
+    def read() -> list[list[Piece]]:
+        streams = list[list[Piece]]()
+        for calls in FORMS_OF_CALLS:
+            parser = AnswerParser(Parts(calls=calls, known=("f", "g"), reasons=len(text) % 2 == 0))
+            pieces = [piece for at in range(0, len(text), size) for piece in parser.add(text[at : at + size])]
+            streams.append(pieces + parser.finish())
+        return streams
+
+    def use(streams: list[list[Piece]]) -> None:
+        for pieces in streams:
+            row: Any = SimpleNamespace(pieces=joined(pieces), finish_reason="length", stop=None)
+            check_blocks(_sent(MessageForm("1", "fake"), row, pieces), _told(MessageForm("1", "fake"), row))
+            check_items(_sent(ResponseForm("1", "fake", {}), row, pieces), _told(ResponseForm("1", "fake", {}), row))
+
+    return judged(read, use)
+
+
+def check_blocks(events: list[Any], whole: Any) -> None:
+    """Compare the events of a message with the whole one."""
+    blocks = list[Any]()
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"] | {"partial_json": ""})
+        elif event["type"] == "content_block_delta":
+            [name] = event["delta"].keys() - {"type"}
+            blocks[event["index"]][name] += event["delta"][name]
+    for block in blocks:
+        given = block.pop("partial_json")
+        if block["type"] == "tool_use":
+            block["input"] = _object_in(given)
+    assert blocks == whole["content"], (blocks, whole["content"])
+
+
+def check_items(events: list[Any], whole: Any) -> None:
+    """Compare the events of a response with the whole one."""
+    deltas = Counter[int]()
+    for event in events:
+        deltas[event.get("output_index", -1)] += len(event.get("delta", ""))
+    assert events[-1]["response"]["output"] == whole["output"]
+    for number, item in enumerate(whole["output"]):
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert deltas[number] == len(text)
+
+
+def _sent(form: Form, row: Any, pieces: list[Piece]) -> list[Any]:
+    """Events of a stream, as a client reads them."""
+    events = [*form.opened(), *form.begin(0, USAGE)]
+    for piece in pieces:
+        events += form.piece(0, piece, (), USAGE)
+    events += [*form.end(0, row, (), USAGE), *form.closed(USAGE)]
+    return [_strictly(form.encoded(event).partition(b"data: ")[2].decode()) for event in events]
+
+
+def _told(form: Form, row: Any) -> Any:
+    return _strictly(dumps(form.whole([row], USAGE)).decode())
+
+
+def _object_in(text: str) -> Any:
+    """The object in JSON text; an empty one if there is none that a server repeats."""
+    try:
+        value = _strictly(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) and not is_deeper(value, MAX_DEPTH) else {}
+
+
+def _strictly(text: str) -> Any:
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 READER = "launch/server/api.py API._asked"
 
-TARGETS = tuple(
+TARGETS = (
+    *(
+        Target(
+            name=name,
+            reads=READER,
+            inputs=changed_json(bodies) | changed_bytes([json.dumps(body).encode() for body in bodies]),
+            check=_checked_as(DIALECTS[path]),
+            share=8,
+        )
+        for name, bodies, path in (
+            ("requests, chats", CHATS, "/v1/chat/completions"),
+            ("requests, completions", COMPLETIONS, "/v1/completions"),
+            ("requests, responses", RESPONSES, "/v1/responses"),
+            ("requests, messages", BLOCKS, "/v1/messages"),
+        )
+    ),
     Target(
-        name=name,
-        reads=READER,
-        inputs=changed_json(bodies) | changed_bytes([json.dumps(body).encode() for body in bodies]),
-        check=_checked_as(DIALECTS[path]),
+        name="answers",
+        reads="launch/server/answer/parser.py AnswerParser.add",
+        inputs=changed_bytes([said.encode() for said in SAID]),
+        check=check_said,
         share=8,
-    )
-    for name, bodies, path in (
-        ("requests, chats", CHATS, "/v1/chat/completions"),
-        ("requests, completions", COMPLETIONS, "/v1/completions"),
-        ("requests, responses", RESPONSES, "/v1/responses"),
-        ("requests, messages", BLOCKS, "/v1/messages"),
-    )
+    ),
 )
