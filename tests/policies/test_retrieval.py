@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from runahead.model.model import Model
 from runahead.retrieval import indices
 from runahead.retrieval.retrieval import Retrieval
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import prompt, throughout
+from tests.families import build, prompt, throughout
 from tests.policies.short import short_options
 from tests.ranks.tasks import tiny_model
 
@@ -403,6 +404,25 @@ def test_projections_that_are_linear_are_computed_alone() -> None:
     for family, alone in (("llama", True), ("qwen3", True), ("opt", True), ("gpt2", False)):
         projections = tiny_model(family).query_prediction._projections
         assert all((projection is not None) is alone for projection in projections), family
+
+
+@pytest.mark.parametrize("name", ["variance_epsilon", "eps"])
+def test_rms_norms_are_known_by_what_they_compute(name: str) -> None:
+    """Whatever their eps is called; one whose eps is another number than it says runs as the model's own code."""
+    with throughout(torch.float32):
+        for told in (None, 0.5):
+            module = build("llama", dtype=torch.float32)
+            for norm in module.modules():
+                if hasattr(norm, "variance_epsilon"):
+                    eps = vars(norm).pop("variance_epsilon")
+                    norm.forward = partial(_normed, norm, eps)  # type: ignore[method-assign]
+                    setattr(norm, name, told or eps)
+            found = {each.eps for each in Model(module).query_prediction._projections if each is not None}
+            assert found == {1e-6 if told is None else None}
+
+
+def _normed(norm: Any, eps: float, x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight
 
 
 def test_the_device_holds_partial_keys_and_what_was_fetched() -> None:

@@ -22,8 +22,9 @@ SIZES = (1.0, 1e-3, 1e3)
 
 TOKENS = 5
 
-ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
-"""Largest difference between the two, relative to each number: a few roundings."""
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+"""Largest difference between the two, relative to each number: a few roundings. In float64 families compute in float32,
+too."""
 
 
 @torch.inference_mode()
@@ -35,9 +36,15 @@ def fuse_norms(calls: Calls) -> None:
             continue
         if name != "weight" or out.dtype != weight_D.dtype or out.shape[-1:] != weight_D.shape:
             continue
-        found = [each for each in vars(norm).values() if isinstance(each, float) and 0 < each < 1]
-        if (eps := next((each for each in found if _is_rms_norm(norm, weight_D, each)), None)) is not None:
+        if (eps := rms_eps(norm, weight_D)) is not None:
             norm.forward = FusedForward(_normed, norm._parameters, weight_D.shape, eps)
+
+
+@torch.inference_mode()
+def rms_eps(norm: nn.Module, weight_D: Tensor) -> float | None:
+    """The eps of a norm by its root mean square, with this weight; None if a module computes anything else."""
+    found = [each for each in vars(norm).values() if isinstance(each, float) and 0 < each < 1]
+    return next((each for each in found if _is_rms_norm(norm, weight_D, each)), None)
 
 
 def _is_rms_norm(norm: nn.Module, weight_D: Tensor, eps: float) -> bool:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from runahead.attention.base import ForwardEndsHere, LayerInput, Recording
 from runahead.model.layers.hooks import hook_before
+from runahead.model.layers.norms import rms_eps
 from runahead.model.seam import SeamCache
 from runahead.rotary import Rotary
 
@@ -175,8 +176,7 @@ class QueryPrediction:
                 factor = float((ours * q_BNCH).sum() / (ours * ours).sum())
                 projection = replace(plain, factor=1.0 if abs(factor - 1) < 1e-3 else factor)
                 if _same(projection.queries(given), q_BNCH):
-                    fused = replace(projection, eps=getattr(norm, "variance_epsilon", None))
-                    return fused if _same(fused.queries(given), q_BNCH) else projection
+                    return projection if norm is None else replace(projection, eps=rms_eps(norm, local(norm.weight)))
         return None
 
 
