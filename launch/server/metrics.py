@@ -104,7 +104,7 @@ class Metrics:
 
 
 def prefix_lines(part: Part | None) -> str:
-    """Metrics of the prefixes that the last stage keeps, by tier, as its last report of a prefill says."""
+    """Metrics of the prefixes that a rank keeps, by tier, as its last report of a prefill says."""
     lines: list[str] = []
     if part is not None and part.prefix_bytes:
         for name, kind, about, values in (
