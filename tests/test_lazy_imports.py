@@ -99,7 +99,7 @@ def run_of(config: Path, *more: str) -> set[str]:
 
 def test_a_run_imports_what_its_options_choose(config: Path) -> None:
     found = run_of(config)
-    assert inside(found, CHOSEN) == {"runahead.kv_transfer.gloo"}  # the carrier of a backend, by its name
+    assert not inside(found, CHOSEN)
     assert families(found) <= {"auto", "llama"}
     assert not {"policies.quest", "policies.h2o", "policies.adakv"} & found
 

@@ -54,13 +54,16 @@ class KVRunahead(Prefill):
     def connect(
         self, ranks: Ranks, partition: ContextPartition, options: PrefillOptions, *, stored_on: Sequence[int] = ()
     ) -> None:
+        if len(partition.chain) == 1:
+            return
         carrier = chain_carrier(options.carrier, ranks)
         if ranks.backend == "nccl":
             links = ranks.mesh.links(chain_links(partition, options.transfer, stored_on=stored_on))
             ranks.nccl_links(carrier.backend_links(ranks, links))
 
     def run(self, job: PrefillJob) -> Prefilled:
-        return run_in_chain(job, chain_carrier(job.options.carrier, job.ranks))
+        is_alone = len(job.partition.chain) == 1
+        return run_in_chain(job, None if is_alone else chain_carrier(job.options.carrier, job.ranks))
 
 
 class Single(KVRunahead):
