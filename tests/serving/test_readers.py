@@ -112,10 +112,10 @@ def test_what_nobody_waits_for_any_more_is_not_read(clock: Clock) -> None:
         second = asyncio.create_task(pool.run(1, lambda: was_read.append(1)))
         await asyncio.sleep(0)
         second.cancel()
-        gate.set()
-        assert await first
         with pytest.raises(asyncio.CancelledError):
             await second
+        gate.set()
+        assert await first
 
     asyncio.run(ask())
     ended(pool)
