@@ -41,7 +41,7 @@ NUM_RANKS = 2
 SPLIT = ["partition=ratios", f"partition.ratios={SHARES}".replace(" ", "")]
 """A split that nothing was learned for: partition=auto begins with what earlier runs of some commit have kept."""
 OPTIONS = ["ranks.threads=1", *SPLIT, "serve.log=false", "serve.max_waiting=1000", "serve.max_per_client=1000"]
-"""Of both servers, which take requests of one client that come all at once."""
+"""Options of both servers, which take requests of one client that come all at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,7 +124,7 @@ def measure(options: Namespace, _: None, variant: Variant) -> Iterator[Line]:
 
 
 def medians(found: list[Line]) -> list[Line]:
-    """Of the last run: all waits without and beside the others."""
+    """Waits of the last run, without and beside the others."""
     groups: dict[int, list[Line]] = {}
     for line in last_run(found):
         groups.setdefault(line["clients"], []).append(line)

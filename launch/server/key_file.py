@@ -67,7 +67,7 @@ class KeyFile:
         _tell(f"{self._option} was read again: {_counted(keys)}, {num_new} new, {num_gone} gone")
 
     def _state(self) -> tuple[int, ...] | None:
-        """What is another if the file is; None if there is none."""
+        """Identity of the file's content, by its inode, size and times; None if there is no file."""
         try:
             about = os.stat(self._path)
         except OSError:

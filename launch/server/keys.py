@@ -25,10 +25,10 @@ SECRET_NAME, SECRET_BYTES = "salt", 32
 SALT_DIGITS = 32
 
 NAME = re.compile("[A-Za-z0-9._-]{1,64}")
-"""What a key may be called: nothing that a log or a label of a metric would have to escape."""
+"""Pattern of a key's name: a log or a label of a metric need not escape it."""
 
 LABEL_DIGITS = 6
-"""Of a key without a name: enough to tell a server's keys apart, too few to find one by trying."""
+"""Digits of the label of a key without a name: enough to tell keys apart, too few to find one by trying."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Key:
 
 
 NO_KEY = Key("", b"")
-"""That of every request to a server without keys."""
+"""The key of every request to a server without keys."""
 
 
 class Keys:

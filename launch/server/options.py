@@ -158,7 +158,7 @@ class ServeOptions(QueueLimits):
 
     @property
     def prefixes(self) -> str | None:
-        """What asks for reuse of prefixes, in messages; "" if nothing does, None if they are reused where they can."""
+        """The option that asks for reuse of prefixes, for messages; "": none does; None: reuse where it is possible."""
         keeps_elsewhere = self.prefix_host_bytes or self.prefix_folder is not None or self.snapshot_tokens
         if self.prefix_cache_bytes == AUTO and not keeps_elsewhere:
             return None

@@ -342,7 +342,7 @@ def room_in_memory(
 
 
 def _about_prefixes(engine: Engine, room: Room, no_tree: str | None) -> str:
-    """What is told at the start about the reuse of prefixes."""
+    """The sentence of the start about the reuse of prefixes."""
     if engine.prefixes is None:
         return "prefixes are not reused" + (f": {no_tree}" if no_tree is not None else "")
     if room.shared_bytes is None:

@@ -160,7 +160,7 @@ class Fingerprint:
 
     @property
     def added(self) -> set[str]:
-        """Those of the fields that tables once did not have which are not as they were then."""
+        """Fields that older tables lack, and whose value is not the default."""
         return {each.name for each in fields(self) if each.name in ADDED and getattr(self, each.name) != each.default}
 
     def key(self) -> str:

@@ -70,7 +70,7 @@ class KnownCheck:
 
 
 def _device_facts(device: torch.device) -> dict[str, str]:
-    """What a model's logits depend on besides its weights and the code: where and how products are computed."""
+    """Facts on which a model's logits depend besides its weights and the code: where and how products are computed."""
     if device.type == "cuda":
         place = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:

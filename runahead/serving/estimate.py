@@ -80,7 +80,7 @@ class LearnedTimes:
     """Weighted sums of the products of 1, tokens, squares and seconds."""
 
     def learned(self, longest: int, num_tokens: int, squares: int, seconds: float) -> LearnedTimes:
-        """What is learned once a prefill is taken in."""
+        """A copy that has taken in a prefill, too."""
         predicted_s = self.seconds(num_tokens, squares) or seconds
         if not self.fewest <= num_tokens <= self.most:  # a guess, so one that was too low gives it no more weight
             predicted_s = max(predicted_s, seconds)
@@ -110,7 +110,7 @@ class PrefillTimes:
         self._sure, self._unsure, self._unsure_s = LearnedTimes(), LearnedTimes(), -math.inf
 
     def _times(self, num_tokens: float = math.inf) -> LearnedTimes:
-        """What tells of so many tokens, by default of more than all before."""
+        """The times that predict so many tokens, by default more than all before."""
         return self._unsure if self._is_unsure and num_tokens > self._sure.most else self._sure
 
     @property

@@ -50,7 +50,7 @@ class KnownTexts:
         return found
 
     def found_after(self, request: Request, others: Iterable[Request], key: str) -> list[int]:
-        """As `found`, once the prompts of other requests are stored, too. Those that are scored are not."""
+        """The result of `found` after the prompts of other requests are stored, too. Scored ones are not."""
         found = self.found(request, key)
         for other in others:
             if other.salt == request.salt and other.scores is None:

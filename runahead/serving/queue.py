@@ -249,7 +249,7 @@ class RequestQueue:
         return self.stored.found(request, key) if request.scores is None else [0] * len(request.different)
 
     def _found_after(self, request: Request, others: Iterable[Request]) -> list[int]:
-        """As `_found`, once the prompts of others are stored, as far as there is room for all of their tokens."""
+        """The result of `_found` after the prompts of others are stored, of those for which there is room."""
         prefixes = self._engine.prefixes
         assert prefixes is not None
         most = self.most_stored_bytes - prefixes.state_bytes

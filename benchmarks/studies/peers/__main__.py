@@ -43,7 +43,7 @@ REFERENCE = "transformers"
 
 
 def rounds(options: Namespace) -> Iterator[Variant]:
-    """What is measured: a prompt for all peers. Raises: ValueError: an option is out of range."""
+    """The variants: a prompt for all peers each. Raises: ValueError: an option is out of range."""
     if unknown := [name for name in options.peers if name not in PEERS]:
         raise ValueError(f"--peers {' '.join(unknown)}: there are {', '.join(PEERS)}")
     if min(options.rounds, options.threads, *options.lengths) < 1 or options.new < 2:
@@ -119,7 +119,7 @@ def measured_of(found: Iterable[Line], key: str) -> list[Line]:
 
 
 def medians(found: list[Line]) -> list[Line]:
-    """Of the newest key, a line per peer and length: medians and ranges of the rounds."""
+    """Lines of the newest key, one per peer and length: medians and ranges of the rounds."""
     of_key, made = measured_of(found, found[-1]["key"]), list[Line]()
     first = {(each["length"], each["round"]): each["tokens"][0] for each in of_key if each["peer"] == REFERENCE}
     lengths = sorted({each["length"] for each in of_key})

@@ -22,7 +22,7 @@ FOLDER = ROOT / "benchmarks" / "studies" / "peers"
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What answers prompts.
+    """A program that answers prompts.
 
     Attributes:
         shown: name in tables.
@@ -84,7 +84,7 @@ PEERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What all peers are opened with.
+    """Settings with which all peers are opened.
 
     Attributes:
         model: folder of transformers' files.

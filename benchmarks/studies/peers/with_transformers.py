@@ -15,7 +15,7 @@ from benchmarks.studies.peers.answering import Answer, run
 
 
 class Streamer:
-    """What `generate` gives its tokens to: the prompt first, then one at a time."""
+    """Receiver of the tokens of `generate`: the prompt first, then one at a time."""
 
     def __init__(self, on_token: Callable[[int], object]) -> None:
         self._on_token, self._has_prompt = on_token, False

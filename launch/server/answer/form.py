@@ -1,4 +1,4 @@
-"""What an API makes of an answer: an object of all of it, or the events of a stream."""
+"""Form of an API's answers: an object of the whole answer, or the events of a stream."""
 
 from __future__ import annotations
 

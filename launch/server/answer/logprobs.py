@@ -51,7 +51,7 @@ class TokenTexts:
         return self._known[token]
 
     def parts(self, ids: Sequence[int], given: str | None = None) -> list[str]:
-        """What each of some tokens adds to their text.
+        """The text that each of some tokens adds.
 
         Args:
             given: the text that they were made of, which may name special tokens; None: the text has none of these.

@@ -16,11 +16,11 @@ from launch.server.answer.pieces import Kind, Piece, joined
 BEGIN_REASONING, END_REASONING = "<think>", "</think>"
 
 HEAD = re.compile(r'[\[\]},\s]*\{"name": ?("(?:[^"\\]|\\.)*"), ?"arguments": ?(?=\{)')
-"""What comes before the arguments of a call that a grammar has led, from the end of those of the call before it."""
+"""Text between the arguments of one call and those of the next, where a grammar leads them."""
 NAMED = re.compile(
     rf"\s*(?P<name>[^\s\[\]{{}}]{{1,{MAX_NAME}}})(?:\[CALL_ID\](?P<identity>[^\s\[\]{{}}]{{1,{MAX_NAME}}}))?\[ARGS\]\s*(?=\{{)"
 )
-"""What comes before the arguments in Mistral's newer form."""
+"""Text before the arguments in Mistral's newer form."""
 MOST_BETWEEN = 1024
 """Most characters before the JSON of a call, and most blanks that are held: all that is looked at again as more comes.
 """
@@ -30,7 +30,7 @@ MOST_WRONG = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the text of an answer may consist of beside its content.
+    """Parts that the text of an answer may have beside its content.
 
     Attributes:
         calls: form of calls of tools; None if there are none.
@@ -54,7 +54,7 @@ class Parts:
 
 
 NO_PARTS = Parts()
-"""Of an answer that is all content."""
+"""The parts of an answer that is all content."""
 
 
 class Where(Enum):
@@ -195,10 +195,10 @@ class AnswerParser:
             return self._no_call() if self._is_last else None
         after, value = self._value_end, self._held[start : self._value_end]
         if calls.end:
-            behind, is_whole = self._begin_and_whole(after)
-            rest = behind.lstrip()
+            following, is_whole = self._begin_and_whole(after)
+            rest = following.lstrip()
             if rest.startswith(calls.end):
-                after += len(behind) - len(rest) + len(calls.end)
+                after += len(following) - len(rest) + len(calls.end)
             elif not is_whole and calls.end.startswith(rest):
                 return None
             elif rest:

@@ -44,7 +44,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def form(self, identity: str, model: str, read: ChatRequest | CompletionRequest, texts: TokenTexts) -> Form:
-        """What writes the answer.
+        """The form that writes the answer.
 
         Args:
             identity: of the request.

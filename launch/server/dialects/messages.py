@@ -22,7 +22,7 @@ from launch.server.errors import APIError, missing, wrong
 from launch.server.request.fields import ChatRequest, CompletionRequest
 
 THINKING = {"enabled": True, "disabled": False, "adaptive": None}
-"""What a chat template is told by the type of `thinking`; None: nothing."""
+"""Value that a chat template is given for each type of `thinking`; None: nothing."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

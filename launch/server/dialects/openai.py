@@ -137,7 +137,7 @@ def _message(row: RowText) -> dict[str, Any]:
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
-    """What a chunk of a chat's answer adds to it."""
+    """The `delta` of a chunk of a chat's answer."""
     if piece.kind is Kind.content:
         return {"content": piece.text}
     if piece.kind is Kind.reasoning:

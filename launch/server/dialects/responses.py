@@ -23,12 +23,10 @@ from launch.server.request.fields import ChatRequest, CompletionRequest
 
 ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` may have that this server does not give. All else is about tools that it does not have, or is nothing
-that it keeps back."""
+"""Value of `include` that this server refuses. The others are of tools that it does not have, or of what it gives."""
 
 MOST_PAIRS, LONGEST_KEY, LONGEST_TEXT = 16, 64, 512
-"""Of `metadata`, as at OpenAI: pairs, and characters of a key and of a value, as of any other text that a response
-repeats."""
+"""Limits of `metadata`, as at OpenAI: pairs, characters of a key, and of a value or another text in a response."""
 
 
 class Responses(Translated):

@@ -1,4 +1,4 @@
-"""What translations of requests share: objects of a body, and the chat's messages with the places they come from."""
+"""Translation of requests to chats: objects of a body, and the chat's messages with the places they come from."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from runahead.serving.state import PrefillState
 
 
 def setup_json(run: ServeRun) -> dict[str, Any]:
-    """What the server was started with, as far as the page shows it. It has no paths of files.
+    """Settings of the server that the page shows. They have no paths of files.
 
     Returns:
         The version; name and numbers of the policy, and the bits of its keys and values; name and ratios of the

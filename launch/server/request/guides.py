@@ -21,7 +21,7 @@ ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, kw_only=True)
 class Guided:
-    """What answers follow, as generation options, and the field that says so; None for any text."""
+    """The guide of answers as generation options, and the field that sets it; None: any text."""
 
     json_schema: str | None = None
     grammar: str | None = None
@@ -29,7 +29,7 @@ class Guided:
 
 
 def read_guide(fields: Fields, defaults: GenerationOptions, tools: Tools | None) -> Guided:
-    """What answers follow. Where a tool of a chat has to be called there is nothing else to rule. Raises: APIError."""
+    """The guide of answers. A chat that has to call a tool takes no other. Raises: APIError."""
     found = [each for each in (_response_format(fields), _structured(fields), *_of_vllm(fields)) if each is not None]
     asked = [each for each in found if each.field is not None]
     if len(asked) > 1:

@@ -41,7 +41,7 @@ class Readers:
         self._told_s = -math.inf
 
     async def run(self, num_bytes: int, read: Callable[[], T]) -> T:
-        """What is read of a body of this length. Raises: what `read` raises; an error of the API has its rest."""
+        """Read a body of this length in a thread. Raises: what `read` raises; an error of the API has its rest."""
         is_short, took_s = num_bytes <= SHORT_BYTES, list[float]()
 
         def timed() -> T:

@@ -93,7 +93,7 @@ def _in_pieces(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _joined(pieces: Sequence[Any]) -> Any:
-    """What a module returns of all its tokens: one or several tensors (B, C, ...). The rest is of no token."""
+    """Outputs of a module for all its tokens: one or several tensors (B, C, ...). The rest is of no token."""
     first = pieces[0]
     if isinstance(first, Tensor):
         return torch.cat(list(pieces), dim=1)

@@ -145,7 +145,7 @@ def _are_alike(layers: Sequence[nn.Linear]) -> bool:
 
 
 def _neighbours(layers: Sequence[nn.Linear], *, across: bool) -> list[list[nn.Linear]]:
-    """Those of several layers whose parameters lie in memory one after another, in the order of their calls.
+    """Find the layers whose parameters lie in memory one after another, in the order of their calls.
 
     Args:
         across: of storages of their own, too, as tensors of a mapped file have.

@@ -49,7 +49,7 @@ def unsupported() -> str:
 
 
 def library_folder(folder: Path | None = None) -> Path:
-    """Where the library for this source, torch and processor is, or will be.
+    """Folder of the library for this source, torch and processor, built or not.
 
     Args:
         folder: cache folder; by default the user's.
