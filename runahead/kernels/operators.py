@@ -1,4 +1,4 @@
-"""Operators of the kernels of our own, where they are in use in this process; attention.cpp has what they compute."""
+"""Operators of the kernels of our own, where they are in use in this process; the C++ files have what they compute."""
 
 # Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value).
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("attention.cpp")
+SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
+"""Of one library."""
+
 NUMBERS = 16
 """Head dims are multiples of it: the most numbers of a vector."""
 

@@ -105,5 +105,5 @@ def library_facts() -> dict[str, str]:
 def code_files(root: Path, packages: Sequence[str]) -> list[Path]:
     """Files of what packages in a checkout compute, sorted: Python's, and C++'s, whose kernels are of our own."""
     return sorted(
-        path for package in packages for path in (root / package).rglob("*") if path.suffix in (".py", ".cpp")
+        path for package in packages for path in (root / package).rglob("*") if path.suffix in (".py", ".cpp", ".h")
     )

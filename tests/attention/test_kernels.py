@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -471,13 +472,20 @@ class TestUse:
             assert "not built; python -m launch.kernels" in told[0]
 
 
+def with_attention(text: str, folder: Path) -> tuple[Path, ...]:
+    """The sources in a folder, with another text of attention.cpp, the first of them."""
+    assert operators.SOURCES[0].name == "attention.cpp"
+    copies = [Path(shutil.copy(source, folder)) for source in operators.SOURCES]
+    copies[0].write_text(text)
+    return tuple(copies)
+
+
 class TestBuild:
     def test_is_for_source_torch_and_processor(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found = {loading.library_folder(tmp_path)}
-        source = tmp_path / "attention.cpp"
-        source.write_text(operators.SOURCE.read_text() + "\n")
+        changed_sources = with_attention(operators.SOURCES[0].read_text() + "\n", tmp_path)
         for name, value in {
-            "runahead.kernels.operators.SOURCE": source,
+            "runahead.kernels.operators.SOURCES": changed_sources,
             "torch.__version__": "2.0",
             "runahead.model.loading.kernels._lines": lambda _: ["model name\t: another", "flags\t\t: sse2"],
         }.items():
@@ -509,11 +517,10 @@ class TestBuild:
 
     def test_that_computes_something_else_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A library that really does, in a process that has loaded the right one. Only windows are wrong."""
-        text, right = operators.SOURCE.read_text(), "std::max<int64_t>(0, firsts[c] - k_start)"
+        text, right = operators.SOURCES[0].read_text(), "std::max<int64_t>(0, firsts[c] - k_start)"
         assert text.count(right) == 1
-        source = tmp_path / "attention.cpp"
-        source.write_text(text.replace(right, right.replace("(0,", "(0, 1 +")))
-        monkeypatch.setattr(operators, "SOURCE", source)
+        wrong = text.replace(right, right.replace("(0,", "(0, 1 +"))
+        monkeypatch.setattr(operators, "SOURCES", with_attention(wrong, tmp_path))
         monkeypatch.setattr(loading, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in loading.FLAGS))
         with pytest.raises(ValueError, match="times what rounding allows from a softmax's, so it is not used"):
             loading.build(tmp_path / "cache")

@@ -1,7 +1,7 @@
 """Building the kernels of our own into the cache folder, and loading them from there.
 
-A build takes about ten seconds of a C++ compiler. A run never builds: beside it a compiler would take the processors
-that are timed. `python -m launch.kernels` does, once for each torch, source and processor.
+A build takes about twenty seconds of a C++ compiler. A run never builds: beside it a compiler would take the processors
+that are timed. `python -m launch.kernels` does, once for each torch, sources and processor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def unsupported() -> str:
 
 
 def library_folder(folder: Path | None = None) -> Path:
-    """Folder of the library for this source, torch and processor, built or not.
+    """Folder of the library for these sources, torch and processor, built or not.
 
     Args:
         folder: cache folder; by default the user's.
@@ -59,7 +59,8 @@ def library_folder(folder: Path | None = None) -> Path:
     ]  # of the first of all processors, which are alike
     abi = torch._C._GLIBCXX_USE_CXX11_ABI
     about = [*FLAGS, torch.__version__, str(abi), platform.machine(), *processor[:2]]
-    digest = hashlib.sha256("\n".join([operators.SOURCE.read_text(), *about]).encode()).hexdigest()
+    texts = [source.read_text() for source in operators.SOURCES]
+    digest = hashlib.sha256("\n".join([*texts, *about]).encode()).hexdigest()
     return (cache_folder() if folder is None else folder) / "kernels" / digest[:20]
 
 
@@ -113,8 +114,9 @@ def _make(work: Path) -> Path:
     library, torch_folder = work / LIBRARY, Path(torch.__file__).parent
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     command = [str(compiler()), *FLAGS, "-w", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    sources = [str(source) for source in operators.SOURCES if source.suffix == ".cpp"]
     command += [f"-I{torch_folder / 'include' / each}" for each in ("", "torch/csrc/api/include")]
-    command += [str(operators.SOURCE), "-o", str(library), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command += [*sources, "-o", str(library), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = _run(command, BUILD_S)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
