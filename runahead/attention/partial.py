@@ -291,6 +291,8 @@ def attend_sequences(
     if q_SNH.device.type == "cpu":
         kernel = _kernel(q_SNH.device, q_SNH.dtype, q_SNH.shape[-1])
         assert kernel is not None, "a CPU has a kernel for every dtype"
+        if kernel is operators.attend:
+            return operators.attend_sequences(q_SNH, k_1UTH, v_1UTV, starts, used_S, scaling)
         parts, q_SUGH = [], q_SNH.unflatten(1, (k_1UTH.shape[1], -1))  # a group's heads as queries of one head
         if places is None:
             firsts, counts = starts[:-1].tolist(), used_S.tolist()

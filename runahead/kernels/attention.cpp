@@ -18,8 +18,10 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "vectors.h"
 
 namespace {
@@ -58,8 +60,11 @@ struct Call {
   float scaling;  // of scores in powers of 2
   const int64_t* firsts;  // the first key that each query sees, which never decreases; null: it sees all of them
   int64_t k_start;        // number of the first of these keys
+  const int32_t *starts = nullptr, *used = nullptr;  // of each of the batch, in one memory; null: all see S keys
 
   int64_t first(int64_t c) const { return firsts ? std::max<int64_t>(0, firsts[c] - k_start) : 0; }
+  int64_t start(int64_t b) const { return starts ? starts[b] : 0; }
+  int64_t seen(int64_t b) const { return used ? used[b] : S; }
 };
 
 template <typename T>
@@ -280,26 +285,32 @@ void add_rows(int64_t rows, Rest... rest) {
 template <typename T>
 void attend_few(const Call<T>& call) {
   const int64_t rows = call.G * call.C, all_rows = call.K * rows, H = call.H, V = call.V;
-  const int64_t parts = (call.S + PART - 1) / PART;
+  std::vector<std::pair<int64_t, int64_t>> parts;  // of the batch: which, and its first key
+  std::vector<int64_t> part_of{0};                 // number of the first part of each
+  for (int64_t b = 0; b < call.B; ++b) {
+    for (int64_t first = 0; first < call.seen(b); first += PART) parts.emplace_back(b, first);
+    part_of.push_back(parts.size());
+  }
   // Of each part: outputs (K, rows, V), largest scores and sums (K, rows); queries (B, K, rows, H).
   const int64_t size = all_rows * (V + 2);
-  std::vector<float> found(call.B * parts * size), queries(call.B * all_rows * H);
+  std::vector<float> found(parts.size() * size), queries(call.B * all_rows * H);
   for (int64_t b = 0; b < call.B; ++b)
     for (int64_t i = 0; i < all_rows; ++i) {
       const int64_t head = i / rows, row = i % rows;
       const T* q = call.q.at(b, head * call.G + row % call.G, row / call.G);
       for (int64_t h = 0; h < H; ++h) queries[(b * all_rows + i) * H + h] = static_cast<float>(q[h]) * call.scaling;
     }
-  share_out(call.B * parts, [&](int64_t i) {
-    const int64_t b = i / parts, first = i % parts * PART, last = std::min(call.S, first + PART);
+  share_out(parts.size(), [&](int64_t i) {
+    const auto [b, first] = parts[i];
+    const int64_t last = std::min(call.seen(b), first + PART), start = call.start(b);
     float *out = &found[i * size], *most = out + all_rows * V, *total = most + all_rows;
     std::fill(most, most + all_rows, NONE);
     float* memory = scratch(FEW_KEYS * (H + V));
     for (int64_t key = first; key < last; key += FEW_KEYS)  // of all heads at once, since they lie beside each other
       for (int64_t head = 0; head < call.K; ++head) {
         const int64_t count = std::min<int64_t>(FEW_KEYS, last - key);
-        const Floats k = floats(call.k.at(b, head, key), call.k.token, count, H, memory);
-        const Floats v = floats(call.v.at(b, head, key), call.v.token, count, V, memory + FEW_KEYS * H);
+        const Floats k = floats(call.k.at(b, head, start + key), call.k.token, count, H, memory);
+        const Floats v = floats(call.v.at(b, head, start + key), call.v.token, count, V, memory + FEW_KEYS * H);
         for (int64_t row = head * rows; row < (head + 1) * rows; row += TOGETHER)
           add_rows((head + 1) * rows - row, &queries[(b * all_rows + row) * H], k, v, count, H, V, out + row * V,
                    most + row, total + row);
@@ -308,7 +319,8 @@ void attend_few(const Call<T>& call) {
   for (int64_t b = 0; b < call.B; ++b)
     for (int64_t i = 0; i < all_rows; ++i) {
       const int64_t n = i / rows * call.G + i % rows % call.G, c = i % rows / call.G;
-      const float* of = &found[b * parts * size];
+      const int64_t parts = part_of[b + 1] - part_of[b];
+      const float* of = found.data() + part_of[b] * size;
       float most = NONE, total = 0;
       for (int64_t p = 0; p < parts; ++p) most = std::max(most, of[p * size + all_rows * V + i]);
       std::vector<float> shares(parts);
@@ -320,10 +332,28 @@ void attend_few(const Call<T>& call) {
       for (int64_t j = 0; j < V; ++j) {
         float number = 0;
         for (int64_t p = 0; p < parts; ++p) number += shares[p] * of[p * size + i * V + j];
-        out[j] = static_cast<T>(number / total);
+        out[j] = static_cast<T>(parts ? number / total : 0.f);
       }
-      *call.lse.at(b, n, c) = most * LN_2 + std::log(total);
+      *call.lse.at(b, n, c) = parts ? most * LN_2 + std::log(total) : NONE;
     }
+}
+
+// One query for each of S sequences to the keys that it sees, from the first key of the sequence on, in one memory.
+template <typename T>
+void attend_to_sequences(const Sequences& of, void* out, float* lse) {
+  const int64_t N = of.N, K = of.K, H = of.H, V = of.V;
+  attend_few<T>({{static_cast<const T*>(of.q), of.q_sequence, of.q_head, 0},
+                 {static_cast<const T*>(of.k), 0, of.k_head, of.k_token},
+                 {static_cast<const T*>(of.v), 0, of.v_head, of.v_token},
+                 {static_cast<T*>(out), N * V, V, 0},
+                 {lse, N, 1, 0},
+                 of.S, N, K, N / K, 1, 0, H, V,
+                 false,
+                 static_cast<float>(of.scaling * LOG2_E),
+                 nullptr,
+                 0,
+                 of.starts,
+                 of.used});
 }
 
 template <typename T>
@@ -366,12 +396,54 @@ std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor&
   return {out, lse};
 }
 
+std::tuple<at::Tensor, at::Tensor> attend_sequences(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                    const at::Tensor& starts, const at::Tensor& used, double scaling) {
+  const at::Tensor queries = q.stride(2) == 1 ? q : q.contiguous();
+  const Sequences of = sequences(queries, k, v, starts, used, scaling);
+  at::Tensor out = at::empty({of.S, of.N, of.V}, q.options()), lse = at::empty({of.S, of.N}, q.options().dtype(at::kFloat));
+  attend(of, out.mutable_data_ptr(), lse.mutable_data_ptr<float>());
+  return {out, lse};
+}
+
 }  // namespace
+
+Sequences sequences(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& starts,
+                    const at::Tensor& used, double scaling) {
+  TORCH_CHECK(q.dim() == 3 && k.dim() == 4 && v.dim() == 4 && k.size(0) == 1 && v.size(0) == 1,
+              "queries have 3 dims, keys and values 4, of which the first is 1");
+  const int64_t S = q.size(0), N = q.size(1), K = k.size(1), H = q.size(2), V = v.size(3);
+  TORCH_CHECK(v.size(1) == K && k.size(3) == H && N % K == 0 && k.size(2) == v.size(2), "queries ", q.sizes(), ", keys ",
+              k.sizes(), " and values ", v.sizes(), " do not belong together");
+  TORCH_CHECK(H % LANES == 0 && V % LANES == 0, "head dims ", H, " and ", V, " are no multiples of ", LANES);
+  for (const at::Tensor& each : {starts, used})
+    TORCH_CHECK(each.scalar_type() == at::kInt && each.is_contiguous(), "starts and lengths of sequences are int32");
+  TORCH_CHECK(starts.numel() == S + 1 && used.numel() == S, "each of ", S, " sequences has a start and a length");
+  TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "dtypes differ");
+  TORCH_CHECK(q.scalar_type() == at::kFloat || q.scalar_type() == at::kBFloat16, "attention of ", q.scalar_type(),
+              " is not to be had");
+  TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "numbers of a head lie beside each other");
+  return {q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr(), starts.const_data_ptr<int32_t>(),
+          used.const_data_ptr<int32_t>(), q.scalar_type() == at::kBFloat16, S, N, K, H, V, q.stride(0), q.stride(1),
+          k.stride(1), k.stride(2), v.stride(1), v.stride(2), scaling};
+}
+
+void attend(const Sequences& of, void* out, float* lse) {
+  if (of.is_bfloat16) attend_to_sequences<BFloat16>(of, out, lse);
+  else attend_to_sequences<float>(of, out, lse);
+}
 
 TORCH_LIBRARY(runahead, library) {
   library.def(
       "attend(Tensor q, Tensor k, Tensor v, bool causal, float scaling, Tensor? firsts=None, int k_start=0)"
       " -> (Tensor, Tensor)");
+  library.def(
+      "attend_sequences(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor used, float scaling) -> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(runahead, CPU, library) { library.impl("attend", attend); }
+TORCH_LIBRARY_IMPL(runahead, CPU, library) { 
+  library.impl(
+      "attend", static_cast<std::tuple<at::Tensor, at::Tensor> (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                                   bool, double, const std::optional<at::Tensor>&,
+                                                                   int64_t)>(attend));
+  library.impl("attend_sequences", attend_sequences);
+}

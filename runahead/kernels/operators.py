@@ -43,6 +43,7 @@ def load(library: Path) -> None:
     if not is_loaded():
         torch.ops.load_library(library)
         torch.library.register_fake("runahead::attend", _attend_fake)
+        torch.library.register_fake("runahead::attend_sequences", _attend_sequences_fake)
 
 
 def is_loaded() -> bool:
@@ -68,6 +69,21 @@ def attend(
     """
     out, lse = torch.ops.runahead.attend(q_BNCH, k_BKSH, v_BKSV, causal, scaling, firsts_C, k_start)
     return out, lse
+
+
+def attend_sequences(
+    q_SNH: Tensor, k_1UTH: Tensor, v_1UTV: Tensor, starts: Tensor, used_S: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """As `runahead.attention.partial.attend_sequences`, on a CPU."""
+    out, lse = torch.ops.runahead.attend_sequences(q_SNH, k_1UTH, v_1UTV, starts, used_S, scaling)
+    return out, lse
+
+
+def _attend_sequences_fake(
+    q_SNH: Tensor, k_1UTH: Tensor, v_1UTV: Tensor, starts: Tensor, used_S: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    shape = q_SNH.shape[:2]
+    return q_SNH.new_empty(*shape, v_1UTV.shape[-1]), q_SNH.new_empty(shape, dtype=torch.float32)
 
 
 def _attend_fake(

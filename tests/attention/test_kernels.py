@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -352,15 +353,80 @@ class TestOperator:
         partial.attend(*given, AttentionTerms(scaling=0.125, **terms), q_start=0, k_start=0)  # type: ignore[arg-type]
         assert bool(calls) == takes
 
-    @pytest.mark.usefixtures("in_use")
-    def test_attends_to_sequences(self) -> None:
-        q, k, v = tensors(1, 60, heads=(6, 2))
-        starts, used = torch.tensor([0, 20, 60], dtype=torch.int32), torch.tensor([7, 40], dtype=torch.int32)
-        q_SNH = torch.cat([q[:, :, 0], q[:, :, 0] + 1])
-        out, lse = partial.attend_sequences(q_SNH, k, v, starts=starts, used_S=used, longest=40, scaling=0.125)
-        for i, seen in enumerate((slice(0, 7), slice(20, 60))):
-            known = dense(q_SNH[i][None, :, None], k[:, :, seen], v[:, :, seen], False, 0.125)
-            assert_same((out[i][None, :, None], lse[i][None, :, None]), known)
+
+@pytest.mark.usefixtures("in_use")
+class TestSequences:
+    """One query for each of several sequences of different lengths in one memory."""
+
+    @staticmethod
+    def sequences_of(
+        lengths: list[int], heads: tuple[int, int] = (6, 2), dims: tuple[int, int] = (32, 32), **of: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values, first tokens and lengths, with tokens between the sequences that no query sees."""
+        starts = torch.tensor([0, *itertools.accumulate(length + 3 for length in lengths)], dtype=torch.int32)
+        _, k, v = tensors(1, int(starts[-1]), heads=heads, dims=dims, **of)
+        q, _, _ = tensors(len(lengths), 1, heads=heads, dims=dims, **of)
+        return q[0].transpose(0, 1), k, v, starts, torch.tensor(lengths, dtype=torch.int32)
+
+    @staticmethod
+    def attended(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, used: Tensor) -> Part:
+        longest = int(used.max())
+        return partial.attend_sequences(q, k, v, starts=starts, used_S=used, longest=longest, scaling=0.125)
+
+    @staticmethod
+    def known(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, used: Tensor, late: int = 0) -> Part:
+        """One softmax for each sequence in float64; `late` tokens further on, which is wrong unless 0."""
+        parts = []
+        for query, first, length in zip(q, starts.tolist(), used.tolist(), strict=False):
+            seen = slice(first + late, first + late + length)
+            parts.append(dense(query[None, :, None], k[:, :, seen], v[:, :, seen], False, 0.125))
+        return torch.cat([out[:, :, 0] for out, _ in parts]), torch.cat([lse[:, :, 0] for _, lse in parts])
+
+    @given(st.lists(lengths | st.just(0), min_size=1, max_size=4), groups, sizes, sizes, dtypes)
+    def test_are_seen(
+        self, lengths: list[int], heads: tuple[int, int], key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> None:
+        given = self.sequences_of(lengths, heads, (key_dim, value_dim), dtype=dtype)
+        assert_same(self.attended(*given), self.known(*given))
+
+    @pytest.mark.parametrize("wrong", [{"late": 1}, {"more": 1}, {"more": -1}])
+    def test_are_told_from_others(self, wrong: dict[str, int]) -> None:
+        *given, used = self.sequences_of([30, 258])
+        with pytest.raises(AssertionError):
+            assert_same(
+                self.attended(*given, used), self.known(*given, used + wrong.get("more", 0), wrong.get("late", 0))
+            )
+
+    def test_have_the_bits_of_each_alone_with_any_threads(self) -> None:
+        q, k, v, starts, used = self.sequences_of([700, 20, 300], (9, 3), (64, 64))
+        before, found = torch.get_num_threads(), []
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append(self.attended(q, k, v, starts, used))
+        finally:
+            torch.set_num_threads(before)
+        for i in range(3):
+            alone = self.attended(q[i : i + 1], k, v, starts[i : i + 2], used[i : i + 1])
+            assert all(torch.equal(a[i], b[0]) for each in found for a, b in zip(each, alone, strict=True))
+
+    def test_is_an_operator_of_torch(self) -> None:
+        given = (*self.sequences_of([4, 9]), 0.125)
+        operator = torch.ops.runahead.attend_sequences.default
+        torch.library.opcheck(operator, given, test_utils=["test_schema", "test_faketensor"])
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            (lambda q, k, v, starts, used: (q, k[..., :9], v, starts, used), "do not belong together"),
+            (lambda q, k, v, starts, used: (q, k, v, starts[1:], used), "has a start and a length"),
+            (lambda q, k, v, starts, used: (q, k, v, starts, used.long()), "are int32"),
+            (lambda q, k, v, starts, used: (q, k.double(), v, starts, used), "dtypes differ"),
+        ],
+    )
+    def test_are_refused_where_they_do_not_fit(self, changed: Callable[..., tuple[Tensor, ...]], message: str) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            operators.attend_sequences(*changed(*self.sequences_of([4, 9])), 0.125)  # type: ignore[call-arg]
 
 
 def tiny_llama() -> LlamaForCausalLM:
