@@ -33,6 +33,9 @@ EOS = 2
 ROPE_THRESHOLD = 40
 """Length at which the LongRoPE and the dynamic NTK model change their rotary tables."""
 
+PRODUCTS = {"aten::linear", "mkldnn::_linear_pointwise"}
+"""Operators of which one computes the product of a linear layer on a CPU, by dtype and processor."""
+
 SHARED: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,

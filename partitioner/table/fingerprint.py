@@ -82,6 +82,7 @@ class Fingerprint:
         overrides: what the model's config has in place of the checkpoint's (`model.overrides`), as one line of JSON.
         kernels: whose kernels compute attention, "torch" or "runahead".
         fuse: as `model.fuse`; "off" where it has no effect on the model.
+        products: what computes products of many rows on a CPU, "torch" (by its own choice) or "onednn".
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
@@ -101,6 +102,7 @@ class Fingerprint:
     overrides: str = ""
     kernels: str = "torch"
     fuse: str = "off"
+    products: str = "torch"
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
     date: str = ""
@@ -129,6 +131,7 @@ class Fingerprint:
         import torch  # here, so that programs that only read tables do not load it
 
         from runahead.kernels.operators import KERNELS
+        from runahead.model.layers.cpu_linear import library
         from runahead.model.layers.fusing import is_fused
 
         return cls(
@@ -145,6 +148,7 @@ class Fingerprint:
             overrides=model.overrides,
             kernels="runahead" if KERNELS.in_use else "torch",
             fuse="auto" if is_fused(model.module) else "off",
+            products=library(model.dtype) if device.type == "cpu" else "torch",
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
             versions=library_versions(),
@@ -172,7 +176,7 @@ class Fingerprint:
         values = [*self.model.known.values(), *(getattr(self, name) for name in COMPARED)]
         values += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         values += [self.overrides] if self.overrides else []
-        values += [f"{name} {getattr(self, name)}" for name in ("kernels", "fuse") if name in self.added]
+        values += [f"{name} {getattr(self, name)}" for name in ("kernels", "fuse", "products") if name in self.added]
         return "|".join(str(value) for value in values)
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -190,6 +194,7 @@ class Fingerprint:
             ("tensor", "ranks.tensor="),
             ("kernels", "attention by kernels of "),
             ("fuse", "model.fuse="),
+            ("products", "products by "),
         ):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -239,7 +244,7 @@ class Fingerprint:
 COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
 """Fields that must be equal, besides the model's shape, the link and the speeds."""
 
-ADDED = ("tensor", "overrides", "kernels", "fuse")
+ADDED = ("tensor", "overrides", "kernels", "fuse", "products")
 """Fields that must be equal, too, and are left out of keys and files at their defaults: those of before stay valid."""
 
 OPTIONS = {

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from runahead.files import read_user_file, write_whole
+from runahead.model.layers.cpu_linear import library
 from runahead.ranks.agreement import library_facts
 
 FORMAT, VERSION = "runahead checked model", 2
@@ -45,7 +46,8 @@ class KnownCheck:
             files: facts of the files and options that they were made from, which tell changes between the samples.
         """
         name = hashlib.sha256(f"{weights} {dtype} {device.type}".encode()).hexdigest()[:20]
-        facts = {"weights": weights, "files": files, "dtype": str(dtype)} | _device_facts(device) | library_facts()
+        facts = {"weights": weights, "files": files, "dtype": str(dtype)}
+        facts |= _device_facts(device, dtype) | library_facts()
         return cls(path=folder / "checks" / f"{name}.json", facts=facts)
 
     def is_kept(self) -> bool:
@@ -69,10 +71,12 @@ class KnownCheck:
         return {"format": FORMAT, "version": VERSION, "facts": dict(self.facts)}
 
 
-def _device_facts(device: torch.device) -> dict[str, str]:
+def _device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Facts on which a model's logits depend besides its weights and the code: where and how products are computed."""
+    products = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         place = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
         place = f"{device.type}, {torch.backends.cpu.get_cpu_capability()}"
-    return {"device": place, "products": torch.get_float32_matmul_precision()}
+        products += f" by {library(dtype)}"
+    return {"device": place, "products": products}

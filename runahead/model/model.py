@@ -34,7 +34,7 @@ from runahead.model.grammars import Grammars
 from runahead.model.held import Held
 from runahead.model.known_checks import KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
-from runahead.model.layers.few_rows import multiply_few_rows_fast
+from runahead.model.layers.cpu_linear import multiply_fast
 from runahead.model.layers.fusing import apart, is_fused, unfuse, watching
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import narrow
@@ -106,7 +106,7 @@ class Model(ModelLayers):
         super().__init__(module, name=name, shares=shares)
         self.tokenizer = tokenizer
         unfuse(module)  # what another `Model` has fused
-        multiply_few_rows_fast(module)
+        multiply_fast(module)
         self.overrides = self.lacks_kernels = ""
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None

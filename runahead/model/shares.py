@@ -11,11 +11,14 @@ import warnings
 from functools import partial
 from typing import Any
 
+import torch
+
 from runahead.config import ModelOptions, Profile
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.kernels.operators import KERNELS, take
 from runahead.model.adapters import ADAPTERS
+from runahead.model.layers.cpu_linear import library
 from runahead.model.loading.kernels import library_folder, load_if_built
 from runahead.model.loading.sharing import Shares, fitting_shares, splits_heads
 from runahead.model.model import Model, load_weights
@@ -94,12 +97,14 @@ def use_kernels(ranks: Ranks) -> str:
     if ranks.device.type != "cpu":
         return ""
     own = load_if_built() if KERNELS.lacking is None else KERNELS.lacking
-    reasons, folders = zip(*ranks.gather((own, "" if own else library_folder().name), "the kernels"), strict=True)
+    told = own, "" if own else library_folder().name, library(torch.float32)
+    reasons, folders, products = zip(*ranks.gather(told, "the kernels"), strict=True)
     KERNELS.lacking = next(filter(None, reasons), "")
     KERNELS.in_use = not KERNELS.lacking
-    if KERNELS.in_use and len(set(folders)) > 1 and ranks.rank == 0:
+    is_unlike = len(set(products)) > 1 or (KERNELS.in_use and len(set(folders)) > 1)
+    if is_unlike and ranks.rank == 0:
         warnings.warn(
-            "ranks have kernels of unlike processors or versions of torch, so their attention rounds unlike; take "
+            "ranks have kernels or products of unlike processors or versions of torch, so they round unlike; take "
             "hosts of one kind if answers have to be the same on each",
             stacklevel=2,
         )

@@ -470,11 +470,11 @@ class GatheringRanks:
 
     device = torch.device("cpu")
 
-    def __init__(self, *others: str, rank: int = 0, folder: str | None = None) -> None:
-        self._others, self.rank, self._folder = others, rank, folder
+    def __init__(self, *others: str, rank: int = 0, folder: str | None = None, products: str | None = None) -> None:
+        self._others, self.rank, self._folder, self._products = others, rank, folder, products
 
-    def gather(self, value: tuple[str, str], label: str) -> list[tuple[str, str]]:
-        return [value, *((each, self._folder or value[1]) for each in self._others)]
+    def gather(self, value: tuple[str, str, str], label: str) -> list[tuple[str, str, str]]:
+        return [value, *((each, self._folder or value[1], self._products or value[2]) for each in self._others)]
 
 
 class TestUse:
@@ -495,17 +495,30 @@ class TestUse:
         assert KERNELS.in_use == (not why)
 
     @pytest.mark.parametrize(
-        ("rank", "folder", "lacks", "is_told"),
-        [(0, "another", "", True), (1, "another", "", False), (0, None, "", False), (0, "another", "not built", False)],
+        ("rank", "folder", "products", "lacks", "is_told"),
+        [
+            (0, "another", None, "", True),
+            (1, "another", None, "", False),
+            (0, None, None, "", False),
+            (0, "another", None, "not built", False),
+            (0, None, "another", "not built", True),
+            (1, None, "another", "", False),
+        ],
     )
     def test_of_unlike_hosts_is_told_once(
-        self, rank: int, folder: str | None, lacks: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+        self,
+        rank: int,
+        folder: str | None,
+        products: str | None,
+        lacks: str,
+        is_told: bool,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(shares, "load_if_built", lambda: lacks)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            shares.use_kernels(GatheringRanks("", rank=rank, folder=folder))  # type: ignore[arg-type]
-        assert ["kernels of unlike processors" in str(each.message) for each in found] == [True] * is_told
+            shares.use_kernels(GatheringRanks("", rank=rank, folder=folder, products=products))  # type: ignore[arg-type]
+        assert ["of unlike processors" in str(each.message) for each in found] == [True] * is_told
 
     def test_is_decided_once_for_all_models_of_a_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A build that ends, and a file that goes, between a model and its draft."""

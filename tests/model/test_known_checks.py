@@ -19,6 +19,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.config import DType, ModelName, ModelOptions
 from runahead.kernels.operators import KERNELS
 from runahead.model import known_checks, logits_check
+from runahead.model.layers import cpu_linear
 from runahead.model.logits_check import LogitsCheck
 from runahead.model.model import Model
 from tests import families
@@ -126,6 +127,14 @@ def test_another_library_of_kernels_checks_again(
         )
         assert (load(folder).check == "kept") == was_known, kernels
     assert len(checks) == 3
+
+
+def test_other_products_check_again(
+    cache: Path, folder: Path, checks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for takes, was_known in ((False, False), (True, False), (False, False), (False, True)):
+        monkeypatch.setattr(cpu_linear, "takes_onednn", lambda takes=takes: takes)
+        assert (load(folder).check == "kept") == was_known, takes
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from partitioner.table.lookup_table import SHORTEST_CHUNK, LookupTable, TableEnt
 from runahead import Model
 from runahead.config import Fuse, PrefillOptions, Transfer
 from runahead.kernels.operators import KERNELS
+from runahead.model.layers import cpu_linear
 from tests.examples import examples
 from tests.families import build, throughout
 from tests.partitioner.clusters import llama, llama_cluster
@@ -461,24 +462,32 @@ def test_the_fingerprint_of_a_model() -> None:
     assert parse_table(table_json(made, []).encode()) == (made, [])
 
 
-def test_kernels_and_fused_modules_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both compute faster: neither times nor splits of one hold for the other. Without them all is as it was before."""
+def test_kernels_fused_modules_and_products_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All compute faster: neither times nor splits of one hold for others. Without them all is as it was before."""
     models = [Model(build("llama", dtype=torch.float32), fuse=fuse) for fuse in (Fuse.off, Fuse.auto)]
-    found = []
-    for in_use in (False, True):
-        monkeypatch.setattr(KERNELS, "in_use", in_use)
-        found += [
+
+    def fingerprints() -> list[Fingerprint]:
+        return [
             Fingerprint.of_model(each, device=torch.device("cpu"), backend="gloo", prefill=PrefillOptions())
             for each in models
         ]
+
+    monkeypatch.setattr(cpu_linear, "takes_onednn", lambda: False)
+    found = []
+    for in_use in (False, True):
+        monkeypatch.setattr(KERNELS, "in_use", in_use)
+        found += fingerprints()
     plain, fused, ours, both = found
-    assert len({each.key() for each in found}) == 4
+    monkeypatch.setattr(cpu_linear, "takes_onednn", lambda: True)
+    found.append(by_onednn := fingerprints()[1])
+    assert len({each.key() for each in found}) == 5
     assert plain.key().endswith("|gloo|relay|3")
-    assert not {"kernels", "fuse"} & json.loads(table_json(plain, []))["fingerprint"].keys()
+    assert not {"kernels", "fuse", "products"} & json.loads(table_json(plain, []))["fingerprint"].keys()
     assert plain.differences(fused) == ["model.fuse=off, not auto"]
     assert plain.search_options(fused) == ["model.fuse=auto"]
     assert fused.search_options(plain) == ["model.fuse=off"]
     assert plain.differences(both) == ["attention by kernels of torch, not runahead", "model.fuse=off, not auto"]
+    assert by_onednn.differences(both) == ["products by onednn, not torch"]
     for each in found:
         assert parse_table(table_json(each, []).encode()) == (each, [])
     with pytest.raises(ValueError, match=r"attention by kernels of runahead, not torch"):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runahead.model.layers.few_rows import FewRowsLinear
+from runahead.model.layers.cpu_linear import CPULinear, by_pytorch
 
 
 class FusedForward(partial[Any]):
@@ -51,7 +51,7 @@ def watching(module: nn.Module) -> Iterator[Calls]:
 
     hooks = []
     for child in module.modules():
-        if type(child) in (nn.Linear, FewRowsLinear):
+        if type(child) in (nn.Linear, CPULinear):
             hooks.append(child.register_forward_pre_hook(linear, with_kwargs=True))
         elif [parameter.ndim for parameter in child.parameters()] == [1] and not [*child.children()]:
             hooks.append(child.register_forward_hook(inner, with_kwargs=True))
@@ -78,10 +78,11 @@ def unfuse(module: nn.Module) -> dict[nn.Module, FusedForward]:
 
 @contextmanager
 def apart(module: nn.Module) -> Iterator[None]:
-    """Context manager in which all modules in a model run the family's own code."""
+    """Context manager in which all modules in a model run the family's own code, with products by PyTorch's choice."""
     fused = unfuse(module)
     try:
-        yield
+        with by_pytorch(module):
+            yield
     finally:
         for child, forward in fused.items():
             child.forward = forward
