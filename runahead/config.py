@@ -266,7 +266,7 @@ class RanksOptions:
     Attributes:
         timeout_s: longest silence of a peer, and longest time in which no rank makes progress, in seconds.
         tensor: ranks that share one model, a stage of the chain.
-        threads: intra-op threads of one rank.
+        threads: intra-op threads of one rank while all compute.
         fault_report: path beside which a rank that has to end writes its fault report; by default the run's report.
     """
 

@@ -198,22 +198,24 @@ class Engine:
                         recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
                 self.ranks.barrier("all ranks to hold the prompt")
                 began_s = time.perf_counter()
-                prefilled = self.prefills.run(ready)
+                with self.ranks.lending(plan.partition.chain):
+                    prefilled = self.prefills.run(ready)
                 self.prefills.store_prompts(ready, prefilled)
                 # Under policies the cache has what is reused, too, as one text with what was computed.
                 batch = PromptBatch.from_prompts(ids, self.ranks.device) if self.policies else ready.job.batch
-                decoded = decode_batch(
-                    self.model,
-                    ids,
-                    rows,
-                    prefilled,
-                    batch,
-                    policies=ready.job.own_policies,
-                    speculator=self._speculator,
-                    stream=stream,
-                    gather=gather,
-                    again=partial(self._computed_again, plan),
-                )
+                with self.ranks.lending(stages):
+                    decoded = decode_batch(
+                        self.model,
+                        ids,
+                        rows,
+                        prefilled,
+                        batch,
+                        policies=ready.job.own_policies,
+                        speculator=self._speculator,
+                        stream=stream,
+                        gather=gather,
+                        again=partial(self._computed_again, plan),
+                    )
                 stream.relay()
                 if decoded is not None and prefilled.prefixes:
                     texts = decoded.seen_texts if self.takes(Way.stored_answers) else []

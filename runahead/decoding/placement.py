@@ -204,7 +204,8 @@ class Placement:
         for _ in range(ROUNDS):
             ranks.barrier("all ranks to time decoding steps")
             if alone is not None:
-                alone_s += self._times(alone, batch)
+                with ranks.lending([last]):  # as it decodes
+                    alone_s += self._times(alone, batch)
             ranks.barrier("all ranks to time decoding steps")
             if sharded is not None:
                 sharded_s += self._times(sharded, batch, gather)

@@ -6,7 +6,8 @@ import ctypes
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -97,8 +98,49 @@ def choose_backend(wanted: Backend, device: torch.device) -> str:
 
 def default_threads(local_size: int) -> int:
     """Intra-op threads per rank: an even share of the processors that this process may use."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors // local_size)
+    return max(1, num_processors() // local_size)
+
+
+def num_processors() -> int:
+    """Processors that this process may use, by its affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankThreads:
+    """Intra-op threads of a rank on a CPU.
+
+    Attributes:
+        number: of its threads while all ranks of its host compute.
+        processors: on which it may run.
+        spins: its idle threads keep their processors busy (OMP_WAIT_POLICY=active), so that no other rank has them.
+    """
+
+    number: int
+    processors: int
+    spins: bool = False
+
+    @classmethod
+    def here(cls) -> RankThreads:
+        """Those of this process, as they are now."""
+        spins = os.environ.get("OMP_WAIT_POLICY", "").lower() == "active"
+        return cls(number=torch.get_num_threads(), processors=num_processors(), spins=spins)
+
+
+def threads_while(computing: Collection[int], beside: Mapping[int, RankThreads], rank: int) -> int:
+    """Threads of a rank while of its host only some ranks compute: these share all threads of the host's ranks evenly.
+
+    Together the ranks never have more threads than when all compute, and none has fewer than its own.
+
+    Args:
+        computing: ranks, this one among them; those of other hosts do not count.
+        beside: threads of all ranks of the host.
+    """
+    own = beside[rank]
+    if any(each.spins for each in beside.values()):
+        return own.number
+    share = sum(each.number for each in beside.values()) // sum(peer in computing for peer in beside)
+    return max(own.number, min(share, own.processors))
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

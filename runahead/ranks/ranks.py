@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -24,12 +24,14 @@ from runahead.place import JobPlace
 from runahead.ranks.accelerator import Event, accelerator_for, prepare_environment
 from runahead.ranks.agreement import library_facts
 from runahead.ranks.devices import (
+    RankThreads,
     check_own_gpus,
     choose_backend,
     choose_device,
     default_threads,
     gpu_name,
     keep_freed_memory,
+    threads_while,
 )
 from runahead.ranks.groups import NEVER, ProcessGroups
 from runahead.ranks.heartbeat import Heartbeat
@@ -80,6 +82,7 @@ class Ranks(ProcessGroups):
         copying: copies to and from ranks of this host, once `map_memory` has found that there can be any.
         mapped_links: pairs of ranks, in either order, that have mapped each other's memory.
         unmapped: why ranks of one host have not mapped each other's memory; None if all have.
+        threads: of the ranks of this host that compute on its CPUs, by rank; empty for a single rank.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Ranks(ProcessGroups):
         self.copying: Copying | None = None
         self.mapped_links: set[tuple[int, int]] = set()
         self.unmapped: str | None = None
+        self.threads: dict[int, RankThreads] = {}
         self._is_mapped = False
         self._store: dist.Store | None = None
         self._num_in_stage = 0
@@ -127,6 +131,11 @@ class Ranks(ProcessGroups):
             gpus = self.gather(gpu_name(self.device), "the GPUs")
             self.on_rank_0("the GPUs", lambda: check_own_gpus(gpus))
         self.arrange(self.on_rank_0("the mesh", lambda: Mesh.with_shares(self.size, num_shares)).num_shares)
+        if self.size > 1:
+            here = RankThreads.here() if self.device.type == "cpu" else None
+            numbers = enumerate(self.gather(here, "the threads"))
+            is_here = {rank: rank == self.rank or self._is_beside(rank) for rank in range(self.size)}
+            self.threads = {rank: each for rank, each in numbers if each is not None and is_here[rank]}
         return self
 
     def _meet(self, store: dist.Store | None) -> dist.Store:
@@ -277,6 +286,30 @@ class Ranks(ProcessGroups):
         if self.accelerator is None:
             return HostCopying(HostMemory(self.rank, segments, pids), self._kv_group)
         return DeviceCopying(self.accelerator, DeviceMemory(self.rank, segments, pids, self.device))
+
+    @contextmanager
+    def lending(self, stages: Iterable[int]) -> Iterator[None]:
+        """Context manager in which only these stages compute, with the threads of all ranks of their hosts' CPUs.
+
+        It is entered where the others have computed what they had to, or a little before, and left before they go on.
+        """
+        computing = [rank for stage in stages for rank in self.mesh.members(stage)]
+        own = torch.get_num_threads()
+        number = threads_while(computing, self.threads, self.rank) if self.rank in computing and self.threads else own
+        if number <= own:
+            yield
+            return
+        self._set_threads(number)
+        try:
+            yield
+        finally:
+            self._set_threads(own)
+
+    def _set_threads(self, number: int) -> None:
+        """Set the number of intra-op threads, which OpenMP has for each thread that computes."""
+        torch.set_num_threads(number)
+        if self._collective is not None:
+            self._collective.submit(partial(torch.set_num_threads, number))
 
     def _is_beside(self, peer: int) -> bool:
         return peer != self.rank and self.present[peer].is_beside(self.present[self.rank])

@@ -1,0 +1,102 @@
+"""Ranks of one host lend their threads while they wait, and have them again before they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from runahead.config import DecodeName
+from runahead.ranks.devices import RankThreads, threads_while
+from tests.conftest import RankPools
+from tests.families import oracle_tokens, prompt
+from tests.rank_pool import RankPool, short_lived_pool
+from tests.ranks import thread_tasks
+from tests.ranks.thread_tasks import GREEDY, THREADS
+
+
+def host(*numbers: int, processors: int = 64, spins: bool = False) -> dict[int, RankThreads]:
+    return {rank: RankThreads(number=number, processors=processors, spins=spins) for rank, number in enumerate(numbers)}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "computing", "expected"),
+    [
+        ((2, 2, 2), [2], {2: 6}),
+        ((2, 2, 2), [1, 2], {1: 3, 2: 3}),
+        ((2, 2, 2), [0, 1, 2], {0: 2, 1: 2, 2: 2}),
+        ((2, 2, 2), [2, 7, 8], {2: 6}),  # ranks of other hosts
+        ((1, 3), [1], {1: 4}),
+        ((5, 1), [0, 1], {0: 5, 1: 3}),
+        ((4,), [0], {0: 4}),
+    ],
+)
+def test_those_that_compute_share_the_threads_of_all(
+    numbers: tuple[int, ...], computing: list[int], expected: dict[int, int]
+) -> None:
+    assert {rank: threads_while(computing, host(*numbers), rank) for rank in expected} == expected
+
+
+def test_no_rank_has_more_threads_than_processors_or_fewer_than_before() -> None:
+    assert threads_while([1], host(2, 2, processors=3), 1) == 3
+    assert threads_while([1], host(2, 2, processors=2), 1) == 2  # as of tasks that are bound to processors of their own
+    assert threads_while([1], host(2, 2, processors=1), 1) == 2  # which the user has asked for
+
+
+def test_threads_that_keep_their_processors_busy_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads_while([1], host(2, 2, spins=True), 1) == 2
+    assert threads_while([1], host(2, 2) | {0: RankThreads(number=2, processors=64, spins=True)}, 1) == 2
+    for name, spins in (("ACTIVE", True), ("active", True), ("passive", False), (None, False)):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if name is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", name)
+        assert RankThreads.here().spins == spins
+    assert RankThreads.here().number == torch.get_num_threads()
+
+
+def test_the_last_rank_has_all_threads_while_it_decodes(rank_pools: RankPools) -> None:
+    (first, tokens), (middle, _), (last, _) = rank_pools.run(
+        3, thread_tasks.threads_set, (0, 10, 20, 30), DecodeName.last
+    )
+    assert first == middle == ["prefill", "decode"]
+    assert last == ["prefill", 3 * THREADS, "decode", THREADS]
+    assert tokens == oracle_tokens("llama", tuple(prompt(30)), GREEDY.max_new_tokens)
+
+
+def test_a_stage_that_is_alone_has_them_in_its_prefill_too(rank_pools: RankPools) -> None:
+    (first, _), (last, tokens) = rank_pools.run(2, thread_tasks.threads_set, (0, 0, 30), DecodeName.last)
+    assert first == ["prefill", "decode"]
+    assert last == [2 * THREADS, "prefill", THREADS, 2 * THREADS, "decode", THREADS]
+    assert tokens == oracle_tokens("llama", tuple(prompt(30)), GREEDY.max_new_tokens)
+
+
+def test_ranks_that_decode_together_keep_theirs_and_have_those_of_the_others(rank_pools: RankPools) -> None:
+    for events, _ in rank_pools.run(2, thread_tasks.threads_set, (0, 10, 30), DecodeName.sharded):
+        assert events == ["prefill", "decode"]
+    (idle, _), *decoding = rank_pools.run(3, thread_tasks.threads_set, (0, 0, 10, 30), DecodeName.sharded)
+    assert idle == ["prefill", "decode"]
+    more = 3 * THREADS // 2
+    assert [events for events, _ in decoding] == 2 * [[more, "prefill", THREADS, more, "decode", THREADS]]
+
+
+def test_the_numbers_are_those_of_the_threads_that_compute(rank_pools: RankPools) -> None:
+    first, last = rank_pools.run(2, thread_tasks.threads_in_steps)
+    assert first == [1, 1]
+    assert last == [1, *[2] * (GREEDY.max_new_tokens - 1), 1]
+
+
+class TestFailure:
+    @pytest.fixture
+    def pool(self) -> Iterator[RankPool]:
+        with short_lived_pool(2) as pool:
+            yield pool
+
+    @pytest.mark.parametrize("failing", [0, 1])
+    def test_gives_them_back(self, pool: RankPool, failing: int) -> None:
+        by_rank = pool.run(thread_tasks.fail_while_lent, failing)
+        (first, _), (last, _) = by_rank
+        assert first == ["prefill", "decode"]
+        assert last == ["prefill", 2 * THREADS, "decode", THREADS]
+        assert by_rank[failing][1] == "ValueError: out of luck"
+        assert f"PeerFailure: rank {failing} failed: out of luck" in by_rank[1 - failing][1]
