@@ -44,7 +44,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                model.dtype=auto|float32|bfloat16|float16
                                model.seed=0   model.layers=<n>   model.trust_remote_code=false
                                model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                               model.fuse=off|auto
+                               model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
   one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1

@@ -218,6 +218,7 @@ class ModelOptions:
             `max_position_embeddings`; see docs/models.md.
         revision: branch, tag or commit of a model of the hub.
         fuse: auto computes q, k and v, gate and up, and norms by one operation each, where logits stay what they are.
+        adapter: folders or hub ids of LoRA adapters, whose sum is merged into the weights; one may be given as a text.
     """
 
     name: ModelName = ModelName.smollm2
@@ -230,9 +231,15 @@ class ModelOptions:
     overrides: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
     fuse: Fuse = Fuse.off
+    adapter: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.name = choice("model", ModelName, self.name)
+        given: Any = self.adapter
+        self.adapter = [given] if isinstance(given, str) else list(given)
+        require(all(self.adapter), "model.adapter", self.adapter, "must be folders or hub ids of adapters")
+        if self.adapter and self.name is ModelName.random:
+            raise ValueError(f"model.adapter={self.adapter[0]} is for the weights of a checkpoint; use model=hf")
         self.dtype = choice("model.dtype", DType, self.dtype)
         self.fuse = choice("model.fuse", Fuse, self.fuse)
         require(0 <= self.seed <= MAX_SEED, "model.seed", self.seed, f"must be from 0 to {MAX_SEED}")
@@ -251,9 +258,9 @@ class ModelOptions:
             raise ValueError(f"model.revision={self.revision} has no effect with model={self.name.name}; add model=hf")
 
     def __repr__(self) -> str:
-        # Measurements are known by it, and those from before the last three options existed still are.
-        first = {each.name: each.default for each in fields(self)} | {"overrides": {}}
-        names = [name for name in first if name in ("overrides", "revision", "fuse")]
+        # Measurements are known by it, and those from before the last four options existed still are.
+        first = {each.name: each.default for each in fields(self)} | {"overrides": {}, "adapter": []}
+        names = [name for name in first if name in ("overrides", "revision", "fuse", "adapter")]
         hidden = [name for name in names if getattr(self, name) == first[name]]
         shown = [name for name in first if name not in hidden]
         return f"ModelOptions({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"

@@ -458,6 +458,7 @@ class Engine:
             "its dtype": fact(self.model.dtype),
             "its weights": secret(self._weights),
             "its config's overrides": fact(self.model.overrides),
+            "its adapters": fact(self.model.adapters),
             "whether there is a prefix tree": "no" if self.prefixes is None else "yes",
         }
         if self.prefixes is not None and self.prefixes.state_bytes:  # all stages keep states at the same places

@@ -29,6 +29,7 @@ from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.loading import LoadedWeights
 from runahead.model.loading.position_limit import max_positions
+from runahead.model.lora import adapter
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import library_versions
@@ -105,8 +106,9 @@ class Plan:
             for contender in chosen:
                 task.check(contender, config.num_hidden_layers)
         chosen, notes = _with_full(chosen, tasks.values(), config.num_hidden_layers)
+        adapters = adapter.find(run.model, progress=True)
         about = {
-            "model_options": model_options(run.model),
+            "model_options": model_options(run.model, [each.digest for each in adapters]),
             "model_config": _digest(config.to_json_string()),
             "text": None if text is None else _digest(text.content),
             "code": machine.code(MEASURED),
@@ -211,10 +213,14 @@ def _with_full(
     return [full, *chosen], ("full was added to policies=, since over full compares with it",)
 
 
-def model_options(options: ModelOptions) -> str:
-    """Options of the model in the form that lines have. One that came later is left out while it has its default."""
+def model_options(options: ModelOptions, adapters: Sequence[str] = ()) -> str:
+    """Options of the model in the form that lines have. One that came later is left out while it has its default.
+
+    Args:
+        adapters: digests of its adapters, which stand in the place of their paths.
+    """
     defaults = type(options)()
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    given = {each.name: getattr(options, each.name) for each in fields(options)} | {"adapter": list(adapters)}
     told = (
         f"{name}={value!r}"
         for name, value in given.items()

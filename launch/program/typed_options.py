@@ -91,6 +91,9 @@ def _schema(options: type) -> Any:
 WHOLE_NUMBERS = (int, list[int], int | float, int | str)
 """Types of the options that take `counted` numbers."""
 
+LISTS_OF_ONE = ("model.adapter",)
+"""Options that take one name in place of a list of it."""
+
 
 def counted(value: Any) -> Any:
     """A whole number in k, M or G (1024 each), such as 128k, as an int, and the numbers of a list; else the value."""
@@ -106,10 +109,12 @@ def counted(value: Any) -> Any:
 
 
 def _with_counts(values: Mapping[str, Any] | DictConfig, options: type) -> Mapping[str, Any]:
-    """The values with `counted` numbers where the dataclass has whole numbers."""
+    """The values with `counted` numbers where the dataclass has whole numbers, and lists of one name."""
     plain: Any = OmegaConf.to_container(values, resolve=False) if isinstance(values, DictConfig) else values
 
     def with_counts(values: Any, section: str) -> Any:
+        if section in LISTS_OF_ONE and isinstance(values, str):
+            return [values]
         if not isinstance(values, Mapping):
             return counted(values) if kinds.get(section) in WHOLE_NUMBERS else values
         return {name: with_counts(value, f"{section}.{name}".lstrip(".")) for name, value in values.items()}

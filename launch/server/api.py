@@ -88,6 +88,7 @@ class API:
         eos_ids: token ids that end an answer.
         vocab_size: number of token ids.
         names: the model's names, by any of which requests may ask for it; the first is told.
+        adapters: names of the adapters in its weights, which are told.
         options: limits and log.
         defaults: generation options of requests that do not say otherwise.
         schemas: for prompts that reuse modules; None if there are none.
@@ -103,6 +104,7 @@ class API:
         eos_ids: set[int],
         vocab_size: int,
         names: Sequence[str],
+        adapters: Sequence[str] = (),
         options: ServeOptions,
         defaults: GenerationOptions,
         keys: Keys,
@@ -111,7 +113,7 @@ class API:
         setup: Mapping[str, Any] | None = None,
     ) -> None:
         self.scheduler, self.options, self.metrics = scheduler, options, Metrics()
-        self.model, self._names = names[0], names
+        self.model, self._names, self._adapters = names[0], names, list(adapters)
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
         self._schemas, self._slower, self._setup = schemas, list(slower), setup or {}
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
@@ -475,7 +477,8 @@ class API:
 
     def _about_model(self) -> dict[str, Any]:
         model = {"id": self.model, "object": "model", "created": self._created, "owned_by": "runahead"}
-        return model | {"max_model_len": self.scheduler.longest_text}  # as vLLM names it
+        told = {"adapters": self._adapters} if self._adapters else {}
+        return model | told | {"max_model_len": self.scheduler.longest_text}  # as vLLM names it
 
 
 def _dialect_at(path: str) -> Dialect:

@@ -388,6 +388,7 @@ def _serve_clients(
         eos_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         names=[options.model_name or model.name, model.name, run.model.name.name],
+        adapters=model.adapter_names,
         options=options,
         defaults=run.generation.resolved(model.module.generation_config),
         keys=keys,

@@ -83,6 +83,7 @@ class Fingerprint:
         kernels: whose kernels compute attention, "torch" or "runahead".
         fuse: as `model.fuse`; "off" where it has no effect on the model.
         products: what computes products of many rows on a CPU, "torch" (by its own choice) or "onednn".
+        adapters: digests of the adapters in the model's weights (`model.adapter`); "" for none.
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
@@ -103,6 +104,7 @@ class Fingerprint:
     kernels: str = "torch"
     fuse: str = "off"
     products: str = "torch"
+    adapters: str = ""
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
     date: str = ""
@@ -149,6 +151,7 @@ class Fingerprint:
             kernels="runahead" if KERNELS.in_use else "torch",
             fuse="auto" if is_fused(model.module) else "off",
             products=library(model.dtype) if device.type == "cpu" else "torch",
+            adapters=model.adapters,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
             versions=library_versions(),
@@ -176,7 +179,11 @@ class Fingerprint:
         values = [*self.model.known.values(), *(getattr(self, name) for name in COMPARED)]
         values += [f"tensor {self.tensor}"] if self.tensor > 1 else []
         values += [self.overrides] if self.overrides else []
-        values += [f"{name} {getattr(self, name)}" for name in ("kernels", "fuse", "products") if name in self.added]
+        values += [
+            f"{name} {getattr(self, name)}"
+            for name in ("kernels", "fuse", "products", "adapters")
+            if name in self.added
+        ]
         return "|".join(str(value) for value in values)
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -199,9 +206,10 @@ class Fingerprint:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{what}{mine}, not {theirs}")
-        if self.overrides != other.overrides:
-            mine, theirs = (each.overrides or "nothing" for each in (self, other))
-            found.append(f"model.overrides={mine}, not {theirs}")
+        for name, what in (("overrides", "model.overrides="), ("adapters", "model.adapter of digest ")):
+            mine, theirs = (getattr(each, name) or "nothing" for each in (self, other))
+            if mine != theirs:
+                found.append(f"{what}{mine}, not {theirs}")
         if self.speeds is not None and other.speeds is not None and self.speeds != other.speeds:
             found.append(f"{_speeds_text(self.speeds)}, not {_speeds_text(other.speeds)}")
         if self.link is not None and other.link is not None and not self._link_fits(other):
@@ -244,7 +252,7 @@ class Fingerprint:
 COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
 """Fields that must be equal, besides the model's shape, the link and the speeds."""
 
-ADDED = ("tensor", "overrides", "kernels", "fuse", "products")
+ADDED = ("tensor", "overrides", "kernels", "fuse", "products", "adapters")
 """Fields that must be equal, too, and are left out of keys and files at their defaults: those of before stay valid."""
 
 OPTIONS = {

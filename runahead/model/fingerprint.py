@@ -79,9 +79,11 @@ def whole_fingerprint(shares: Sequence[Sequence[Samples]]) -> str:
     return digest.hexdigest()[:32]
 
 
-def with_overrides(weights: str, overrides: str) -> str:
-    """Fingerprint of weights under a config with overrides: that of the weights alone if there are none."""
-    return hashlib.sha256(f"{weights} {overrides}".encode()).hexdigest()[:32] if overrides else weights
+def with_changes(weights: str, *changes: str) -> str:
+    """Fingerprint of weights and of what a model has beside them or in them; "" is no change."""
+    for change in filter(None, changes):
+        weights = hashlib.sha256(f"{weights} {change}".encode()).hexdigest()[:32]
+    return weights
 
 
 def _places(num_elements: int) -> Tensor:

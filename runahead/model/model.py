@@ -29,7 +29,7 @@ from runahead.failures import PeerFailure, is_lack_of_memory
 from runahead.kernels.operators import KERNELS
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
-from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_overrides
+from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_changes
 from runahead.model.grammars import Grammars
 from runahead.model.held import Held
 from runahead.model.known_checks import KnownCheck
@@ -84,6 +84,8 @@ class Model(ModelLayers):
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
+        adapters: digests of the adapters that are merged into the weights; "" for none.
+        adapter_names: their names, which `name` has, too.
         memory: memory of this rank while it loaded the weights; None if they were given.
         ranges: names of what is done with the model in a profile; see `name_ranges`.
 
@@ -107,7 +109,8 @@ class Model(ModelLayers):
         self.tokenizer = tokenizer
         unfuse(module)  # what another `Model` has fused
         multiply_fast(module)
-        self.overrides = self.lacks_kernels = ""
+        self.overrides = self.adapters = self.lacks_kernels = ""
+        self.adapter_names: Sequence[str] = ()
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None
         self._peak: PeakMemory | None = None
@@ -198,6 +201,7 @@ class Model(ModelLayers):
             made_from=loaded.made_from,
         )
         model.memory, model._peak, model.overrides = loaded.memory, loaded.peak, loaded.overrides
+        model.adapters, model.adapter_names = loaded.adapters, loaded.adapter_names
         return model
 
     def name_ranges(self, ranges: Ranges) -> None:
@@ -313,13 +317,13 @@ class Model(ModelLayers):
     def fingerprint(self) -> str:
         """Fingerprint of the whole model, stored in files that are valid for this model only.
 
-        It is that of the weights, and of what the config has in place of the checkpoint's.
+        It is that of the weights, of what the config has in place of the checkpoint's, and of adapters' files.
         """
         if self.shares is None:
             weights = model_fingerprint(self.module)
         else:
             weights = whole_fingerprint(self.shares.gather(samples_of_share(self.module)))
-        return with_overrides(weights, self.overrides)
+        return with_changes(weights, self.overrides, self.adapters and f"adapters {self.adapters}")
 
     @property
     def rotates_by_length(self) -> bool:

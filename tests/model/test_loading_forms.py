@@ -184,7 +184,7 @@ def test_adapter_is_not_left_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     alone = refusal(lambda: load_hf(tmp_path))
     for message in (beside, alone):
-        assert "holds an adapter (LORA for org/base)" in message and "merge_and_unload()" in message
+        assert "holds an adapter (LORA for org/base)" in message and "with model.adapter" in message
     assert "remove adapter_config.json" in beside
     assert "remove adapter_config.json" not in alone
 

@@ -265,6 +265,7 @@ class Served:
             eos_ids={tokenizer.eos_token_id},
             vocab_size=len(tokenizer),
             names=["fake", "smollm2"],
+            adapters=["poems"],
             options=options,
             defaults=GenerationOptions(max_new_tokens=16, seed=seed),
             keys=keys,

@@ -99,7 +99,8 @@ def test_the_official_client_gets_whole_answers_and_streams(served):
         for chunk in client.chat.completions.create(**asked, stream=True, stream_options=options)
     ]
     assert counts == sorted(counts) and len(set(counts)) > 1 and counts[-2:] == [5, 5]
-    assert [model.id for model in client.models.list()] == ["fake"]
+    [model] = client.models.list()
+    assert (model.id, model.to_dict()["adapters"]) == ("fake", ["poems"])
     by_value = client.chat.completions.create(**(asked | {"model": "smollm2"}))
     assert (by_value.model, by_value.choices[0].message) == ("fake", whole.choices[0].message)
     with pytest.raises(APIStatusError) as refused:

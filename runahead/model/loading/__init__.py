@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +24,9 @@ from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
 from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, require_room
 from runahead.model.loading.sharing import Shares
 from runahead.report import MemoryReport
+
+if TYPE_CHECKING:
+    from runahead.model.lora.merging import Merging
 
 LONG_LOAD_BYTES = 2**28
 """Least bytes to copy for which a progress bar is shown."""
@@ -43,6 +47,8 @@ class LoadedWeights:
         peak: goes on from there.
         made_from: digest of the options, and of names, sizes and times of the files; "" where the model's own code was
             loaded, which may be anywhere.
+        adapters: digests of the adapters that are merged into the weights, in order; "" for none.
+        adapter_names: their names, which the model's name has, too.
     """
 
     module: PreTrainedModel
@@ -57,6 +63,8 @@ class LoadedWeights:
     memory: MemoryReport
     peak: PeakMemory
     made_from: str = ""
+    adapters: str = ""
+    adapter_names: Sequence[str] = ()
 
 
 FINDERS: Table[ModelName, Callable[..., Checkpoint]] = Table(
@@ -104,6 +112,7 @@ def load(
     stored = {} if source.gguf or is_random else checkpoints.stored_tensors(source)
     dtype = _dtype(options, config, source, stored, device)
     empty = hf.empty_model(config, dtype, options, label=source.label)
+    merging = _merging(options, config, source, progress=progress)
     make = hf.ModelMaker(
         checkpoint=source,
         config=config,
@@ -133,25 +142,32 @@ def load(
         from runahead.model.loading import random_weights
     # Scales of quantised weights are parts of a weight in another way than the weight itself.
     in_parts = is_random or (sharing.reads_in_parts(empty) and not stored_forms.unpacks(config))
+    in_parts = in_parts and (merging is None or merging.are_all_in(stored, empty.base_model_prefix))
     if shares is not None and in_parts:
         whole = max(parameter.nbytes for parameter in empty.parameters())
-        untied = sharing.lay_out_apart(empty, shares.group, device)
+        whole = max(whole, merging.peak_bytes) if merging else whole
+        untied = sharing.lay_out_apart(empty, shares.group, device, merging.weights if merging else ())
         footprint = Footprint(copied=sharing.bytes_of(empty), whole=whole)
         require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
         peak = PeakMemory(device)
         base_bytes = peak.now_bytes()
         parts = random_weights.parts(make) if is_random else checkpoints.stored_parts(checkpoint)
         bars = progress and footprint.copied > LONG_LOAD_BYTES
-        module = hf.build_share(make, type(empty), parts, shares.group, bars=bars, untied=untied)
+        merged = partial(merging.of_parts, prefix=empty.base_model_prefix) if merging else dict
+        module = hf.build_share(make, type(empty), parts, shares.group, bars=bars, untied=untied, merged=merged)
     else:
         place = device if shares is None else torch.device("cpu")
-        footprint = _footprint(empty, stored, dtype, place)
+        footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
+        footprint.whole = merging.peak_bytes if merging else 0
         require_room(footprint, place, label=checkpoint.label, ranks_on_host=ranks_on_host)
         peak = PeakMemory(device)
         base_bytes = peak.now_bytes()
         make = replace(make, device=place)
         bars = progress and footprint.copied > LONG_LOAD_BYTES
         module = random_weights.build(make) if is_random else hf.build(make, bars=bars)
+        if merging is not None:
+            wider = {} if stored_forms.unpacks(config) else _wider(checkpoint, stored, module, merging)
+            merging.merge_into(module, wider, bars=bars)
         if shares is not None:
             sharing.share_model(module, shares.group, device)
         elif 0 < footprint.mapped < available_bytes():
@@ -159,10 +175,11 @@ def load(
     module.config._attn_implementation = attn_implementation
     module = module.eval().requires_grad_(False)
     weights_bytes = sharing.bytes_of(module)
+    adapters = merging.digest if merging else ""
     return LoadedWeights(
         module=module,
         tokenizer=tokenizer,
-        name=checkpoint.name or f"random {config.model_type}",
+        name="+".join([checkpoint.name or f"random {config.model_type}", *(merging.names if merging else ())]),
         dtype=dtype,
         path=str(source.path),
         shares=shares,
@@ -176,7 +193,9 @@ def load(
             predicted_load_peak_bytes=base_bytes + weights_bytes + footprint.whole + footprint.read,
         ),
         peak=peak,
-        made_from="" if hasattr(config, "auto_map") else _made_from(options, source, checkpoint),
+        made_from="" if hasattr(config, "auto_map") else _made_from(options, adapters, source, checkpoint),
+        adapters=adapters,
+        adapter_names=merging.names if merging else (),
     )
 
 
@@ -260,18 +279,64 @@ def _dtype(
     return next((tensor.dtype for tensor in stored.values() if tensor.dtype), torch.float32)
 
 
+def _merging(options: ModelOptions, config: Any, source: Checkpoint, *, progress: bool) -> Merging | None:
+    """Adapters, laid out over the model; None if there are none. Raises: ValueError, OSError."""
+    if not options.adapter:
+        return None
+    from runahead.model.lora import adapter
+    from runahead.model.lora.merging import Merging
+
+    found = adapter.find(options, progress=progress)
+    for each in found:
+        adapter.require_base(each, config, source.name, progress=progress)
+    return Merging(found, lambda: hf.empty_model(config, torch.float32, options, label=source.label))
+
+
+def _wider(
+    checkpoint: Checkpoint, stored: dict[str, StoredTensor], module: PreTrainedModel, merging: Merging
+) -> Mapping[str, Any]:
+    """Stored tensors that adapters change and the model has in fewer digits: rounded first they would be rounded twice.
+
+    Raises:
+        ValueError: one is made of several stored tensors.
+    """
+    widest = max((each.dtype.itemsize for each in stored.values() if each.dtype), default=0)
+    wanted = {name for name in merging.weights if module.get_parameter(name).dtype.itemsize < widest}
+    if not wanted:
+        return {}
+    prefix, found = module.base_model_prefix, dict[str, Any]()
+    for name, part in checkpoints.stored_parts(checkpoint).items():
+        found |= {each: part for each in sharing.names_in_model(name, prefix) if each in wanted}
+    ties = dict(getattr(module, "all_tied_weights_keys", {}))
+    found |= {name: found[source] for name, source in ties.items() if name in wanted - set(found) and source in found}
+    if lacking := wanted - set(found):
+        raise ValueError(
+            f"{checkpoint.label}: adapters change {min(lacking)}, which is made of several stored tensors and would be "
+            "rounded twice; use model.dtype=float32"
+        )
+    return found
+
+
 def _footprint(
-    empty: PreTrainedModel, stored: dict[str, StoredTensor], dtype: torch.dtype, device: torch.device
+    empty: PreTrainedModel,
+    stored: dict[str, StoredTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    changed: Collection[str],
 ) -> Footprint:
-    """Bytes that loading takes. A stored tensor is mapped if it is a parameter of the model in the same dtype."""
+    """Bytes that loading takes. A stored tensor is mapped if it is a parameter of the model in the same dtype.
+
+    Args:
+        changed: parameters that become memory of this process, whatever they are stored as.
+    """
     if device.type != "cpu" or not stored:
         return Footprint(copied=sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters()))
     parameters, prefix = empty.state_dict(), empty.base_model_prefix
     footprint = Footprint(copied=0)
     for name, tensor in stored.items():
-        names = sharing.names_in_model(name, prefix)
-        parameter = next((parameters[name] for name in names if name in parameters), None)
-        if parameter is not None and parameter.dtype == tensor.dtype:
+        known = next((each for each in sharing.names_in_model(name, prefix) if each in parameters), None)
+        parameter = None if known is None else parameters[known]
+        if parameter is not None and parameter.dtype == tensor.dtype and known not in changed:
             footprint.mapped += tensor.num_elements * parameter.element_size()
         else:
             footprint.copied += tensor.num_elements * (parameter.dtype if parameter is not None else dtype).itemsize
@@ -279,9 +344,9 @@ def _footprint(
     return footprint
 
 
-def _made_from(options: ModelOptions, *checkpoints: Checkpoint) -> str:
+def _made_from(options: ModelOptions, adapters: str, *checkpoints: Checkpoint) -> str:
     """Digest of what a model is made from: `LoadedWeights.made_from`."""
-    facts = [repr(options)]
+    facts = [repr(options), *([adapters] if adapters else [])]
     for checkpoint in checkpoints:
         files = [checkpoint.path] if checkpoint.gguf or checkpoint.config_file else checkpoint.folder.iterdir()
         for path in sorted(each for each in files if each.is_file()):

@@ -134,7 +134,7 @@ def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
         require_small_files(local, label)
         return Checkpoint(folder=local, name=path, label=label, remedy="copy or download the folder again")
     if match := HUB_GGUF.fullmatch(path):
-        file = _from_hub(label, progress, match[1], revision, [match[2]]) / match[2]
+        file = download(label, progress, match[1], revision, [match[2]]) / match[2]
         if not file.is_file():
             raise ValueError(f"{label}: the hub's {match[1]} has no file {match[2]}; name one that it has")
         remedy = f"delete {file} and run again"
@@ -143,11 +143,11 @@ def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
         raise ValueError(f"{label} does not exist; name a model's folder, a .gguf file or a hub id such as org/name")
     # The small files first: they say which large ones belong to the model if a repository holds several formats.
     small = SMALL_FILES + (["*.py"] if options.trust_remote_code else [])
-    folder = _from_hub(label, progress, path, revision, small)
+    folder = download(label, progress, path, revision, small)
     remedy = f"delete {folder} and run again"
     checkpoint = Checkpoint(folder=folder, name=path, label=label, remedy=remedy, from_hub=True)
     if weights:
-        _from_hub(label, progress, path, revision, weight_names(checkpoint))
+        download(label, progress, path, revision, weight_names(checkpoint))
     return checkpoint
 
 
@@ -190,7 +190,8 @@ def require_fetched(files: Iterable[Path], label: str) -> None:
             )
 
 
-def _from_hub(label: str, progress: bool, repository: str, revision: str | None, files: list[str]) -> Path:
+def download(label: str, progress: bool, repository: str, revision: str | None, files: list[str]) -> Path:
+    """Download files of a repository of the hub. Raises: OSError: it does not give them; one line with the remedy."""
     try:
         with quiet(bars=progress):
             return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
@@ -226,7 +227,7 @@ def read_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _require_no_adapter(checkpoint: Checkpoint) -> None:
-    """Check that a folder holds no adapter, which would not be applied. Raises: ValueError."""
+    """Check that a model's folder holds no adapter, which transformers would apply or not. Raises: ValueError."""
     path = checkpoint.folder / ADAPTER
     if not path.is_file():
         return
@@ -236,8 +237,8 @@ def _require_no_adapter(checkpoint: Checkpoint) -> None:
     of = f" for {ascii(base)[1:-1]}" if isinstance(base, str) and base else ""
     remedy = "" if alone else f", or remove {ADAPTER} to run the model without it"
     raise ValueError(
-        f"{checkpoint.label} holds an adapter ({kind}{of}), and adapters are not applied; merge it into its model with "
-        f"peft's merge_and_unload() and save that as a folder{remedy}"
+        f"{checkpoint.label} holds an adapter ({kind}{of}), where a model is named; name its model there, and this "
+        f"folder with model.adapter{remedy}"
     )
 
 

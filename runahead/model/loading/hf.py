@@ -8,7 +8,7 @@ Weights are copied only if another dtype is asked for, or a family stores them i
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,7 @@ def build_share(
     *,
     bars: bool,
     untied: Mapping[str, str],
+    merged: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> PreTrainedModel:
     """Build this rank's share of the model, from the parts of the stored tensors that it needs.
 
@@ -106,6 +107,7 @@ def build_share(
         group: the ranks that share the model.
         bars: show progress bars.
         untied: for tied weights that each become one of their own, the name of the one that they equal.
+        merged: makes of the parts those that adapters change.
 
     Raises:
         ValueError: something is wrong with the files.
@@ -121,7 +123,7 @@ def build_share(
                 for stored, part in parts.items()
                 for stored_name in ((stored, name) if source in names_in_model(stored, prefix) else (stored,))
             }
-    arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": parts}
+    arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": merged(parts)}
     own_class = share_class(model_class, group, make.device)
     module = _from_pretrained(own_class, make, arguments, bars=bars)
     module.__class__ = model_class

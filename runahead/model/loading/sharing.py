@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -171,11 +171,16 @@ def lay_out(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.dev
     return copies
 
 
-def lay_out_apart(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
+def lay_out_apart(
+    module: PreTrainedModel, group: dist.ProcessGroup, device: torch.device, changed: Collection[str]
+) -> dict[str, str]:
     """Lay out a model without memory, and tie again the weights whose layouts are the same.
 
+    Args:
+        changed: names of weights that adapters change, which are no longer those that they are tied to.
+
     Returns:
-        tied weights that are laid out in another way than the one that they equal, with that one's name.
+        tied weights that become one of their own, with the name of the one that they equal.
     """
     tied = dict(getattr(module, "all_tied_weights_keys", {}))
     _untie(module)
@@ -183,7 +188,8 @@ def lay_out_apart(module: PreTrainedModel, group: dist.ProcessGroup, device: tor
     apart = {}
     for name, source in tied.items():
         weight, other = (module.get_parameter(each) for each in (name, source))
-        if getattr(weight, "placements", None) == getattr(other, "placements", None):
+        are_alike = getattr(weight, "placements", None) == getattr(other, "placements", None)
+        if are_alike and name not in changed and source not in changed:
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, other)
         else:

@@ -1,0 +1,1 @@
+"""LoRA adapters, merged into a model's weights as it is loaded."""
