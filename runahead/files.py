@@ -184,3 +184,10 @@ def _beside(target: Path) -> Path:
 def _create(path: Path, mode: int = 0o666) -> int:
     """Create a file, by default with the usual permissions, unlike tempfile; returns its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+
+def cache_folder() -> Path:
+    """The cache folder: RUNAHEAD_CACHE, else `runahead` in the user's cache folder."""
+    if own := os.environ.get("RUNAHEAD_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "runahead"

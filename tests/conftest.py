@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 from transformers.utils import logging
 
-from runahead.model.loading.cache_folder import cache_folder
+from runahead.files import cache_folder
 from tests.examples import FEW, MANY
 from tests.exit_status import Exited
 from tests.needs import TEST_KERNELS

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launch.program import lean_imports
 from launch.program.ahead import Ahead, uncollected
 from runahead.config import ModelName, PrefillName
 from runahead.kv_transfer import EXCHANGES, TRANSFERS
@@ -101,6 +102,7 @@ def test_a_run_imports_what_its_options_choose(config: Path) -> None:
     found = run_of(config)
     assert not inside(found, CHOSEN)
     assert families(found) <= {"auto", "llama"}
+    assert {each for each in found if each.startswith("torch._dynamo.")} == {lean_imports.ALONE}
     assert not {"policies.quest", "policies.h2o", "policies.adakv"} & found
 
 

@@ -14,7 +14,7 @@ from launch.program.ending import say
 from launch.program.progress import Bar
 from runahead import context
 from runahead.config import PrefillOptions
-from runahead.model.loading.cache_folder import cache_folder
+from runahead.files import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 

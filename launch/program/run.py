@@ -16,6 +16,7 @@ from launch.program.ahead import Ahead, uncollected
 from launch.program.compose import Program
 from launch.program.ending import MISTAKE, end_with, open_closed_streams, refuse, say, warn_in_one_line
 from launch.program.launcher import follow_launcher, this_rank
+from launch.program.lean_imports import lean_imports
 from launch.program.signals import ending_signals
 from runahead.config import RanksOptions
 from runahead.failures import SharedError
@@ -101,7 +102,7 @@ def run_program(
         end(error)
     with ending_signals(end):
         try:
-            with uncollected():
+            with uncollected(), lean_imports():
                 # Imported here because it imports torch, which --help and a mistyped option need not wait for.
                 from runahead.ranks.agreement import option_facts
                 from runahead.ranks.ranks import Ranks

@@ -18,7 +18,7 @@ from partitioner.table.fingerprint import Fingerprint
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, even
 from runahead.failures import first_line
-from runahead.model.loading.cache_folder import cache_folder
+from runahead.files import cache_folder
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 

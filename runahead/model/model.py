@@ -26,6 +26,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.config import Fuse, ModelOptions
 from runahead.failures import PeerFailure, is_lack_of_memory
+from runahead.files import cache_folder
 from runahead.kernels.operators import KERNELS
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
@@ -41,7 +42,6 @@ from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.pieces import give_in_pieces
 from runahead.model.layers.products import fuse_products
-from runahead.model.loading.cache_folder import cache_folder
 from runahead.model.loading.kernels import library_folder
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold

@@ -27,11 +27,11 @@ from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms
 from runahead.config import Device, ModelName, ModelOptions, PrefillName, PrefillOptions
 from runahead.features.slower import Way
+from runahead.files import cache_folder
 from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
 from runahead.model import shares
 from runahead.model.loading import kernels as loading
-from runahead.model.loading.cache_folder import cache_folder
 from tests.needs import TEST_KERNELS, missing
 
 # Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value).

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from runahead.config import ModelOptions
+from runahead.files import cache_folder
 from runahead.model.loading import LoadedWeights, load, load_config, load_tokenizer, smollm2
 from runahead.model.loading import cache_folder as folders
-from runahead.model.loading.cache_folder import cache_folder, obtain
+from runahead.model.loading.cache_folder import obtain
 from tests.model.test_loading_gguf import write_gguf
 from tests.model.test_loading_hf import CPU, load_hf, refusal
 from tests.tokenizers_for_tests import byte_level

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from launch.serve import HELP, SERVE
 from launch.server.options import ServeOptions, ServeRun
-from runahead.model.loading.smollm2 import cache_folder
+from runahead.files import cache_folder
 from tests.families import save_tiny_llama
 from tests.serving.fakes import chat_tokenizer
 from tests.waiting import until

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runahead.model.loading.cache_folder import cache_folder, obtain
+from runahead.files import cache_folder
+from runahead.model.loading.cache_folder import obtain
 from runahead.model.loading.quiet import one_line
 
 ENVIRONMENT, LINES_OF_REASON = "environment", 40

@@ -1,4 +1,4 @@
-"""The cache folder, and folders in it that are made once: by one of several processes, whole or not at all."""
+"""Folders of the cache folder that are made once: by one of several processes, whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,13 +23,6 @@ WATCH_SECONDS = 0.5
 
 ABANDONED_S = 24 * 3600
 """Seconds without a change after which another host's work folder counts as what a killed process left."""
-
-
-def cache_folder() -> Path:
-    """The cache folder: RUNAHEAD_CACHE, else `runahead` in the user's cache folder."""
-    if own := os.environ.get("RUNAHEAD_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "runahead"
 
 
 def obtain(

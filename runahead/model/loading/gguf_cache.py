@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
-from runahead.files import write_whole
+from runahead.files import cache_folder, write_whole
 from runahead.model.loading import hf
-from runahead.model.loading.cache_folder import bytes_in, cache_folder, obtain, progress_bar, require_room_for
+from runahead.model.loading.cache_folder import bytes_in, obtain, progress_bar, require_room_for
 from runahead.model.loading.checkpoint import FLOATS, WEIGHTS, Checkpoint
 from runahead.model.loading.memory import give_back
 from runahead.model.loading.quiet import one_line, quiet

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runahead.files import cache_folder
 from runahead.kernels import operators
-from runahead.model.loading.cache_folder import cache_folder, obtain
+from runahead.model.loading.cache_folder import obtain
 
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fopenmp")
 """How the compiler is called; it warns of nothing that users could mend."""

@@ -20,7 +20,8 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig, PreTrainedTokenizerFast
 
 from runahead.config import ModelOptions
-from runahead.model.loading.cache_folder import bytes_in, cache_folder, obtain, progress_bar, require_room_for
+from runahead.files import cache_folder
+from runahead.model.loading.cache_folder import bytes_in, obtain, progress_bar, require_room_for
 from runahead.model.loading.checkpoint import Checkpoint
 from runahead.model.loading.gguf_header import GGUFHeader, read_header
 from runahead.model.loading.memory import give_back

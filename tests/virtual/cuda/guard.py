@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from runahead.model.loading.cache_folder import cache_folder, obtain
+from runahead.files import cache_folder
+from runahead.model.loading.cache_folder import obtain
 from tests.needs import missing
 
 FOLDER = "virtual-gpu"
