@@ -45,6 +45,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                model.seed=0   model.layers=<n>   model.trust_remote_code=false
                                model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
                                model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                               model.dequantize=true|false
   one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1
@@ -236,7 +237,7 @@ def infer(
         say(f"report={run.report} has {num_reported:,} of {len(places):,} prompts: those of this run")
     if ranks.rank == 0:
         hint = dtype_hint(run.model.dtype, model.dtype, model.device)
-        sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint))
+        sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint, weights=model.stored_as))
     return batches
 
 
@@ -405,6 +406,7 @@ def _write_files(
             kvr_names=[kvr_name(run, partition, batch.boundaries) for batch in batches],
             skipped=prompts.skipped,
             model_check=model.check,
+            weights=model.stored_as,
         )
         write_whole(run.report, text)
     if run.timeline is not None:

@@ -217,6 +217,7 @@ class ModelOptions:
         overrides: entries of the model's config in place of its own, by name, such as `rope_parameters` and
             `max_position_embeddings`; see docs/models.md.
         revision: branch, tag or commit of a model of the hub.
+        dequantize: decode weights that a checkpoint has in few bits; without it such a checkpoint is refused.
         fuse: auto computes q, k and v, gate and up, and norms by one operation each, where logits stay what they are.
         adapter: folders or hub ids of LoRA adapters, whose sum is merged into the weights; one may be given as a text.
     """
@@ -232,6 +233,7 @@ class ModelOptions:
     revision: str | None = None
     fuse: Fuse = Fuse.off
     adapter: list[str] = field(default_factory=list)
+    dequantize: bool = True
 
     def __post_init__(self) -> None:
         self.name = choice("model", ModelName, self.name)
@@ -258,9 +260,9 @@ class ModelOptions:
             raise ValueError(f"model.revision={self.revision} has no effect with model={self.name.name}; add model=hf")
 
     def __repr__(self) -> str:
-        # Measurements are known by it, and those from before the last four options existed still are.
+        # Measurements are known by it, and those from before the last options existed still are.
         first = {each.name: each.default for each in fields(self)} | {"overrides": {}, "adapter": []}
-        names = [name for name in first if name in ("overrides", "revision", "fuse", "adapter")]
+        names = [name for name in first if name in ("overrides", "revision", "fuse", "adapter", "dequantize")]
         hidden = [name for name in names if getattr(self, name) == first[name]]
         shown = [name for name in first if name not in hidden]
         return f"ModelOptions({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"

@@ -312,6 +312,7 @@ def report_json(
     kvr_names: Sequence[str | None] = (),
     skipped: Mapping[int, str] | None = None,
     model_check: str = "done",
+    weights: str = "",
 ) -> str:
     """The report of a run as JSON text.
 
@@ -327,12 +328,14 @@ def report_json(
         skipped: error of each prompt that was left out, by its index among all. If there are any, each prompt has its
             index, too.
         model_check: whether the model's logits were compared with transformers' own, as `Model.check` says.
+        weights: what was dequantised, as `Model.stored_as` says; reported unless it is "".
     """
     kvr_names = kvr_names or [None] * len(batches)
     about_the_run: dict[str, Any] = {
         "world_size": world_size,
         "model": model,
         "dtype": dtype,
+        **({"weights": weights} if weights else {}),
         "device": device,
         "policy": dict(policy),
         **({} if cache.bits is None and cache.tier_bits is None else {"cache": asdict(cache)}),

@@ -14,13 +14,18 @@ from runahead.report import GenerationBatch
 
 
 def summary(
-    batches: Sequence[GenerationBatch], *, skipped: Mapping[int, str] | None = None, dtype: str | None = None
+    batches: Sequence[GenerationBatch],
+    *,
+    skipped: Mapping[int, str] | None = None,
+    dtype: str | None = None,
+    weights: str = "",
 ) -> str:
     """Figures of a run, one per line: of several batches, medians of times and maxima of peaks.
 
     Args:
         skipped: for each prompt that was left out, by index, what is wrong with it.
         dtype: `dtype_hint`.
+        weights: what was dequantised, as of `Model.stored_as`.
     """
     first = batches[0]
     generations = [generation for batch in batches for generation in batch.generations]
@@ -40,6 +45,8 @@ def summary(
     num_ranks, num_shares = len(first.ranks), 1 + max(rank.share or 0 for rank in first.ranks)
     stages = "" if num_shares == 1 else f", {num_ranks // num_shares} x {num_shares} that share a model"
     rows["ranks"] = f"{num_ranks}{stages}"
+    if weights:
+        rows["weights"] = weights
     if dtype is not None:
         rows["dtype"] = dtype
     widest = max(batches, key=lambda batch: batch.boundaries[-1])

@@ -86,6 +86,7 @@ class Model(ModelLayers):
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         adapters: digests of the adapters that are merged into the weights; "" for none.
         adapter_names: their names, which `name` has, too.
+        stored_as: format and bits of weights that were dequantised, and the dtype that they have now; "" for others.
         memory: memory of this rank while it loaded the weights; None if they were given.
         ranges: names of what is done with the model in a profile; see `name_ranges`.
 
@@ -109,7 +110,7 @@ class Model(ModelLayers):
         self.tokenizer = tokenizer
         unfuse(module)  # what another `Model` has fused
         multiply_fast(module)
-        self.overrides = self.adapters = self.lacks_kernels = ""
+        self.overrides = self.adapters = self.lacks_kernels = self.stored_as = ""
         self.adapter_names: Sequence[str] = ()
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None
@@ -202,6 +203,8 @@ class Model(ModelLayers):
         )
         model.memory, model._peak, model.overrides = loaded.memory, loaded.peak, loaded.overrides
         model.adapters, model.adapter_names = loaded.adapters, loaded.adapter_names
+        if loaded.stored_as:
+            model.stored_as = f"{loaded.stored_as}, dequantised to {str(loaded.dtype).removeprefix('torch.')}"
         return model
 
     def name_ranges(self, ranges: Ranges) -> None:

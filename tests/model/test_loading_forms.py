@@ -87,22 +87,29 @@ def test_packed_weights_without_their_scales_are_refused(tmp_path: Path) -> None
     saved(tmp_path / "fp8")
     to_fp8(tmp_path / "fp8", "_scale_inv", but=name)
     edit_config(tmp_path / "fp8", quantization_config=FP8)
-    assert f"1 of its weights are stored as F8_E4M3, such as {name}" in refusal(lambda: load_hf(tmp_path / "fp8"))
+    assert f"{name} is stored in 8 bits without its scale" in refusal(lambda: load_hf(tmp_path / "fp8"))
     saved(tmp_path / "fp4", "gpt_oss", hidden_size=32, intermediate_size=32)
     to_mxfp4(tmp_path / "fp4")
     edit_config(tmp_path / "fp4", quantization_config=MXFP4)
     edit_weights(tmp_path / "fp4", lambda weights: weights.pop("model.layers.1.mlp.experts.down_proj_scales"))
-    assert "such as model.layers.1.mlp.experts.down_proj_blocks" in refusal(lambda: load_hf(tmp_path / "fp4"))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert f"{name}_blocks is stored without {name}_scales" in refusal(lambda: load_hf(tmp_path / "fp4"))
 
 
-@pytest.mark.parametrize("quantization", [None, {"quant_method": "fp8"}])
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        (None, "of its weights are stored as F8_E4M3, such as model.layers.0."),
+        ({"quant_method": "fp8"}, "is stored in 8 bits without its scale"),
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_scales_of_another_form_are_not_left_out(family: str, quantization: Any, tmp_path: Path) -> None:
+def test_scales_of_another_form_are_not_left_out(family: str, quantization: Any, words: str, tmp_path: Path) -> None:
     """ModelOpt's weight_scale, also where nothing but the tensors says so, and where config.json says another thing."""
     saved(tmp_path, family)
     to_fp8(tmp_path, "_scale")
     edit_config(tmp_path, quantization_config=quantization)
-    assert "of its weights are stored as F8_E4M3, such as model.layers.0." in refusal(lambda: load_hf(tmp_path))
+    assert words in refusal(lambda: load_hf(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e5m2])
@@ -124,18 +131,12 @@ MODELOPT = {"producer": {"name": "modelopt", "version": "0.29"}, "quantization":
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("config.json", {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt, FP8"),
-        ("config.json", MODELOPT, "modelopt, NVFP4"),
-        ("config.json", {"quant_method": "awq", "bits": 4, "group_size": 128}, "awq, 4 bits"),
-        ("config.json", {"quant_method": "gptq", "bits": 8}, "gptq, 8 bits"),
-        ("config.json", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ("config.json", {"load_in_8bit": True}, "bitsandbytes"),
+        ("config.json", {"quant_method": "hqq", "quant_config": {}}, "hqq"),
+        ("config.json", {"quant_method": "auto-round", "bits": 4}, "auto-round, 4 bits"),
         ("config.json", {"quant_method": "torchao", "quant_type": {"default": {}}}, "torchao"),
-        ("config.json", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
         ("config.json", {"quant_method": "exl3", "bits": 3}, "exl3, 3 bits"),
         ("config.json", {"bits": 4}, "4 bits"),
         ("config.json", "int4", "int4"),
-        ("hf_quant_config.json", MODELOPT, "modelopt, NVFP4"),
         ("quantize_config.json", {"bits": 4, "group_size": 128}, "4 bits"),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128}, "4 bits"),
         ("quanto_qmap.json", {"model.layers.0.mlp.up_proj": {"weights": "qint8"}}, "a form that it does not name"),
@@ -153,6 +154,40 @@ def test_quantisation_that_is_not_read_is_named_before_the_weights(
     message = refusal(lambda: load_config(ModelOptions(name="hf", path=str(tmp_path))))
     assert f"{file} says that its weights are quantised ({words})" in message
     assert "use the model's 16-bit checkpoint" in message and "copy or download" not in message
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt, FP8"),
+        ("config.json", {"quant_method": "awq", "bits": 4, "group_size": 128}, "awq, 4 bits"),
+        ("config.json", {"quant_method": "gptq", "bits": 8}, "gptq, 8 bits"),
+        ("config.json", {"load_in_8bit": True}, "bitsandbytes"),
+        ("hf_quant_config.json", MODELOPT, "modelopt, NVFP4"),
+    ],
+)
+def test_weights_that_may_not_be_dequantised_are_refused(file: str, content: Any, words: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    if file == "config.json":
+        edit_config(tmp_path, quantization_config=content)
+    else:
+        (tmp_path / file).write_text(json.dumps(content))
+    options = ModelOptions(name="hf", path=str(tmp_path))
+    load_config(options)
+    options.dequantize = False
+    message = refusal(lambda: load_config(options))
+    assert f"its weights are quantised ({words})" in message and "leave model.dequantize=false out" in message
+
+
+def test_two_descriptions_of_a_quantisation_must_agree(tmp_path: Path) -> None:
+    """Tools write a file of their own beside config.json, in some cases without the method's name."""
+    saved(tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    options = ModelOptions(name="hf", path=str(tmp_path))
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 128}))
+    load_config(options)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    assert "hf_quant_config.json says that its weights are quantised (modelopt" in refusal(lambda: load_config(options))
 
 
 @pytest.mark.parametrize("key", ["compression_config", "quantization"])

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 LONG_LOAD_BYTES = 2**28
 """Least bytes to copy for which a progress bar is shown."""
 
+LOADING_THREADS = 4
+"""Threads in which transformers reads tensors."""
+
 PAGE_BYTES = 4096
 
 
@@ -41,6 +44,7 @@ class LoadedWeights:
     Attributes:
         shares: the ranks that hold the model together; None if `module` is all of it.
         overrides: what its config has in place of the checkpoint's, as one line; "" for nothing.
+        stored_as: format and bits of quantised weights, which were decoded to `dtype`; "" for plain ones.
         is_mapped: whether weights are in the page cache of the checkpoint's files.
         fuse: as of `ModelOptions`.
         memory: memory of this rank while it loaded.
@@ -58,6 +62,7 @@ class LoadedWeights:
     path: str
     shares: Shares | None = None
     overrides: str = ""
+    stored_as: str = ""
     is_mapped: bool
     fuse: Fuse
     memory: MemoryReport
@@ -107,8 +112,12 @@ def load(
     shares = None if shares is None or shares.count == 1 else shares
     source = checkpoint = FINDERS[options.name](options, weights=True, progress=progress)
     small = _small_files(source)
+    stored_as = _forms_of_gguf(source) if source.gguf else ""
     config, tokenizer = _read_config(small, options), hf.read_tokenizer(small, options)
     is_random = source.config_file is not None
+    if not source.gguf and not is_random:
+        form = stored_forms.form_of(source, checkpoints.read_config(source), dequantize=options.dequantize)
+        source = checkpoint = replace(source, form=form)
     stored = {} if source.gguf or is_random else checkpoints.stored_tensors(source)
     dtype = _dtype(options, config, source, stored, device)
     empty = hf.empty_model(config, dtype, options, label=source.label)
@@ -135,13 +144,19 @@ def load(
             stored = checkpoints.stored_tensors(checkpoint)
             make = replace(make, checkpoint=checkpoint)
     elif not is_random:
-        sentence = stored_forms.unused(empty, stored, source, unpacked=stored_forms.unpacks(config))
+        if source.form is not None:
+            parts = checkpoints.stored_parts(source)
+            stored_as = source.form.about(parts)
+            form = replace(source.form, left_out=stored_forms.empty_biases(empty, parts))
+            source = checkpoint = replace(source, form=form)
+            make = replace(make, checkpoint=source)
+            stored = checkpoints.stored_tensors(source)
+        sentence = stored_forms.unused(empty, stored, source)
         if sentence is not None and progress:
             warnings.warn(sentence, stacklevel=2)
     if is_random:
         from runahead.model.loading import random_weights
-    # Scales of quantised weights are parts of a weight in another way than the weight itself.
-    in_parts = is_random or (sharing.reads_in_parts(empty) and not stored_forms.unpacks(config))
+    in_parts = is_random or sharing.reads_in_parts(empty)
     in_parts = in_parts and (merging is None or merging.are_all_in(stored, empty.base_model_prefix))
     if shares is not None and in_parts:
         whole = max(parameter.nbytes for parameter in empty.parameters())
@@ -151,23 +166,24 @@ def load(
         require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
         peak = PeakMemory(device)
         base_bytes = peak.now_bytes()
-        parts = random_weights.parts(make) if is_random else checkpoints.stored_parts(checkpoint)
+        decoded = dtype if merging is None else torch.float32  # rounded once, when merged
+        parts = random_weights.parts(make) if is_random else checkpoints.stored_parts(checkpoint, decoded)
         bars = progress and footprint.copied > LONG_LOAD_BYTES
         merged = partial(merging.of_parts, prefix=empty.base_model_prefix) if merging else dict
         module = hf.build_share(make, type(empty), parts, shares.group, bars=bars, untied=untied, merged=merged)
     else:
         place = device if shares is None else torch.device("cpu")
         footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
-        footprint.whole = merging.peak_bytes if merging else 0
+        footprint.whole = max(footprint.whole, merging.peak_bytes if merging else 0)
         require_room(footprint, place, label=checkpoint.label, ranks_on_host=ranks_on_host)
         peak = PeakMemory(device)
         base_bytes = peak.now_bytes()
         make = replace(make, device=place)
         bars = progress and footprint.copied > LONG_LOAD_BYTES
-        module = random_weights.build(make) if is_random else hf.build(make, bars=bars)
+        model_class = None if checkpoint.form is None else type(empty)
+        module = random_weights.build(make) if is_random else hf.build(make, bars=bars, model_class=model_class)
         if merging is not None:
-            wider = {} if stored_forms.unpacks(config) else _wider(checkpoint, stored, module, merging)
-            merging.merge_into(module, wider, bars=bars)
+            merging.merge_into(module, _wider(checkpoint, stored, module, merging), bars=bars)
         if shares is not None:
             sharing.share_model(module, shares.group, device)
         elif 0 < footprint.mapped < available_bytes():
@@ -184,6 +200,7 @@ def load(
         path=str(source.path),
         shares=shares,
         overrides=config_overrides.fact(config, options.overrides),
+        stored_as=stored_as,
         is_mapped=footprint.mapped > 0,
         fuse=options.fuse,
         memory=MemoryReport(
@@ -238,6 +255,12 @@ def load_tokenizer(options: ModelOptions) -> Any | None:
         ValueError, OSError: as for `load`, or the tokenizer's files are damaged.
     """
     return hf.read_tokenizer(_small_files(FINDERS[options.name](options, weights=False, progress=False)), options)
+
+
+def _forms_of_gguf(source: Checkpoint) -> str:
+    """The types of quantised weights in a GGUF file; "" for plain ones."""
+    forms = sorted(set(checkpoints.read_gguf(source).tensors.values()) - {"F64", "F32", "F16", "BF16"})
+    return f"gguf, {' and '.join(forms)}" if forms else ""
 
 
 def _as_stored(make: hf.ModelMaker, small: Checkpoint) -> hf.ModelMaker:
@@ -301,11 +324,13 @@ def _wider(
         ValueError: one is made of several stored tensors.
     """
     widest = max((each.dtype.itemsize for each in stored.values() if each.dtype), default=0)
+    if checkpoint.form is not None:  # decoded in float32
+        widest = max(widest, torch.float32.itemsize)
     wanted = {name for name in merging.weights if module.get_parameter(name).dtype.itemsize < widest}
     if not wanted:
         return {}
     prefix, found = module.base_model_prefix, dict[str, Any]()
-    for name, part in checkpoints.stored_parts(checkpoint).items():
+    for name, part in checkpoints.stored_parts(checkpoint, torch.float32).items():
         found |= {each: part for each in sharing.names_in_model(name, prefix) if each in wanted}
     ties = dict(getattr(module, "all_tied_weights_keys", {}))
     found |= {name: found[source] for name, source in ties.items() if name in wanted - set(found) and source in found}
@@ -333,14 +358,17 @@ def _footprint(
         return Footprint(copied=sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters()))
     parameters, prefix = empty.state_dict(), empty.base_model_prefix
     footprint = Footprint(copied=0)
+    packed = [tensor.packed_bytes for tensor in stored.values()]
+    if any(packed):  # nothing is mapped; transformers' threads decode a weight each
+        footprint.whole = LOADING_THREADS * max(packed)
     for name, tensor in stored.items():
         known = next((each for each in sharing.names_in_model(name, prefix) if each in parameters), None)
         parameter = None if known is None else parameters[known]
-        if parameter is not None and parameter.dtype == tensor.dtype and known not in changed:
+        if parameter is not None and parameter.dtype == tensor.dtype and known not in changed and not footprint.whole:
             footprint.mapped += tensor.num_elements * parameter.element_size()
         else:
             footprint.copied += tensor.num_elements * (parameter.dtype if parameter is not None else dtype).itemsize
-            footprint.read += tensor.num_elements * (tensor.dtype or dtype).itemsize
+            footprint.read += 0 if footprint.whole else tensor.num_elements * (tensor.dtype or dtype).itemsize
     return footprint
 
 

@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from runahead.config import ModelOptions
 from runahead.files import read_user_file
 from runahead.model.loading.gguf_header import GGUFHeader, read_header
+from runahead.model.loading.quantised import Form
+from runahead.model.loading.quantised.packed import FLOATS, PackedWeight
 from runahead.model.loading.quiet import one_line, quiet
 
 WEIGHTS = "model.safetensors"
@@ -68,6 +70,7 @@ class Checkpoint:
         label: what the user wrote, for error messages.
         remedy: what to do if the files are damaged, for error messages.
         from_hub: missing files, such as code in another repository, may be fetched.
+        form: how the weights are quantised; None if they are not, or it is not known yet.
     """
 
     folder: Path
@@ -77,6 +80,7 @@ class Checkpoint:
     label: str
     remedy: str
     from_hub: bool = False
+    form: Form | None = None
 
     @property
     def path(self) -> Path:
@@ -100,14 +104,15 @@ class Checkpoint:
 
 @dataclass(kw_only=True)
 class StoredTensor:
-    """A tensor in a safetensors file: the file's name of its type; `dtype` is None if that is not in `FLOATS`."""
+    """A tensor in a safetensors file: the file's name of its type; `dtype` is None if that is not in `FLOATS`.
+
+    One that is decoded has the dtype that it is decoded to; `packed_bytes` is what it has in the file then, else 0.
+    """
 
     code: str
     dtype: torch.dtype | None
     num_elements: int
-
-
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    packed_bytes: int = 0
 
 
 def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
@@ -341,28 +346,33 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """Read the headers of the safetensors files: tensors by name.
+    """Read the headers of the safetensors files: tensors by name, of quantised weights those that they are decoded to.
 
     Raises:
-        ValueError: a file is missing, damaged or truncated.
+        ValueError: as for `stored_parts`.
     """
     return {
         name: StoredTensor(
             code=part.get_dtype(),
             dtype=FLOATS.get(part.get_dtype()),
             num_elements=torch.Size(part.get_shape()).numel(),
+            packed_bytes=part.stored_bytes if isinstance(part, PackedWeight) else 0,
         )
         for name, part in stored_parts(checkpoint).items()
     }
 
 
-def stored_parts(checkpoint: Checkpoint) -> dict[str, Any]:
+def stored_parts(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Open the safetensors files, without mapping them: a slice object by name, which reads the part that is asked for.
 
     Of a mapped file each page that is read counts as memory of the process, also where only a part of it is kept.
+    Quantised weights are decoded as they are read.
+
+    Args:
+        dtype: of what is decoded; None for that of the format's library.
 
     Raises:
-        ValueError: a file is missing, damaged or truncated.
+        ValueError: a file is missing, damaged or truncated, or a quantised weight lacks a part.
     """
     parts: dict[str, Any] = {}
     files = weight_files(checkpoint)
@@ -376,7 +386,12 @@ def stored_parts(checkpoint: Checkpoint) -> dict[str, Any]:
                 f"{checkpoint.label}: {path.name} is not a complete safetensors file ({one_line(error)}); "
                 f"{checkpoint.remedy}"
             ) from error
-    return parts
+    if checkpoint.form is None:
+        return parts
+    try:
+        return checkpoint.form.weights(parts, dtype)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.label}: {error}; {checkpoint.remedy}") from error
 
 
 def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:

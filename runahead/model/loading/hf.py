@@ -66,7 +66,7 @@ def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTraine
 
     Args:
         bars: show progress bars.
-        model_class: whose `from_pretrained` loads it; by default transformers' choice.
+        model_class: whose `from_pretrained` loads it; by default transformers' choice. Quantised weights need it.
 
     Raises:
         ValueError: something is wrong with the files.
@@ -81,10 +81,15 @@ def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTraine
     if checkpoint.gguf:
         # By default transformers looks on the hub for kernels that work on the packed blocks.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
+    elif checkpoint.form is not None:
+        parts = checkpoints.stored_parts(checkpoint, make.dtype)
+        arguments = _of_parts(parts, arguments["config"]) | {"key_mapping": stored_forms.names_in_decoder(parts)}
     else:
         arguments["key_mapping"] = stored_forms.names_in_decoder(checkpoints.stored_tensors(checkpoint))
     module = _from_pretrained(model_class or AutoModelForCausalLM, make, arguments, bars=bars)
-    if checkpoint.gguf:
+    if checkpoint.form is not None:
+        _read_generation_config(module, checkpoint)
+    if checkpoint.gguf or checkpoint.form is not None:
         give_back()
     return module
 
@@ -123,14 +128,22 @@ def build_share(
                 for stored, part in parts.items()
                 for stored_name in ((stored, name) if source in names_in_model(stored, prefix) else (stored,))
             }
-    arguments = {"pretrained_model_name_or_path": None, "config": config, "state_dict": merged(parts)}
     own_class = share_class(model_class, group, make.device)
-    module = _from_pretrained(own_class, make, arguments, bars=bars)
+    module = _from_pretrained(own_class, make, _of_parts(merged(parts), config), bars=bars)
     module.__class__ = model_class
-    # Found by transformers itself only where it reads the folder.
-    if make.checkpoint.config_file is None and (make.checkpoint.folder / "generation_config.json").is_file():
-        module.generation_config = GenerationConfig.from_pretrained(str(make.checkpoint.folder))
+    _read_generation_config(module, make.checkpoint)
     return module
+
+
+def _of_parts(parts: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Arguments of from_pretrained for weights that are not read from a folder."""
+    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": parts}
+
+
+def _read_generation_config(module: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Give a model its generation config, which transformers itself finds only where it reads the folder."""
+    if checkpoint.config_file is None and (checkpoint.folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
 
 
 def _from_pretrained(model_class: Any, make: ModelMaker, arguments: dict[str, Any], *, bars: bool) -> PreTrainedModel:
@@ -172,7 +185,7 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
         stored = checkpoints.read_config(checkpoint)
         _require_known(stored, checkpoint.label)
         if checkpoint.config_file is None:
-            stored_forms.require_read(checkpoint, stored)
+            stored_forms.form_of(checkpoint, stored, dequantize=options.dequantize)
     label = checkpoint.label
     try:
         with quiet():
@@ -190,7 +203,7 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
         size = getattr(text, name, None)
         if size is not None and (type(size) is not int or not 1 <= size <= most):
             raise ValueError(f"{label}: its config has {name} {ascii(size)[:60]}, which must be from 1 to {most:,}")
-    stored_forms.unpack_everywhere(config)
+    stored_forms.forget_quantisation(config)
     if options.layers is not None:
         # Some families make them from the number of layers: theirs cannot be set.
         if getattr(text, "layer_types", None) and "layer_types" in vars(text):

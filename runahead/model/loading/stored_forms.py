@@ -19,11 +19,10 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor, read_json
 from runahead.model.loading.gguf_header import GGUFHeader
+from runahead.model.loading.quantised import FORMATS, Form
+from runahead.model.loading.quantised.packed import PackedWeight
 
-UNPACKED = ("fp8", "mxfp8", "mxfp4")
-"""Quantisations (`quant_method`) that transformers unpacks while it loads them."""
-
-INSTEAD = "use the model's 16-bit checkpoint, one in fp8 or mxfp4 as transformers stores them, or a GGUF file"
+INSTEAD = f"use the model's 16-bit checkpoint, a GGUF file, or one of {', '.join(FORMATS)}"
 
 OTHER_MODEL = "take config.json and weights of the same model"
 
@@ -35,9 +34,6 @@ OWN_FILES = (
     "quanto_qmap.json",
 )
 """Files beside the config that do: of ModelOpt, GPTQ, AWQ, AutoRound and others, quanto."""
-
-PARTS = re.compile(r"(.+)(_blocks|_scale_inv|_scales|\.scale|\.qscale_weight|\.activation_scale)")
-"""Names of the parts of a weight in quantisations that are unpacked, after the beginning of the weight's name."""
 
 SPARE = {
     "multi-token prediction": re.compile(r"(^|\.)(mtp|nextn)\w*\."),
@@ -74,14 +70,15 @@ def names_in_decoder(stored: Container[str]) -> dict[str, str] | None:
     return {r"^model\.shared\.": "model.decoder.embed_tokens."}
 
 
-def require_read(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Check by the small files that the weights are in a form that is read.
+def form_of(checkpoint: Checkpoint, config: Mapping[str, Any], *, dequantize: bool) -> Form | None:
+    """Find by the small files how the weights are quantised; None if they are not.
 
     Args:
         config: content of config.json.
+        dequantize: whether quantised weights may be decoded.
 
     Raises:
-        ValueError: they are quantised in another form.
+        ValueError: they are quantised in a form that is not read, or may not be decoded.
     """
     places = [("config.json", config), ("config.json", config.get("text_config"))]
     found = [
@@ -94,58 +91,70 @@ def require_read(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
     for name in OWN_FILES:
         if (checkpoint.folder / name).is_file():
             found.append((name, read_json(checkpoint.folder / name, checkpoint.label)))
+    named = [(_name(settings), settings) for _, settings in found if _described(settings) is not None]
+    known = next(
+        (Form(name=name, settings=about) for name, about in named if name is not None and name in FORMATS), None
+    )
     for name, settings in found:
-        form = _form(settings)
-        if form is not None and form not in UNPACKED:
-            raise ValueError(f"{checkpoint.label}: {name} says that its weights are quantised ({form}); {INSTEAD}")
+        described, form = _described(settings), _name(settings)
+        # Tools repeat some settings, without the method's name, in a file of their own.
+        if described is None or (known is not None and form in (known.name, None)):
+            continue
+        raise ValueError(f"{checkpoint.label}: {name} says that its weights are quantised ({described}); {INSTEAD}")
+    if known is not None and not dequantize:
+        raise ValueError(
+            f"{checkpoint.label}: its weights are quantised ({_described(known.settings)}), and are run dequantised "
+            "alone; leave model.dequantize=false out"
+        )
+    return known
 
 
-def _form(settings: Any) -> str | None:
-    """Name of a quantisation, from its description; None if it leaves the weights as they are."""
+def _name(settings: Any) -> str | None:
+    """Name of the method of a quantisation, from its description."""
+    if not isinstance(settings, dict):
+        return None
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    producer = settings.get("producer")
+    name = settings.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
+    return name if isinstance(name, str) else None
+
+
+def _described(settings: Any) -> str | None:
+    """A quantisation in a few words, from its description; None if it leaves the weights as they are."""
     if not isinstance(settings, dict):
         return ascii(settings)[:40].strip("'")
     inner = settings.get("quantization")
     inner = inner if isinstance(inner, dict) else settings
     if "quant_algo" in inner and inner["quant_algo"] in (None, "", "NO_QUANT"):  # of keys and values alone
         return None
-    producer = settings.get("producer")
-    name = settings.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
-    if name in UNPACKED:
-        return str(name)
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
-        name = "bitsandbytes"
     bits = next((inner[key] for key in ("bits", "w_bit", "nbits") if isinstance(inner.get(key), int)), None)
-    details = [name, inner.get("quant_algo"), None if bits is None else f"{bits} bits"]
+    details = [_name(settings), inner.get("quant_algo"), None if bits is None else f"{bits} bits"]
     return ", ".join(ascii(each)[:40].strip("'") for each in details if each) or "a form that it does not name"
 
 
-def unpacks(config: Any) -> bool:
-    """Whether transformers unpacks the weights while it loads them, by the model's config."""
-    return bool(_settings(config))
+def forget_quantisation(config: Any) -> None:
+    """Take the description of a quantisation out of a config: weights are decoded before transformers has them."""
+    for each in (config, decoder_config(config)):
+        for key in CONFIG_KEYS:
+            if key in vars(each):
+                delattr(each, key)
 
 
-def unpack_everywhere(config: Any) -> None:
-    """Have quantised weights unpacked on GPUs too, where transformers would keep some for kernels of its own."""
-    settings = _settings(config)
-    if settings:
-        settings["dequantize"] = True
+def empty_biases(empty: PreTrainedModel, parts: Mapping[str, Any]) -> frozenset[str]:
+    """Biases of zeros beside decoded weights that the model has no place for: AutoGPTQ stores one with each weight."""
+    beside = [f"{name.removesuffix('.weight')}.bias" for name, part in parts.items() if isinstance(part, PackedWeight)]
+    there = [name for name in beside if name in parts]
+    targets, weights = _targets(empty, there), empty.state_dict()
+    return frozenset(name for name in there if targets[name] not in weights and not parts[name][...].any())
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    configs = (config, decoder_config(config))
-    found = (getattr(each, "quantization_config", None) for each in configs)
-    return next((settings for settings in found if isinstance(settings, dict)), {})
-
-
-def unused(
-    empty: PreTrainedModel, stored: Mapping[str, StoredTensor], checkpoint: Checkpoint, *, unpacked: bool
-) -> str | None:
+def unused(empty: PreTrainedModel, stored: Mapping[str, StoredTensor], checkpoint: Checkpoint) -> str | None:
     """Check that the model takes the stored tensors as they are.
 
     Args:
         empty: the model without memory.
         stored: headers of the tensors by name.
-        unpacked: whether transformers unpacks quantised ones.
 
     Returns:
         a sentence about tensors that are not used and need not be, or None.
@@ -155,24 +164,17 @@ def unused(
             place in the model.
     """
     targets, weights = _targets(empty, stored), empty.state_dict()
-    parts = {name: match for name in stored if unpacked and (match := PARTS.fullmatch(name))}
-    scaled = {match[1] for match in parts.values() if "scale" in match[2]}
-    raw = [name for name, match in parts.items() if match[2] == "_blocks" and match[1] not in scaled]
-    raw += [
+    raw = [
         name
         for name, tensor in stored.items()
-        if tensor.dtype is None
-        and name not in parts
-        and scaled.isdisjoint((name, name.removesuffix(".weight")))
-        and (target := targets[name]) in weights
-        and weights[target].is_floating_point()
+        if tensor.dtype is None and (target := targets[name]) in weights and weights[target].is_floating_point()
     ]
     if raw:
         raise ValueError(
             f"{checkpoint.label}: {len(raw)} of its weights are stored as {stored[raw[0]].code}, such as {raw[0]}, and "
             f"would be used without their scales; {INSTEAD}"
         )
-    names = {targets[name]: name for name in stored if targets[name] not in weights and name not in parts}
+    names = {targets[name]: name for name in stored if targets[name] not in weights}
     return require_taken(empty, names, checkpoint)
 
 

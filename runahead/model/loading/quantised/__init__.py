@@ -1,0 +1,72 @@
+"""Quantised checkpoints: the weights of each format, decoded as they are read (`FORMATS`).
+
+To add a format: a file with a function that finds the parts of each weight among the stored tensors, and a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runahead.config import Table
+from runahead.model.loading.quantised.packed import PackedWeight, Stored
+
+Settings = Mapping[str, Any]
+"""Description of a quantisation in a checkpoint's config."""
+
+FORMATS: Table[str, Callable[[Stored, Settings], dict[str, Any]]] = Table(
+    {
+        "fp8": "runahead.model.loading.quantised.fp8:weights",
+        "mxfp8": "runahead.model.loading.quantised.fp8:weights",
+        "modelopt": "runahead.model.loading.quantised.modelopt:weights",
+        "compressed-tensors": "runahead.model.loading.quantised.compressed_tensors:weights",
+        "gptq": "runahead.model.loading.quantised.gptq:weights",
+        "awq": "runahead.model.loading.quantised.awq:weights",
+        "bitsandbytes": "runahead.model.loading.quantised.bitsandbytes:weights",
+        "mxfp4": "runahead.model.loading.quantised.mxfp4:weights",
+    }
+)
+"""Function of each format (`quant_method`): stored tensors by name -> plain ones and `PackedWeight` by name.
+
+Raises a ValueError that says which weight lacks a part, has one of another size, or is in a variant that is not read.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a checkpoint's weights are quantised.
+
+    Attributes:
+        name: of the format, in `FORMATS`.
+        settings: of the checkpoint's config.
+        left_out: names of tensors that are not loaded.
+    """
+
+    name: str
+    settings: Settings
+    left_out: frozenset[str] = frozenset()
+
+    def weights(self, stored: Stored, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The checkpoint's tensors by the names that they have without quantisation, decoded as they are read.
+
+        Args:
+            stored: as in the files.
+            dtype: of decoded weights; None for that of the format's library.
+
+        Raises:
+            ValueError: as for `FORMATS`.
+        """
+        found = FORMATS[self.name](stored, self.settings)
+        found = {name: part for name, part in found.items() if name not in self.left_out}
+        for each in found.values():
+            if isinstance(each, PackedWeight):
+                each.dtype = dtype or each.natural
+        return found
+
+    def about(self, weights: Mapping[str, Any]) -> str:
+        """The format's name and its bits per weight, for reports."""
+        bits = sorted({each.bits for each in weights.values() if isinstance(each, PackedWeight)})
+        return f"{self.name}, {' and '.join(map(str, bits)) or 'no'} bits"

@@ -1,0 +1,92 @@
+"""Codes of few bits that lie one after another in words or bytes, the lowest bits first."""
+
+# Legend: R rows, C columns, n words.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runahead.model.loading.quantised.packed import At, Codes
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Numbers of the sixteen codes of 4-bit floating point (E2M1, OCP Microscaling Formats 1.0, table 5)."""
+
+
+def unpack(words_n: Tensor, bits: int) -> Tensor:
+    """Codes in words of 32 bits, along the last dim: 32 of them in each `bits` words.
+
+    Args:
+        words_n: int32 [..., n]; n is a multiple of `bits` where codes cross words (3, 5, 6, 7 bits).
+
+    Returns:
+        uint8 [..., n * 32 / bits].
+    """
+    if bits in (1, 2, 4, 8):
+        # A matrix of one column is contiguous in whatever order it lies.
+        return unpack_bytes(words_n.clone(memory_format=torch.contiguous_format).view(torch.uint8), bits)
+    words = words_n.unflatten(-1, (-1, bits)).long() & 0xFFFFFFFF
+    begins = torch.arange(32) * bits
+    word, offset = begins // 32, begins % 32
+    codes = words[..., word] >> offset
+    following = words[..., (word + 1).clamp_max(bits - 1)] << (32 - offset)
+    codes |= torch.where(offset + bits > 32, following, 0)
+    return (codes & (2**bits - 1)).to(torch.uint8).flatten(-2)
+
+
+def unpack_bytes(bytes_n: Tensor, bits: int) -> Tensor:
+    """Codes in bytes, along the last dim: uint8 [..., n * 8 / bits]. `bits` divides 8."""
+    if bits == 8:
+        return bytes_n
+    mask = 2**bits - 1
+    shifted = [(bytes_n >> shift if shift else bytes_n) & mask for shift in range(0, 8, bits)]
+    return torch.stack(shifted, dim=-1).flatten(-2)
+
+
+def as_stored(part: Any) -> Codes:
+    """Codes that are stored as numbers, of the weight's shape."""
+
+    def read(at: At, rows: range, cols: range) -> Any:
+        numbers = whole(part, at, rows, cols)
+        return lambda first, last: numbers[first:last]
+
+    return read
+
+
+def along_columns(part: Any, bits: int) -> Codes:
+    """Codes in words of 32 bits along a weight's columns: int32 [..., R, C * bits / 32]."""
+
+    def read(at: At, rows: range, cols: range) -> Any:
+        words = whole(part, at, rows, range(cols.start * bits // 32, -(-cols.stop * bits // 32)))
+        missing = 0 if 32 % bits == 0 else -words.shape[1] % bits
+        if missing:
+            words = torch.nn.functional.pad(words, (0, missing))
+        return lambda first, last: unpack(words[first:last], bits)[:, : len(cols)]
+
+    return read
+
+
+def from_table(part: Any, table: Tensor) -> Codes:
+    """Numbers of 4-bit codes, of which a byte holds two, the low one first: uint8 [..., R, C / 2]."""
+
+    def read(at: At, rows: range, cols: range) -> Any:
+        data = whole(part, at, rows, range(cols.start // 2, -(-cols.stop // 2))).view(torch.uint8)
+        pairs = pairs_of(table)
+        return lambda first, last: pairs[data[first:last].int()].flatten(1)[:, : len(cols)]
+
+    return read
+
+
+def pairs_of(table: Tensor) -> Tensor:
+    """The two numbers of each byte: [256, 2]."""
+    codes = torch.arange(256)
+    return torch.stack([table[codes & 15], table[codes >> 4]], dim=1)
+
+
+def whole(part: Any, at: At, rows: range, cols: range) -> Tensor:
+    """Rows and columns of a stored tensor, as a matrix."""
+    index = (*(slice(each, each + 1) for each in at), slice(rows.start, rows.stop), slice(cols.start, cols.stop))
+    read: Tensor = part[index]
+    return read.flatten(0, -2) if at else read
