@@ -29,7 +29,9 @@ namespace {
 constexpr int MOST_VECS = LANES / 4;  // of 32 registers, or 16, the accumulators of a tile take 24, or 12
 constexpr int TILE = 6;         // keys, or numbers of a value, that are multiplied by the vectors of the rows at a time
 constexpr int MOST_ROWS = MOST_VECS * LANES;  // of a tile
-constexpr int KEY_BLOCK = 128;  // keys of a tile: its scores and its keys lie in the second-level cache
+constexpr int MOST_TILES = 8;   // that read the same copies of keys and values
+constexpr int KEY_BLOCK = 120;  // keys of a tile, a multiple of TILE: their weights lie in the first-level cache
+constexpr float GROWTH = 8;     // powers of 2 by which a score may be larger than what scores are counted from
 constexpr int FEW_ROWS = 16;    // up to so many rows of a KV head are computed one by one, as fast as keys are read
 constexpr int FEW_KEYS = 64;    // keys of few rows that are read at a time
 constexpr int PART = 256;       // keys of a part of few rows, which is one thread's work
@@ -73,134 +75,234 @@ void copy(const T* from, int64_t stride, int64_t tokens, int64_t width, float* t
     for (int64_t i = 0; i < width; i += LANES) store(to + t * width + i, load(from + t * stride + i));
 }
 
-// A tile: the rows of a KV head [first, last), with their numbers in columns.
-template <int VECS>
-struct Tile {
-  static constexpr int ROWS = VECS * LANES;
-  float *q, *scores, *out, *keys, *values;  // (H, ROWS), (KEY_BLOCK, ROWS), (V, ROWS), (KEY_BLOCK, H or V)
-  Vec most[VECS], total[VECS];
+// A block of keys (KEY_BLOCK, H) and values (numbers by TILE, KEY_BLOCK, TILE), as copies that rows in tiles read.
+struct Block {
+  float *keys, *values, *row;  // `row` takes a value
 
-  static size_t size(int64_t H, int64_t V) { return ROWS * (H + V + KEY_BLOCK) + KEY_BLOCK * (H + V); }
+  static constexpr int64_t GROUP = KEY_BLOCK * TILE + LANES;  // values in steps of so many, since copies go over the end
+  static size_t size(int64_t H, int64_t V) { return KEY_BLOCK * H + (V / TILE + 1) * GROUP + V + LANES; }
 
-  Tile(float* memory, int64_t H, int64_t V) {
-    q = memory;
-    scores = q + H * ROWS;
-    out = scores + KEY_BLOCK * ROWS;
-    keys = out + V * ROWS;
+  Block(float* memory, int64_t H, int64_t V) : keys(memory) {
     values = keys + KEY_BLOCK * H;
-    std::fill(out, out + V * ROWS, 0.f);
-    for (int j = 0; j < VECS; ++j) most[j] = all(NONE), total[j] = Vec{};
+    row = values + (V / TILE + 1) * GROUP;
   }
 
-  template <int M>
-  void score(int64_t key, int64_t H) {
-    Vec found[M][VECS] = {};
-    const float* k = keys + key * H;
-    for (int64_t h = 0; h < H; ++h)
-      for (int i = 0; i < M; ++i)
-        for (int j = 0; j < VECS; ++j) found[i][j] += k[i * H + h] * load(q + h * ROWS + j * LANES);
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < VECS; ++j) store(scores + (key + i) * ROWS + j * LANES, found[i][j]);
-  }
-
-  template <int M>
-  void add(int64_t number, int64_t count, int64_t V, const Vec* shrink) {
-    Vec found[M][VECS];
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < VECS; ++j) found[i][j] = load(out + (number + i) * ROWS + j * LANES) * shrink[j];
-    for (int64_t key = 0; key < count; ++key)
-      for (int i = 0; i < M; ++i)
-        for (int j = 0; j < VECS; ++j)
-          found[i][j] += values[key * V + number + i] * load(scores + key * ROWS + j * LANES);
-    for (int i = 0; i < M; ++i)
-      for (int j = 0; j < VECS; ++j) store(out + (number + i) * ROWS + j * LANES, found[i][j]);
-  }
-
-  // Attend to `count` keys in memory, of which row r sees those from firsts[r] to lasts[r], if any are hidden.
-  void attend(int64_t count, int64_t H, int64_t V, bool hides, const int32_t* firsts, const int32_t* lasts) {
-    int64_t key = 0;
-    for (; key + TILE <= count; key += TILE) score<TILE>(key, H);
-    for (; key < count; ++key) score<1>(key, H);
-    Vec shrink[VECS];
-    for (int j = 0; j < VECS; ++j) {
-      float* column = scores + j * LANES;
-      if (hides) {
-        const Ints first = *reinterpret_cast<const Ints*>(firsts + j * LANES);
-        const Ints last = *reinterpret_cast<const Ints*>(lasts + j * LANES);
-        for (int64_t i = 0; i < count; ++i) {
-          const Ints key = Ints{} + (int32_t)i;
-          store(column + i * ROWS, (key < first) | (key > last) ? all(NONE) : load(column + i * ROWS));
-        }
-      }
-      Vec now = most[j];
-      for (int64_t i = 0; i < count; ++i) now = larger(load(column + i * ROWS), now);
-      const Vec before = most[j];
-      most[j] = now;
-      if (hides) now = now == NONE ? Vec{} : now;  // of a row that has seen no key yet
-      shrink[j] = exp2(before - now);
-      Vec added = total[j] * shrink[j];
-      for (int64_t i = 0; i < count; ++i) {
-        const Vec weight = exp2(load(column + i * ROWS) - now);
-        store(column + i * ROWS, weight);
-        added += weight;
-      }
-      total[j] = added;
+  template <typename T>
+  void take(const Call<T>& call, int64_t b, int64_t head, int64_t start, int64_t count) {
+    typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
+    const T *k = call.k.at(b, head, start), *v = call.v.at(b, head, start);
+    for (int64_t t = KEY_BLOCK; t < std::min<int64_t>(2 * KEY_BLOCK, call.S - start); ++t) {  // what comes next
+      for (int64_t i = 0; i < call.H; i += 64 / sizeof(T)) __builtin_prefetch(k + t * call.k.token + i, 0, 2);
+      for (int64_t i = 0; i < call.V; i += 64 / sizeof(T)) __builtin_prefetch(v + t * call.v.token + i, 0, 2);
     }
-    int64_t number = 0;
-    for (; number + TILE <= V; number += TILE) add<TILE>(number, count, V, shrink);
-    for (; number + 2 <= V; number += 2) add<2>(number, count, V, shrink);  // V is even
+    copy(k, call.k.token, count, call.H, keys);
+    for (int64_t t = 0; t < count; ++t) {
+      copy(v + t * call.v.token, 0, 1, call.V, row);
+      float* to = values + t * TILE;
+      int64_t i = 0;
+      for (; i + TILE <= call.V; i += TILE, to += GROUP)  // what is too much of each is overwritten by the next
+        *reinterpret_cast<Eight*>(to) = *reinterpret_cast<const Eight*>(row + i);
+      to -= t * (TILE - (call.V - i));
+      for (int64_t j = 0; i + j < call.V; ++j) to[j] = row[i + j];
+    }
   }
 };
 
-template <int VECS, typename T>
-void attend_tile(const Call<T>& call, int64_t b, int64_t head, int64_t first, int64_t last) {
-  constexpr int ROWS = VECS * LANES;
-  const int64_t H = call.H, V = call.V, G = call.G, num = last - first;
-  Tile<VECS> tile(scratch(Tile<VECS>::size(H, V)), H, V);
-  for (int64_t r = 0; r < ROWS; ++r) {  // rows that are none repeat the last
-    const int64_t row = first + std::min(r, num - 1);
-    const T* q = call.q.at(b, head * G + row % G, row / G);
-    for (int64_t h = 0; h < H; ++h) tile.q[h * ROWS + r] = static_cast<float>(q[h]) * call.scaling;
-  }
-  const int64_t seen_by_all = call.causal ? first / G + 1 : call.S;
-  const int64_t seen = call.causal ? (last - 1) / G + 1 : call.S;
-  // Blocks begin at multiples, so that a row's sums are of the same blocks beside any other rows.
-  for (int64_t start = call.first(first / G) / KEY_BLOCK * KEY_BLOCK; start < seen; start += KEY_BLOCK) {
-    const int64_t count = std::min<int64_t>(KEY_BLOCK, seen - start);
-    copy(call.k.at(b, head, start), call.k.token, count, H, tile.keys);
-    copy(call.v.at(b, head, start), call.v.token, count, V, tile.values);
-    int32_t firsts[ROWS], lasts[ROWS];
-    const bool hides = start + count > seen_by_all || call.first((last - 1) / G) > start;
-    for (int64_t r = 0; hides && r < ROWS; ++r) {
-      const int64_t c = (first + std::min(r, num - 1)) / G;
-      firsts[r] = static_cast<int32_t>(std::min<int64_t>(count, call.first(c) - start));
-      lasts[r] = static_cast<int32_t>(call.causal ? std::min<int64_t>(count, c - start) : count);
+// A tile: rows of a KV head, with their numbers in columns. A row's scores are counted from its base, which is near the
+// largest so far: it changes, and what was added up with it, only where a score is 2^GROWTH times as large.
+template <int VECS>
+struct Tile {
+  static constexpr int ROWS = VECS * LANES;
+  float *q, *out;  // (H, ROWS), (V, ROWS)
+  Vec less_base[VECS], limit[VECS], total[VECS];  // 0 and NONE before a row has seen a key; else -base and GROWTH
+
+  // TILE scores per row, counted from the base, are too large for some rows, whose base becomes the largest of them.
+  // `block` has the weights of the keys before, since the last were added to values.
+  __attribute__((noinline)) void grow(float* scores, float* block, int64_t V) {
+    for (int j = 0; j < VECS; ++j) {
+      Vec most = load(scores + j * LANES);
+      for (int i = 1; i < TILE; ++i) most = larger(load(scores + i * ROWS + j * LANES), most);
+      const Ints grows = most > limit[j];
+      const Vec by = grows ? most : Vec{}, shrink = exp2(grows & (limit[j] == NONE) ? all(NONE) : -by);
+      less_base[j] -= by;
+      limit[j] = grows ? all(GROWTH) : limit[j];
+      total[j] *= shrink;
+      for (float* at = block + j * LANES; at < scores; at += ROWS) store(at, load(at) * shrink);
+      for (int i = 0; i < TILE; ++i) store(scores + i * ROWS + j * LANES, load(scores + i * ROWS + j * LANES) - by);
+      for (int64_t v = 0; v < V; ++v) store(out + v * ROWS + j * LANES, load(out + v * ROWS + j * LANES) * shrink);
     }
-    tile.attend(count, H, V, hides, firsts, lasts);
   }
-  for (int64_t r = 0; r < num; ++r) {
-    const int64_t n = head * G + (first + r) % G, c = (first + r) / G;
-    const float total = tile.total[r / LANES][r % LANES], most = tile.most[r / LANES][r % LANES];
-    T* out = call.out.at(b, n, c);
-    const bool sees_none = call.first(c) >= (call.causal ? c + 1 : call.S);
-    for (int64_t i = 0; i < V; ++i) out[i] = static_cast<T>(sees_none ? 0.f : tile.out[i * ROWS + r] / total);
-    *call.lse.at(b, n, c) = sees_none ? NONE : most * LN_2 + std::log(total);
+
+  // Scores of TILE keys from number `key` of the block on become weights. Rows see keys from firsts[r] to lasts[r], if
+  // any are hidden.
+  template <bool HIDES>
+  void weigh(const float* k, float* block, int64_t key, int64_t H, int64_t V, const int32_t* firsts,
+             const int32_t* lasts) {
+    float* const weights = block + key * ROWS;
+    Vec found[TILE][VECS];
+#pragma GCC unroll 6
+    for (int i = 0; i < TILE; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < VECS; ++j) found[i][j] = less_base[j];
+    for (int64_t h = 0; h < H; ++h)
+      for (int i = 0; i < TILE; ++i)
+        for (int j = 0; j < VECS; ++j) found[i][j] += k[i * H + h] * load(q + h * ROWS + j * LANES);
+    Ints grown = {};
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; ++j) {
+      if constexpr (HIDES) {
+        const Ints first = *reinterpret_cast<const Ints*>(firsts + j * LANES);
+        const Ints last = *reinterpret_cast<const Ints*>(lasts + j * LANES);
+#pragma GCC unroll 6
+        for (int i = 0; i < TILE; ++i) {
+          const Ints number = Ints{} + static_cast<int32_t>(key + i);
+          found[i][j] = (number < first) | (number > last) ? all(NONE) : found[i][j];
+        }
+      }
+      Vec most = found[0][j];
+#pragma GCC unroll 6
+      for (int i = 1; i < TILE; ++i) most = larger(found[i][j], most);
+      grown |= most > limit[j];
+    }
+    if (__builtin_expect(any(grown), 0)) {
+#pragma GCC unroll 6
+      for (int i = 0; i < TILE; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECS; ++j) store(weights + i * ROWS + j * LANES, found[i][j]);
+      grow(weights, block, V);
+#pragma GCC unroll 6
+      for (int i = 0; i < TILE; ++i)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECS; ++j) found[i][j] = load(weights + i * ROWS + j * LANES);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < VECS; ++j) {
+      Vec sum = total[j];
+#pragma GCC unroll 6
+      for (int i = 0; i < TILE; ++i) {
+        const Vec weight = exp2(found[i][j]);
+        store(weights + i * ROWS + j * LANES, weight);
+        sum += weight;
+      }
+      total[j] = sum;
+    }
+  }
+
+  // M numbers of `count` values, by their weights.
+  template <int M>
+  void add(const float* v, const float* weights, float* to, int64_t count) {
+    Vec found[M][VECS];
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < VECS; ++j) found[i][j] = load(to + i * ROWS + j * LANES);
+    for (int64_t key = 0; key < count; ++key)
+      for (int i = 0; i < M; ++i)
+        for (int j = 0; j < VECS; ++j) found[i][j] += v[key * M + i] * load(weights + key * ROWS + j * LANES);
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < VECS; ++j) store(to + i * ROWS + j * LANES, found[i][j]);
+  }
+
+  // Attend to `count` keys of a block.
+  template <bool HIDES>
+  void attend(const Block& block, float* weights, int64_t count, int64_t H, int64_t V, const int32_t* firsts,
+              const int32_t* lasts) {
+    for (int64_t key = 0; key < count; key += TILE)
+      weigh<HIDES>(block.keys + key * H, weights, key, H, V, firsts, lasts);
+    const float* v = block.values;
+    int64_t i = 0;
+    for (; i + TILE <= V; i += TILE, v += Block::GROUP) add<TILE>(v, weights, out + i * ROWS, count);
+    if (V - i == 4) add<4>(v, weights, out + i * ROWS, count);
+    if (V - i == 2) add<2>(v, weights, out + i * ROWS, count);
+  }
+};
+
+// The rows [begin, end) of a KV head, in tiles that read the same copies of keys and values.
+template <int VECS, typename T>
+void attend_tiles(const Call<T>& call, int64_t b, int64_t head, int64_t begin, int64_t end) {
+  constexpr int ROWS = VECS * LANES;
+  const int64_t H = call.H, V = call.V, G = call.G, tiles = (end - begin + ROWS - 1) / ROWS;
+  float* weights = scratch(KEY_BLOCK * ROWS + Block::size(H, V) + tiles * ROWS * (H + V));
+  float* memory = weights + KEY_BLOCK * ROWS;
+  Block block(memory, H, V);
+  memory += Block::size(H, V);
+  struct Row {
+    int64_t n, c;
+  };
+  std::vector<Tile<VECS>> of(tiles);
+  std::vector<Row> rows(tiles * ROWS);  // those that are none repeat the last
+  for (int64_t i = 0; i < tiles * ROWS; ++i) {
+    const int64_t row = std::min(begin + i, end - 1);
+    rows[i] = {head * G + row % G, row / G};
+  }
+  for (int64_t i = 0; i < tiles; ++i) {
+    Tile<VECS>& tile = of[i];
+    tile.q = memory + i * ROWS * (H + V);
+    tile.out = tile.q + ROWS * H;
+    std::fill(tile.out, tile.out + V * ROWS, 0.f);
+    for (int j = 0; j < VECS; ++j) tile.less_base[j] = tile.total[j] = Vec{}, tile.limit[j] = all(NONE);
+    for (int r = 0; r < ROWS; r += LANES)
+      for (int64_t h = 0; h < H; h += LANES) {
+        Vec x[LANES];
+        for (int j = 0; j < LANES; ++j) {
+          const Row row = rows[i * ROWS + r + j];
+          x[j] = load(call.q.at(b, row.n, row.c) + h) * call.scaling;
+        }
+        transpose(x);
+        for (int j = 0; j < LANES; ++j) store(tile.q + (h + j) * ROWS + r, x[j]);
+      }
+  }
+  const int64_t seen = call.causal ? rows.back().c + 1 : call.S;
+  // Blocks begin at multiples, so that a row's sums are of the same blocks beside any other rows.
+  for (int64_t start = call.first(rows[0].c) / KEY_BLOCK * KEY_BLOCK; start < seen; start += KEY_BLOCK) {
+    block.take(call, b, head, start, std::min<int64_t>(KEY_BLOCK, seen - start));
+    for (int64_t i = 0; i < tiles; ++i) {
+      const Row* row = &rows[i * ROWS];
+      const int64_t first = row[0].c, last = row[ROWS - 1].c;
+      const int64_t count = std::min<int64_t>(KEY_BLOCK, (call.causal ? last + 1 : call.S) - start);
+      if (count <= 0) continue;
+      int32_t firsts[ROWS], lasts[ROWS];
+      const bool hides = (call.causal && start + count > first + 1) || call.first(last) > start || count % TILE;
+      for (int64_t r = 0; hides && r < ROWS; ++r) {
+        firsts[r] = static_cast<int32_t>(std::min<int64_t>(count, call.first(row[r].c) - start));
+        lasts[r] = static_cast<int32_t>(call.causal ? std::min<int64_t>(count - 1, row[r].c - start) : count - 1);
+      }
+      if (hides) of[i].template attend<true>(block, weights, count, H, V, firsts, lasts);
+      else of[i].template attend<false>(block, weights, count, H, V, firsts, lasts);
+    }
+  }
+  for (int64_t r = 0; r < end - begin; r += LANES) {
+    const Tile<VECS>& tile = of[r / ROWS];
+    const int64_t j = r % ROWS / LANES, count = std::min<int64_t>(LANES, end - begin - r);
+    const Vec total = tile.total[j], share = total == 0.f ? Vec{} : 1.f / total;  // 0: of a row that sees no key
+    for (int64_t i = 0; i < count; ++i)
+      *call.lse.at(b, rows[r + i].n, rows[r + i].c) = std::log(total[i]) - tile.less_base[j][i] * LN_2;
+    for (int64_t v = 0; v < V; v += LANES) {
+      Vec x[LANES];
+      for (int i = 0; i < LANES; ++i) x[i] = load(tile.out + (v + i) * ROWS + j * LANES) * share;
+      transpose(x);
+      for (int64_t i = 0; i < count; ++i) store(call.out.at(b, rows[r + i].n, rows[r + i].c) + v, x[i]);
+    }
   }
 }
 
 template <int VECS, typename T>
-void attend_rows(const Call<T>& call, int64_t b, int64_t head, int64_t first, int64_t last) {
+void attend_rest(const Call<T>& call, int64_t b, int64_t head, int64_t begin, int64_t end) {
   if constexpr (VECS > 1)
-    if (last - first <= (VECS - 1) * LANES) return attend_rows<VECS - 1>(call, b, head, first, last);
-  attend_tile<VECS>(call, b, head, first, last);
+    if (end - begin <= (VECS - 1) * LANES) return attend_rest<VECS - 1>(call, b, head, begin, end);
+  attend_tiles<VECS>(call, b, head, begin, end);
 }
 
 template <typename T>
 void attend_in_tiles(const Call<T>& call) {
-  const int64_t rows = call.G * call.C, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-  share_out(tiles * call.B * call.K, [&](int64_t i) {  // the last rows of a chunk first, since they see most
-    const int64_t tile = tiles - 1 - i / (call.B * call.K), of = i % (call.B * call.K);
-    attend_rows<MOST_VECS>(call, of / call.K, of % call.K, tile * MOST_ROWS, std::min(rows, (tile + 1) * MOST_ROWS));
+  const int64_t rows = call.G * call.C, heads = call.B * call.K, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t fair = tiles * heads / (4 * at::get_num_threads());  // so that threads end at about the same time
+  const int64_t together = MOST_ROWS * std::clamp<int64_t>(fair, 1, MOST_TILES);
+  const int64_t parts = (rows + together - 1) / together;
+  share_out(parts * heads, [&](int64_t i) {  // the last rows of a chunk first, since they see most
+    const int64_t part = parts - 1 - i / heads, of = i % heads;
+    const int64_t begin = part * together, end = std::min(rows, begin + together);
+    const int64_t rest = end - (end - begin) % MOST_ROWS;
+    if (begin < rest) attend_tiles<MOST_VECS>(call, of / call.K, of % call.K, begin, rest);
+    if (rest < end) attend_rest<MOST_VECS>(call, of / call.K, of % call.K, rest, end);
   });
 }
 

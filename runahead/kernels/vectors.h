@@ -1,10 +1,11 @@
-// Vectors of the kernels, and how threads share work. All is in GCC's and Clang's vectors of any processor, without
-// intrinsics.
+// Vectors of the kernels, and how threads share work. All is in GCC's and Clang's vectors, with intrinsics where these
+// have no operator.
 
 #pragma once
 
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
+#include <immintrin.h>
 
 #include <algorithm>
 #include <atomic>
@@ -30,18 +31,26 @@ inline Vec load(const BFloat16* from) {
   return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Ints) << 16);
 }
 inline void store(float* to, Vec x) { *reinterpret_cast<Vec*>(to) = x; }
+inline void store(BFloat16* to, Vec x) {
+  for (int i = 0; i < LANES; ++i) to[i] = static_cast<BFloat16>(x[i]);
+}
 inline Vec all(float x) { return x - Vec{}; }
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec larger(Vec a, Vec b) {  // b if one is a NaN
+#ifdef __AVX512F__
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#endif
+}
 
-// 2^x for x <= 0, within 2e-7 of it; 0 below 2^-126. A NaN stays one.
+// 2^x for x < 127, within 2e-7 of it; 0 below 2^-127. A NaN stays one.
 inline Vec exp2(Vec x) {
-  const Vec shifted = x + 12582912.f;  // 1.5 * 2^23: the last bits are those of the rounded number
-  const Vec f = x - (shifted - 12582912.f);
-  Vec power = all(1.5461445e-4f);
-  for (float factor : {1.3400428e-3f, 9.6180567e-3f, 5.5503272e-2f, 2.4022651e-1f, 6.9314721e-1f, 1.f})
-    power = power * f + factor;
-  const Vec found = (Vec)((Ints)power + ((Ints)shifted << 23));
-  return x < -126.f ? Vec{} : x == x ? found : x;  // a NaN's low bits would be added to its power
+  x = larger(all(-127.f), x);
+  const Vec shifted = x + 12583039.f;  // 1.5 * 2^23 + 127: the last bits are those of the rounded number's exponent
+  const Vec f = x - (shifted - 12583039.f);
+  Vec power = all(1.3264726e-3f);
+  for (float factor : {9.6715130e-3f, 5.5507337e-2f, 2.4022242e-1f, 6.9314698e-1f, 1.f}) power = power * f + factor;
+  return power * (Vec)((Ints)shifted << 23);
 }
 
 inline Ints numbered() {
@@ -50,18 +59,30 @@ inline Ints numbered() {
   return found;
 }
 
+inline bool any(Ints x) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#else
+  return _mm256_movemask_ps((__m256)x) != 0;
+#endif
+}
+
+// Lane i of it: lane which[i] of a, then b.
+inline Vec shuffled(Vec a, Vec b, Ints which) {
+#ifdef __clang__
+  Vec found;
+  for (int i = 0; i < LANES; ++i) found[i] = which[i] < LANES ? a[which[i]] : b[which[i] - LANES];
+  return found;
+#else
+  return __builtin_shuffle(a, b, which);
+#endif
+}
+
 // Lane i of it: the sum of two lanes of a, or of b where bit STEP of i is set.
 template <int STEP>
 inline Vec fold(Vec a, Vec b) {
-  Vec own, other;
-#ifdef __clang__
-  for (int i = 0; i < LANES; ++i) own[i] = (i & STEP ? b : a)[i], other[i] = (i & STEP ? b : a)[i ^ STEP];
-#else
   const Ints lane = numbered(), source = (lane & STEP) != 0 ? Ints{} + LANES : Ints{};
-  own = __builtin_shuffle(a, b, lane + source);
-  other = __builtin_shuffle(a, b, (lane ^ STEP) + source);
-#endif
-  return own + other;
+  return shuffled(a, b, lane + source) + shuffled(a, b, (lane ^ STEP) + source);
 }
 
 // Lane i of it: the sum of the lanes of x[i].
@@ -77,6 +98,19 @@ inline float sum(Vec x) {
   x = fold<STEP>(x, x);
   if constexpr (STEP > 1) return sum<STEP / 2>(x);
   return x[0];
+}
+
+// Lane i of x[j] becomes lane j of x[i].
+template <int STEP = LANES / 2>
+inline void transpose(Vec* x) {
+  const Ints lane = numbered(), upper = (lane & STEP) != 0;
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & STEP)) {
+      const Vec a = x[i], b = x[i + STEP];
+      x[i] = shuffled(a, b, upper ? lane - STEP + LANES : lane);
+      x[i + STEP] = shuffled(a, b, upper ? lane + LANES : lane + STEP);
+    }
+  if constexpr (STEP > 1) transpose<STEP / 2>(x);
 }
 
 // Memory of a thread, which it keeps.

@@ -174,6 +174,21 @@ class TestAttention:
             # The largest score takes all; the last bit of scores near 2^15 is 2^-8, some of which add up.
             assert torch.isfinite(out).all() and (lse - known[1]).abs().max() < 0.05
 
+    @pytest.mark.parametrize("growing", [1.0, -1.0])
+    @pytest.mark.parametrize("step", [0.02, 0.3, 7.9, 8.1, 60.0])
+    def test_of_scores_that_grow_or_fall(self, step: float, growing: float) -> None:
+        """By `step` powers of 2 from key to key, and in every other row by half of it: scores are counted anew."""
+        q, k, v = tensors(90, 400)
+        q, k = torch.zeros_like(q), torch.zeros_like(k)
+        q[..., 0] = torch.where(torch.arange(90) % 2 == 0, 1.0, 0.5)
+        k[..., 0] = growing * step * math.log(2) * torch.arange(400)
+        for tried, causal in (((q, k, v), False), ((q[:, :, :80], k[:, :, :80], v[:, :, :80]), True)):
+            out, lse = operators.attend(*tried, causal, 1.0)
+            known_out, known_lse = dense(*tried, causal, 1.0)
+            # Scores reach 400 steps, and are rounded to 2^-24 of that; so are weights, relative to their own.
+            assert (out - known_out).abs().max() < 1e-5 + 400 * step * 2**-23
+            assert (lse - known_lse).abs().max() < 1e-5 + 400 * step * 2**-23
+
     @pytest.mark.parametrize("num_queries", [1, 70])
     def test_hides_no_number_that_is_none(self, num_queries: int) -> None:
         """NaN where PyTorch has it, and in no other head."""
