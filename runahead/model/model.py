@@ -37,6 +37,7 @@ from runahead.model.known_checks import KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.cpu_linear import multiply_fast
 from runahead.model.layers.fusing import apart, is_fused, unfuse, watching
+from runahead.model.layers.gated import fuse_gated
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
@@ -135,6 +136,7 @@ class Model(ModelLayers):
             if fuse is Fuse.auto and shares is None and self.marks is None:  # only what is checked
                 with watching(module) as calls:
                     self._look_at_layers()
+                fuse_gated(calls)
                 fuse_products(module, calls, may_move=not is_mapped)
                 fuse_norms(calls)
                 del calls

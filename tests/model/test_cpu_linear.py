@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from runahead.model.layers import cpu_linear
 from runahead.model.layers.cpu_linear import MOST_ROWS, CPULinear, multiply_fast, takes_onednn
 from tests.families import build
 from tests.model.test_fusing import logits
-from tests.needs import missing
 
 FLOAT32 = 1e-5
 """A few hundred roundings of sums near 1."""
@@ -22,17 +20,6 @@ FLOAT32 = 1e-5
 BFLOAT16 = 2e-2
 
 DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-
-
-@pytest.fixture
-def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products in float32 are oneDNN's, whoever made the processor."""
-    takes_onednn.cache_clear()
-    monkeypatch.setattr(cpu_linear, "maker", lambda: "AuthenticAMD")
-    if not takes_onednn():
-        missing("oneDNN and MKL")
-    yield
-    takes_onednn.cache_clear()
 
 
 def pair(bias: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Linear, nn.Module]:

@@ -54,6 +54,7 @@ def both(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tup
     return plain, Model(build(family, dtype=dtype, **changes), fuse=Fuse.auto)
 
 
+@pytest.mark.usefixtures("onednn")  # with which most is fused
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_logits_of_every_family_stay(family: str) -> None:
     with warnings.catch_warnings():
@@ -64,6 +65,7 @@ def test_logits_of_every_family_stay(family: str) -> None:
     assert not is_fused(plain.module)
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize(
     ("family", "names"),
     [
@@ -79,6 +81,7 @@ def test_found_by_structure(family: str, names: set[str]) -> None:
     assert fused_names(both(family)[1].module) == names
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_every_layer_is_fused_and_called_once() -> None:
     plain, fused = both("llama")
     assert sum(isinstance(vars(child).get("forward"), FusedForward) for child in fused.module.modules()) == 3 * 7 + 1
@@ -126,6 +129,7 @@ def neighbours_in_storages_of_their_own(module: nn.Module) -> None:
         each.data, start = own.copy_(each.data), start + each.nbytes
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("may_move", [True, False])
 def test_adjacent_storages_are_spanned_in_mapped_files_alone(may_move: bool) -> None:
     """On a GPU no tensor spans two of them."""
@@ -141,6 +145,7 @@ def test_adjacent_storages_are_spanned_in_mapped_files_alone(may_move: bool) -> 
     torch.testing.assert_close(logits(fused), logits(plain), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"])
 def test_forwards_between_two_projections_do_not_meet(name: str) -> None:
     fused = both("llama")[1]
@@ -159,6 +164,7 @@ def test_parts_of_the_wrong_layer_are_found_at_load(monkeypatch: pytest.MonkeyPa
         Model(build("llama", dtype=torch.float32, num_key_value_heads=4), fuse=Fuse.auto)
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_nothing_is_kept_after_an_error() -> None:
     fused = both("llama")[1]
     expected, layer = logits(fused), fused._layers[1]
@@ -301,6 +307,7 @@ def test_states_that_are_lost_either_way_leave_what_is_fused() -> None:
     assert fused.gives_one_by_one and is_fused(fused.module)
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_tied_weights_stay_tied() -> None:
     module: Any = build("llama", dtype=torch.float32)
     layers = module.model.layers
@@ -343,6 +350,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_mapped_weights_are_fused_where_they_lie_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, as safetensors are written: gate before up, k before o before q before v."""
     monkeypatch.setattr(products, "_move_together", None)  # nothing is copied

@@ -1,8 +1,8 @@
 """Modules of a model that are computed by fewer operations than the family's code has (`model.fuse=auto`).
 
 They are found by structure, in a forward of one token: linear layers of one module that are given the same tensor one
-after another (`products.py`), and RMS norms (`norms.py`). Only `forward` of such a module is replaced, on the instance:
-classes, names, parameters and hooks stay, and with `apart` the family's own code runs.
+after another (`products.py`), gated MLPs (`gated.py`) and RMS norms (`norms.py`). Only `forward` of such a module is
+replaced, on the instance: classes, names, parameters and hooks stay, and with `apart` the family's own code runs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class Calls:
     Attributes:
         linears: linear layers in order, each with the tensor that it was given.
         inner: modules with a single parameter of one dim, which are given one tensor alone, and an output of each.
+        of_three: modules with three linear layers of their own, which are given one tensor alone.
     """
 
     def __init__(self) -> None:
         self.linears: list[tuple[Tensor, nn.Linear]] = []
         self.inner: dict[nn.Module, Tensor] = {}
+        self.of_three: list[nn.Module] = []
 
 
 @contextmanager
@@ -49,12 +51,18 @@ def watching(module: nn.Module) -> Iterator[Calls]:
         if len(args) == 1 and not keywords and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             calls.inner[child] = output
 
+    def of_three(child: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        if len(args) == 1 and not keywords and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.of_three.append(child)
+
     hooks = []
     for child in module.modules():
         if type(child) in (nn.Linear, CPULinear):
             hooks.append(child.register_forward_pre_hook(linear, with_kwargs=True))
         elif [parameter.ndim for parameter in child.parameters()] == [1] and not [*child.children()]:
             hooks.append(child.register_forward_hook(inner, with_kwargs=True))
+        elif sum(isinstance(each, nn.Linear) for each in child.children()) == 3:
+            hooks.append(child.register_forward_hook(of_three, with_kwargs=True))
     try:
         yield calls
     finally:
