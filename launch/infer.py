@@ -56,7 +56,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
                                prefill.chunk_tokens=<n, on one rank>
   partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]
-            |table             partition.table=<json>      partition.force=false
+            |table             partition.table=<json>      partition.force=false      partition.alone=true
   ranks=auto|cpu|cuda          ranks.tensor=<ranks that share one model, a stage of the chain>
                                ranks.backend=auto|nccl|gloo   ranks.device=auto|cuda|cpu
                                ranks.timeout_s=60   ranks.threads=<n>   ranks.fault_report=<json, one per rank>

@@ -24,6 +24,16 @@ class LearningPartitioner(Protocol):
         """Take in one prompt, with the seconds by rank; of a batch, its seconds divided by the number of rows."""
 
 
+@runtime_checkable
+class KnowsAlone(Protocol):
+    """Partitioner that knows how long the last stage takes alone, with the threads that ranks of its host lend it."""
+
+    def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition: ...
+
+    def is_alone_sooner(self, partition: ContextPartition) -> bool:
+        """Whether the last stage computes a prompt alone sooner than all do, split like this. Every rank asks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContextPartition:
     """Boundaries of p contiguous chunks: rank i computes tokens [boundaries[i], boundaries[i + 1]).

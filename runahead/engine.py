@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate
-from runahead.context import ContextPartition, LearningPartitioner, Partitioner, decide, even
+from runahead.context import ContextPartition, KnowsAlone, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.batch import decode_batch
 from runahead.decoding.gathered_result import gathered_result
 from runahead.decoding.placement import Placement
@@ -175,7 +175,9 @@ class Engine:
         setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
         asked = _asked(setup, each, reuses=reuse_segments(prompts))
         with self._held_prefixes(prompts, salts) as found:
-            plan = self.plan(prompts, each, found=found, asked=asked, record=record_timeline, salts=salts)
+            plan = self.plan(
+                prompts, each, found=found, asked=asked, record=record_timeline, salts=salts, may_be_alone=True
+            )
             with self.ranks.announcing_failure(), ExitStack() as profiled:
                 stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
                 stages = [stage] if plan.shards is None else list(plan.shards)
@@ -264,6 +266,7 @@ class Engine:
         asked: Sequence[Setup] = (),
         record: bool = False,
         salts: Sequence[str] = (),
+        may_be_alone: bool = False,
     ) -> PrefillPlan:
         """Agree with all ranks on a prefill: its chunks, what it reuses of prefixes, and where its tokens are stored.
 
@@ -272,12 +275,20 @@ class Engine:
             found: prefix of each row on this stage, if the engine reuses what it has.
             asked: what the prompts ask for, as `_asked` returns it; by default what this engine does anyway.
             record, salts: as of `PrefillPlan`.
+            may_be_alone: the last stage may compute the prompts alone, where the partitioner knows that to be sooner.
         """
         asked, owners = asked or [self._setup], [list[int]() for _ in prompts]
         if self.prefixes is not None and not reuse_segments(prompts):
             owners = self.prefills.owners([ids_of(prompt) for prompt in prompts], found)
         stored, stored_on = list(map(len, owners)), sorted(set().union(*owners))
         partition = self._split([len(each) - num for each, num in zip(prompts, stored, strict=True)])
+        num_new, last = max(each.max_new_tokens for each in options), self.ranks.num_stages - 1
+        if (
+            may_be_alone
+            and {last}.issuperset(stored_on)
+            and self._is_alone_sooner(partition, len(prompts), num_new - 1)
+        ):
+            partition = self._alone_on(last, partition.num_tokens)
         if not set(stored_on).issubset(partition.chain):  # a stage sends what it has beside a chunk of its own
             others = [stage for stage in partition.chain if stage not in stored_on]
             have_tokens = {*stored_on, *others[: partition.num_tokens - len(stored_on)]}
@@ -285,7 +296,7 @@ class Engine:
         if len(partition.chain) > 1:
             self._check_chain(partition)
         self._require_same({"the context partition": fact(list(partition.boundaries))})
-        num_new, shards = max(each.max_new_tokens for each in options), None
+        shards = None
         if len(partition.chain) > 1 and all(takes(each, Way.sharded) for each in asked):
             with self.ranks.announcing_failure():
                 shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1, stored_on=stored_on)
@@ -310,9 +321,20 @@ class Engine:
             num_new: most tokens that may still come.
             meanwhile: what this rank does besides.
         """
-        num_tokens, ends = max(map(len, texts)), range(self.ranks.num_stages + 1)
-        chunk = ContextPartition(boundaries=tuple(num_tokens if end > self.ranks.stage else 0 for end in ends))
+        chunk = self._alone_on(self.ranks.stage, max(map(len, texts)))
         return self.prefills.again(texts, num_new, chunk, meanwhile=meanwhile)
+
+    def _alone_on(self, stage: int, num_tokens: int) -> ContextPartition:
+        ends = range(self.ranks.num_stages + 1)
+        return ContextPartition(boundaries=tuple(num_tokens if end > stage else 0 for end in ends))
+
+    def _is_alone_sooner(self, partition: ContextPartition, batch: int, num_new: int) -> bool:
+        """Whether the last stage computes prompts alone sooner, and may; arguments as of `Placement.shards`."""
+        if len(partition.chain) == 1 or not (self.prefill_options.takes_partition and self.takes_stage_alone):
+            return False
+        if not isinstance(self.partition, KnowsAlone) or not self.partition.is_alone_sooner(partition):
+            return False
+        return self._placement.may_be_alone(partition, batch=batch, num_new=num_new)
 
     def _computed_again(self, plan: PrefillPlan, texts: list[list[int]], num_new: int) -> tuple[PrefillJob, Prefilled]:
         """A prefill of texts by what decodes them: this stage alone, or a chain of all stages that have shards.

@@ -107,6 +107,8 @@ class PartitionOptions:
         table: lookup table of the partitioner; partition=auto uses it if it is for this model and device.
         force: whether to use a table that was made for another model or device.
         learn: whether partition=auto corrects the split by every prompt.
+        alone: whether partition=auto lets the last stage compute a prompt alone, with the threads that the ranks of its
+            host lend it, where that is sooner. A server decides that by itself.
     """
 
     name: PartitionName = PartitionName.auto
@@ -114,6 +116,7 @@ class PartitionOptions:
     table: str | None = None
     force: bool = False
     learn: bool = True
+    alone: bool = True
 
     def __post_init__(self) -> None:
         self.name = choice("partition", PartitionName, self.name)
@@ -322,7 +325,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         ("cache", ["residual", "residual_bits"], run.cache.bits is None, "without cache.bits"),
         ("cache", ["tier_bits"], run.policy["name"] != "prompt_cache", "without policy=prompt_cache"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
-        ("partition", ["learn"], partition is not PartitionName.auto, "without partition=auto"),
+        ("partition", ["learn", "alone"], partition is not PartitionName.auto, "without partition=auto"),
         ("model", ["seed"], model is not ModelName.random and prompt.random_tokens is None, "without model=random"),
     ]
     sentences = [

@@ -81,6 +81,10 @@ class AutoChoice:
         if isinstance(self.chosen, context.LearningPartitioner):
             self.chosen.learn(partition, compute_s, wait_s)
 
+    def is_alone_sooner(self, partition: context.ContextPartition) -> bool:
+        """Whether the last stage computes a prompt alone sooner, as far as the split knows. Every rank asks."""
+        return isinstance(self.chosen, context.KnowsAlone) and self.chosen.is_alone_sooner(partition)
+
     def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
         """Choose a table, or time a few layers. Every rank makes the same call."""
         from partitioner.auto.partition import AutoPartition
@@ -108,6 +112,7 @@ class AutoChoice:
                 prefill=run.prefill,
                 policy=json.dumps(run.policy, sort_keys=True, default=str),
                 learn=run.partition.learn,
+                alone=run.partition.alone,
                 tell=tell,
                 on_progress=bar.step_of,
             )

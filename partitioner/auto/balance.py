@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from partitioner.auto.alone import BothWays
 from partitioner.auto.slowness import Slowness
 from partitioner.cost.link import Links
 from partitioner.searches.best_split import Effort
@@ -32,14 +33,39 @@ class Balance:
     Args:
         cluster: cost of the compute, and links; its speeds are replaced by what is learned.
         slowness: of each rank.
+        lent: factor by which the last rank has more threads while the others wait.
+        ways: times of prompts that the last rank or all have computed.
     """
 
-    def __init__(self, cluster: Cluster, slowness: Slowness) -> None:
-        self.cluster, self.slowness = cluster, slowness
+    def __init__(
+        self, cluster: Cluster, slowness: Slowness, *, lent: float = 1.0, ways: BothWays | None = None
+    ) -> None:
+        self.cluster, self.slowness, self.lent, self.ways = cluster, slowness, lent, ways or BothWays()
 
     def split(self, num_tokens: int) -> ContextPartition:
         """The split of a prompt with the earliest first token, as far as is known."""
         return _with_all_ranks(EFFORT.split(num_tokens, self._cluster_at(num_tokens)))
+
+    def is_alone_sooner(self, partition: ContextPartition) -> bool:
+        """Whether the last rank computes a prompt alone sooner than all ranks do, split like this."""
+        num_tokens = partition.num_tokens
+        return self.ways.is_alone_sooner(num_tokens, self._alone_s(num_tokens), self._all_s(partition))
+
+    def learn_time(self, partition: ContextPartition, seconds: float) -> None:
+        """Learn from the seconds of a prompt which way is sooner."""
+        num_tokens, is_alone = partition.num_tokens, len(partition.chain) == 1
+        predicted_s = self._alone_s(num_tokens) if is_alone else self._all_s(partition)
+        self.ways.learn(num_tokens, is_alone=is_alone, predicted_s=predicted_s, measured_s=seconds)
+
+    def _alone_s(self, num_tokens: int) -> float:
+        """Seconds on the last rank, if the threads that are lent to it gain what they can."""
+        speed = self.lent * math.exp(-self.slowness.at(num_tokens)[-1])
+        alone = replace(self.cluster, speed=[speed], links=None)
+        return simulate(ContextPartition(boundaries=(0, num_tokens)), alone).ttft_s
+
+    def _all_s(self, partition: ContextPartition) -> float:
+        speed = [math.exp(-log) for log in self.slowness.at(partition.num_tokens)]
+        return simulate(partition, replace(self.cluster, speed=speed)).ttft_s
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the slowness by what each rank computed, and the link by how long the ranks waited.

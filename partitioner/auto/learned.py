@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from partitioner.auto.alone import SeenTime
 from partitioner.auto.balance import Balance
 from partitioner.auto.slowness import SeenPrompt, Slowness
 from partitioner.cost.fitted import POLYNOMIALS, FittedCost
@@ -31,19 +32,27 @@ class LearnedSplit:
         link: between ranks.
         start: log slowness by rank, as timed.
         prompts: what they told, oldest first.
+        times: of prompts that the last rank or all have computed, oldest first.
     """
 
     cost: FittedCost
     link: Link
     start: tuple[float, ...]
     prompts: tuple[SeenPrompt, ...] = ()
+    times: tuple[SeenTime, ...] = ()
 
     @classmethod
     def from_balance(cls, cost: FittedCost, balance: Balance) -> LearnedSplit:
         """Make from the present state of a balance, whose cost was timed."""
         slowness, links = balance.slowness, balance.cluster.links
         assert links is not None, "the ranks have a link"
-        return cls(cost=cost, link=links.default, start=slowness.start, prompts=tuple(slowness.prompts))
+        return cls(
+            cost=cost,
+            link=links.default,
+            start=slowness.start,
+            prompts=tuple(slowness.prompts),
+            times=tuple(balance.ways.seen),
+        )
 
     @property
     def slowness(self) -> Slowness:
@@ -70,6 +79,7 @@ def write_learned(path: Path, purpose: str, learned: LearnedSplit) -> None:
         "link": learned.link.as_json(),
         "start": learned.start,
         "prompts": [asdict(prompt) for prompt in learned.prompts],
+        "times": [asdict(time) for time in learned.times],
     }
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -101,15 +111,26 @@ def read_learned(path: Path, purpose: str, num_ranks: int) -> LearnedSplit | Non
             ),
             start=_numbers(content["start"], num_ranks, MOST_LOG),
             prompts=tuple(_prompt(each, num_ranks) for each in content["prompts"]),
+            times=tuple(_time(each) for each in content.get("times", [])),  # which older files lack
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {first_line(error)})") from error
 
 
-def _prompt(value: Any, num_ranks: int) -> SeenPrompt:
-    tokens, slowness = value["tokens"], value["slowness"]
+def _time(value: Any) -> SeenTime:
+    return SeenTime(
+        tokens=_tokens(value["tokens"]), is_alone=value["is_alone"] is True, log=_number(value["log"], 2 * MOST_LOG)
+    )
+
+
+def _tokens(tokens: Any) -> int:
     if type(tokens) is not int or not 1 <= tokens <= MOST_TOKENS:
         raise ValueError(f"it holds a prompt of {tokens!r} tokens")
+    return tokens
+
+
+def _prompt(value: Any, num_ranks: int) -> SeenPrompt:
+    tokens, slowness = _tokens(value["tokens"]), value["slowness"]
     if not isinstance(slowness, list) or len(slowness) != num_ranks:
         raise ValueError(f"it does not have {num_ranks} numbers where it must")
     return SeenPrompt(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from partitioner.auto.alone import BothWays
 from partitioner.auto.balance import Balance
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.probe import Progress, probe
@@ -38,12 +39,19 @@ class AutoPartition:
         balance: what is known; None on ranks other than 0, and on a single stage, which has nothing to split.
         keep: writes what is known to a file.
         learn: False to split all prompts by what is known now.
+        alone: the last stage may compute a prompt alone, where that is sooner.
     """
 
     def __init__(
-        self, ranks: Ranks, balance: Balance | None, *, keep: Callable[[], None] = lambda: None, learn: bool = True
+        self,
+        ranks: Ranks,
+        balance: Balance | None,
+        *,
+        keep: Callable[[], None] = lambda: None,
+        learn: bool = True,
+        alone: bool = False,
     ) -> None:
-        self.balance, self._ranks, self._keep, self._learns = balance, ranks, keep, learn
+        self.balance, self._ranks, self._keep, self._learns, self._alone = balance, ranks, keep, learn, alone
 
     @classmethod
     def start(
@@ -54,6 +62,7 @@ class AutoPartition:
         prefill: PrefillOptions | None = None,
         policy: str = "",
         learn: bool = True,
+        alone: bool = False,
         folder: str | os.PathLike[str] | None = None,
         tell: Tell = lambda sentence: warnings.warn(sentence, stacklevel=2),
         on_progress: Progress = lambda total, text: None,
@@ -64,6 +73,7 @@ class AutoPartition:
             prefill: options of the engine's prefill.
             policy: anything that names the cache policies and their options: what is learned under some does not hold
                 for others.
+            learn, alone: as of the class.
             folder: cache folder; by default the user's.
             tell: called on rank 0 when layers are timed, or a file cannot be used.
             on_progress: called on every rank before each point that is timed, as `Progress` says.
@@ -71,7 +81,8 @@ class AutoPartition:
         if ranks.num_stages == 1:
             return cls(ranks, None)
         prefill = prefill or PrefillOptions()
-        purpose = _purpose(model, ranks, prefill, policy)
+        lent = _lent(ranks) if alone else 1.0
+        purpose = _purpose(model, ranks, prefill, policy, lent)
         path = learned_path(cache_folder() if folder is None else Path(folder), purpose)
         file = _File(path, purpose, tell)
         learned = ranks.on_rank_0("the learned split", lambda: file.read(ranks.num_stages))
@@ -84,9 +95,13 @@ class AutoPartition:
                 file.write(learned)
                 tell(f"partition=auto: timed a few layers for the first split; kept in {path}")
         if ranks.rank != 0:
-            return cls(ranks, None, learn=learn)
-        cost, balance = learned.cost, _balance(learned, model, ranks, prefill)
-        return cls(ranks, balance, keep=lambda: file.write(LearnedSplit.from_balance(cost, balance)), learn=learn)
+            return cls(ranks, None, learn=learn, alone=alone)
+        cost, balance = learned.cost, _balance(learned, model, ranks, prefill, lent)
+
+        def keep() -> None:
+            file.write(LearnedSplit.from_balance(cost, balance))
+
+        return cls(ranks, balance, keep=keep, learn=learn, alone=alone)
 
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         if num_ranks == 1:
@@ -97,9 +112,18 @@ class AutoPartition:
         """The same on rank 0 alone."""
         return even(num_tokens, 1) if num_ranks == 1 else self._known().split(num_tokens)
 
+    def is_alone_sooner(self, partition: ContextPartition) -> bool:
+        """Whether the last stage computes a prompt alone sooner than all do, split like this. Every rank asks."""
+        if not self._alone:
+            return False
+        what = "whether one stage computes the prompt"
+        return self._ranks.on_rank_0(what, lambda: self._known().is_alone_sooner(partition))
+
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the cost by the seconds that each stage computed and waited for one prompt."""
         if self.balance is not None and self._learns:
+            if self._alone and partition.chain[-1] == partition.num_ranks - 1:
+                self.balance.learn_time(partition, compute_s[-1] + wait_s[-1])
             self.balance.learn(partition, compute_s, wait_s)
             self._keep()
 
@@ -132,7 +156,7 @@ class _File:
             self.tell = lambda sentence: None
 
 
-def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Balance:
+def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: PrefillOptions, lent: float) -> Balance:
     cluster = Cluster.chain(
         learned.cost,
         ranks.num_stages,
@@ -142,13 +166,20 @@ def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: Prefill
         prefill=prefill,
         backend=ranks.backend,
     )
-    return Balance(cluster, learned.slowness)
+    return Balance(cluster, learned.slowness, lent=lent, ways=BothWays(learned.times))
 
 
-def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str) -> str:
+def _lent(ranks: Ranks) -> float:
+    """Factor by which a rank of the last stage has more threads while the others wait. Every rank gets the same."""
+    last, stages = ranks.num_stages - 1, range(ranks.num_stages)
+    factors = ranks.gather(ranks.num_threads([last]) / ranks.num_threads(stages), "the threads")
+    return factors[ranks.mesh.rank(last, 0)]
+
+
+def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str, lent: float) -> str:
     """One line that is equal for runs that may learn from each other: a table's fingerprint of every rank, the numbers
-    of cores and of ranks per host, and the policy."""
+    of cores and of ranks per host, the policy, and how many more threads the last stage has alone, if it has."""
     own = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill).key()
     here = f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host"
     keys = ranks.gather(here, "the fingerprint")
-    return " & ".join([*keys, policy])
+    return " & ".join([*keys, policy, *([f"{lent:g} times as many threads alone"] if lent > 1 else [])])

@@ -293,9 +293,7 @@ class Ranks(ProcessGroups):
 
         It is entered where the others have computed what they had to, or a little before, and left before they go on.
         """
-        computing = [rank for stage in stages for rank in self.mesh.members(stage)]
-        own = torch.get_num_threads()
-        number = threads_while(computing, self.threads, self.rank) if self.rank in computing and self.threads else own
+        own, number = torch.get_num_threads(), self.num_threads(stages)
         if number <= own:
             yield
             return
@@ -304,6 +302,13 @@ class Ranks(ProcessGroups):
             yield
         finally:
             self._set_threads(own)
+
+    def num_threads(self, stages: Iterable[int]) -> int:
+        """Intra-op threads of this rank while only these stages compute."""
+        computing = [rank for stage in stages for rank in self.mesh.members(stage)]
+        if self.rank not in computing or not self.threads:
+            return torch.get_num_threads()
+        return threads_while(computing, self.threads, self.rank)
 
     def _set_threads(self, number: int) -> None:
         """Set the number of intra-op threads, which OpenMP has for each thread that computes."""

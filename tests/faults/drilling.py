@@ -139,7 +139,9 @@ class Drilling:
                 *("search.probe_chunks=[8,32]", "search.probe_prefixes=[32,64]", "search.max_loss=null"),
             ]
             return Job(drill, options, folder)
-        return Job(drill, [str(HERE / "faulty_infer.py"), *options], folder, cache=cache)
+        # Faults are for a chain; a short prompt is computed sooner by one rank.
+        chain = [] if any(option.startswith("partition=") for option in options) else ["partition.alone=false"]
+        return Job(drill, [str(HERE / "faulty_infer.py"), *options, *chain], folder, cache=cache)
 
     def _do(self, drill: Drill, job: Job, outcome: Outcome) -> None:
         """Let the fault happen and all end."""

@@ -175,7 +175,8 @@ def run(lines: Sequence[str], overrides: Sequence[str], folder: Path) -> Run:
     report = folder / "run.json"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    options = ["prompt.skip_invalid=true", "prompt.chat=false", "generation.max_new_tokens=8", *overrides]
+    options = ["prompt.skip_invalid=true", "prompt.chat=false", "generation.max_new_tokens=8"]
+    options += ["partition.alone=false", *overrides]
     files = [f"prompt.file={folder / 'prompts.jsonl'}", f"report={report}"]
     began = time.monotonic()
     with (

@@ -40,6 +40,8 @@ def options(model: str, *more: str) -> list[str]:
 def torchrun(*args: str, ranks: int = 2, **how) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(INFER)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if not any(arg.startswith("partition") for arg in args):
+        args = (*args, "partition.alone=false")  # short prompts, of a chain
     return subprocess.run(
         [*command, *args], capture_output=True, text=True, timeout=120, env=environment, encoding="utf-8", **how
     )

@@ -1,0 +1,204 @@
+"""partition=auto lets the last rank compute a prompt alone, with the threads of all, where that is sooner."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from partitioner.auto.alone import BothWays, SeenTime
+from partitioner.auto.balance import Balance
+from partitioner.auto.learned import LearnedSplit, read_learned, write_learned
+from partitioner.auto.partition import AutoPartition
+from partitioner.auto.slowness import Slowness
+from partitioner.cost.link import Link
+from partitioner.simulation.cluster import Cluster
+from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead.config import DecodeName
+from runahead.decoding import placement
+from runahead.ranks.devices import RankThreads
+from tests.conftest import RankPools
+from tests.families import oracle_tokens, prompt, throughout
+from tests.partitioner.clusters import llama
+from tests.ranks.tasks import tiny_model
+
+ALONE, ALL = True, False
+
+
+def cluster(num_ranks: int, latency_s: float = 1e-5) -> Cluster:
+    return Cluster.chain(
+        llama(),
+        num_ranks,
+        Link(latency_s=latency_s, bandwidth_Bps=1e9),
+        kv_bytes_per_token=1024,
+        state_bytes=0,
+        prefill=PrefillOptions(),
+        backend="gloo",
+    )
+
+
+def test_two_threads_of_one_rank_beat_two_ranks_that_wait_for_each_other() -> None:
+    own = Balance(cluster(2), Slowness([0.0, 0.0]))
+    lent = Balance(cluster(2), Slowness([0.0, 0.0]), lent=2.0)
+    for num_tokens in (2000, 20_000):
+        assert not own.is_alone_sooner(even(num_tokens, 2))
+        assert lent.is_alone_sooner(even(num_tokens, 2))
+
+
+def test_a_few_tokens_are_computed_sooner_alone_also_with_no_more_threads() -> None:
+    balance = Balance(cluster(2, latency_s=1e-3), Slowness([0.0, 0.0]))
+    assert balance.is_alone_sooner(even(8, 2))
+    assert not balance.is_alone_sooner(even(20_000, 2))
+
+
+def test_more_ranks_on_other_hosts_beat_the_lent_threads() -> None:
+    assert not Balance(cluster(8), Slowness([0.0] * 8), lent=2.0).is_alone_sooner(even(20_000, 8))
+
+
+def test_a_slow_last_rank_is_not_taken_for_a_fast_one() -> None:
+    balance = Balance(cluster(2, latency_s=1e-3), Slowness([-1.0, 1.0]))
+    assert not balance.is_alone_sooner(ContextPartition(boundaries=(0, 190, 200)))
+
+
+@pytest.mark.parametrize(
+    ("seen", "num_tokens", "expected"),
+    [
+        ([], 1000, ALONE),  # as predicted: 1.0 against 1.1 s
+        ([(1000, ALONE, 0.5)], 1000, ALL),  # slower than predicted: the other way is tried
+        ([(1000, ALONE, 0.5), (1000, ALL, 0.6)], 1000, ALONE),  # so the machine is slow
+        ([(1000, ALONE, 0.5), (1000, ALL, 0.3)], 1000, ALL),
+        ([(1000, ALL, -0.3)], 1000, ALONE),  # a faster machine is faster both ways
+        ([(1000, ALONE, -0.3)], 1000, ALONE),
+        ([(1000, ALONE, 0.5)], 2001, ALONE),  # which tells nothing of other lengths
+        ([(1000, ALONE, 0.5)], 1999, ALL),
+        ([(1000, ALONE, 2.0), (1000, ALL, 0.3), *[(1000, ALONE, 0.0)] * 3], 1000, ALONE),  # one was disturbed
+    ],
+)
+def test_seen_times_correct_what_was_predicted(
+    seen: list[tuple[int, bool, float]], num_tokens: int, expected: bool
+) -> None:
+    times = [SeenTime(tokens=tokens, is_alone=is_alone, log=log) for tokens, is_alone, log in seen]
+    assert BothWays(times).is_alone_sooner(num_tokens, 1.0, 1.1) is expected
+
+
+@pytest.mark.parametrize(("alone_s", "all_s"), [(2.0, 1.1), (1.0, 3.0), (3.0, 3.1), (3.1, 3.0)])
+@pytest.mark.parametrize("predicted", [(1.0, 1.1), (1.1, 1.0), (1.0, 1.0)])
+def test_of_ways_that_are_no_faster_than_predicted_the_sooner_is_found(
+    alone_s: float, all_s: float, predicted: tuple[float, float]
+) -> None:
+    ways, taken = BothWays(), list[bool]()
+    for _ in range(6):
+        taken.append(ways.is_alone_sooner(500, *predicted))
+        seconds = alone_s if taken[-1] else all_s
+        ways.learn(500, is_alone=taken[-1], predicted_s=predicted[not taken[-1]], measured_s=seconds)
+    assert taken[-1] == (alone_s < all_s)
+    assert taken[2:] == taken[2:3] * 4, "each way was tried once"
+
+
+def test_prompts_are_learned_against_what_was_predicted_of_their_way() -> None:
+    balance = Balance(cluster(2), Slowness([0.0, 0.0]), lent=2.0)
+    alone = ContextPartition(boundaries=(0, 0, 2000))
+    balance.learn_time(alone, 10.0)
+    assert not balance.is_alone_sooner(even(2000, 2)), "which was much slower than predicted"
+    balance.learn_time(even(2000, 2), 20.0)
+    assert balance.is_alone_sooner(even(2000, 2))
+    assert [each.is_alone for each in balance.ways.seen] == [True, False]
+    one = replace(cluster(1), speed=[2.0])
+    assert balance.ways.seen[0].log == pytest.approx(math.log(10.0 / _compute_s(one, 2000)))
+
+
+def _compute_s(one: Cluster, num_tokens: int) -> float:
+    """Seconds of one rank, as sums of its steps."""
+    steps, places = one.steps_s(ContextPartition(boundaries=(0, num_tokens)), 0), one.compute.num_places
+    return steps.first + places * steps.own + (places - 1) * steps.between + steps.last
+
+
+def test_what_is_kept_is_read_as_it_was_and_older_files_stay_valid(tmp_path: Path) -> None:
+    times = (SeenTime(tokens=100, is_alone=True, log=-0.5), SeenTime(tokens=7, is_alone=False, log=1.0))
+    kept = LearnedSplit(cost=llama(), link=Link(latency_s=0.0, bandwidth_Bps=1e9), start=(0.0, 0.0), times=times)
+    path = tmp_path / "kept.json"
+    write_learned(path, "here", kept)
+    assert read_learned(path, "here", 2) == kept
+    content = json.loads(path.read_text())
+    for change in ({"times": [{"tokens": 0, "is_alone": True, "log": 0.0}]}, {"times": [{"tokens": 3}]}, {"times": 3}):
+        path.write_text(json.dumps(content | change))
+        with pytest.raises(ValueError, match="is damaged"):
+            read_learned(path, "here", 2)
+    path.write_text(json.dumps({name: value for name, value in content.items() if name != "times"}))
+    assert read_learned(path, "here", 2) == replace(kept, times=())
+
+
+class Told:
+    """A partitioner that says what a test wants."""
+
+    def __init__(self, is_sooner: bool) -> None:
+        self.is_sooner = is_sooner
+
+    def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
+        return even(num_tokens, num_ranks)
+
+    def is_alone_sooner(self, partition: ContextPartition) -> bool:
+        return self.is_sooner
+
+
+def generate(
+    ranks: Ranks, is_sooner: bool, decode: DecodeName, free: int, prefill: PrefillOptions
+) -> tuple[list[int], list[int], str]:
+    """Boundaries, new tokens, and where keys and values were, on ranks with so many free bytes each."""
+    model = tiny_model("llama")
+    with throughout(model.dtype), mock.patch.object(placement, "available_bytes", lambda: free * ranks.local_size):
+        engine = Engine(model, ranks, partition=Told(is_sooner), prefill=prefill, decode=DecodeOptions(name=decode))
+        batch = engine.generate([prompt(30)], GenerationOptions(max_new_tokens=4, ignore_eos=True))
+    return batch.boundaries, batch.generations[0].new_token_ids, batch.decode
+
+
+@pytest.mark.parametrize(
+    ("is_sooner", "decode", "free_tokens", "boundaries"),
+    [
+        (True, DecodeName.auto, 1000, [0, 0, 30]),
+        (True, DecodeName.last, 1000, [0, 0, 30]),
+        (True, DecodeName.sharded, 1000, [0, 15, 30]),
+        (True, DecodeName.auto, 25, [0, 15, 30]),  # there is no room on one rank
+        (False, DecodeName.auto, 1000, [0, 15, 30]),
+    ],
+)
+def test_the_engine_leaves_a_prompt_to_the_last_rank_where_it_may(
+    rank_pools: RankPools, is_sooner: bool, decode: DecodeName, free_tokens: int, boundaries: list[int]
+) -> None:
+    free = free_tokens * sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes)
+    expected = oracle_tokens("llama", tuple(prompt(30)), 4)
+    for found in rank_pools.run(2, generate, is_sooner, decode, free, PrefillOptions()):
+        is_sharded = decode is DecodeName.sharded or free_tokens == 25
+        assert found == (boundaries, expected, "sharded" if is_sharded else "last")
+
+
+def started(ranks: Ranks, folder: Path, processors: int) -> tuple[float | None, list[list[int]], list[bool]]:
+    """Factor of the threads that are lent, and of some prompts the boundaries, and which are known to be alone."""
+    model = tiny_model("llama", torch.float32)
+    beside = {rank: RankThreads(number=3, processors=processors) for rank in range(ranks.size)}
+    with mock.patch.object(ranks, "threads", beside), mock.patch.object(torch, "set_num_threads"):
+        partition = AutoPartition.start(model, ranks, folder=folder, alone=True, tell=lambda sentence: None)
+        engine, found = Engine(model, ranks, partition=partition), list[list[int]]()
+        for length in (40, 40, 300, 40):
+            found.append(engine.generate([prompt(length)], GenerationOptions(max_new_tokens=1)).boundaries)
+    balance = partition.balance
+    return (
+        (None, found, []) if balance is None else (balance.lent, found, [each.is_alone for each in balance.ways.seen])
+    )
+
+
+def test_all_ranks_decide_alike_and_the_next_run_goes_on_from_what_was_seen(
+    rank_pools: RankPools, tmp_path: Path
+) -> None:
+    (lent, boundaries, seen), (_, others, _) = rank_pools.run(2, started, tmp_path, 64)
+    assert lent == 2.0 and boundaries == others
+    assert seen == [len(set(bounds)) == 2 for bounds in boundaries]
+    _, _, again = rank_pools.run(2, started, tmp_path, 64)[0]
+    assert again[:4] == seen and len(again) == 8
+    assert rank_pools.run(2, started, tmp_path, 4)[0][0] == pytest.approx(4 / 3)
+    assert len(list(tmp_path.rglob("*.json"))) == 2, "other threads, other times"
