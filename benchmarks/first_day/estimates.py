@@ -166,11 +166,6 @@ ESTIMATES = {
         ),
         because=f"weights and KV at 75% of the memory's rate, {STEP_KERNELS} kernels a layer in a graph",
     ),
-    "a step of rows": Estimate(  # rows, layers
-        unit="ms",
-        of=lambda gpu, rows, layers: 1e3 * layers * (38 + 3.1 * rows) * LAUNCH_S,
-        because="launch-bound: 41, 52 and 88 kernels a layer for 1, 4 and 16 rows",
-    ),
     "speed-up": Estimate(  # ranks
         unit="times one GPU", of=lambda gpu, ranks: CHAIN_SHARE * ranks, because="12% of the time is not compute"
     ),

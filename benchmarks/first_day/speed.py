@@ -93,7 +93,8 @@ def rows(visit: Visit) -> None:
         for _ in range(3):
             live.step()
         step_s = visit.seconds(lambda: [live.step() for _ in range(STEPS)]) / STEPS  # noqa: B023 (called at once)
-        visit.figures.note(f"a step of {number} rows", step_s * 1e3, "a step of rows", number, model.num_layers)
+        step_bytes = decoded_bytes(model, number * length)
+        visit.figures.note(f"a step of {number} rows", step_s * 1e3, "a replayed step", step_bytes, model.num_layers)
         visit.figures.note(f"{number} rows", number / step_s, "tokens/s")
 
 

@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import repeat
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -359,7 +358,7 @@ def joined(
     """
     if len(parts) == 1 and parts[0][0].shape[:3] == q_BNCH.shape[:3]:
         return parts[0]
-    if len(parts) == len(q_BNCH) and all(map(_is_row, places, range(len(q_BNCH)), repeat(q_BNCH.shape[2]))):
+    if _are_rows_in_order(places, len(q_BNCH), q_BNCH.shape[2]):
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     out_BNCV, lse_BNC = _no_part(q_BNCH, value_dim, [out.dtype for out, _ in parts])
     for (rows, queries), (out, lse) in zip(places, parts, strict=True):
@@ -369,10 +368,14 @@ def joined(
     return out_BNCV, lse_BNC
 
 
-def _is_row(place: tuple[slice | Tensor, range], row: int, num_new: int) -> bool:
-    """Whether these are all new tokens of a row, as in decoding."""
-    rows, queries = place
-    return isinstance(rows, slice) and rows.start == row and len(queries) == num_new
+def _are_rows_in_order(places: Sequence[tuple[slice | Tensor, range]], num_rows: int, num_new: int) -> bool:
+    """Whether these are all new tokens of all rows, some rows after the others, as in decoding."""
+    end = 0
+    for rows, queries in places:
+        if not isinstance(rows, slice) or rows.start != end or len(queries) != num_new:
+            return False
+        end = rows.stop
+    return end == num_rows
 
 
 def _no_part(q_BNCH: Tensor, value_dim: int, dtypes: Sequence[torch.dtype] = ()) -> Part:

@@ -1,4 +1,4 @@
-"""Attention of rows that are decoded together, each over a KV cache of its own: rows join and leave without a copy."""
+"""Attention of rows that are decoded together: some in one KV cache, others each in a cache of its own."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim, D model dim.
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -35,13 +36,15 @@ class RowsAttention(LayerAttention):
     """Attention of a forward whose rows have attentions of their own, over texts of different lengths.
 
     The model sees a batch with padding on the left: a row's padding is the index of the new tokens minus the number of
-    tokens that the row stores. Attention and policies go row by row, so each row gets what it would get alone, whatever
-    stores its keys and values.
+    tokens that the row stores. Attention and policies go row by row, but for rows in one memory, so each row gets what
+    it would get alone, whatever stores its keys and values.
 
     Args:
-        rows: attention of each row alone. Padding in it is the policies' own: the model sees none of it.
+        rows: attention of each row alone, or of several rows in one memory. Padding in it is the policies' own: the
+            model sees none of it.
         counts: of each row, how many of the forward's tokens are its own, the first ones; the others are filled up, and
-            are neither stored nor attend to anything. None is all tokens of all rows.
+            are neither stored nor attend to anything. None is all tokens of all rows; where it is given, each row has
+            an attention of its own.
         shared: what the rows see besides their caches.
         gather: between ranks that each store a part of the rows and run the same forwards; None: all is here.
         ends: where the forward ends, if not with the logits; only where a layer has attended.
@@ -58,10 +61,13 @@ class RowsAttention(LayerAttention):
         ends: End | None = None,
         states: States | None = None,
     ) -> None:
-        stored = [row.start - row.pads[0] for row in rows]
+        stored = [row.start - pad for row in rows for pad in row.pads]
         start = max(stored)
         super().__init__(start=start, pads=[start - num for num in stored])
         assert len({row.rotates for row in rows}) == 1, "all rows rotate their keys, or the model does"
+        assert counts is None or len(counts) == len(rows), "each row has an attention of its own"
+        self._sizes = [len(row.pads) for row in rows]
+        self._places = [slice(end - size, end) for end, size in zip(accumulate(self._sizes), self._sizes, strict=True)]
         self.rows, self._counts, self._shared = list(rows), counts, shared
         self._gather, self._ends = gather, ends
         assert ends is None or ends[1] == "attended", ends
@@ -69,13 +75,14 @@ class RowsAttention(LayerAttention):
         self.rotates = rows[0].rotates
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
-        of_rows = [row.positions_BC(index_C - pad + row.pads[0]) for row, pad in zip(self.rows, self.pads, strict=True)]
+        in_row = [index_C - (self.start - row.start) for row in self.rows]
+        of_rows = [row.positions_BC(index) for row, index in zip(self.rows, in_row, strict=True)]
         if all(positions_1C is None for positions_1C in of_rows):
             return None
         return torch.cat(
             [
-                (index_C - pad)[None] if positions_1C is None else positions_1C
-                for positions_1C, pad in zip(of_rows, self.pads, strict=True)
+                (index - row.pads[0])[None] if positions_1C is None else positions_1C
+                for row, index, positions_1C in zip(self.rows, in_row, of_rows, strict=True)
             ]
         )
 
@@ -84,8 +91,8 @@ class RowsAttention(LayerAttention):
             row.see_ids(ids_1C)
 
     def see_input(self, layer: int, given: LayerInput) -> None:
-        for number, row in enumerate(self.rows):
-            part = [_of_row(each, number, len(self.rows)) for each in (given.x_BCD, given.rest, given.keywords)]
+        for rows, row in zip(self._places, self.rows, strict=True):
+            part = [_of_rows(each, rows, len(self.pads)) for each in (given.x_BCD, given.rest, given.keywords)]
             x_1CD, rest, keywords = part
             alone = replace(given, x_BCD=x_1CD, rest=rest, keywords=keywords, start=row.start, pads=row.pads)
             row.see_input(layer, alone)
@@ -127,10 +134,10 @@ class RowsAttention(LayerAttention):
         terms: AttentionTerms,
     ) -> Tensor:
         """Output (B, N, C, V) of a layer: the rows' parts, merged with attention to what rows share in `source`."""
-        places = [(slice(row, row + 1), range(out.shape[2])) for row, (out, _) in enumerate(parts)]
+        places = [(rows, range(out.shape[2])) for rows, (out, _) in zip(self._places, parts, strict=True)]
         found = joined(q_BNCH, parts[0][0].shape[3], places, parts)
         if self._shared is not None:
-            counts = self._counts or [q_BNCH.shape[2]] * len(self.rows)
+            counts = self._counts or [q_BNCH.shape[2]] * len(self.pads)
             if steps := self._shared.steps(source, self._tokens, counts):
                 found = merge(*found, *attend(q_BNCH, steps, terms))
         if self._gather is not None:
@@ -148,7 +155,7 @@ class RowsAttention(LayerAttention):
 
     def _own(self, x_BxCx: Tensor, *, dim: int = 2) -> list[Tensor]:
         """The own tokens of each row, of a tensor whose tokens are in this dim."""
-        rows = list(x_BxCx.split(1))
+        rows = list(x_BxCx.split(self._sizes))
         if self._counts is None:
             return rows
         return [row.narrow(dim, 0, count) for row, count in zip(rows, self._counts, strict=True)]
@@ -161,12 +168,12 @@ def _found(row: CausalAttention, call: LayerCall) -> Part:
     return part
 
 
-def _of_row(value: Any, row: int, num_rows: int) -> Any:
-    """Arguments of a layer for one row: its row of every tensor (B, ...) in `value`; anything else stays as it is."""
+def _of_rows(value: Any, rows: slice, num_rows: int) -> Any:
+    """Arguments of a layer for some rows: these of every tensor (B, ...) in `value`; anything else stays as it is."""
     if isinstance(value, tuple):
-        return tuple(_of_row(part, row, num_rows) for part in value)
+        return tuple(_of_rows(part, rows, num_rows) for part in value)
     if isinstance(value, dict):
-        return {name: _of_row(part, row, num_rows) for name, part in value.items()}
+        return {name: _of_rows(part, rows, num_rows) for name, part in value.items()}
     if isinstance(value, Tensor) and value.ndim >= 2 and len(value) == num_rows:
-        return value[row : row + 1]
+        return value[rows]
     return value

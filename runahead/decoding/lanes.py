@@ -15,9 +15,11 @@ from policies.base import Policy
 from policies.row_values import row_values, sent
 from runahead.attention.base import LayerAttention
 from runahead.attention.states import States
+from runahead.cache.arena import Placed, Region
 from runahead.cache.attention import CausalAttention, End
 from runahead.cache.base import Gather, KVStore
 from runahead.cache.rows import RowsAttention
+from runahead.decoding.arena_steps import ArenaSteps
 from runahead.decoding.forward import (
     Forward,
     agreed,
@@ -28,9 +30,13 @@ from runahead.decoding.forward import (
 )
 from runahead.decoding.row import Row, RowId
 from runahead.model.model import Model
+from runahead.reuse.cache import reused_by
 from runahead.reuse.forks import fork
 from runahead.reuse.rows import SharedParts, apart_from_shared
 from runahead.thinning.rank_policies import RankPolicies
+
+MOST_SHARED = 256
+"""Tokens from which on a CPU reads what several rows reuse once for all of them, rather than a copy for each."""
 
 MOST_AGAIN = 8
 """Tokens from which on those that come again have a forward of their own, after which they are done with. A forward of
@@ -53,6 +59,7 @@ class Lane:
         since: tokens that were stored since.
         again: tokens of the row after those that are stored: right ones of a draft that was taken back with them.
         states: of a row that has left, until the next forward; None: no layer holds any.
+        region: its place in the arena of rows, if it has one. The cache is of its own tokens there.
     """
 
     cache: KVStore
@@ -66,6 +73,13 @@ class Lane:
     since: list[int] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
     states: States | None = None
+    region: Region | None = None
+
+    @property
+    def placed(self) -> Placed:
+        """The row in a step of rows of the arena."""
+        assert self.region is not None, "it has memory of its own"
+        return Placed(self.region, self.num_tokens)
 
     @property
     def num_after_prefix(self) -> int:
@@ -115,8 +129,9 @@ class _Group:
 
     Attributes:
         lanes: of the rows.
+        num_inside: the first of them, which have one attention over the arena.
         caches: of the rows, without what several of them see.
-        shared: what several of them see; None if there is nothing.
+        shared: what several of the others see; None if there is nothing.
         gather: between the ranks that each store a part of the rows; None: all is here.
         ends: where a forward ends, if this rank needs no logits.
         states: of several rows, in one memory.
@@ -124,6 +139,7 @@ class _Group:
 
     rows: list[RowId]
     lanes: list[Lane]
+    num_inside: int
     caches: list[KVStore]
     shared: SharedParts | None
     gather: Gather | None = None
@@ -131,15 +147,23 @@ class _Group:
     states: States | None = None
 
     def attention(
-        self, of_row: Callable[[Lane, KVStore], CausalAttention], counts: Sequence[int] | None = None
+        self,
+        of_row: Callable[[Lane, KVStore], CausalAttention],
+        counts: Sequence[int] | None = None,
+        arena: ArenaSteps | None = None,
     ) -> LayerAttention:
         """Attention of the next tokens of all rows.
 
         Args:
             of_row: makes that of a row alone.
             counts: as of `RowsAttention`.
+            arena: has those that are inside.
         """
-        rows = [of_row(lane, cache) for lane, cache in zip(self.lanes, self.caches, strict=True)]
+        apart = list(zip(self.lanes, self.caches, strict=True))[self.num_inside :]
+        rows = [of_row(lane, cache) for lane, cache in apart]
+        if self.num_inside:
+            assert arena is not None, self.num_inside
+            rows.insert(0, arena.attention([lane.placed for lane in self.lanes[: self.num_inside]]))
         if len(rows) == 1 and self.gather is None:
             return rows[0]
         shared, gather = self.shared, self.gather
@@ -149,7 +173,9 @@ class _Group:
 class Lanes:
     """The keys and values of rows that are decoded together, though they may begin, advance and end differently.
 
-    One forward computes all rows, so the weights are read once; attention and cache policies go row by row. Of a model
+    One forward computes all rows, so the weights are read once; attention and cache policies go row by row, but for
+    rows in an arena (`ArenaSteps`): those that join, of models whose steps are of fixed shape, without policies, and
+    without memory that they share (answers to one prompt, on a CPU long prefixes). Others join as they are. Of a model
     that counts positions from the start of the batch, rows of the same length share a forward. Drafts are verified by a
     forward for each row where every token of them changes what the next ones see: where policies decide on it, or older
     ones are quantised. The rows of one batch (`holding`) have the forward of their whole cache until one gets ahead of
@@ -162,9 +188,10 @@ class Lanes:
 
     Args:
         policies: of rows that join.
+        most_tokens: as of `Arena`.
     """
 
-    def __init__(self, model: Model, policies: RankPolicies | None = None) -> None:
+    def __init__(self, model: Model, policies: RankPolicies | None = None, *, most_tokens: int | None = None) -> None:
         self._model, self._policies, self._longest_short = model, policies or RankPolicies(), model.length_threshold
         self._deciding: Sequence[Policy] = self._policies.while_decoding
         self._ends: End | None = None
@@ -172,6 +199,7 @@ class Lanes:
         self._lanes: dict[RowId, Lane] = {}
         self._batch: _Batch | None = None
         self._groups: list[_Group] = []
+        self._arena = None if self._policies else ArenaSteps.of(model, most_tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -181,10 +209,11 @@ class Lanes:
             return of_batch
         if self._batch is not None:
             of_batch -= self._batch.cache.state_bytes  # which its rows have, too
-        caches = [each.cache for each in self._lanes.values()]
+        caches = [each.cache for each in self._lanes.values() if each.region is None]
+        in_arena = 0 if self._arena is None else self._arena.arena.num_bytes
         shared = {id(cache.shared_TKX): cache.shared_TKX for cache in caches}
         shared_bytes = sum(layer_TKX.nbytes for layers_TKX in shared.values() for layer_TKX in layers_TKX)
-        kv_bytes = sum(cache.num_bytes - cache.state_bytes for cache in caches) + shared_bytes
+        kv_bytes = sum(cache.num_bytes - cache.state_bytes for cache in caches) + shared_bytes + in_arena
         return max(of_batch, kv_bytes) + self.state_bytes
 
     @property
@@ -196,8 +225,13 @@ class Lanes:
     @property
     def warm_up(self) -> int:
         """Plain steps after which one takes the time that later ones take."""
-        is_repeated = self._batch is not None and self._batch.cache.repeats_steps
+        is_repeated = self._replays if self._batch is None else self._batch.cache.repeats_steps
         return 4 if is_repeated else 2  # a graph is captured in the third
+
+    @property
+    def _replays(self) -> bool:
+        """Whether steps of rows that join are replayed."""
+        return self._arena is not None and self._arena.replays
 
     @classmethod
     def holding(
@@ -257,10 +291,15 @@ class Lanes:
     ) -> None:
         """Take rows after their prompts; arguments as of `Rows.join`."""
         assert self._batch is None, "rows of a batch do not go with others"
-        caches = cache.for_decoding().split([max(lengths) - length for length in lengths])
+        pads = [max(lengths) - length for length in lengths]
+        given = cache.split(pads) if self._arena is not None else [None] * len(pads)
+        caches = cache.for_decoding().split(pads)
         joining: dict[int, Lane] = {}
         for number, (of_prompt, length) in enumerate(zip(caches, lengths, strict=True)):
             places = [row for row, its_prompt in enumerate(prompt_of) if its_prompt == number]
+            if len(places) == 1 and (inside := self._entered(given[number], rows[places[0]], length)) is not None:
+                joining[places[0]] = inside
+                continue
             own, num_shared = [of_prompt], 0
             if len(places) > 1:
                 num_new = max(rows[row].num_left for row in places) - 1  # the last one is not stored
@@ -271,6 +310,37 @@ class Lanes:
                 joining[row] = self._rotated(lane)
         self._lanes |= {id: joining[row] for row, id in enumerate(ids)}
         self._groups = []
+
+    def _entered(self, cache: KVStore | None, row: Row, num_tokens: int) -> Lane | None:
+        """The lane of a row that is copied into the arena; None if it stays where it is."""
+        if self._arena is None or cache is None or self._is_read_once(cache):
+            return None
+        found = self._arena.enter(cache, num_tokens=num_tokens, num_new=row.num_left)
+        if found is None:
+            return None
+        region, own = found
+        return self._rotated(Lane(cache=own, num_tokens=num_tokens, prompt_tokens=len(row.ids), region=region))
+
+    def _is_read_once(self, cache: KVStore) -> bool:
+        """Whether a step should read what this row reuses once for all rows that reuse it, as `SharedParts` do."""
+        reused = reused_by(cache)
+        if reused is None or self._replays:  # launching a step one by one costs more than reading copies does
+            return False
+        others = [reused_by(lane.cache) for lane in self._lanes.values()]
+        seen = {part.layers_TKX[0].data_ptr() for other in others if other is not None for part in other.parts}
+        shared = [part for part in reused.parts if part.layers_TKX[0].data_ptr() in seen]
+        return sum(len(part.positions_T) for part in shared) > MOST_SHARED
+
+    def trim(self, num_tokens: int, most_tokens: int) -> None:
+        """Give back memory of the arena that no row needs, if it and so many tokens are more than there may be.
+
+        Args:
+            num_tokens: of all rows, those in the arena among them.
+        """
+        if self._arena is not None:
+            arena = self._arena.arena
+            if num_tokens + arena.num_slots - arena.num_used > most_tokens:
+                self._arena.trim()
 
     def leave(self, row: RowId, last_id: int) -> Lane:
         """Let a row leave whose last token is this one. In a batch its memory stays."""
@@ -283,6 +353,8 @@ class Lanes:
                 lane.states = lane.states.row(list(batch.pads).index(row))
             return lane
         self._groups = []
+        if lane.region is not None and self._arena is not None:
+            self._arena.leave(lane.region)
         return self._lanes.pop(row)
 
     def outgrown(self, rows: Iterable[RowId]) -> list[RowId]:
@@ -310,6 +382,9 @@ class Lanes:
 
     def release(self) -> None:
         """Forget all rows, so that their memory is freed."""
+        for lane in self._lanes.values():
+            if lane.region is not None and self._arena is not None:
+                self._arena.leave(lane.region)
         self._lanes, self._batch, self._groups = {}, None, []
 
     def lane(self, row: RowId) -> Lane:
@@ -332,6 +407,9 @@ class Lanes:
             return list(computed), torch.cat(list(computed.values()))
         if self._batch is not None and self._batch.is_in_step:
             return self._in_step(self._batch, last_ids)
+        lanes = [self._lanes[row] for row in last_ids]
+        if self._replays and all(lane.region is not None for lane in lanes):
+            return list(last_ids), self._replayed(lanes, list(last_ids.values()))
         model, policies, found = self._model, self._deciding, list[tuple[list[RowId], Tensor]]()
 
         def of_row(lane: Lane, cache: KVStore) -> CausalAttention:
@@ -339,7 +417,8 @@ class Lanes:
             return token_attention(model, cache, policies, start=start, pads=[lane.pad], prompt_tokens=prompt_tokens)
 
         for group in self._groups_of(last_ids):
-            attention, ids_B1 = group.attention(of_row), self._ids(last_ids[row] for row in group.rows)
+            attention = group.attention(of_row, arena=self._arena)
+            ids_B1 = self._ids(last_ids[row] for row in group.rows)
             with model.ranges("decoding step"):
                 found.append((group.rows, logits_of(model, ids_B1, attention, length=self._length)))
         for row, last_id in last_ids.items():
@@ -427,6 +506,14 @@ class Lanes:
             lane.cache.states.copy_from(states)
             lane.kept, lane.since, lane.again = None, [], []
 
+    def _replayed(self, lanes: Sequence[Lane], last_ids: Sequence[int]) -> Tensor:
+        """Logits (B, V) of a plain step of rows of the arena."""
+        assert self._arena is not None, "it has the rows"
+        logits_BV = self._arena.step([lane.placed for lane in lanes], last_ids)
+        for lane, last_id in zip(lanes, last_ids, strict=True):
+            lane.note([last_id])
+        return logits_BV
+
     def _in_step(self, batch: _Batch, last_ids: Mapping[RowId, int]) -> tuple[list[RowId], Tensor]:
         """A plain step of all rows of a batch, also of those that left."""
         batch.last_ids |= last_ids
@@ -475,17 +562,24 @@ class Lanes:
         """
         alike: dict[tuple[int | None, int | None], list[RowId]] = {}
         counts_itself, has_states = self._model.uneven_limit is not None, self._model.held is not None
+        rows = list(rows)
+        inside = [row for row in rows if self._lanes[row].region is not None] if counts is None else []
+        num_inside = len(inside) if len(inside) > 1 else 0
+        if num_inside:  # and of their models all rows go together
+            rows = [*inside, *(row for row in rows if self._lanes[row].region is None)]
         for row in rows:
             stored = self._lanes[row].num_tokens if counts_itself else None
             count = counts[row] if counts is not None and has_states else None
             alike.setdefault((stored, count), []).append(row)
-        known = {tuple(group.rows): group for group in self._groups}
-        self._groups = [known.get(tuple(together)) or self._group(together) for together in alike.values()]
+        known = {(group.num_inside, *group.rows): group for group in self._groups}
+        self._groups = [
+            known.get((num_inside, *together)) or self._group(together, num_inside) for together in alike.values()
+        ]
         return self._groups
 
-    def _group(self, rows: list[RowId]) -> _Group:
+    def _group(self, rows: list[RowId], num_inside: int) -> _Group:
         lanes = [self.lane(row) for row in rows]
-        caches, shared = apart_from_shared([lane.cache for lane in lanes])
+        caches, shared = apart_from_shared([lane.cache for lane in lanes], first=num_inside)
         gather = None if self._batch is None else self._batch.cache.gather
         of_rows = [lane.cache.states for lane in lanes if lane.cache.states is not None]
         states = None
@@ -493,7 +587,14 @@ class Lanes:
             states = States.together(of_rows)
             self._note_moved(rows, states)
         return _Group(
-            rows=rows, lanes=lanes, caches=caches, shared=shared, gather=gather, ends=self._ends, states=states
+            rows=rows,
+            lanes=lanes,
+            num_inside=num_inside,
+            caches=caches,
+            shared=shared,
+            gather=gather,
+            ends=self._ends,
+            states=states,
         )
 
     def _note_moved(self, rows: list[RowId], states: States) -> None:

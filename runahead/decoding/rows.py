@@ -101,6 +101,10 @@ class Rows:
         """Bytes of the rows' keys and values, of what rows share once."""
         return self._lanes.num_bytes
 
+    def trim(self, num_tokens: int, most_tokens: int) -> None:
+        """Give back memory that no row needs; as `Lanes.trim`."""
+        self._lanes.trim(num_tokens, most_tokens)
+
     def join(
         self,
         ids: Sequence[RowId],

@@ -335,12 +335,12 @@ def _auto(setup: Setup) -> Words:
     return is_auto and (several and is_auto)
 
 
-def _joins_rows(setup: Setup) -> Words:
-    """A server that decodes all of its rows on one stage."""
+def _joins_none(setup: Setup) -> Words:
+    """Rows of one batch: of no server, or of one that does not decode all of its rows on one stage."""
     together, serves = _may_shard(setup), _option("a server")(setup)
-    if not serves or together is None:
-        return serves and None
-    return _if(not together, "a server")
+    if serves and together is None:
+        return None
+    return _if(not serves or bool(together), "rows of one batch")
 
 
 def _is_split(setup: Setup) -> Words:
@@ -436,7 +436,7 @@ OF_MODEL: dict[str, Fact] = {
 OF_RANKS: dict[str, Fact] = {
     "decode other than last on several stages": _may_shard,
     "decode=auto on several stages": _auto,
-    "a server whose rows join others": _joins_rows,
+    "rows of one batch": _joins_none,
     "a GPU": lambda setup: None if setup.device is None else _if(setup.device == "cuda", "a GPU"),
     "ranks.backend=nccl": lambda setup: None if setup.backend is None else _if(setup.backend == "nccl", "NCCL"),
     "one stage": lambda setup: None if setup.num_stages is None else _if(setup.num_stages == 1, "one stage"),

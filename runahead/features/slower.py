@@ -110,10 +110,9 @@ SLOWER = (
         Way.timed,
         "decoding steps are not timed over {1}; decode=sharded asks for it",
     ),
-    Slower(("a server whose rows join others", "a GPU"), Way.graph, "rows join and leave"),
     Slower((KEEPS, "a GPU"), Way.graph, "{0} keep keys and values in memory of other shapes"),
     *(
-        Slower((reuse, "a GPU"), Way.graph, "{0} leaves keys and values in several pieces")
+        Slower((reuse, "rows of one batch", "a GPU"), Way.graph, "{0} leaves keys and values in several pieces")
         for reuse in (PREFIXES, "policy=prompt_cache")
     ),
     Slower(("a GPU", "steps that differ"), Way.graph, "{1}"),

@@ -334,6 +334,7 @@ class PrefixTree:
         start: int = 0,
         own: Sequence[int] | None = None,
         is_needed: bool = False,
+        copies: bool = False,
     ) -> PrefixHit:
         """Store what is not stored of a text, and hold all that is.
 
@@ -346,6 +347,7 @@ class PrefixTree:
             own: indices of those of these tokens that are given, ascending, where other stages store the others, and
                 those before `start`; None: all are.
             is_needed: store it also if it is larger than the tree may be, for as long as it is held.
+            copies: store copies, since the memory will have other tokens.
         """
         self._store.collect()
         needs_all, own = own is None, range(start, len(ids)) if own is None else own
@@ -359,7 +361,7 @@ class PrefixTree:
             begin, end = end, end + len(each.ids)
             first, last = bisect_left(own, begin), bisect_left(own, end)
             if begin >= start and first < last and layers_TKX:
-                self._fill(each, given.part(first, last), moved(own[first:last], -begin))
+                self._fill(each, given.part(first, last), moved(own[first:last], -begin), copies)
             if not each.is_attached:  # it was found to be lost
                 node, at = self._walk(ids, key)
                 break
@@ -370,7 +372,7 @@ class PrefixTree:
             if is_needed or rows.num_bytes <= self.limit_bytes:
                 numbers = () if unsalted(key) in self._states_alone else moved(own[first:], -at)
                 new = self._added_text(node, ids[at:], numbers)
-                self._store.put(new, rows)
+                self._store.put(new, rows.cloned() if copies and layers_TKX else rows)
                 held, hit = hit, PrefixHit(self, new, len(ids))
                 held.release()
                 self.on_change(self._stored(new))
@@ -427,8 +429,12 @@ class PrefixTree:
     def _has_states(self, key: str) -> bool:
         return unsalted(key) in self._with_states
 
-    def _fill(self, node: PrefixNode, given: LayerRows, numbers: Sequence[int]) -> None:
-        """Let a node have tokens that are given: anew, or in place of those that another stage had stored."""
+    def _fill(self, node: PrefixNode, given: LayerRows, numbers: Sequence[int], copies: bool) -> None:
+        """Let a node have tokens that are given: anew, or in place of those that another stage had stored.
+
+        Args:
+            copies: as of `insert`.
+        """
         new = set(numbers)
         others = [row for row, number in enumerate(node.numbers) if number not in new]
         if len(numbers) + len(others) > node.num_tokens:
@@ -443,13 +449,13 @@ class PrefixTree:
                 except LostRows:
                     self.lose(node)
                     return
-                given = LayerRows.from_tensors(layers)
+                given, copies = LayerRows.from_tensors(layers), False
             self._store.remove(node)
             node.numbers, node.copies = [merged[row] for row in order], self._opened.get(unsalted(node.key))
             node.places, node.file = {}, None
-            self._store.put(node, given)
+            self._store.put(node, given.cloned() if copies else given)
         elif node.tier is not Tier.device and not others:
-            self._store.put(node, given)
+            self._store.put(node, given.cloned() if copies else given)
 
     def apply(self, change: Change) -> None:
         """Do what another tree has done, in this one, which has its texts without keys and values."""

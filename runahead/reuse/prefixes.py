@@ -143,6 +143,7 @@ class RowPrefix:
         *,
         num_shared: int = 0,
         own: Sequence[int] | None = None,
+        copies: bool = False,
     ) -> None:
         """Store the row's text so far.
 
@@ -152,12 +153,14 @@ class RowPrefix:
                 all are there.
             num_shared: tokens after the reused ones that belong to other rows, too, and were stored by one of them.
             own: indices of those of these tokens that this stage has; None: all.
+            copies: as of `PrefixTree.insert`.
         """
         if layers_TKX is not None:
             start = self.num_tokens + num_shared
             if own is None and self._given is not None:
                 own = range(start, len(ids))  # those before them may be on other stages
-            before, self._hit = self._hit, self._tree.insert(ids, layers_TKX, self._key, start=start, own=own)
+            before = self._hit
+            self._hit = self._tree.insert(ids, layers_TKX, self._key, start=start, own=own, copies=copies)
             before.release()
             for num_tokens, states in self.snapshots.items():
                 self.keep_states(ids[:num_tokens], states)

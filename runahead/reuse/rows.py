@@ -19,15 +19,16 @@ from runahead.reuse.cache import RowGroup, groups_of, reused_by, reusing, steps_
 from runahead.reuse.reused_kv import ReusedKV, ReusedPart
 
 
-def apart_from_shared(rows: Sequence[KVStore]) -> tuple[list[KVStore], SharedParts | None]:
+def apart_from_shared(rows: Sequence[KVStore], *, first: int = 0) -> tuple[list[KVStore], SharedParts | None]:
     """Caches of rows without the parts that they reuse, and these parts; None if no row reuses any.
 
     Args:
         rows: caches of one row each. A single one is left as it is.
+        first: number of the first of them that is asked for; those before it are left as they are.
     """
     own, shared = list(rows), dict[int, tuple[Slabs, ReusedKV]]()
     for number, row in enumerate(rows if len(rows) > 1 else []):
-        reused = reused_by(row)
+        reused = reused_by(row) if number >= first else None
         if reused is not None:
             assert row.slabs is not None, type(row)
             own[number] = reusing(row.slabs, replace(reused, parts=[]))

@@ -97,7 +97,7 @@ class Executor:
         self._reuses, self._prefixes = reuses, dict[RowId, RowPrefix]()
         self._room = room or Room(max_tokens=None)
         self._num_tokens, self._num_rows = dict[int, int](), Counter[int]()  # of each item whose rows have room
-        lanes = Lanes(engine.model, engine.policies)
+        lanes = Lanes(engine.model, engine.policies, most_tokens=self._room.max_tokens)
         payoff, lead = Payoff(warm_up=lanes.warm_up), lead_among(engine.model)
         self.drafts = PayingDrafts(LookupDrafter(), payoff, name=Speculate.lookup.name, lead=lead)
         self.live = Rows(lanes, drafts=self.drafts, anew=self._computed_anew, on_leave=self._keep)
@@ -292,7 +292,8 @@ class Executor:
             if num_stored < len(row.ids):  # else the last forward gave no token, as its logits are no numbers
                 own = lane.cache.row_kv(0, 0, lane.num_tokens)
                 prefix.note_states(lane.num_after_prefix, lane.states)
-                prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared)
+                is_in_arena = lane.region is not None  # whose slots other rows will have
+                prefix.store(row.ids[:num_stored], own, num_shared=lane.num_shared, copies=is_in_arena)
             prefix.release()
 
     def _take_room(self, item: PrefillItem | Generate) -> None:
@@ -304,6 +305,8 @@ class Executor:
         self._num_rows[item.number] = len(item.prompts)
         self._num_tokens[item.number] = num_tokens_of(item.prompts, item.options, prompt_of)
         self._limit_prefixes()
+        if self._room.max_tokens is not None:
+            self.live.trim(sum(self._num_tokens.values()), self._room.max_tokens)
         if self._engine.prefixes is not None and not (self._reuses and item.finds_prefixes):
             self._engine.prefixes.tree.make_room()
 

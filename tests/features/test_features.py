@@ -120,7 +120,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "option policy.positions": lambda: {"options": {"policy.positions": "reencoded"}},
     "ranks.tensor": lambda: {"num_shares": 2},
     "decode=auto on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},
-    "a server whose rows join others": lambda: {"options": {"a server": True}, "num_stages": 1},
+    "rows of one batch": lambda: {"options": {"a server": False}},
     "a GPU": lambda: {"device": "cuda"},
     "ranks.backend=nccl": lambda: {"backend": "nccl"},
     "one stage": lambda: {"num_stages": 1},

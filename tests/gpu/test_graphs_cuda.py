@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runahead import Ranks
+from runahead import GenerationOptions, Ranks
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import in_fixed_shape
+from runahead.cache.kv_cache import KVCache
 from runahead.decoding.forward import Forward, forward_over
+from runahead.decoding.lanes import Lanes
+from runahead.decoding.row import Row
 from runahead.model.model import Model
 from runahead.ranks.accelerator import Accelerator, Communicator, accelerator_for
 from runahead.ranks.worker import Worker
@@ -99,6 +102,48 @@ def test_prompts_one_after_the_other_use_one_pool(gpu: Accelerator, half: Model,
     for _ in range(3):
         require_near(logits_of(half, fixed=True), expected)
     assert len(noted.pools) == 1 + 3 and len(set(noted.pools)) == 1, "one graph stays in the pool"
+
+
+def test_a_graph_for_so_many_rows_stays_while_rows_join_and_leave(gpu: Accelerator, half: Model, noted: Noted) -> None:
+    """Each row's logits are those that it has alone, also after it has taken the place of another one."""
+    lanes, lengths, fed = Lanes(half), {0: 40, 1: 33, 2: 21, 3: 30}, dict[int, list[int]]()
+    kept = dict[int, KVCache]()
+    options = GenerationOptions(max_new_tokens=2 * NEW, ignore_eos=True)
+
+    def cache_of(row: int) -> KVCache:
+        ids_1S, cache = IDS[:, : lengths[row]].to(half.device), half.empty_cache(END + 2 * NEW)
+        half.forward(ids_1S, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+        return cache
+
+    def join(row: int) -> None:
+        ids = IDS[0, : lengths[row]].tolist()
+        lanes.join([(row, 0)], [Row(half, ids, options, seed=0)], cache_of(row), [lengths[row]], [0])
+        kept[row] = cache_of(row)
+        fed[row] = []
+
+    def step(*rows: int) -> None:
+        ids = {row: (7 * row + len(fed[row])) % 211 for row in rows}
+        order, logits_BV = lanes.plain({(row, 0): id for row, id in ids.items()})
+        for (row, _), logits_V in zip(order, logits_BV, strict=True):
+            start = lengths[row] + len(fed[row])
+            alone = CausalAttention(kept[row], start=start, pads=[0])
+            ids_11 = torch.tensor([[ids[row]]], device=half.device)
+            require_near(logits_V, half.forward(ids_11, alone, start=start, pads=[0])[0])
+            fed[row].append(ids[row])
+
+    for number in range(3):
+        join(number)
+        for _ in range(4):
+            step(*range(number + 1))
+    num_captured = len(noted.pools)
+    assert num_captured == 2 * 3, "for 1, 2 and 4 rows, each with one that stays in its pool"
+    lanes.leave((1, 0), 0)
+    step(0, 2)
+    join(3)
+    step(0, 2, 3)
+    lanes.leave((0, 0), 0)
+    step(2, 3)
+    assert len(noted.pools) == num_captured
 
 
 def test_graphs_that_live_at_once_overwrite_nothing_of_each_other(gpu: Accelerator, half: Model, noted: Noted) -> None:

@@ -144,6 +144,7 @@ class FakeEngine:
             uneven_limit=None,
             rotates_by_length=False,
             length_threshold=None,
+            repeats_steps=False,
             name="fake",
             device=torch.device("cpu"),
             eos_token_ids={self.tokenizer.eos_token_id},

@@ -307,7 +307,8 @@ def ways() -> dict[str, tuple[Decode, int]]:
         few = generated(long, [share], storage=CacheOptions(bits=4))
         found[f"unequal heads in 4 bits of {length:,} tokens"] = few, 2
     found["prefix hit"] = generated([[*ids(80), *ids(8, seed=3)]], before=ids(80)), 2
-    found["8 joined rows"] = served([ids(80 - row, seed=row) for row in range(8)]), 2
+    for number in (1, 4, 8, 16):
+        found[f"{number} joined rows"] = served([ids(80 - row, seed=row) for row in range(number)]), 2
     found["4 padded rows"] = generated([ids(80 - row, seed=row) for row in range(4)]), 2
     found["8 answers of one prompt"] = served([ids(80)], answers=8), 2
     found["slabs"] = repeated(ids(80), over_slabs), 2
@@ -349,7 +350,8 @@ def asked_of_gpu(name: str, fuse: Fuse = Fuse.off) -> Asked:
     """Demands of a way of decoding on the virtual GPU. Raises: AssertionError: it copies from pageable memory."""
     decode, num_kv_heads = WAYS[name]
     # Steps that no graph holds, but where it is the graph that is counted.
-    without_graph = nullcontext() if name.startswith("replayed") else patch.object(FixedForward, "WARM_UP", 99)
+    is_replayed = name.startswith(("replayed", "served"))
+    without_graph = nullcontext() if is_replayed else patch.object(FixedForward, "WARM_UP", 99)
     steps = []
     for num_layers in (FEW_LAYERS, MORE_LAYERS):
         model = llama(num_layers, num_kv_heads, fuse=fuse)

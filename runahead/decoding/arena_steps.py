@@ -1,0 +1,148 @@
+"""Steps of rows that lie in one arena: a GPU replays a graph for so many rows, a CPU computes them in one forward."""
+
+# Legend: B rows of a step, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policies.base import Phase
+from policies.row_values import row_values
+from runahead.cache.arena import Arena, ArenaIndex, Placed, Region
+from runahead.cache.attention import CausalAttention
+from runahead.cache.base import KVStore
+from runahead.cache.kv_cache import KVCache
+from runahead.decoding.forward import FixedForward, Forward
+from runahead.model.model import Model
+from runahead.ranks.accelerator import accelerator_for
+from runahead.reuse.cache import reused_by, reusing
+
+LEAST_LONGEST = 1024
+"""Tokens of the longest row for which the first graph is captured; each later one is for twice as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step of so many rows.
+
+    Attributes:
+        index: where they lie.
+        cache: of the arena by this index.
+        forward: over it.
+    """
+
+    index: ArenaIndex
+    cache: KVCache
+    forward: Forward
+
+
+class ArenaSteps:
+    """An arena of rows, and the steps over it.
+
+    A row that joins is copied into the arena, with what its prompt reuses; nothing else is moved as long as there is
+    room. A GPU has a graph for 1, 2, 4, 8, ... rows, of which the longest has room for so many tokens; it stays while
+    rows join and leave, until the arena moves. What fills up a step costs little, as the weights are read anyway.
+
+    Args:
+        most_tokens: as of `Arena`.
+
+    Attributes:
+        replays: whether steps are replayed.
+    """
+
+    def __init__(self, model: Model, most_tokens: int | None) -> None:
+        self._model = model
+        self.arena = Arena(model.kv_shapes, model.device, most_tokens)
+        self._num_moves, self._steps = 0, dict[tuple[int, int], _Step]()
+        self.replays = accelerator_for(model.device) is not None
+
+    @classmethod
+    def of(cls, model: Model, most_tokens: int | None) -> ArenaSteps | None:
+        """Steps of a model's rows; None if its steps are of no fixed shape, or the device has no kernel for them."""
+        if not model.repeats_steps or model.lacks_step_kernel or not model.kv_shapes:
+            return None
+        return cls(model, most_tokens)
+
+    @torch.inference_mode()
+    def enter(self, cache: KVStore, *, num_tokens: int, num_new: int) -> tuple[Region, KVCache] | None:
+        """Copy a row into the arena.
+
+        Args:
+            cache: of the row alone.
+            num_tokens: of its own that it stores.
+            num_new: for which it needs room.
+
+        Returns:
+            its place, and the cache of its own tokens there; None if it has parts elsewhere, or there is no room.
+        """
+        reused, own = reused_by(cache), cache.row_kv(0, 0, num_tokens)
+        is_part = cache.slab_index is None or cache.slab_index.shard is not None
+        if own is None or is_part or cache.gather is not None or cache.shared_TKX:
+            return None
+        parts = [] if reused is None else reused.parts
+        if any(part.is_mapped for part in parts):  # memory may have no room for it
+            return None
+        offset = 0 if reused is None else reused.positions(0, num_tokens, num_tokens + 1)[0] - num_tokens
+        region = self.arena.enter(
+            sum(len(part.positions_T) for part in parts),
+            num_tokens + num_new,
+            offset,
+            lambda layer: [*(part.layers_TKX[layer] for part in parts), own[layer]],
+        )
+        self._let_go()
+        if region is None:
+            return None
+        return region, KVCache(region.slabs) if reused is None else reusing(region.slabs, reused)
+
+    def leave(self, region: Region) -> None:
+        """Take a row's place back."""
+        self.arena.leave(region)
+        if not self.arena.num_slots:
+            self._steps.clear()
+
+    @torch.inference_mode()
+    def trim(self) -> None:
+        """Give back memory that no row needs."""
+        self.arena.trim()
+        self._let_go()
+        if not self.arena.num_slots:
+            self._steps.clear()
+
+    @torch.inference_mode()
+    def attention(self, rows: Sequence[Placed]) -> CausalAttention:
+        """Attention of the next token of each of these rows, in a forward that may have others."""
+        step = self._step(len(rows))
+        step.index.place(rows, advances=False)
+        stored = [num_stored for _, num_stored in rows]
+        start = max(stored)
+        return CausalAttention(step.cache, start=start, pads=[start - num for num in stored], phase=Phase.decode)
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Placed], ids: Sequence[int]) -> Tensor:
+        """Logits (B, V) after these tokens, which are stored, by a forward of rows of the arena alone."""
+        num_filling = (1 << (len(rows) - 1).bit_length()) - len(rows)
+        longest = max(LEAST_LONGEST, 1 << (max(len(region.slots) for region, _ in rows) - 1).bit_length())
+        step = self._step(len(rows) + num_filling, longest)
+        step.index.place(rows)
+        ids_B = row_values([*ids, *[0] * num_filling], self._model.device)
+        return step.forward(ids_B[:, None], 0)[: len(rows)]
+
+    def _step(self, num_rows: int, longest: int | None = None) -> _Step:
+        longest = self.arena.num_slots if longest is None else longest
+        key = num_rows, longest
+        if key not in self._steps:
+            model, index = self._model, ArenaIndex(num_rows, longest, self._model.device)
+            cache = KVCache(self.arena.slabs, index)
+            forward = FixedForward(model, cache, pads=[0] * num_rows, prompt_tokens=1)
+            self._steps[key] = _Step(index=index, cache=cache, forward=model.ranges.around("decoding step", forward))
+        return self._steps[key]
+
+    def _let_go(self) -> None:
+        """Forget steps over memory that rows have left for other."""
+        if self._num_moves != self.arena.num_moves:
+            self._num_moves = self.arena.num_moves
+            self._steps.clear()
