@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from runahead.reuse.store import SegmentStore
 
 
+LEAST_STEPS = 8
+"""Steps of an answer below which its first ones, which prepare the others, would count for too much."""
+
+
 class Engine:
     """Generates from long prompts on one or several ranks. Every rank creates one and makes the same calls.
 
@@ -371,6 +375,15 @@ class Engine:
         if not any(plan.stored):  # the times of a rest say nothing of whole prompts
             seconds = {each.rank: (each.prefill_s / num, each.wait_s / num) for each in result.ranks}
             self.learn(plan.partition, seconds)
+            num_steps = max(len(each.new_token_ids) for each in result.generations)
+            drafted = any(each.speculation is not None for each in result.ranks)
+            if result.tpot_s is not None and num_steps > LEAST_STEPS and not drafted:
+                self._placement.note(
+                    batch=num,
+                    num_tokens=plan.partition.num_tokens + num_steps // 2,
+                    is_sharded=plan.shards is not None,
+                    step_s=result.tpot_s,
+                )
 
     def prefill(self, plan: PrefillPlan, meanwhile: InterleavedWork | None = None) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.

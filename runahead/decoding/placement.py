@@ -2,17 +2,18 @@
 
 Sharded, each stage reads its own keys and values alone, and the stages exchange a few numbers per layer. Which way is
 faster depends on the machine: both are timed, at a length of the prompt's, unless earlier timings tell. The gain of
-sharding grows with the length, so a length at which it is faster answers for all longer ones.
+sharding grows with the length, so a length at which it is faster answers for all longer ones. Where the steps of an
+answer are slower than they were timed, since the machine does other work now, they count in place of those.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -46,18 +47,32 @@ TIMED_BYTES = 512 << 20
 ROUNDS, STEPS = 2, 3
 """Rounds of timing both ways, and decoding steps of each, of which the first does not count."""
 
+SLOWER = 1.2
+"""Ratio of the seconds of an answer's steps to the timed ones from which on they count in place of these."""
+
+NEAR = 1.25
+"""Largest ratio of lengths at which steps are compared."""
+
+NOTED = 32
+"""Answers after which steps are timed anew, once those of an answer count: what was timed before is old."""
+
 Timed = Callable[[Tensor], Tensor]
 """A decoding step that is timed: token ids (B, 1) -> logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of a decoding step of a batch over so many tokens, on the last stage alone and on all of them."""
+    """Seconds of a decoding step of a batch over so many tokens, on the last stage alone and on all of them.
+
+    Attributes:
+        num_noted: answers whose steps count since they were slower than timed.
+    """
 
     batch: int
     num_tokens: int
     last_s: float
     sharded_s: float
+    num_noted: int = 0
 
     @property
     def gain_s(self) -> float:
@@ -135,6 +150,27 @@ class Placement:
         later = partition.scaled(num_tokens, partition.chain)
         return later, shards(later, num_new, by_share=self._by_share)
 
+    def note(self, *, batch: int, num_tokens: int, is_sharded: bool, step_s: float) -> None:
+        """Compare the steps of an answer with the timed ones, for later prompts. Every rank tells the same.
+
+        Keys and values stay where they are during an answer.
+
+        Args:
+            num_tokens: over which they were, on average.
+            step_s: seconds of one.
+        """
+        timed = [each for each in self.timings if each.batch == batch]
+        near = min(timed, key=lambda timing: _distance(timing, num_tokens), default=None)
+        if near is None or _distance(near, num_tokens) > math.log(NEAR):
+            return
+        timed_s = near.sharded_s if is_sharded else near.last_s
+        if near.num_noted == 0 and step_s <= SLOWER * timed_s:
+            return
+        self.timings.remove(near)
+        if near.num_noted < NOTED:
+            name = "sharded_s" if is_sharded else "last_s"
+            self.timings.append(replace(near, **{name: step_s}, num_noted=near.num_noted + 1))  # type: ignore[arg-type]
+
     def gathering(self, chain: Sequence[int], num_queries: int) -> Gathering | None:
         """The gathering of this rank's share of these stages; None on a rank of another stage.
 
@@ -185,7 +221,7 @@ class Placement:
         saved = (num_tokens - max(partition.chunk_lengths)) * token_bytes
         if saved < max(LEAST_BYTES, LEAST_SHARE * (weights + num_tokens * token_bytes)):
             return False
-        for timing in self.timings:
+        for timing in sorted(self.timings, key=lambda timing: _distance(timing, num_tokens)):
             if timing.batch == batch and timing.gain_s > 0 and timing.num_tokens <= num_tokens:
                 return True
             if timing.batch == batch and timing.gain_s <= 0 and timing.num_tokens >= num_tokens:
@@ -225,8 +261,9 @@ class Placement:
         timing = Timing(
             batch=batch,
             num_tokens=num_tokens,
-            last_s=median(by_rank[source][0]),
-            sharded_s=median(by_rank[source][1]),
+            # What disturbs a step, and what it prepares for later ones, only adds to its time.
+            last_s=min(by_rank[source][0]),
+            sharded_s=min(by_rank[source][1]),
         )
         self.timings.append(timing)
         return timing
@@ -276,3 +313,8 @@ class Placement:
             cache, is_told = cache.over_ranks(gather), not gather.is_last
         forward = forward_over(self._model, cache, [], pads=pads, prompt_tokens=num_tokens, is_told=is_told)
         return lambda ids_B1: forward(ids_B1, next(index))
+
+
+def _distance(timing: Timing, num_tokens: int) -> float:
+    """Log ratio of a length to a timed one."""
+    return abs(math.log(timing.num_tokens / num_tokens))

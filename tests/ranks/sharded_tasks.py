@@ -191,3 +191,43 @@ def refused(ranks: Ranks) -> list[str]:
         except ValueError as error:
             said.append(str(error))
     return said
+
+
+def decided_again(
+    ranks: Ranks, family: str, length: int, timed_s: tuple[float, float], seconds: Sequence[tuple[float, float]]
+) -> list[str]:
+    """Places that decode=auto chooses for prompts of a length, one after the other.
+
+    Args:
+        timed_s: seconds that a step takes on the last stage alone and sharded, while they are timed.
+        seconds: the same of each answer.
+    """
+    from runahead import engine as engines
+    from runahead.decoding import placement
+
+    given = {False: timed_s[0], True: timed_s[1]}
+
+    def times(self: Any, forward: Any, batch: int, gather: Any = None) -> list[float]:
+        return [9.0, given[gather is not None]]
+
+    chosen, gathered = list[str](), engines.gathered_result
+    with (
+        mock.patch.object(placement.Placement, "_times", times),
+        mock.patch.object(placement, "LEAST_BYTES", 100),
+        mock.patch.object(placement, "LEAST_SHARE", 0.0),
+    ):
+        model = tiny_model(family)
+        with throughout(model.dtype):
+            engine = Engine(model, ranks)
+            for of_answer in seconds:
+
+                def result(*args: Any, by_way: tuple[float, float] = of_answer, **more: Any) -> GenerationBatch:
+                    made = gathered(*args, **more)
+                    is_sharded = ranks.size == sum(report.kv_kept_bytes > 0 for report in made.ranks)
+                    made.tpot_s = by_way[is_sharded]
+                    return made
+
+                with mock.patch.object(engines, "gathered_result", result):
+                    batch = engine.generate([prompt(length)], GenerationOptions(max_new_tokens=10, ignore_eos=True))
+                chosen.append(batch.decode)
+    return chosen

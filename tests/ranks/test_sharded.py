@@ -16,7 +16,7 @@ from runahead import GenerationOptions, PrefillOptions
 from runahead.cache.shard import shard_bytes, shards
 from runahead.config import CacheOptions, Carrier, DecodeName, Positions, PrefillName, Transfer
 from runahead.context import ContextPartition, even
-from runahead.decoding.placement import ROUNDS, STEPS
+from runahead.decoding.placement import NOTED, ROUNDS, STEPS, Placement, Timing
 from runahead.features.slower import SLOWER, Way
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -198,6 +198,39 @@ def test_auto_chooses_by_what_was_timed_and_by_memory(
     for decodes, lengths_timed in rank_pools.run(2, sharded_tasks.auto, "llama", lengths, gains_s, free):
         assert "".join(decode[0] for decode in decodes) == chosen
         assert list(dict.fromkeys(lengths_timed)) == timed
+
+
+@pytest.mark.parametrize(
+    ("timed_s", "answers_s", "chosen"),
+    [
+        ((1.6, 1.4), [(1.6, 1.4)] * 3, "sss"),
+        ((1.6, 1.4), [(1.6, 1.6)] * 3, "sss"),  # not by a fifth
+        ((1.6, 1.4), [(1.6, 2.0)] * 4, "slll"),
+        ((1.6, 1.4), [(2.5, 2.0)] * 4, "slss"),  # the machine is slower both ways: so the other one is tried
+        ((1.6, 1.4), [(1.6, 2.0), (1.6, 1.0), (1.6, 1.0)], "sll"),
+        ((1.4, 1.6), [(1.4, 1.6), (3.0, 1.6), (3.0, 1.6)], "lls"),
+    ],
+)
+def test_steps_that_are_slower_than_timed_by_a_fifth_count_in_place_of_these(
+    rank_pools: RankPools, timed_s: tuple[float, float], answers_s: list[tuple[float, float]], chosen: str
+) -> None:
+    for decodes in rank_pools.run(2, sharded_tasks.decided_again, "llama", 60, timed_s, answers_s):
+        assert "".join(decode[0] for decode in decodes) == chosen
+
+
+def test_steps_are_timed_anew_some_answers_after_a_correction_and_others_are_not_compared() -> None:
+    timing = Timing(batch=1, num_tokens=1000, last_s=1.6, sharded_s=1.4)
+    placement = Placement.__new__(Placement)
+    placement.timings = [timing]
+    for others in ({"batch": 2}, {"num_tokens": 1251}, {"num_tokens": 799}):
+        placement.note(**({"batch": 1, "num_tokens": 1000} | others), is_sharded=True, step_s=9.0)
+        assert placement.timings == [timing]
+    for number in range(1, NOTED + 1):
+        placement.note(batch=1, num_tokens=1200, is_sharded=number == 1, step_s=2.0 + number)
+        [found] = placement.timings
+        assert (found.num_noted, found.sharded_s, found.last_s) == (number, 3.0, 1.6 if number == 1 else 2.0 + number)
+    placement.note(batch=1, num_tokens=1200, is_sharded=False, step_s=2.0)
+    assert placement.timings == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

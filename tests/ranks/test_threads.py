@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runahead.config import DecodeName
+from runahead.decoding.placement import ROUNDS
 from runahead.ranks.devices import RankThreads, threads_while
 from tests.conftest import RankPools
 from tests.families import oracle_tokens, prompt
@@ -78,6 +79,13 @@ def test_ranks_that_decode_together_keep_theirs_and_have_those_of_the_others(ran
     assert idle == ["prefill", "decode"]
     more = 3 * THREADS // 2
     assert [events for events, _ in decoding] == 2 * [[more, "prefill", THREADS, more, "decode", THREADS]]
+
+
+def test_steps_are_timed_with_the_threads_with_which_they_run(rank_pools: RankPools) -> None:
+    first, last = rank_pools.run(2, thread_tasks.threads_while_timed)
+    assert first == ["sharded"] * ROUNDS + ["prefill", "decode"]
+    lent = 2 * THREADS
+    assert last == [lent, "last", THREADS, "sharded"] * ROUNDS + ["prefill", lent, "decode", THREADS]
 
 
 def test_the_numbers_are_those_of_the_threads_that_compute(rank_pools: RankPools) -> None:

@@ -12,6 +12,7 @@ import torch
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, Ranks
 from runahead import engine as engines
 from runahead.config import DecodeName
+from runahead.decoding import placement
 from runahead.decoding.rows import Rows
 from runahead.prefill.reusing import ReusingPrefill
 from runahead.ranks.devices import RankThreads
@@ -58,6 +59,27 @@ def threads_set(ranks: Ranks, boundaries: tuple[int, ...], decode: DecodeName) -
         )
         batch = engine.generate([prompt(boundaries[-1])], GREEDY)
     return events, batch.generations[0].new_token_ids
+
+
+def threads_while_timed(ranks: Ranks) -> list[Any]:
+    """What happens on a rank where decode=auto times steps both ways before a prompt."""
+    model = tiny_model("llama")
+    timed = placement.Placement._times
+    with (
+        throughout(model.dtype),
+        noted(ranks) as events,
+        mock.patch.object(placement, "LEAST_BYTES", 100),
+        mock.patch.object(placement, "LEAST_SHARE", 0.0),
+    ):
+
+        def times(self: Any, forward: Any, batch: int, gather: Any = None) -> list[float]:
+            events.append("last" if gather is None else "sharded")
+            timed(self, forward, batch, gather)
+            return [1.0 if gather is None else 2.0]
+
+        with mock.patch.object(placement.Placement, "_times", times):
+            Engine(model, ranks).generate([prompt(60)], GREEDY)
+    return events
 
 
 def fail_while_lent(ranks: Ranks, failing: int) -> tuple[list[Any], str]:
