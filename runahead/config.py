@@ -69,6 +69,13 @@ class Fuse(Enum):
     off = "off"
 
 
+class Weights(Enum):
+    """Numbers of linear layers' weights: in the model's dtype, or rounded to 8 bits."""
+
+    full = "full"
+    int8 = "int8"
+
+
 class Backend(Enum):
     auto = "auto"
     nccl = "nccl"
@@ -219,6 +226,7 @@ class ModelOptions:
         revision: branch, tag or commit of a model of the hub.
         dequantize: decode weights that a checkpoint has in few bits; without it such a checkpoint is refused.
         fuse: auto computes q, k and v, gate and up, and norms by one operation each, where logits stay what they are.
+        weights: int8 rounds the weights of linear layers, and what they are given, to 8 bits, on CPUs: answers change.
         adapter: folders or hub ids of LoRA adapters, whose sum is merged into the weights; one may be given as a text.
     """
 
@@ -234,6 +242,7 @@ class ModelOptions:
     fuse: Fuse = Fuse.off
     adapter: list[str] = field(default_factory=list)
     dequantize: bool = True
+    weights: Weights = Weights.full
 
     def __post_init__(self) -> None:
         self.name = choice("model", ModelName, self.name)
@@ -244,6 +253,7 @@ class ModelOptions:
             raise ValueError(f"model.adapter={self.adapter[0]} is for the weights of a checkpoint; use model=hf")
         self.dtype = choice("model.dtype", DType, self.dtype)
         self.fuse = choice("model.fuse", Fuse, self.fuse)
+        self.weights = choice("model.weights", Weights, self.weights)
         require(0 <= self.seed <= MAX_SEED, "model.seed", self.seed, f"must be from 0 to {MAX_SEED}")
         if self.layers is not None:
             require(1 <= self.layers <= MAX_LAYERS, "model.layers", self.layers, f"must be from 1 to {MAX_LAYERS:,}")
@@ -262,7 +272,8 @@ class ModelOptions:
     def __repr__(self) -> str:
         # Measurements are known by it, and those from before the last options existed still are.
         first = {each.name: each.default for each in fields(self)} | {"overrides": {}, "adapter": []}
-        names = [name for name in first if name in ("overrides", "revision", "fuse", "adapter", "dequantize")]
+        later = ("overrides", "revision", "fuse", "adapter", "dequantize", "weights")
+        names = [name for name in first if name in later]
         hidden = [name for name in names if getattr(self, name) == first[name]]
         shown = [name for name in first if name not in hidden]
         return f"ModelOptions({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"

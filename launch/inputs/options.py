@@ -274,6 +274,7 @@ def setup_of(run: Any, options: Mapping[str, Any]) -> Setup:
         cache=run.cache,
         generation=run.generation,
         num_shares=run.ranks.tensor,
+        weights=run.model.weights,
         device=None if run.ranks.device is Device.auto else run.ranks.device.name,
         backend=None if run.ranks.backend is Backend.auto else run.ranks.backend.name,
         policy=f"policy={name}" if has_policies else "",

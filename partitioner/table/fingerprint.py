@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
 from partitioner.cost.places import Places
-from runahead.config import PrefillOptions, hydra_text
+from runahead.config import PrefillOptions, Weights, hydra_text
 from runahead.report import library_versions
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Fingerprint:
         overrides: what the model's config has in place of the checkpoint's (`model.overrides`), as one line of JSON.
         kernels: whose kernels compute attention, "torch" or "runahead".
         fuse: as `model.fuse`; "off" where it has no effect on the model.
-        products: what computes products of many rows on a CPU, "torch" (by its own choice) or "onednn".
+        products: what computes products of many rows on a CPU, "torch" (by its own choice), "onednn" or "int8"
+            (of weights in 8 bits).
         adapters: digests of the adapters in the model's weights (`model.adapter`); "" for none.
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
@@ -133,7 +134,6 @@ class Fingerprint:
         import torch  # here, so that programs that only read tables do not load it
 
         from runahead.kernels.operators import KERNELS
-        from runahead.model.layers.cpu_linear import library
         from runahead.model.layers.fusing import is_fused
 
         return cls(
@@ -150,7 +150,7 @@ class Fingerprint:
             overrides=model.overrides,
             kernels="runahead" if KERNELS.in_use else "torch",
             fuse="auto" if is_fused(model.module) else "off",
-            products=library(model.dtype) if device.type == "cpu" else "torch",
+            products=_products(model, device),
             adapters=model.adapters,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
@@ -290,6 +290,15 @@ def device_name(device: torch.device) -> str:
             if name.strip() == "model name" and value.strip():
                 return " ".join(value.split())
     return platform.processor() or platform.machine()
+
+
+def _products(model: Model, device: torch.device) -> str:
+    """What computes products of many rows of a model."""
+    from runahead.model.layers.cpu_linear import library
+
+    if model.weights is Weights.int8:
+        return Weights.int8.name
+    return library(model.dtype) if device.type == "cpu" else "torch"
 
 
 def now() -> str:

@@ -15,6 +15,7 @@ from runahead.config import (
     PrefillName,
     PrefillOptions,
     Speculate,
+    Weights,
 )
 
 NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
@@ -55,6 +56,7 @@ class Setup:
         drafting: the `RankPolicies` that choose what drafts are made of, or the model that makes them.
         rows: rows of a conversation.
         outgrows: a text may grow past the length where LongRoPE changes its tables, while it is answered.
+        weights: as `model.weights`.
         device: type of device of the ranks, such as "cuda".
         backend: that sends messages between ranks, such as "nccl".
     """
@@ -79,6 +81,7 @@ class Setup:
     drafting: Any = None
     rows: int | None = None
     outgrows: bool | None = None
+    weights: Weights | None = None
     device: str | None = None
     backend: str | None = None
 
@@ -461,6 +464,9 @@ FACTS: dict[str, Fact] = {
     "generation.speculate=policy": _draft(Speculate.policy),
     "generation.speculate=policy or model": _draft(Speculate.policy, Speculate.model),
     "draft.speculate=model": _option("draft.speculate"),
+    "model.weights=int8": lambda setup: (
+        None if setup.weights is None else _if(setup.weights is Weights.int8, "model.weights=int8")
+    ),
     "option ranks.tensor": _option("ranks.tensor"),
     "option policy.positions": _option("policy.positions"),
     "ranks.tensor": _number("num_shares", "ranks.tensor={}"),

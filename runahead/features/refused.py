@@ -622,6 +622,17 @@ REFUSED = (
         "policy {1} narrows what deeper layers compute, by votes on all new tokens, not after {0} has dropped some",
         "make it the first step of the sequence",
     ),
+    # weights in 8 bits
+    Refused(
+        ("model.weights=int8", "a GPU"),
+        "{0} has kernels for CPUs alone",
+        "use model.weights=full, or ranks.device=cpu",
+    ),
+    Refused(
+        ("model.weights=int8", "ranks.tensor"),
+        "{0} rounds whole weights in blocks, of which transformers' tensor-parallel plans cut no shares",
+        "use model.weights=full, or leave ranks.tensor out and use another prefill than tensor",
+    ),
     # ranks.tensor and a model
     Refused(
         ("ranks.tensor", "marks"),

@@ -1,6 +1,7 @@
 """Operators of the kernels of our own, where they are in use in this process; the C++ files have what they compute."""
 
-# Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value).
+# Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value),
+# O output features.
 
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ def load(library: Path) -> None:
         torch.ops.load_library(library)
         torch.library.register_fake("runahead::attend", _attend_fake)
         torch.library.register_fake("runahead::attend_sequences", _attend_sequences_fake)
+        torch.library.register_fake("runahead::linear_int8", _linear_int8_fake)
 
 
 def is_loaded() -> bool:
@@ -84,6 +86,23 @@ def _attend_sequences_fake(
 ) -> tuple[Tensor, Tensor]:
     shape = q_SNH.shape[:2]
     return q_SNH.new_empty(*shape, v_1UTV.shape[-1]), q_SNH.new_empty(shape, dtype=torch.float32)
+
+
+def linear_int8(x: Tensor, codes: Tensor, sums: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Product (..., O) on a CPU of a tensor (..., I) with weights in 8 bits, in its dtype, float32 or bfloat16.
+
+    Numbers of the tensor are rounded to 8 bits, too, with a scale for each 64; sums of these are exact.
+
+    Args:
+        codes, sums, scales_O: of `runahead.model.layers.int8.EncodedWeight`.
+        bias_O: in float32.
+    """
+    out: Tensor = torch.ops.runahead.linear_int8(x, codes, sums, scales_O, bias_O)
+    return out
+
+
+def _linear_int8_fake(x: Tensor, codes: Tensor, sums: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(scales))
 
 
 def _attend_fake(

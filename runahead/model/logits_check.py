@@ -32,6 +32,7 @@ from runahead.model.held import AsksInModules, Held
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.attention_input import attention_modules, hidden_states
 from runahead.model.layers.fusing import apart
+from runahead.model.layers.int8 import wrong_product
 from runahead.model.loading.sharing import Shares, local_part
 from runahead.model.seam import ATTENTION_NAME, set_attention
 
@@ -138,6 +139,18 @@ class LogitsCheck:
             f"attention than through {whose} ({off}); use {'' if self._is_precise else 'model.dtype=float32, or '}"
             "another model"
         )
+
+    def require_products(self) -> None:
+        """Compare the products of layers in 8 bits with those of the same numbers in float64, on the short text.
+
+        Raises:
+            ValueError: a layer gives others.
+        """
+        if layer := wrong_product(self.module, self._ours):
+            raise ValueError(
+                f"model {self.name} ({self._config.model_type}) is not computed right: the kernel for 8-bit weights "
+                f"gives other products than PyTorch for {layer}; leave model.weights out"
+            )
 
     def require_states(self, held: Held) -> None:
         """Compute a longer text at once and in chunks, and compare the logits of all tokens with transformers' own.

@@ -24,7 +24,7 @@ from runahead.attention.states import States
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
-from runahead.config import Fuse, ModelOptions
+from runahead.config import Fuse, ModelOptions, Weights
 from runahead.failures import PeerFailure, is_lack_of_memory
 from runahead.files import cache_folder
 from runahead.kernels.operators import KERNELS
@@ -38,6 +38,7 @@ from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.cpu_linear import multiply_fast
 from runahead.model.layers.fusing import apart, is_fused, unfuse, watching
 from runahead.model.layers.gated import fuse_gated
+from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
@@ -87,7 +88,9 @@ class Model(ModelLayers):
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         adapters: digests of the adapters that are merged into the weights; "" for none.
         adapter_names: their names, which `name` has, too.
-        stored_as: format and bits of weights that were dequantised, and the dtype that they have now; "" for others.
+        stored_as: format and bits of weights that were dequantised, and the dtype that they have now; int8 where they
+            are rounded to 8 bits; "" for others.
+        weights: int8 if linear layers have them in 8 bits.
         memory: memory of this rank while it loaded the weights; None if they were given.
         ranges: names of what is done with the model in a profile; see `name_ranges`.
 
@@ -113,6 +116,7 @@ class Model(ModelLayers):
         multiply_fast(module)
         self.overrides = self.adapters = self.lacks_kernels = self.stored_as = ""
         self.adapter_names: Sequence[str] = ()
+        self.weights = Weights.int8 if encoded_layers(module) else Weights.full
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None
         self._peak: PeakMemory | None = None
@@ -207,6 +211,9 @@ class Model(ModelLayers):
         model.adapters, model.adapter_names = loaded.adapters, loaded.adapter_names
         if loaded.stored_as:
             model.stored_as = f"{loaded.stored_as}, dequantised to {str(loaded.dtype).removeprefix('torch.')}"
+        if model.weights is Weights.int8:
+            rounded = f"int8 ({encoded_share(model.module):.0%} of the parameters)"
+            model.stored_as = f"{model.stored_as}, then {rounded}" if model.stored_as else rounded
         return model
 
     def name_ranges(self, ranges: Ranges) -> None:
@@ -541,7 +548,8 @@ class Model(ModelLayers):
             return
         known, fused = None, is_fused(self.module)
         if made_from and self.held is None:
-            kernels = library_folder().name if KERNELS.in_use else ""  # of what computes attention
+            uses_kernels = KERNELS.in_use or self.weights is Weights.int8
+            kernels = library_folder().name if uses_kernels else ""  # of what computes attention, or products
             about = fact(f"{made_from} {fused} {kernels}")
             weights = model_fingerprint(self.module)
             known = KnownCheck.of_model(cache_folder(), weights, about, self.dtype, self.device)
@@ -559,10 +567,13 @@ class Model(ModelLayers):
         """
         try:
             check = self._logits_check()
-            if self.held is None:
-                check.require(*check.expected(), "transformers' own")
-            else:
-                self._require_states(check, self.held)
+            with unrounded(self.module):
+                if self.held is None:
+                    check.require(*check.expected(), "transformers' own")
+                else:
+                    self._require_states(check, self.held)
+            if self.weights is Weights.int8:
+                check.require_products()
         except PeerFailure:
             raise
         except Exception as error:  # the family's code may change in place what it has given to several modules

@@ -155,6 +155,7 @@ def shard_model(model: Model, ranks: Ranks) -> None:
     """
     if ranks.num_shares == 1:
         return
+    check(Setup(weights=model.weights, num_shares=ranks.num_shares))
     check_shares(model.config, ranks.num_shares)
     shares = shares_of(ranks)
     with ranks.announcing_failure():

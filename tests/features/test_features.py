@@ -41,6 +41,7 @@ from runahead.config import (
     PrefillName,
     PrefillOptions,
     Speculate,
+    Weights,
 )
 from runahead.features.combination import PLACES, Combination
 from runahead.features.facts import FACTS, Setup
@@ -121,6 +122,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "ranks.tensor": lambda: {"num_shares": 2},
     "decode=auto on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},
     "rows of one batch": lambda: {"options": {"a server": False}},
+    "model.weights=int8": lambda: {"weights": Weights.int8},
     "a GPU": lambda: {"device": "cuda"},
     "ranks.backend=nccl": lambda: {"backend": "nccl"},
     "one stage": lambda: {"num_stages": 1},

@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from runahead.config import DType, Fuse, ModelName, ModelOptions, Table
+from runahead.config import DType, Fuse, ModelName, ModelOptions, Table, Weights
+from runahead.features.facts import Setup
+from runahead.features.refused import check
+from runahead.kernels.operators import is_loaded
 from runahead.model.layer_kinds import decoder_config, unsupported_kinds
+from runahead.model.layers import int8
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import hf, sharing, stored_forms
 from runahead.model.loading import overrides as config_overrides
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
-from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, require_room
+from runahead.model.loading.kernels import load_if_built
+from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, give_back, require_room
 from runahead.model.loading.sharing import Shares
 from runahead.report import MemoryReport
 
@@ -121,6 +126,8 @@ def load(
     stored = {} if source.gguf or is_random else checkpoints.stored_tensors(source)
     dtype = _dtype(options, config, source, stored, device)
     empty = hf.empty_model(config, dtype, options, label=source.label)
+    if options.weights is Weights.int8:
+        _require_int8(dtype, device, 1 if shares is None else shares.count)
     merging = _merging(options, config, source, progress=progress)
     make = hf.ModelMaker(
         checkpoint=source,
@@ -175,6 +182,10 @@ def load(
         place = device if shares is None else torch.device("cpu")
         footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
         footprint.whole = max(footprint.whole, merging.peak_bytes if merging else 0)
+        if options.weights is Weights.int8:
+            given_bytes, encoded_bytes = int8.bytes_of_linears(empty)
+            footprint.copied += encoded_bytes
+            footprint.read += given_bytes
         require_room(footprint, place, label=checkpoint.label, ranks_on_host=ranks_on_host)
         peak = PeakMemory(device)
         base_bytes = peak.now_bytes()
@@ -190,6 +201,14 @@ def load(
             _read_in(module)
     module.config._attn_implementation = attn_implementation
     module = module.eval().requires_grad_(False)
+    if options.weights is Weights.int8:
+        int8.encode_linears(module)
+        if not int8.encoded_layers(module):
+            raise ValueError(
+                f"model.weights=int8 rounds linear layers (torch's nn.Linear), of which {checkpoint.label} has none "
+                f"({config.model_type}); leave it out"
+            )
+        give_back()
     weights_bytes = sharing.bytes_of(module)
     adapters = merging.digest if merging else ""
     return LoadedWeights(
@@ -214,6 +233,18 @@ def load(
         adapters=adapters,
         adapter_names=merging.names if merging else (),
     )
+
+
+def _require_int8(dtype: torch.dtype, device: torch.device, num_shares: int) -> None:
+    """Check that weights can be in 8 bits here. Raises: ValueError."""
+    check(Setup(weights=Weights.int8, device=device.type, num_shares=num_shares))
+    if dtype not in int8.COMPUTED:
+        raise ValueError(
+            f"model.weights=int8 computes in float32 or bfloat16, not {str(dtype).removeprefix('torch.')}; use "
+            "model.dtype=float32 or bfloat16"
+        )
+    if not is_loaded() and (why := load_if_built()):
+        raise ValueError(f"model.weights=int8 needs kernels: {why}")
 
 
 def load_config(options: ModelOptions, *, progress: bool = False) -> Any:

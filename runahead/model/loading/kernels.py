@@ -7,6 +7,7 @@ that are timed. `python -m launch.kernels` does, once for each torch, sources an
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -16,10 +17,11 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runahead.files import cache_folder
 from runahead.kernels import operators
+from runahead.model.layers.int8 import Int8Linear, wrong_product
 from runahead.model.loading.cache_folder import obtain
 
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fopenmp")
@@ -128,7 +130,7 @@ def _make(work: Path) -> Path:
 
 
 def check(library: Path) -> None:
-    """Compare attention of a library with a softmax in float64, in a process of its own, which has loaded no other.
+    """Compare attention and products of a library with float64's, in a process of its own, which has loaded no other.
 
     Raises:
         ValueError: it computes something else, or the process fails.
@@ -141,12 +143,13 @@ def check(library: Path) -> None:
         raise ValueError(f"{library.name} fails with status {done.returncode}, so it is not used: {last}")
     if not (apart := float(done.stdout)) < 1:  # also where it is NaN
         raise ValueError(
-            f"attention of {library.name} is {apart:.3g} times what rounding allows from a softmax's, so it is not used"
+            f"{library.name} is {apart:.3g} times what rounding allows from float64's attention and products, so it is "
+            "not used"
         )
 
 
 def farthest(library: str) -> float:
-    """Largest difference of the library's attention from a softmax in float64, by what rounding allows.
+    """Largest difference of the library's attention and products from those in float64, by what rounding allows.
 
     Args:
         library: path of what this process loads; it has loaded no other.
@@ -174,7 +177,10 @@ def farthest(library: str) -> float:
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         for apart in ((out - known_out).abs() / tolerance, (lse - known_lse).abs() / 1e-4):
             found = torch.tensor([found, apart.max().item()]).max().item()  # NaN if one is
-    return found
+    layer = nn.Linear(130, 70)
+    Int8Linear.take(layer)
+    x_RI = torch.randn(9, 130, generator=generator)
+    return math.inf if wrong_product(layer, lambda: layer(x_RI)) else found
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, queries_C: Tensor, firsts_C: Tensor | None) -> tuple[Tensor, Tensor]:

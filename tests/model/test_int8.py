@@ -1,0 +1,344 @@
+"""model.weights=int8: products of the kernel, models in 8 bits, and where they are refused.
+
+The references are the products of the same codes, made here of the weights, in float64.
+"""
+
+# Legend: R rows, I input features, O output features, B batch, S tokens, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
+from runahead.config import Device, DType, ModelName, ModelOptions, Weights
+from runahead.files import cache_folder
+from runahead.kernels import operators
+from runahead.model import loading
+from runahead.model.fingerprint import model_fingerprint
+from runahead.model.layers.int8 import EncodedWeight, Int8Linear, encode_linears, encoded_layers, wrong_product
+from runahead.model.loading import kernels
+from runahead.model.loading.sharing import bytes_of
+from runahead.model.shares import load_model, shard_model
+from tests.families import build, prompt, save_tiny_config
+from tests.needs import TEST_KERNELS, missing
+
+CPU = torch.device("cpu")
+
+FAMILIES = ("llama", "phi", "gemma2", "qwen3_moe", "gptj", "lfm2")
+
+
+def load_kernels() -> None:
+    operators.load(kernels.build(cache_folder() / TEST_KERNELS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    if kernels.unsupported() or kernels.compiler() is None:
+        missing("a processor with AVX2 and a C++ compiler")
+    load_kernels()
+
+
+def numbers(*size: int, seed: int = 0) -> Tensor:
+    """Random numbers, some of them far larger than the others."""
+    generator = torch.Generator().manual_seed(seed + sum(size))
+    found = torch.randn(*size, generator=generator)
+    return torch.where(torch.rand(*size, generator=generator) < 0.02, 30 * found, found)
+
+
+def product(
+    x_RI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    zero_point: int = 128,
+    neighbour: bool = False,
+    signed: bool = False,
+) -> Tensor:
+    """The product in float64, from its definition; what the options say is wrong unless they are left out.
+
+    Args:
+        zero_point: that sums are corrected by, of unsigned codes that are 128 larger.
+        neighbour: take the scale of the next output feature.
+        signed: read unsigned codes as signed ones.
+    """
+    weight_OI = weight_OI.float()
+    scales_O = weight_OI.abs().amax(dim=1) / 127
+    codes_OI = (weight_OI / torch.where(scales_O == 0, 1.0, scales_O)[:, None]).round().double()
+    found = torch.zeros(len(x_RI), len(weight_OI), dtype=torch.float64)
+    for group in range(0, x_RI.shape[1], 64):
+        x_Rg = x_RI[:, group : group + 64].float()
+        largest_R1 = x_Rg.abs().amax(dim=1, keepdim=True)
+        factor_R1 = torch.where(largest_R1 > 0, torch.tensor(127.0) / largest_R1, 0.0)
+        codes_Rg = (x_Rg.double() * factor_R1.double()).round() + 128
+        codes_Rg = torch.where(codes_Rg > 127, codes_Rg - 256, codes_Rg) if signed else codes_Rg
+        codes_Og = codes_OI[:, group : group + 64]
+        sums_RO = codes_Rg @ codes_Og.T - zero_point * codes_Og.sum(dim=1)
+        found += (largest_R1 / 127).double() * sums_RO
+    found *= (scales_O.roll(-1) if neighbour else scales_O).double()
+    return found if bias_O is None else found + bias_O.double()
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "zero point off by one": {"zero_point": 129},
+    "scale of the neighbouring channel": {"neighbour": True},
+    "signed activations": {"signed": True},
+}
+
+
+def computed(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    encoded = EncodedWeight.of(weight_OI)
+    return operators.linear_int8(x, encoded.codes, encoded.sums, encoded.scales_O, bias_O)
+
+
+def assert_same(found: Tensor, known: Tensor) -> None:
+    """Groups are added in float32: at most 50 of them, of numbers that are some times larger than their sum."""
+    rounding = 3e-6 if found.dtype is torch.float32 else 1e-2
+    assert (found.double() - known).abs().max() <= rounding * known.abs().max()
+
+
+inputs = st.integers(1, 80) | st.sampled_from([127, 128, 129, 576, 1000])
+outputs = st.integers(1, 70) | st.sampled_from([96, 97])
+rows = st.integers(1, 14) | st.sampled_from([95, 97, 481])
+
+
+class TestProducts:
+    @given(rows, inputs, outputs, st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
+    def test_are_those_of_the_codes(
+        self, num_rows: int, num_inputs: int, num_outputs: int, biased: bool, dtype: torch.dtype
+    ) -> None:
+        x_RI, weight_OI = numbers(num_rows, num_inputs).to(dtype), numbers(num_outputs, num_inputs, seed=1)
+        bias_O = numbers(num_outputs) if biased else None
+        found = computed(x_RI, weight_OI, bias_O)
+        assert found.dtype == dtype
+        assert_same(found, product(x_RI, weight_OI, bias_O))
+
+    @pytest.mark.parametrize("wrong", WRONG)
+    def test_are_told_from_others(self, wrong: str) -> None:
+        x_RI, weight_OI = numbers(20, 200), numbers(70, 200, seed=1)
+        with pytest.raises(AssertionError):
+            assert_same(computed(x_RI, weight_OI), product(x_RI, weight_OI, **WRONG[wrong]))
+
+    def test_of_whole_numbers_are_exact(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x_RI = torch.randint(-127, 128, (33, 320), generator=generator).float()
+        weight_OI = torch.randint(-127, 128, (65, 320), generator=generator).float()
+        x_RI[:, ::64] = weight_OI[:, 0] = 127  # so that all scales are 1
+        assert torch.equal(computed(x_RI, weight_OI).double(), x_RI.double() @ weight_OI.double().T)
+
+    def test_of_the_largest_codes_do_not_overflow(self) -> None:
+        ones = torch.ones(1, 4096)
+        for sign in (1, -1):
+            assert computed(sign * ones, ones.expand(40, -1)).unique().tolist() == [pytest.approx(sign * 4096)]
+
+    def test_keep_what_is_no_number_in_its_row(self) -> None:
+        for wrong in (torch.nan, torch.inf, -torch.inf):
+            x_RI = numbers(9, 100)
+            x_RI[4, 70] = wrong
+            found = computed(x_RI, numbers(40, 100))
+            assert found[4].isnan().all()
+            assert found[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+
+    def test_of_zeros_and_of_no_rows_are_zeros_and_none(self) -> None:
+        weight_OI = torch.cat([torch.zeros(1, 70), numbers(2, 70)])
+        assert torch.equal(computed(torch.zeros(3, 70), weight_OI), torch.zeros(3, 3))
+        assert torch.equal(computed(numbers(3, 70), weight_OI)[:, 0], torch.zeros(3))
+        assert computed(torch.empty(2, 0, 70), weight_OI).shape == (2, 0, 3)
+
+    def test_have_the_bits_of_each_row_alone_with_any_threads(self) -> None:
+        x_RI, weight_OI, before = numbers(500, 576), numbers(1000, 576), torch.get_num_threads()
+        found = []
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append(computed(x_RI, weight_OI))
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(each, found[0]) for each in found)
+        for row in (0, 5, 96, 479, 480, 499):
+            assert torch.equal(computed(x_RI[row], weight_OI), found[0][row])
+        assert torch.equal(computed(x_RI.view(5, 100, 576).transpose(0, 1), weight_OI)[7, 3], found[0][307])
+
+    def test_are_an_operator_of_torch(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            encoded = EncodedWeight.of(numbers(40, 70))
+            given = (numbers(2, 3, 70).to(dtype), encoded.codes, encoded.sums, encoded.scales_O, numbers(40))
+            torch.library.opcheck(
+                torch.ops.runahead.linear_int8.default, given, test_utils=["test_schema", "test_faketensor"]
+            )
+
+    @pytest.mark.parametrize(
+        ("x", "message"),
+        [(torch.ones(3, 80), "are not of 80 input"), (torch.ones(3, 70, dtype=torch.float64), "are not to be had")],
+    )
+    def test_refuse_what_does_not_fit(self, x: Tensor, message: str) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            computed(x, numbers(40, 70)) if x.shape[1] == 70 else operators.linear_int8(x, *_parts(), None)
+
+
+def _parts() -> tuple[Tensor, Tensor, Tensor]:
+    encoded = EncodedWeight.of(numbers(40, 70))
+    return encoded.codes, encoded.sums, encoded.scales_O
+
+
+def plain_twin(family: str, **wrong: Any) -> nn.Module:
+    """transformers' module with the products of the definition above, in place of linear layers."""
+    module = build(family, dtype=torch.float32, attention="eager")
+    routers = {name for name, _ in module.named_modules() if name.endswith(("mlp.gate", "router"))}
+
+    def multiply(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        return lambda x: (
+            product(x.flatten(0, -2), layer.weight, layer.bias, **wrong).unflatten(0, x.shape[:-1]).to(x.dtype)
+        )
+
+    for name, layer in module.named_modules():
+        if type(layer) is nn.Linear and name not in routers:
+            layer.forward = multiply(layer)  # type: ignore[method-assign, assignment]
+    return module
+
+
+def last_logits(ranks: Ranks, family: str, ids: list[int], num_new: int) -> tuple[list[int], Tensor]:
+    """New token ids of a model in 8 bits, and logits (V) after the prompt on the last rank."""
+    load_kernels()
+    module = build(family, dtype=torch.float32)
+    encode_linears(module)
+    found = list[Tensor]()
+    model = Model(module)
+    forward = model.forward
+    model.forward = lambda *given, **more: found.append(forward(*given, **more)) or found[-1]  # type: ignore[method-assign, func-returns-value]
+    batch = Engine(model, ranks).generate([ids], GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
+    return batch.generations[0].new_token_ids, found[0][0] if found else torch.empty(0)
+
+
+TOLERANCE = 2e-2
+"""Part of the logits' spread. Attention rounds in another order, which may move a number by one of 127 of its group."""
+
+
+def off(found: Tensor, known: Tensor) -> float:
+    return ((found - known).abs().max() / known.std()).item()
+
+
+class TestModels:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_compute_with_the_numbers_of_the_codes(self, family: str) -> None:
+        ids = prompt(60)
+        _, logits_V = last_logits(Ranks.start(RanksOptions(device=Device.cpu, threads=1)), family, ids, 1)
+        with torch.inference_mode():
+            known_V = plain_twin(family)(input_ids=torch.tensor([ids])).logits[0, -1]
+        assert off(logits_V, known_V) < TOLERANCE
+
+    @pytest.mark.parametrize("wrong", WRONG)
+    def test_are_told_from_others(self, wrong: str) -> None:
+        ids = prompt(60)
+        _, logits_V = last_logits(Ranks.start(RanksOptions(device=Device.cpu, threads=1)), "llama", ids, 1)
+        with torch.inference_mode():
+            others_V = plain_twin("llama", **WRONG[wrong])(input_ids=torch.tensor([ids])).logits[0, -1]
+        assert off(logits_V, others_V) > 5 * TOLERANCE
+
+    @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+    def test_answer_alike_on_one_and_two_ranks(self, rank_pools: Any, family: str) -> None:
+        ids = prompt(70, seed=1)
+        [[one, _]] = rank_pools.run(1, last_logits, family, ids, 8)
+        two = rank_pools.run(2, last_logits, family, ids, 8)
+        assert [answer for answer, _ in two] == [one, one]
+
+    def test_keep_routers_embeddings_and_experts(self) -> None:
+        module = build("qwen3_moe", dtype=torch.float32)
+        given = module.get_input_embeddings().weight
+        encode_linears(module)
+        layers = {name for name, layer in module.named_modules() if isinstance(layer, Int8Linear)}
+        assert any(name.endswith("q_proj") for name in layers) and "lm_head" in layers
+        assert not any("gate" in name.split(".") or "experts" in name for name in layers)
+        assert module.get_input_embeddings().weight is given
+
+    def test_are_read_as_numbers(self) -> None:
+        """Policies that read weights, and what is not computed by the layer itself."""
+        module = build("llama", dtype=torch.float32)
+        given = {name: layer.weight.clone() for name, layer in module.named_modules() if type(layer) is nn.Linear}
+        encode_linears(module)
+        for name, layer in module.named_modules():
+            if name in given:
+                step_O1 = given[name].abs().amax(dim=1, keepdim=True) / 127
+                assert ((layer.weight - given[name]).abs() <= 0.501 * step_O1).all()
+                assert layer.weight.shape == given[name].shape
+        projections = Model(module).output_projections
+        assert torch.equal(projections[0], module.model.layers[0].self_attn.o_proj.weight)
+
+    def test_have_another_fingerprint_and_fewer_bytes(self) -> None:
+        plain, module = (build("llama", dtype=torch.float32) for _ in range(2))
+        encode_linears(module)
+        assert model_fingerprint(module) != model_fingerprint(plain)
+        again = build("llama", dtype=torch.float32)
+        again.model.layers[0].mlp.up_proj.weight.mul_(1.5)  # the same codes by other scales
+        encode_linears(again)
+        assert model_fingerprint(module) != model_fingerprint(again)
+        layer, encoded = nn.Linear(1000, 2000), nn.Linear(1000, 2000)
+        Int8Linear.take(encoded)
+        assert bytes_of(encoded) < 0.27 * bytes_of(layer)
+        assert bytes_of(encoded) - encoded.bias.nbytes == EncodedWeight.num_bytes(2000, 1000)
+
+    def test_of_a_large_layer_are_those_of_its_parts(self) -> None:
+        weight_OI = numbers(4100, 9)
+        whole, first = EncodedWeight.of(weight_OI), EncodedWeight.of(weight_OI[:32])
+        assert torch.equal(whole.codes[:1], first.codes) and torch.equal(whole.sums[:1], first.sums)
+        assert len(whole.codes) == 129 and (whole.decoded(9) - weight_OI).abs().max() <= weight_OI.abs().max() / 250
+
+    def test_give_gradients_of_their_numbers(self) -> None:
+        layer = nn.Linear(70, 40).requires_grad_(False)
+        Int8Linear.take(layer)
+        x = numbers(3, 70).requires_grad_()
+        layer(x).sum().backward()
+        assert x.grad is not None and torch.allclose(x.grad[0], layer.weight.sum(dim=0), atol=1e-5)
+
+    def test_are_checked_at_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = build("llama", dtype=torch.float32)
+        encode_linears(module)
+        assert wrong_product(module, lambda: module(input_ids=torch.tensor([prompt(9)]))) == ""
+        right = operators.linear_int8
+        monkeypatch.setattr(operators, "linear_int8", lambda x, c, s, scales, b: right(x, c, s, scales.roll(1), b))
+        with pytest.raises(ValueError, match=r"the kernel for 8-bit weights gives other products .*_proj"):
+            Model(module)
+
+
+class TestLoading:
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> ModelOptions:
+        save_tiny_config(tmp_path)
+        return ModelOptions(name=ModelName.random, config=str(tmp_path), weights=Weights.int8, dtype=DType.float32)
+
+    def test_rounds_and_tells(self, options: ModelOptions) -> None:
+        model = load_model(options, Ranks.start(RanksOptions(device=Device.cpu, threads=1)))
+        assert model.weights is Weights.int8 and len(encoded_layers(model.module)) == 4 * 7 + 1
+        assert model.stored_as.startswith("int8 (") and model.memory is not None
+        assert model.memory.weights_bytes == bytes_of(model.module)
+
+    def test_is_refused_in_float16(self, options: ModelOptions) -> None:
+        options.dtype = DType.float16
+        with pytest.raises(ValueError, match=r"float32 or bfloat16, not float16; use model\.dtype"):
+            loading.load(options, device=CPU, attn_implementation="eager")
+
+    def test_is_refused_without_kernels(self, options: ModelOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loading, "is_loaded", lambda: False)
+        monkeypatch.setattr(loading, "load_if_built", lambda: f"none are built; {kernels.REMEDY}")
+        with pytest.raises(ValueError, match=r"weights=int8 needs kernels: none are built; python -m launch\.kernels"):
+            loading.load(options, device=CPU, attn_implementation="eager")
+
+    def test_is_refused_of_models_without_linear_layers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save_tiny_config(tmp_path)
+        options = ModelOptions(name=ModelName.random, config=str(tmp_path), weights=Weights.int8)
+        monkeypatch.setattr("runahead.model.layers.int8.linears", lambda module: [])
+        with pytest.raises(ValueError, match="of which .* has none"):
+            loading.load(options, device=CPU, attn_implementation="eager")
+
+    def test_is_refused_in_shares(self) -> None:
+        model: Any = SimpleNamespace(weights=Weights.int8)
+        with pytest.raises(ValueError, match=r"model\.weights=int8 rounds whole weights"):
+            shard_model(model, SimpleNamespace(num_shares=2))  # type: ignore[arg-type]
