@@ -33,7 +33,7 @@ constexpr int MOST_TILES = 8;   // that read the same copies of keys and values
 constexpr int KEY_BLOCK = 120;  // keys of a tile, a multiple of TILE: their weights lie in the first-level cache
 constexpr float GROWTH = 8;     // powers of 2 by which a score may be larger than what scores are counted from
 constexpr int FEW_ROWS = 16;    // up to so many rows of a KV head are computed one by one, as fast as keys are read
-constexpr int FEW_KEYS = 64;    // keys of few rows that are read at a time
+constexpr int AHEAD = 16;       // keys by which few rows ask for others' before they are read
 constexpr int PART = 256;       // keys of a part of few rows, which is one thread's work
 constexpr int TOGETHER = 4;     // few rows that read keys together
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -306,82 +306,85 @@ void attend_in_tiles(const Call<T>& call) {
   });
 }
 
-// Keys or values of some tokens in float32, `stride` numbers apart.
-struct Floats {
-  const float* data;
-  int64_t stride;
-  bool is_copy;
+// What some keys have given to few rows; scores are counted from bases as in a tile.
+struct Few {
+  float *out, *totals, *less_base, *limit;  // (rows, V), (rows, LANES), (rows), (rows)
+
+  static int64_t size(int64_t rows, int64_t V) { return rows * (V + LANES + 2); }
+
+  Few(float* memory, int64_t rows, int64_t V)
+      : out(memory), totals(out + rows * V), less_base(totals + rows * LANES), limit(less_base + rows) {}
+
+  // The base of a row becomes the largest of its scores, which are counted from it.
+  __attribute__((noinline)) Vec grow(int64_t row, int64_t V, Vec scores) {
+    float most = NONE;
+    for (int i = 0; i < LANES; ++i) most = scores[i] > most ? scores[i] : most;
+    const Vec shrink = exp2(all(limit[row] == NONE ? NONE : -most));
+    less_base[row] -= most;
+    limit[row] = GROWTH;
+    store(totals + row * LANES, load(totals + row * LANES) * shrink);
+    for (int64_t i = row * V; i < (row + 1) * V; i += LANES) store(out + i, load(out + i) * shrink);
+    return scores - most;
+  }
 };
 
-inline Floats floats(const float* from, int64_t stride, int64_t, int64_t, float*) { return {from, stride, false}; }
-inline Floats floats(const BFloat16* from, int64_t stride, int64_t tokens, int64_t width, float* memory) {
-  copy(from, stride, tokens, width, memory);
-  return {memory, width, true};
-}
-
-// The part of VECS vectors of values of `count` keys, whose weights are (ROWS, FEW_KEYS), is added to `out` (ROWS, V).
-template <int ROWS, int VECS>
-inline void add_values(const float* weights, const float* v, int64_t stride, int64_t count, const float* shrink,
-                       float* out, int64_t V) {
+// VECS vectors of the values of `count` keys, whose weights are (ROWS, LANES), are added to `out` (ROWS, V).
+template <int ROWS, int VECS, typename T>
+inline void add_values(const float* weights, const T* v, int64_t stride, int64_t count, int64_t ahead, float* out,
+                       int64_t V) {
   Vec found[ROWS][VECS];
   for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < VECS; ++j) found[r][j] = load(out + r * V + j * LANES) * shrink[r];
+    for (int j = 0; j < VECS; ++j) found[r][j] = load(out + r * V + j * LANES);
   for (int64_t key = 0; key < count; ++key)
     for (int j = 0; j < VECS; ++j) {
       const Vec of_key = load(v + key * stride + j * LANES);
-      for (int r = 0; r < ROWS; ++r) found[r][j] += weights[r * FEW_KEYS + key] * of_key;
+      if (j * LANES * sizeof(T) % 64 == 0) __builtin_prefetch(v + (key + ahead) * stride + j * LANES);
+      for (int r = 0; r < ROWS; ++r) found[r][j] += weights[r * LANES + key] * of_key;
     }
   for (int r = 0; r < ROWS; ++r)
     for (int j = 0; j < VECS; ++j) store(out + r * V + j * LANES, found[r][j]);
 }
 
-// The part of `count` keys of ROWS rows with queries (ROWS, H), added to `out` (ROWS, V), `most` and `total`.
-template <int ROWS>
-void add_few(const float* q, Floats k, Floats v, int64_t count, int64_t H, int64_t V, float* out, float* most,
-             float* total) {
-  float weights[ROWS * FEW_KEYS], shrink[ROWS];
-  for (int64_t key = 0; key < FEW_KEYS; key += LANES)
-    for (int r = 0; r < ROWS; ++r) {
-      Vec found[LANES] = {};
-      const float* of_keys[LANES];  // those that are none repeat the last
-      for (int i = 0; i < LANES; ++i) of_keys[i] = k.data + std::min(key + i, count - 1) * k.stride;
-      if (key < count)
-        for (int64_t h = 0; h < H; h += LANES)
-          for (int i = 0; i < LANES; ++i) found[i] += load(of_keys[i] + h) * load(q + r * H + h);
-      if (r == 0 && key < count && !k.is_copy) {  // what comes next: these keys' values, and the same head's next keys
-        for (int i = 0; i < LANES; ++i) {
-          for (int64_t n = 0; n < V; n += LANES) __builtin_prefetch(v.data + (key + i) * v.stride + n);
-          for (int64_t h = 0; h < H; h += LANES) __builtin_prefetch(of_keys[i] + FEW_KEYS * k.stride + h);
-        }
+// At most LANES keys are added to ROWS rows, from number `row` on, with queries (ROWS, H).
+template <int ROWS, typename T>
+void add_few(const Call<T>& call, const float* q, const T* k, const T* v, int64_t count, int64_t ahead, int64_t row,
+             Few few) {
+  constexpr int KEYS = 4;  // whose products with all rows' queries are summed up in registers
+  const int64_t H = call.H, V = call.V;
+  Vec found[ROWS][LANES];
+  for (int key = 0; key < LANES; key += KEYS) {
+    const T* of_keys[KEYS];  // those that are none repeat the last
+    for (int i = 0; i < KEYS; ++i) of_keys[i] = k + std::min<int64_t>(key + i, count - 1) * call.k.token;
+    Vec summed[ROWS][KEYS] = {};
+    for (int64_t h = 0; h < H; h += LANES)
+      for (int i = 0; i < KEYS; ++i) {
+        const Vec of_key = load(of_keys[i] + h);
+        if (h * sizeof(T) % 64 == 0) __builtin_prefetch(of_keys[i] + ahead * call.k.token + h);
+        for (int r = 0; r < ROWS; ++r) summed[r][i] += of_key * load(q + r * H + h);
       }
-      store(weights + r * FEW_KEYS + key, numbered() < (int32_t)(count - key) ? sums(found) : all(NONE));
-    }
-  for (int r = 0; r < ROWS; ++r) {
-    float* of_row = weights + r * FEW_KEYS;
-    Vec highest = all(most[r]), added = {};
-    for (int i = 0; i < FEW_KEYS; i += LANES) highest = larger(load(of_row + i), highest);
-    float now = highest[0];
-    for (int i = 1; i < LANES; ++i) now = std::max(now, highest[i]);
-    for (int i = 0; i < FEW_KEYS; i += LANES) {
-      const Vec weight = exp2(load(of_row + i) - now);
-      store(of_row + i, weight);
-      added += weight;
-    }
-    shrink[r] = exp2(all(most[r] - now))[0];
-    total[r] = total[r] * shrink[r] + sum(added);
-    most[r] = now;
+    for (int r = 0; r < ROWS; ++r)
+      for (int i = 0; i < KEYS; ++i) found[r][key + i] = summed[r][i];
   }
+  float weights[ROWS * LANES];
+  for (int r = 0; r < ROWS; ++r) {
+    Vec scores = numbered() < static_cast<int32_t>(count) ? sums(found[r]) + few.less_base[row + r] : all(NONE);
+    if (__builtin_expect(any(scores > few.limit[row + r]), 0)) scores = few.grow(row + r, V, scores);
+    const Vec of_row = exp2(scores);
+    store(weights + r * LANES, of_row);
+    store(few.totals + (row + r) * LANES, load(few.totals + (row + r) * LANES) + of_row);
+  }
+  float* out = few.out + row * V;
+  const int64_t stride = call.v.token;
   int64_t i = 0;
-  for (; i + 4 * LANES <= V; i += 4 * LANES)
-    add_values<ROWS, 4>(weights, v.data + i, v.stride, count, shrink, out + i, V);
-  for (; i < V; i += LANES) add_values<ROWS, 1>(weights, v.data + i, v.stride, count, shrink, out + i, V);
+  for (; i + 4 * LANES <= V; i += 4 * LANES) add_values<ROWS, 4>(weights, v + i, stride, count, ahead, out + i, V);
+  for (; i < V; i += LANES) add_values<ROWS, 1>(weights, v + i, stride, count, ahead, out + i, V);
 }
 
-template <int ROWS = TOGETHER, typename... Rest>
-void add_rows(int64_t rows, Rest... rest) {
+template <int ROWS = TOGETHER, typename T, typename... Rest>
+void add_rows(int64_t rows, const Call<T>& call, Rest... rest) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return add_rows<ROWS - 1>(rows, rest...);
-  add_few<ROWS>(rest...);
+    if (rows < ROWS) return add_rows<ROWS - 1>(rows, call, rest...);
+  add_few<ROWS>(call, rest...);
 }
 
 template <typename T>
@@ -393,9 +396,8 @@ void attend_few(const Call<T>& call) {
     for (int64_t first = 0; first < call.seen(b); first += PART) parts.emplace_back(b, first);
     part_of.push_back(parts.size());
   }
-  // Of each part: outputs (K, rows, V), largest scores and sums (K, rows); queries (B, K, rows, H).
-  const int64_t size = all_rows * (V + 2);
-  std::vector<float> found(parts.size() * size), queries(call.B * all_rows * H);
+  const int64_t size = Few::size(all_rows, V);
+  std::vector<float> found(parts.size() * size), queries(call.B * all_rows * H);  // queries (B, K, rows, H)
   for (int64_t b = 0; b < call.B; ++b)
     for (int64_t i = 0; i < all_rows; ++i) {
       const int64_t head = i / rows, row = i % rows;
@@ -405,38 +407,37 @@ void attend_few(const Call<T>& call) {
   share_out(parts.size(), [&](int64_t i) {
     const auto [b, first] = parts[i];
     const int64_t last = std::min(call.seen(b), first + PART), start = call.start(b);
-    float *out = &found[i * size], *most = out + all_rows * V, *total = most + all_rows;
-    std::fill(most, most + all_rows, NONE);
-    float* memory = scratch(FEW_KEYS * (H + V));
-    for (int64_t key = first; key < last; key += FEW_KEYS)  // of all heads at once, since they lie beside each other
+    Few few(&found[i * size], all_rows, V);
+    std::fill(few.limit, few.limit + all_rows, NONE);
+    for (int64_t key = first; key < last; key += LANES)  // of all heads at once, since they lie beside each other
       for (int64_t head = 0; head < call.K; ++head) {
-        const int64_t count = std::min<int64_t>(FEW_KEYS, last - key);
-        const Floats k = floats(call.k.at(b, head, start + key), call.k.token, count, H, memory);
-        const Floats v = floats(call.v.at(b, head, start + key), call.v.token, count, V, memory + FEW_KEYS * H);
-        for (int64_t row = head * rows; row < (head + 1) * rows; row += TOGETHER)
-          add_rows((head + 1) * rows - row, &queries[(b * all_rows + row) * H], k, v, count, H, V, out + row * V,
-                   most + row, total + row);
+        const int64_t count = std::min<int64_t>(LANES, last - key);
+        int64_t ahead = key + LANES < call.seen(b) ? AHEAD : 0;
+        for (int64_t row = head * rows; row < (head + 1) * rows; row += TOGETHER, ahead = 0)
+          add_rows((head + 1) * rows - row, call, &queries[(b * all_rows + row) * H], call.k.at(b, head, start + key),
+                   call.v.at(b, head, start + key), count, ahead, row, few);
       }
   });
   for (int64_t b = 0; b < call.B; ++b)
     for (int64_t i = 0; i < all_rows; ++i) {
       const int64_t n = i / rows * call.G + i % rows % call.G, c = i % rows / call.G;
-      const int64_t parts = part_of[b + 1] - part_of[b];
-      const float* of = found.data() + part_of[b] * size;
+      const int64_t count = part_of[b + 1] - part_of[b];
+      const auto part = [&](int64_t p) { return Few(&found[(part_of[b] + p) * size], all_rows, V); };
+      const auto base = [&](int64_t p) { return part(p).limit[i] == NONE ? NONE : -part(p).less_base[i]; };
       float most = NONE, total = 0;
-      for (int64_t p = 0; p < parts; ++p) most = std::max(most, of[p * size + all_rows * V + i]);
-      std::vector<float> shares(parts);
-      for (int64_t p = 0; p < parts; ++p) {
-        shares[p] = exp2(all(of[p * size + all_rows * V + i] - most))[0];
-        total += shares[p] * of[p * size + all_rows * (V + 1) + i];
+      for (int64_t p = 0; p < count; ++p) most = std::max(most, base(p));
+      std::vector<float> shares(count);
+      for (int64_t p = 0; p < count; ++p) {
+        shares[p] = exp2(all(base(p) - most))[0];
+        total += shares[p] * sum(load(part(p).totals + i * LANES));
       }
       T* out = call.out.at(b, n, c);
-      for (int64_t j = 0; j < V; ++j) {
-        float number = 0;
-        for (int64_t p = 0; p < parts; ++p) number += shares[p] * of[p * size + i * V + j];
-        out[j] = static_cast<T>(parts ? number / total : 0.f);
+      for (int64_t j = 0; j < V; j += LANES) {
+        Vec number = {};
+        for (int64_t p = 0; p < count; ++p) number += shares[p] * load(part(p).out + i * V + j);
+        store(out + j, count ? number / total : Vec{});
       }
-      *call.lse.at(b, n, c) = parts ? most * LN_2 + std::log(total) : NONE;
+      *call.lse.at(b, n, c) = count ? most * LN_2 + std::log(total) : NONE;
     }
 }
 

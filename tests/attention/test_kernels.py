@@ -182,7 +182,8 @@ class TestAttention:
         q, k = torch.zeros_like(q), torch.zeros_like(k)
         q[..., 0] = torch.where(torch.arange(90) % 2 == 0, 1.0, 0.5)
         k[..., 0] = growing * step * math.log(2) * torch.arange(400)
-        for tried, causal in (((q, k, v), False), ((q[:, :, :80], k[:, :, :80], v[:, :, :80]), True)):
+        for length, causal in ((90, False), (80, True), (2, False)):  # the last are few rows
+            tried = q[:, :, :length], *(x[:, :, : length if causal else 400] for x in (k, v))
             out, lse = operators.attend(*tried, causal, 1.0)
             known_out, known_lse = dense(*tried, causal, 1.0)
             # Scores reach 400 steps, and are rounded to 2^-24 of that; so are weights, relative to their own.
