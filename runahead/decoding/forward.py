@@ -23,6 +23,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.fixed import in_fixed_shape
 from runahead.cache.kept import NEW_ROOM
 from runahead.cache.new_tokens import NewTokens
+from runahead.decoding.recorded import RecordedStep, records
 from runahead.failures import first_line
 from runahead.model.model import Model
 from runahead.ranks.accelerator import Accelerator, accelerator_for
@@ -34,7 +35,7 @@ Forward = Callable[[Tensor, int], Tensor]
 
 
 def fastest_form(cache: KVStore, model: Model, *, pads: list[int], num_tokens: int, apart: bool = False) -> KVStore:
-    """A prompt's cache in the form that single new tokens attend to fastest: with an accelerator, one for graphs.
+    """A prompt's cache in the form that single new tokens attend to fastest: one for steps that are replayed, if any.
 
     Args:
         pads: left padding per row.
@@ -42,9 +43,14 @@ def fastest_form(cache: KVStore, model: Model, *, pads: list[int], num_tokens: i
         apart: rows may advance by different numbers of tokens.
     """
     fixed = None
-    if model.repeats_steps and accelerator_for(model.device) is not None:
+    if (model.repeats_steps and accelerator_for(model.device) is not None) or _is_recorded(cache, model):
         fixed = in_fixed_shape(cache, pads=pads, num_tokens=num_tokens, apart=apart)
     return cache.for_decoding() if fixed is None else fixed
+
+
+def _is_recorded(cache: KVStore, model: Model) -> bool:
+    """Whether a CPU replays steps over a cache: not those that exchange parts with other ranks."""
+    return cache.slab_index is not None and not cache.slab_index.is_part and records(model)
 
 
 def forward_over(
@@ -199,7 +205,8 @@ def agreed(cache: KVStore, model: Model, *, is_fine: bool) -> Tensor:
 class FixedForward:
     """Forward over a cache of fixed shape: the same operations on the same tensors in every step.
 
-    A GPU replays it as one graph after three steps: one launch in place of some 40 per layer.
+    A GPU replays it as one graph after three steps: one launch in place of some 40 per layer. A CPU with kernels of our
+    own replays a recorded step after two (`RecordedStep`).
 
     Where several ranks store the text, the graph holds their exchanges, and NCCL wants an operation to be captured on
     all ranks or on none (its user guide, "Using NCCL with CUDA Graphs"). So no step is computed twice, since the others
@@ -223,6 +230,7 @@ class FixedForward:
         self._ends = ends
         self._ids_B1 = torch.zeros(len(pads), 1, dtype=torch.long, device=model.device)
         self._gpu = accelerator_for(model.device)
+        self._recorded = RecordedStep(self._step, model) if _is_recorded(cache, model) else None
         self._num_steps = 0
         self._replay: Callable[[], Tensor] | None = None
         self._agreed_1: Tensor | None = None  # whether all ranks can go on towards a graph
@@ -230,6 +238,8 @@ class FixedForward:
     def __call__(self, ids_B1: Tensor, start: int) -> Tensor:
         """Logits (B, V), which the next call may overwrite."""
         self._ids_B1.copy_(ids_B1)
+        if self._recorded is not None:
+            return self._recorded()
         self._num_steps += 1
         if self._agreed_1 is not None:
             if not self._agreed_1.item():

@@ -85,6 +85,7 @@ class Model(ModelLayers):
         gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
+        unrecordable: why its decoding steps cannot be replayed on a CPU, as the first one that was tried has shown; "".
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         adapters: digests of the adapters that are merged into the weights; "" for none.
         adapter_names: their names, which `name` has, too.
@@ -114,7 +115,7 @@ class Model(ModelLayers):
         self.tokenizer = tokenizer
         unfuse(module)  # what another `Model` has fused
         multiply_fast(module)
-        self.overrides = self.adapters = self.lacks_kernels = self.stored_as = ""
+        self.overrides = self.adapters = self.lacks_kernels = self.unrecordable = self.stored_as = ""
         self.adapter_names: Sequence[str] = ()
         self.weights = Weights.int8 if encoded_layers(module) else Weights.full
         self.ranges = Ranges()

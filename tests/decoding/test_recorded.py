@@ -1,0 +1,369 @@
+"""Steps that a CPU replays: logits of the eager step, what cannot be replayed is told, and each operator of our own."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from runahead.cache.attention import CausalAttention
+from runahead.cache.fixed import DeviceIndex
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVSlab
+from runahead.decoding.forward import FixedForward, fastest_form, forward_over
+from runahead.decoding.recorded import Program, RecordedStep, recorded, records
+from runahead.files import cache_folder
+from runahead.kernels import operators
+from runahead.kernels.operators import KERNELS
+from runahead.model.loading import kernels as loading
+from runahead.model.model import Model
+from tests.families import FAMILIES, VOCAB_SIZE, build
+from tests.needs import TEST_KERNELS, missing
+
+TOKENS, NEW = 11, 6
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
+"""Of the largest logit: some roundings in each of three layers."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Built once for all runs of the tests."""
+    if loading.unsupported() or loading.compiler() is None:
+        missing("a processor with AVX2 and a C++ compiler")
+    operators.load(loading.build(cache_folder() / TEST_KERNELS))
+
+
+@pytest.fixture(autouse=True)
+def in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNELS, "in_use", True)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Model:
+    """With head dims that the kernels take."""
+    sizes = {"hidden_size": 64} | ({"head_dim": 16} if "head_dim" in FAMILIES[family].config else {})
+    return Model(build(family, dtype=dtype, **sizes))
+
+
+def prefilled(model: Model, pads: list[int]) -> tuple[KVCache, Tensor]:
+    """A cache with a prompt's keys and values, and random following ids (B, NEW)."""
+    ids_BS = torch.randint(3, VOCAB_SIZE, (len(pads), TOKENS + NEW), generator=torch.Generator().manual_seed(7))
+    cache = model.empty_cache(TOKENS + NEW + 1, batch=len(pads))
+    for slab in cache.slabs.by_layer:
+        slab.slab_TBKX.zero_()
+    model.forward(ids_BS[:, :TOKENS], CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
+    return cache, ids_BS[:, TOKENS:]
+
+
+def stepped(forward: Callable[[Tensor, int], Tensor], following: Tensor) -> Tensor:
+    """Logits (NEW, B, V) of the following tokens, one step each."""
+    steps = enumerate(following.split(1, dim=1), start=TOKENS)
+    return torch.stack([forward(ids_B1, index).clone() for index, ids_B1 in steps])
+
+
+def eager(model: Model, pads: list[int]) -> Tensor:
+    cache, following = prefilled(model, pads)
+    return stepped(forward_over(model, cache, [], pads=pads, prompt_tokens=TOKENS), following)
+
+
+def replaying(model: Model, pads: list[int]) -> tuple[FixedForward, Tensor]:
+    cache, following = prefilled(model, pads)
+    fixed = fastest_form(cache, model, pads=pads, num_tokens=TOKENS)
+    assert fixed.repeats_steps
+    return FixedForward(model, fixed, pads=pads, prompt_tokens=TOKENS), following
+
+
+def program_of(forward: FixedForward) -> Program:
+    assert forward._recorded is not None and forward._recorded._program is not None
+    return forward._recorded._program
+
+
+def assert_near(found: Tensor, known: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    assert (found.double() - known.double()).abs().max() <= TOLERANCE[dtype] * known.abs().max()
+
+
+READ_BY_HOST = {"gpt2"}
+"""Families whose code asks for a number in each step."""
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 0, 0], [0, 4, 9]], ids=["one row", "rows", "padded rows"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(4)
+def test_logits_are_those_over_slabs(family: str, pads: list[int], recwarn: pytest.WarningsRecorder) -> None:
+    if not Model(build(family)).repeats_steps:
+        pytest.skip("steps of this family differ in more than ids, positions and stored tokens")
+    model = model_of(family)
+    if not model.repeats_steps or (len(set(pads)) > 1 and model.uneven_limit is not None):
+        pytest.skip("this family counts positions itself")
+    if not records(model):
+        pytest.skip("the kernels do not take keys and values of this size")
+    known = eager(model, pads)
+    forward, following = replaying(model, pads)
+    assert_near(stepped(forward, following), known)
+    assert bool(model.unrecordable) == (family in READ_BY_HOST), model.unrecordable
+    if not model.unrecordable:
+        with patch.object(model, "forward", side_effect=AssertionError("computed by the model")):
+            forward(following[:, :1], 0)
+        assert not any("recorded step" in str(each.message) for each in recwarn)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_logits_in_bfloat16_are_those_over_slabs(family: str) -> None:
+    model = model_of(family, torch.bfloat16)
+    known = eager(model, [0, 2])
+    forward, following = replaying(model, [0, 2])
+    assert_near(stepped(forward, following), known, torch.bfloat16)
+    assert program_of(forward)
+
+
+def test_bits_are_the_same_for_any_number_of_threads_and_again(threads: Callable[[int], None]) -> None:
+    model, found = model_of("llama"), []
+    for num in (1, 2, 3, 1):
+        threads(num)
+        found.append(stepped(*replaying(model, [0, 0]))[2:])  # the first steps are torch's
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_nothing_but_a_few_numbers_of_positions_goes_through_the_dispatcher() -> None:
+    forward, following = replaying(model_of("llama"), [0])
+    stepped(forward, following)
+    dispatched = [name for name in program_of(forward).names if name.startswith("(")]
+    assert len(dispatched) <= 8, dispatched
+
+
+class Reads(nn.Module):
+    """A layer that asks for a number of what it is given."""
+
+    def __init__(self, inner: nn.Module, read: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.inner, self.read = inner, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.read(x)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("read", "reason"),
+    [
+        (lambda x: x.sum().item(), "asks for a number"),
+        (lambda x: bool(x.sum() > 0), "asks for a number"),
+        (lambda x: x.tolist(), "tolist reads numbers"),
+        (lambda x: x.numpy(), "numpy reads numbers"),
+        (lambda x: x.nonzero(), "a shape that depends on numbers"),
+        (lambda x: x[x > 0], "a shape that depends on numbers"),
+        (lambda x: torch.equal(x, x + 1), "asks for a number"),
+    ],
+    ids=["item", "bool", "tolist", "numpy", "nonzero", "mask", "equal"],
+)
+def test_a_step_that_the_host_reads_stays_as_it_is_and_is_told_once(
+    read: Callable[[Tensor], object], reason: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = model_of("llama")
+    known = eager(model, [0])
+    model.module.model.layers[1].mlp = Reads(model.module.model.layers[1].mlp, read)
+    for _ in range(2):
+        assert_near(stepped(*replaying(model, [0])), known)
+    told = [str(each.message) for each in recwarn if "recorded step" in str(each.message)]
+    assert len(told) == 1 and reason in told[0]
+
+
+def test_a_number_of_the_host_that_is_another_in_each_step_is_found(recwarn: pytest.WarningsRecorder) -> None:
+    model = model_of("llama")
+    mlp, steps = model.module.model.layers[1].mlp, iter(range(100))
+    known = eager(model, [0])
+    forward, following = replaying(model, [0])
+    model.module.model.layers[1].mlp = Reads(mlp, lambda x: x.add_(0.01 * next(steps)))
+    found = stepped(forward, following)
+    assert model.unrecordable.startswith("of a replayed step logits differ")
+    with pytest.raises(AssertionError):
+        assert_near(found, known)
+
+
+def elsewhere(slab: KVSlab, *given: Tensor) -> None:
+    """Store in another thread, which does not record."""
+    thread = threading.Thread(target=WRITE, args=(slab, *given))
+    thread.start()
+    thread.join()
+
+
+WRITE = KVSlab.write
+
+
+@pytest.mark.parametrize("left_out", ["stores", "moves on"])
+def test_a_program_that_leaves_something_out_is_found(left_out: str) -> None:
+    """It stores nothing, or keeps the first step's position."""
+    model = model_of("llama")
+    known, positions = eager(model, [0]), iter(range(TOKENS, TOKENS + NEW))
+    forward, following = replaying(model, [0])
+    owner, name, wrong = {
+        "stores": (KVSlab, "write", elsewhere),
+        "moves on": (DeviceIndex, "positions_BC", lambda *_: torch.tensor([[next(positions)]])),
+    }[left_out]
+    with patch.object(owner, name, wrong), pytest.warns(UserWarning, match="of a replayed step logits differ"):
+        found = stepped(forward, following)
+    assert_near(found, known)
+
+
+class Other:
+    """What one step computes, of a tensor that is another one when it is replayed."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32, like: str = "plain") -> None:
+        generator = torch.Generator().manual_seed(math.prod(shape))
+        self.memory = torch.randn(2, *shape, generator=generator).to(dtype)
+        self.x = self.memory[0].clone()
+        if like == "transposed":
+            self.x = self.memory[0].mT.contiguous().mT
+        self.first, self.second = self.x.clone(), self.memory[1]
+
+    def compare(self, of: Callable[[Tensor], Tensor], *, is_own: bool = True) -> None:
+        result, program = recorded(lambda: of(self.x))
+        assert isinstance(program, Program), program
+        assert not is_own or not [name for name in program.names if name.startswith("(")], program.names
+        self.x.copy_(self.second)
+        program()
+        known = of(self.second.double())
+        dtype, eps = self.x.dtype, {torch.float32: 3e-6, torch.bfloat16: 2**-6}[self.x.dtype]
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), known.double(), atol=eps, rtol=eps)
+        with pytest.raises(AssertionError):  # of what it was recorded with
+            torch.testing.assert_close(result.double(), of(self.first.double()).double(), atol=eps, rtol=eps)
+
+
+def weights(*shape: int) -> Callable[[Tensor], Tensor]:
+    """The same numbers in the dtype of a tensor."""
+    known = torch.randn(*shape, generator=torch.Generator().manual_seed(3)) / shape[-1] ** 0.5
+    kept = {dtype: known.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)}
+    return lambda x: kept[x.dtype]
+
+
+W, V, B = weights(37, 50), weights(50), weights(37)
+
+
+def by_onednn(x: Tensor, activation: str, *, gate: bool = False) -> Tensor:
+    if x.dtype == torch.float64:
+        out = F.linear(x, W(x), B(x))
+        return out * x[:, :37] if gate else F.silu(out) if activation == "swish" else out
+    multiply, x = torch.ops.mkldnn._linear_pointwise, x.contiguous()
+    if gate:
+        return multiply.binary(x, x[:, :37].contiguous(), W(x), B(x), "mul")
+    return multiply(x, W(x), B(x), activation, [], "")
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda x: x + V(x),
+    "add alpha": lambda x: torch.add(x, V(x), alpha=0.3),
+    "subtract": lambda x: x - 3 * V(x),
+    "multiply": lambda x: x * 1.7,
+    "divide": lambda x: V(x) / (x * x + 1.0),
+    "broadcast": lambda x: x[:, :1] * x[:1],
+    "negative": lambda x: -x,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "inverse root": lambda x: torch.rsqrt(x * x + 0.5),
+    "powers": lambda x: x.pow(2) + x.pow(3),
+    "mean": lambda x: x.mean(-1, keepdim=True) + x,
+    "rms norm": lambda x: F.rms_norm(x, (50,), V(x), 1e-5),
+    "layer norm": lambda x: F.layer_norm(x, (50,), None, None, 1e-5),
+    "concatenation": lambda x: torch.cat([-x[:, 25:], x[:, :25], x[:, 3:4]], dim=-1),
+    "copy": lambda x: x.mT.contiguous().clone(),
+    "linear": lambda x: F.linear(x.contiguous(), W(x), B(x)),
+    "linear without bias": lambda x: F.linear(x.contiguous(), W(x)),
+    "linear by oneDNN": lambda x: by_onednn(x, "none"),
+    "linear and activation": lambda x: by_onednn(x, "swish"),
+    "linear and gate": lambda x: by_onednn(x, "none", gate=True),
+    "row": lambda x: F.linear(x[:1].contiguous(), W(x)),
+    "product": lambda x: x.contiguous() @ W(x).mT,
+    "vector": lambda x: torch.mv(W(x), x[0].contiguous()),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 32])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_computes_what_it_does_in_float64(name: str, rows: int) -> None:
+    Other(rows, 50).compare(OPERATORS[name])
+
+
+ONE_ROUNDING = ["multiply", "broadcast", "negative", "silu", "sigmoid", "tanh", "relu", "gelu", "layer norm", "copy"]
+"""In bfloat16 others round between two operators, or have weights that are rounded."""
+
+
+@pytest.mark.parametrize("name", ONE_ROUNDING)
+def test_an_operator_computes_what_it_does_in_bfloat16(name: str) -> None:
+    Other(3, 50, dtype=torch.bfloat16).compare(OPERATORS[name])
+
+
+@pytest.mark.parametrize("name", ["add", "broadcast", "silu", "concatenation", "copy", "mean"])
+def test_an_operator_takes_strides(name: str) -> None:
+    Other(7, 50, like="transposed").compare(OPERATORS[name], is_own=name != "mean")
+
+
+def test_what_is_made_once_is_not_computed_again() -> None:
+    x = torch.ones(3)
+    result, program = recorded(lambda: x + torch.arange(3) * 2 + torch.zeros(3).add_(x))
+    assert isinstance(program, Program)
+    x.fill_(5)
+    assert program().tolist() == [10, 12, 14]
+    assert sum("arange" in name for name in program.names) == 0
+    assert sum("zeros" in name for name in program.names) == 1, "what is changed in place is made anew"
+
+
+def test_an_error_ends_the_recording() -> None:
+    def step() -> Tensor:
+        raise KeyError("of the model")
+
+    with pytest.raises(KeyError):
+        recorded(step)
+    x = torch.zeros(2)
+    assert isinstance(recorded(lambda: x + 1)[1], Program)
+
+
+def test_a_program_ends_with_what_holds_it() -> None:
+    x = torch.zeros(2)
+    _, program = recorded(lambda: x + 1)
+    assert isinstance(program, Program)
+    number = program._number
+    del program
+    with pytest.raises(RuntimeError, match=f"there is no program {number}"):
+        torch.ops.runahead.replay(number)
+
+
+def test_a_slot_that_is_none_is_an_error() -> None:
+    slab, slot = torch.zeros(4, 2), torch.zeros(1, dtype=torch.long)
+    _, program = recorded(lambda: slab.index_copy_(0, slot, torch.ones(1, 2)))
+    assert isinstance(program, Program)
+    slot.fill_(4)
+    with pytest.raises(IndexError, match="slot 4 is not among 4"):
+        program()
+
+
+def test_two_steps_are_recorded_at_most() -> None:
+    """The first is recorded, the second compared; all others are replayed."""
+    x, calls = torch.zeros(1), list[int]()
+
+    def step() -> Tensor:
+        calls.append(0)
+        return x.add_(1).clone()
+
+    class Told:
+        dtype, unrecordable = torch.float32, ""
+
+    repeated = RecordedStep(step, Told())  # type: ignore[arg-type]
+    assert [repeated().item() for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert len(calls) == 2
