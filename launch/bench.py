@@ -37,7 +37,8 @@ and appends a JSON line per variant and length to bench.results. python -m bench
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.seed=0
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
                             model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.weights=full|int8
+                            model.dequantize=true|false   model.keep_dequantized=false|true
+                            model.weights=full|int8
   profile=none|nvtx         names for a profiler around it, such as Nsight Systems
   prefill.layers_in_flight=3   ranks.device=...   ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60
 

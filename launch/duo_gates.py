@@ -47,7 +47,8 @@ heads with the largest gates. The folder is valid for this model only.
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
                             model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.weights=full|int8
+                            model.dequantize=true|false   model.keep_dequantized=false|true
+                            model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.duo_gates model=smollm2 by=kvzip out=gates-smollm2

@@ -27,7 +27,8 @@ folder as policy.store. Several ranks encode a share each. Segments that the fol
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.layers=<n>
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
                             model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.weights=full|int8
+                            model.dequantize=true|false   model.keep_dequantized=false|true
+                            model.weights=full|int8
   sinks=0                   first tokens that all modules attend to; must equal policy.sinks of later runs
   disk_bytes=64GiB          limit of the folder; the least recently used segments are removed
   tier_bits=8|4|2           of each number; must equal cache.tier_bits of later runs

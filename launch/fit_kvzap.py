@@ -45,7 +45,8 @@ explain in contexts that they were not fitted on, by layer, and which thresholds
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
                             model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.weights=full|int8
+                            model.dequantize=true|false   model.keep_dequantized=false|true
+                            model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.fit_kvzap model=smollm2 out=kvzap-smollm2.safetensors

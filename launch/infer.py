@@ -45,7 +45,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                model.seed=0   model.layers=<n>   model.trust_remote_code=false
                                model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
                                model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
-                               model.dequantize=true|false   model.weights=full|int8
+                               model.dequantize=true|false   model.keep_dequantized=false|true
+                               model.weights=full|int8
   one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1

@@ -36,7 +36,8 @@ the heads that do it most. The file is valid for this model only.
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
                             model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.weights=full|int8
+                            model.dequantize=true|false   model.keep_dequantized=false|true
+                            model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.retrieval_heads model=smollm2 out=heads-smollm2.safetensors

@@ -34,7 +34,8 @@ file is valid for this model only. Attention over the fetched tokens stays exact
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
                             model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.weights=full|int8
+                            model.dequantize=true|false   model.keep_dequantized=false|true
+                            model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.skew model=smollm2 sample=book.txt out=skew-smollm2.safetensors

@@ -225,6 +225,7 @@ class ModelOptions:
             `max_position_embeddings`; see docs/models.md.
         revision: branch, tag or commit of a model of the hub.
         dequantize: decode weights that a checkpoint has in few bits; without it such a checkpoint is refused.
+        keep_dequantized: keep decoded weights in the cache folder, from which later starts map them.
         fuse: auto computes q, k and v, gate and up, and norms by one operation each, where logits stay what they are.
         weights: int8 rounds the weights of linear layers, and what they are given, to 8 bits, on CPUs: answers change.
         adapter: folders or hub ids of LoRA adapters, whose sum is merged into the weights; one may be given as a text.
@@ -242,6 +243,7 @@ class ModelOptions:
     fuse: Fuse = Fuse.off
     adapter: list[str] = field(default_factory=list)
     dequantize: bool = True
+    keep_dequantized: bool = False
     weights: Weights = Weights.full
 
     def __post_init__(self) -> None:
@@ -268,11 +270,14 @@ class ModelOptions:
             raise ValueError(f"model.config={self.config} has no effect with model={self.name.name}; add model=random")
         if self.name is not ModelName.hf and self.revision is not None:
             raise ValueError(f"model.revision={self.revision} has no effect with model={self.name.name}; add model=hf")
+        if self.keep_dequantized and (self.adapter or not self.dequantize):
+            other = "model.adapter" if self.adapter else "model.dequantize=false"
+            raise ValueError(f"model.keep_dequantized=true does not go with {other}; leave one of them out")
 
     def __repr__(self) -> str:
         # Measurements are known by it, and those from before the last options existed still are.
         first = {each.name: each.default for each in fields(self)} | {"overrides": {}, "adapter": []}
-        later = ("overrides", "revision", "fuse", "adapter", "dequantize", "weights")
+        later = ("overrides", "revision", "fuse", "adapter", "dequantize", "weights", "keep_dequantized")
         names = [name for name in first if name in later]
         hidden = [name for name in names if getattr(self, name) == first[name]]
         shown = [name for name in first if name not in hidden]

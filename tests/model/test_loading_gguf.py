@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize, quantize
 from torch import Tensor
 
 from runahead.config import ModelOptions
@@ -54,9 +55,11 @@ def write_gguf(
     form: GGMLQuantizationType = GGMLQuantizationType.F32,
     tied: bool = False,
     more: dict[str, Tensor] | None = None,
+    **sizes: int,
 ) -> Any:
     """A Llama with a byte-level tokenizer, its matrices in `form`; returns the model that it holds, in float32."""
-    module = families.build("llama", dtype=torch.float32, vocab_size=len(byte_level()), tie_word_embeddings=tied)
+    sizes |= {"vocab_size": len(byte_level()), "tie_word_embeddings": tied}
+    module = families.build("llama", dtype=torch.float32, **sizes)
     config, writer = module.config, GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -125,6 +128,42 @@ def test_weights_and_tokens_are_those_in_the_file(tmp_path: Path, capfd: pytest.
     options = ModelOptions(name="hf", path=str(path))
     assert load_config(options).max_position_embeddings == saved.config.max_position_embeddings
     assert load_tokenizer(options)("hello world").input_ids == byte_level()("hello world").input_ids
+
+
+SCALES = {"Q4_0": [0], "Q8_0": [0], "IQ4_NL": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+"""Places of the half-precision scales in a block of each common type, in bytes."""
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_blocks_are_unpacked_as_the_gguf_package_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random bytes but for the scales; another place of these would give other numbers."""
+    form = GGMLQuantizationType[kind]
+    size, num_bytes = GGML_QUANT_SIZES[form]
+    random = np.random.default_rng(0)
+    expected: dict[tuple[int, ...], list[Any]] = {}
+
+    def blocks(weight: Any, stored: GGMLQuantizationType) -> Any:
+        if stored != form:
+            return weight
+        made = random.integers(256, size=(weight.size // size, num_bytes), dtype=np.uint8)
+        for place in SCALES[kind]:
+            made[:, place : place + 2] = random.uniform(0.001, 0.01, (len(made), 1)).astype(np.float16).view(np.uint8)
+        made = made.reshape(weight.shape[0], -1)
+        expected.setdefault(weight.shape, []).append(dequantize(made, form))
+        return made
+
+    monkeypatch.setattr(f"{__name__}.quantize", blocks)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    write_gguf(tmp_path / "blocks.gguf", form=form, **sizes)
+    loaded = load_hf(tmp_path / "blocks.gguf")
+    assert loaded.stored_as == f"gguf, {kind}"
+    gate, up = expected[512, 256]
+    [down] = expected[256, 512]
+    weights = loaded.module.state_dict()
+    for name, numbers in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+        assert np.array_equal(weights[f"model.layers.0.mlp.{name}.weight"].numpy(), numbers), name
 
 
 @pytest.mark.parametrize(

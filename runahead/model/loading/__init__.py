@@ -152,12 +152,8 @@ def load(
             make = replace(make, checkpoint=checkpoint)
     elif not is_random:
         if source.form is not None:
-            parts = checkpoints.stored_parts(source)
-            stored_as = source.form.about(parts)
-            form = replace(source.form, left_out=stored_forms.empty_biases(empty, parts))
-            source = checkpoint = replace(source, form=form)
-            make = replace(make, checkpoint=source)
-            stored = checkpoints.stored_tensors(source)
+            checkpoint, stored_as = _dequantised(make, empty, progress=progress)
+            stored, make = checkpoints.stored_tensors(checkpoint), replace(make, checkpoint=checkpoint)
         sentence = stored_forms.unused(empty, stored, source)
         if sentence is not None and progress:
             warnings.warn(sentence, stacklevel=2)
@@ -292,6 +288,27 @@ def _forms_of_gguf(source: Checkpoint) -> str:
     """The types of quantised weights in a GGUF file; "" for plain ones."""
     forms = sorted(set(checkpoints.read_gguf(source).tensors.values()) - {"F64", "F32", "F16", "BF16"})
     return f"gguf, {' and '.join(forms)}" if forms else ""
+
+
+def _dequantised(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool) -> tuple[Checkpoint, str]:
+    """A checkpoint of which quantised weights are decoded, as they are read or before; and what a report says of it.
+
+    Raises:
+        ValueError: a weight lacks a part.
+    """
+    source = make.checkpoint
+    assert source.form is not None
+    parts = checkpoints.stored_parts(source)
+    form = replace(source.form, left_out=stored_forms.empty_biases(empty, parts))
+    source, stored_as = replace(source, form=form), form.about(parts)
+    if make.options.keep_dequantized:
+        from runahead.model.loading.quantised.kept import kept
+
+        try:
+            return kept(source, make.dtype, progress=progress), stored_as
+        except OSError as error:
+            warnings.warn(f"{error}; until then every process dequantises them at every start", stacklevel=2)
+    return source, stored_as
 
 
 def _as_stored(make: hf.ModelMaker, small: Checkpoint) -> hf.ModelMaker:

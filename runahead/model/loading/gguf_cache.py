@@ -40,6 +40,8 @@ ABOUT = "converted.json"
 """File in a conversion that names its source."""
 
 CODES = {dtype: code for code, dtype in FLOATS.items()} | {torch.int64: "I64", torch.uint8: "U8", torch.bool: "BOOL"}
+"""Names of dtypes in safetensors files."""
+
 MOST_WRITTEN = 2**30
 """Bytes that are written at a time."""
 
@@ -76,7 +78,7 @@ def converted(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool) ->
     def write(work: Path) -> Path:
         require_room_for(work, num_bytes + SMALL_BYTES, label=label)
         folder = _convert(replace(make, device=torch.device("cpu")), empty, work / "model")
-        _remove_outdated(source)
+        remove_outdated("gguf", _source_path(source), _key(source))
         return folder
 
     def bar(work: Path) -> AbstractContextManager[None]:
@@ -107,10 +109,14 @@ def _key(source: Checkpoint) -> str:
     return digest.hexdigest()[:24]
 
 
-def _remove_outdated(source: Checkpoint) -> None:
-    """Remove conversions of other content of the same path. A process that has mapped one keeps it."""
-    path, key = _source_path(source), _key(source)
-    for about in (cache_folder() / "gguf").glob(f"*/{ABOUT}"):
+def remove_outdated(kind: str, path: str, key: str) -> None:
+    """Remove conversions of other content of the same path. A process that has mapped one keeps it.
+
+    Args:
+        kind: of conversions, which is their folder in the cache folder.
+        key: of the present content, with which the names of its conversions begin.
+    """
+    for about in (cache_folder() / kind).glob(f"*/{ABOUT}"):
         try:
             made_of = json.loads(about.read_text())
         except (OSError, ValueError):
@@ -204,7 +210,7 @@ class Spill:
                 name = ".".join(filter(None, (names.get(id(module)), last)))
                 if parameter is None or parameter.is_meta or name not in self._places:
                     return None
-                moved = self._write(name, parameter.detach())
+                moved = self.write(name, parameter.detach())
                 if moved is None:
                     return None
                 moved_parameter = nn.Parameter(moved, requires_grad=False)
@@ -225,10 +231,14 @@ class Spill:
         tensors = module.state_dict()
         for name, (_, place) in self._places.items():
             if tensors[name].data_ptr() != place.data_ptr():
-                self._write(name, tensors[name].detach())
+                self.write(name, tensors[name].detach())
+        self.close()
+
+    def close(self) -> None:
+        """End the file, of which everything is written."""
         self._file.close()
 
-    def _write(self, name: str, tensor: Tensor) -> Tensor | None:
+    def write(self, name: str, tensor: Tensor) -> Tensor | None:
         """Write a tensor, and return its mapped copy; None if it is another one than expected.
 
         It is not copied to the mapped memory, where a full disk would end the process.

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runahead import Model, ModelOptions
+from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, even
 from runahead.config import DType
 from runahead.model.loading.memory import Footprint
+from runahead.model.loading.quantised.packed import PackedWeight
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.model.quantised import checkpoints
@@ -109,7 +110,84 @@ def test_a_truncated_shard_is_told(tmp_path: Path) -> None:
     assert "model.safetensors is not a complete safetensors file" in refusal(lambda: load_hf(tmp_path))
 
 
+# ---------------------------------------------------------------- kept in the cache folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dequantized"
+
+
+def unreadable(*_: Any) -> Any:
+    raise AssertionError("decoded again")
+
+
+@pytest.mark.parametrize("form", ["gptq", "nf4"])
+def test_later_starts_map_what_was_kept(
+    form: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.save(tmp_path / "m", form, "mixtral")
+    expected = load_hf(tmp_path / "m").module.state_dict()
+    assert not cache.exists()
+    load_hf(tmp_path / "m", keep_dequantized=True)
+    monkeypatch.setattr(PackedWeight, "__getitem__", unreadable)
+    loaded = load_hf(tmp_path / "m", keep_dequantized=True)
+    assert loaded.is_mapped and loaded.stored_as == checkpoints.FORMS[form][2]
+    weights = loaded.module.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_each_dtype_is_kept_and_what_is_outdated_is_removed(tmp_path: Path, cache: Path) -> None:
+    checkpoints.save(tmp_path / "m", "awq")
+    for dtype in (DType.float32, DType.bfloat16):
+        load_hf(tmp_path / "m", keep_dequantized=True, dtype=dtype)
+    assert {each.name.split("-")[1] for each in cache.iterdir() if each.is_dir()} == {"float32", "bfloat16"}
+    edit_weights(tmp_path / "m", lambda weights: weights["model.layers.0.mlp.up_proj.scales"].mul_(2))
+    twice = load_hf(tmp_path / "m", keep_dequantized=True).module.state_dict()["model.layers.0.mlp.up_proj.weight"]
+    assert [each.name.split("-")[1] for each in cache.iterdir() if each.is_dir()] == ["float32"]
+    assert torch.equal(twice, load_hf(tmp_path / "m").module.state_dict()["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_an_unwritable_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints.save(tmp_path / "m", "awq")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="until then every process dequantises them"):
+        assert load_hf(tmp_path / "m", keep_dequantized=True).stored_as == "awq, 4 bits"
+
+
+def test_what_keeping_does_not_go_with_is_refused() -> None:
+    for other in ({"adapter": ["folder"]}, {"dequantize": False}):
+        with pytest.raises(ValueError, match="model.keep_dequantized=true does not go with"):
+            ModelOptions(name="hf", path="x", keep_dequantized=True, **other)
+
+
 # ---------------------------------------------------------------- on several ranks
+
+
+def chain_logits(ranks: Ranks, options: ModelOptions, ids: list[int]) -> list[tuple[int, float]]:
+    engine = Engine(Model.load(options, ranks.device), ranks, partition=even)
+    batch = engine.generate([ids], GenerationOptions(max_new_tokens=4, ignore_eos=True))
+    return batch.generations[0].first_token_logits_top5
+
+
+@pytest.mark.parametrize("form", checkpoints.FORMS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.sampled(8)
+def test_logits_of_chains_are_those_of_transformers(
+    size: int, form: str, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    expected = checkpoints.save(tmp_path / "m", form)
+    module = plain(tmp_path / "m", expected)
+    with torch.no_grad():
+        logits = module(torch.tensor([prompt(30)])).logits[0, -1]
+    values, tokens = logits.topk(5)
+    options = ModelOptions(name="hf", path=str(tmp_path / "m"))
+    found = rank_pools.run(size, chain_logits, options, prompt(30))[0]
+    assert [token for token, _ in found] == tokens.tolist()
+    torch.testing.assert_close(torch.tensor([logit for _, logit in found]), values, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", checkpoints.FORMS)

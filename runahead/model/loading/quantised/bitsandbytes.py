@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runahead.model.loading.quantised.bits import as_stored, pairs_of
+from runahead.model.loading.quantised.bits import as_stored, looked_up, pairs_of
 from runahead.model.loading.quantised.packed import At, PackedWeight, Stored
 from runahead.model.loading.quantised.parts import bytes_of, require, require_shape, within
 from runahead.model.loading.quantised.scales import Coded, scaled
@@ -86,12 +86,11 @@ def _in_4_bits(name: str, parts: dict[str, Any], state: Any) -> PackedWeight:
 
     def codes(at: At, rows: range, cols: range) -> Any:
         data = packed[rows.start * num_cols // 2 : ceil(rows.stop * num_cols / 2)].flatten()
-        # The high code comes first.
-        pairs = pairs_of(within(parts[".quant_map"]).float()).flip(1)
+        pairs = pairs_of(within(parts[".quant_map"]), high_first=True)
 
         def numbers(first: int, last: int) -> Tensor:
             begin, end = first * num_cols // 2, ceil(last * num_cols / 2)
-            return pairs[data[begin:end].int()].flatten()[: (last - first) * num_cols].view(-1, num_cols)
+            return looked_up(pairs, data[None, begin:end])[0, : (last - first) * num_cols].view(-1, num_cols)
 
         return numbers
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runahead.model.loading.quantised.bits import FP4, pairs_of
+from runahead.model.loading.quantised.bits import FP4, looked_up, pairs_of
 from runahead.model.loading.quantised.packed import At, PackedWeight, Stored
 from runahead.model.loading.quantised.parts import bytes_of, exponents, gathered, require, require_shape
 
@@ -46,7 +46,7 @@ def _weight(owner: str, packed: Any, scale: Any) -> PackedWeight:
         pairs = pairs_of(torch.tensor(FP4))
 
         def numbers(first: int, last: int) -> Tensor:
-            of_bytes = pairs[data[first // 2 : last // 2].int()]  # [C / 2, R, 2]
+            of_bytes = looked_up(pairs, data[first // 2 : last // 2]).unflatten(1, (-1, 2))  # [C / 2, R, 2]
             blocks = of_bytes.transpose(1, 2).reshape(-1, SIZE, len(outputs))
             return (blocks * scales[first // SIZE : last // SIZE, None]).flatten(0, 1)
 

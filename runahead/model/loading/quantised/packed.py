@@ -134,8 +134,10 @@ class _Scaling:
         view = weight if self._size is None else weight.unflatten(1, (-1, self._size))
         for numbers, apply in ((self._zeros_RG, view.sub_), (self._scales_RG, view.mul_)):
             if numbers is not None:
-                chosen = numbers[first:last, self._select]
-                apply(chosen if self._size is None else chosen.unsqueeze(2))
+                if self._size is None:
+                    apply(numbers[first:last].index_select(1, self._select))
+                else:
+                    apply(numbers[first:last, self._select].unsqueeze(2))
         return weight if self._factor is None else weight.mul_(self._factor)
 
 
