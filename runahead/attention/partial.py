@@ -303,9 +303,14 @@ def attend_sequences(
         return torch.cat([out for out, _ in parts]).flatten(1, 2), torch.cat([lse for _, lse in parts]).flatten(1, 2)
     queries = torch.arange(len(used_S) + 1, dtype=torch.int32, device=q_SNH.device)
     k_TUH, v_TUV = (x.squeeze(0).transpose(0, 1) for x in (k_1UTH, v_1UTV))
+    is_ungrouped = q_SNH.shape[1] == k_1UTH.shape[1]
+    if is_ungrouped:  # only for heads that share keys does the kernel split these among its blocks
+        q_SNH = q_SNH.repeat_interleave(2, dim=1)
     out, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
         q_SNH, k_TUH, v_TUV, queries, starts, 1, longest, 0.0, False, False, scale=scaling, seqused_k=used_S
     )
+    if is_ungrouped:
+        out, lse_NS = out[:, ::2], lse_NS[::2]
     lse_SN = lse_NS.transpose(0, 1)
     if may_be_empty:
         sees_S1 = (used_S > 0)[:, None]

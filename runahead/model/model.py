@@ -350,11 +350,7 @@ class Model(ModelLayers):
 
     @property
     def steps_differ(self) -> str:
-        """Why decoding steps differ in more than token ids, position ids and stored keys and values; "" if they do not.
-
-        Without query heads that share keys they do not, but CUDA's kernel for sequences then reads each one from end to
-        end in one block, which for a long prompt costs more than a graph saves.
-        """
+        """Why decoding steps differ in more than token ids, position ids and stored keys and values; "" if not."""
         counts_positions = not self._passes_keywords or "position_ids" not in self._optional
         reasons = {
             "counts positions on its own": counts_positions or self.uneven_limit is not None,
@@ -364,7 +360,6 @@ class Model(ModelLayers):
             "has layers that read the keys and values of others": bool(self.kv_sources),
             "marks tokens that it evicts": self.marks is not None,
             "holds states": self.held is not None,
-            "has no query heads that share keys": not self._shares_keys and self.device.type == "cuda",
             "has layers with windows": any(rule is not None for rule in self.rules),
         }
         return next((f"model {self.name} {reason}" for reason, holds in reasons.items() if holds), "")

@@ -289,7 +289,6 @@ class ModelLayers(ABC):
         self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
         self.num_query_heads = max((q.shape[1] for _, q, *_ in calls), default=0)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
-        self._shares_keys = all(q.shape[1] > k.shape[1] for _, q, k, _, _ in calls)
         self.kv_sources = sources
         if sources:
             end_with_last(self._layers[self.num_layers :])

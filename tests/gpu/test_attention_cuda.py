@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from runahead.attention.partial import AttentionTerms, attend, blockwise_attention, merge
+from runahead.attention.partial import AttentionTerms, attend, attend_sequences, blockwise_attention, merge
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import in_fixed_shape
 from runahead.decoding.forward import forward_over
@@ -31,12 +32,48 @@ def test_fused_kernels_equal_the_fallback(dtype: torch.dtype, num_queries: int, 
     assert torch.allclose(lse.float(), expected_lse.float(), atol=TOLERANCE[dtype], rtol=0)
 
 
+@pytest.mark.parametrize("kv_heads", [2, 8], ids=["grouped", "ungrouped"])
+def test_sequences_anywhere_in_a_memory_equal_the_softmax(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, by hand. The kernel splits keys among blocks only where query heads share them."""
+    torch.manual_seed(1)
+    starts, used, heads = [190, 0, 77], [101, 60, 1], list[tuple[int, int]]()
+    q_SNH = torch.randn(3, 8, 64, device="cuda", dtype=torch.bfloat16)
+    slab = torch.randn(300, kv_heads, 128, device="cuda", dtype=torch.bfloat16).transpose(0, 1)[None]
+    flash = torch.ops.aten._flash_attention_forward
+
+    class Noted:
+        default = flash.default
+
+        def __call__(self, q: Tensor, k: Tensor, *rest: object, **how: object) -> object:
+            heads.append((q.shape[1], k.shape[1]))
+            return flash(q, k, *rest, **how)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Noted())
+    out_SNV, lse_SN = attend_sequences(
+        q_SNH,
+        slab[..., :64],
+        slab[..., 64:],
+        starts=torch.tensor([*starts, 300], dtype=torch.int32).to("cuda"),
+        used_S=torch.tensor(used, dtype=torch.int32).to("cuda"),
+        longest=128,
+        scaling=0.125,
+    )
+    for row, (start, num) in enumerate(zip(starts, used, strict=True)):
+        k, v = slab[0, :, start : start + num].cpu().double().repeat_interleave(8 // kv_heads, dim=0).split(64, dim=-1)
+        scores = 0.125 * (k @ q_SNH[row].cpu().double()[..., None])[..., 0]
+        expected = (scores.softmax(dim=-1)[:, None] @ v)[:, 0]
+        assert (out_SNV[row].cpu() - expected).abs().max() < TOLERANCE[torch.bfloat16]
+        assert (lse_SN[row].cpu() - scores.logsumexp(dim=-1)).abs().max() < TOLERANCE[torch.bfloat16]
+    assert heads == [(max(8, 2 * kv_heads), kv_heads)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [(300,), (300, 300, 300), (300, 40, 131)], ids=["one row", "rows", "padded rows"])
-def test_replayed_steps_equal_eager_ones(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kv_heads", [2, 4], ids=["grouped", "ungrouped"])
+def test_replayed_steps_equal_eager_ones(dtype: torch.dtype, lengths: tuple[int, ...], kv_heads: int) -> None:
     """Logits of tokens that are given, so that a near tie changes nothing; steps before and after the capture."""
     device, end = CUDA, max(lengths)
-    loaded, pads = model(device, dtype), [end - length for length in lengths]
+    loaded, pads = model(device, dtype, num_key_value_heads=kv_heads), [end - length for length in lengths]
     assert loaded.repeats_steps
     ids_BS = torch.randint(211, (len(lengths), end + 8), generator=torch.Generator().manual_seed(4)).to(device)
     rows = []

@@ -103,7 +103,7 @@ def main(names: Sequence[str]) -> None:
     """Print the table of these ways, or of all that run on a CPU as well."""
     if unknown := [name for name in names if name not in WAYS]:
         raise SystemExit(f"no way of decoding is called {unknown[0]!r}; there are: {', '.join(WAYS)}")
-    names = names or [name for name in WAYS if not name.startswith(("eager", "replayed"))]
+    names = names or [name for name in WAYS if not name.startswith(("ungrouped", "replayed"))]
     rows: list[Sequence[str]] = [("way of decoding", "calls", "no views", "once a step", "kernels of a layer on a GPU")]
     for name in names:
         calls = calls_of(name)

@@ -65,8 +65,9 @@ CALLS: dict[str, Calls] = {
 """Inside attention, on a CPU: per layer and step, those of them that are no views, and once a step."""
 
 NOT_PINNED = {
-    "eager": "on a CPU it is the way `static`",
+    "ungrouped": "on a CPU it is the way `static`",
     "replayed": "a CPU has no graphs",
+    "replayed ungrouped": "a CPU has no graphs",
 }
 """Ways by their names' first part, and why they are not counted; policies are in `test_budgets.py`, but for some."""
 

@@ -282,7 +282,8 @@ def ways() -> dict[str, tuple[Decode, int]]:
     """Ways of decoding by name, each with the number of KV heads that it takes, beside 4 query heads."""
     found: dict[str, tuple[Decode, int]] = {}
     for ending, prompts in (("", [ids(80)]), (", padded", [ids(80), ids(60, seed=3), ids(35, seed=4)])):
-        found["eager" + ending] = generated(prompts), 4
+        found["ungrouped" + ending] = generated(prompts), 4
+        found["replayed ungrouped" + ending] = generated(prompts), 4
         found["static" + ending] = generated(prompts), 2
         found["replayed" + ending] = generated(prompts), 2
         found["served" + ending] = served(prompts), 2
