@@ -46,6 +46,8 @@ def load(library: Path) -> None:
         torch.library.register_fake("runahead::attend", _attend_fake)
         torch.library.register_fake("runahead::attend_sequences", _attend_sequences_fake)
         torch.library.register_fake("runahead::linear_int8", _linear_int8_fake)
+        torch.library.register_fake("runahead::rms_norm", lambda x, weight, eps: x.new_empty(x.shape))
+        torch.library.register_fake("runahead::rotate", _rotate_fake)
 
 
 def is_loaded() -> bool:
@@ -79,6 +81,39 @@ def attend_sequences(
     """As `runahead.attention.partial.attend_sequences`, on a CPU."""
     out, lse = torch.ops.runahead.attend_sequences(q_SNH, k_1UTH, v_1UTV, starts, used_S, scaling)
     return out, lse
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight of float32 numbers (..., D) on a CPU, contiguous."""
+    out: Tensor = torch.ops.runahead.rms_norm(x, weight_D, eps)
+    return out
+
+
+def rotate(q_BNCH: Tensor, k_BKCH: Tensor, cos_BCH: Tensor, sin_BCH: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys x * cos + (-x2, x1) * sin, with x1 and x2 the halves of x, in float32 on a CPU, token-major.
+
+    Numbers of a head lie beside each other. One row of angles may be for all rows.
+    """
+    q, k = torch.ops.runahead.rotate(q_BNCH, k_BKCH, cos_BCH, sin_BCH)
+    return q, k
+
+
+def rotates(q_BNCH: Tensor, k_BKCH: Tensor, cos_BCH: Tensor, sin_BCH: Tensor) -> bool:
+    """Whether `rotate` takes these tensors."""
+    batch, _, num_tokens, head_dim = q_BNCH.shape
+    angles = cos_BCH.shape
+    return (
+        all(x.dtype is torch.float32 and x.stride(-1) == 1 and x.is_cpu for x in (q_BNCH, k_BKCH, cos_BCH, sin_BCH))
+        and not head_dim % (2 * NUMBERS)
+        and k_BKCH.shape[2:] == q_BNCH.shape[2:]
+        and len(k_BKCH) == batch
+        and angles in ((batch, num_tokens, head_dim), (1, num_tokens, head_dim))
+        and sin_BCH.shape == angles
+    )
+
+
+def _rotate_fake(q_BNCH: Tensor, k_BKCH: Tensor, cos_BCH: Tensor, sin_BCH: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(x.transpose(1, 2).new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q_BNCH, k_BKCH))  # type: ignore[return-value]
 
 
 def _attend_sequences_fake(

@@ -617,7 +617,7 @@ class TestBuild:
         wrong = text.replace(right, right.replace("(0,", "(0, 1 +"))
         monkeypatch.setattr(operators, "SOURCES", with_attention(wrong, tmp_path))
         monkeypatch.setattr(loading, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in loading.FLAGS))
-        with pytest.raises(ValueError, match="times what rounding allows from a softmax's, so it is not used"):
+        with pytest.raises(ValueError, match="times what rounding allows .* so it is not used"):
             loading.build(tmp_path / "cache")
         assert "not built" in loading.load_if_built(tmp_path / "cache")
 

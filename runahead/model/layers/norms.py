@@ -1,4 +1,4 @@
-"""RMS norms by torch's own operation, in place of the seven of a family's code.
+"""RMS norms by one operation, in place of the seven of a family's code: torch's own, or a kernel of ours on a CPU.
 
 A norm is found by what it computes: x / sqrt(mean(x^2) + eps) * weight, with eps by one of its attributes. It rounds to
 few bits once, where families do so twice.
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from runahead.kernels import operators
+from runahead.kernels.operators import KERNELS
 from runahead.model.layers.fusing import Calls, FusedForward, takes_rounding
 
 SIZES = (1.0, 1e-3, 1e3)
@@ -60,4 +62,7 @@ def _is_rms_norm(norm: nn.Module, weight_D: Tensor, eps: float) -> bool:
 
 
 def _normed(parameters: dict[str, Tensor], dims: torch.Size, eps: float, x: Tensor) -> Tensor:
-    return F.rms_norm(x, dims, parameters["weight"], eps)
+    weight = parameters["weight"]
+    if KERNELS.in_use and x.is_cpu and x.dtype is weight.dtype is torch.float32 and not torch.is_grad_enabled():
+        return operators.rms_norm(x, weight, eps)
+    return F.rms_norm(x, dims, weight, eps)

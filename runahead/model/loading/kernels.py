@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -130,7 +131,7 @@ def _make(work: Path) -> Path:
 
 
 def check(library: Path) -> None:
-    """Compare attention and products of a library with float64's, in a process of its own, which has loaded no other.
+    """Compare what a library computes with the same in float64, in a process of its own, which has loaded no other.
 
     Raises:
         ValueError: it computes something else, or the process fails.
@@ -143,13 +144,12 @@ def check(library: Path) -> None:
         raise ValueError(f"{library.name} fails with status {done.returncode}, so it is not used: {last}")
     if not (apart := float(done.stdout)) < 1:  # also where it is NaN
         raise ValueError(
-            f"{library.name} is {apart:.3g} times what rounding allows from float64's attention and products, so it is "
-            "not used"
+            f"{library.name} is {apart:.3g} times what rounding allows from a computation in float64, so it is not used"
         )
 
 
 def farthest(library: str) -> float:
-    """Largest difference of the library's attention and products from those in float64, by what rounding allows.
+    """Largest difference of what the library computes from the same in float64, by what rounding allows.
 
     Args:
         library: path of what this process loads; it has loaded no other.
@@ -177,10 +177,24 @@ def farthest(library: str) -> float:
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         for apart in ((out - known_out).abs() / tolerance, (lse - known_lse).abs() / 1e-4):
             found = torch.tensor([found, apart.max().item()]).max().item()  # NaN if one is
+    for apart in _apart_in_rows(generator):
+        found = torch.tensor([found, apart.abs().max().item() / 1e-5]).max().item()
     layer = nn.Linear(130, 70)
     Int8Linear.take(layer)
     x_RI = torch.randn(9, 130, generator=generator)
     return math.inf if wrong_product(layer, lambda: layer(x_RI)) else found
+
+
+def _apart_in_rows(generator: torch.Generator) -> Iterator[Tensor]:
+    """Differences of the library's norm and rotation from those in float64."""
+    x = torch.randn(2, 3, 5, 64, generator=generator)
+    cos, sin = torch.randn(2, 1, 5, 64, generator=generator)
+    normed, rotated = operators.rms_norm(x, x[0, 0, 0], 1e-6), operators.rotate(x, x[:, :2], cos, sin)
+    wide = x.double()
+    yield normed - wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide[0, 0, 0]
+    for found, own in zip(rotated, (wide, wide[:, :2]), strict=True):
+        first, second = own.chunk(2, dim=-1)
+        yield found - own * cos - torch.cat([-second, first], dim=-1) * sin
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, queries_C: Tensor, firsts_C: Tensor | None) -> tuple[Tensor, Tensor]:
