@@ -1,6 +1,7 @@
 # make demo       a long text through two ranks, on the real model
 # make test       make check, then the tests
 # make test-slow  more of some tests: repetitions, larger sizes, longer lists and more examples, which make test leaves out
+# make test-versions  half an hour of the tests with the oldest and the newest torch and transformers of pyproject.toml
 # make check      lint, format and types
 # make setup      only what the others need first: an environment in .venv with the pinned dependencies, and kernels for
 #                 this processor where there is a C++ compiler
@@ -17,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow check setup clean
+.PHONY: demo test test-slow test-versions check setup clean
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
@@ -73,6 +74,9 @@ MANY := --hypothesis-profile=many
 test-slow: $(STAMP)
 	$(call run,-m 'slow or hypothesis' $(MANY) $(SIDE_BY_SIDE) --sample=$(SAMPLE),$(MANY))
 	$(call run,-m slow $(JOBS) --sample=$(SAMPLE))
+
+test-versions: $(STAMP)
+	$(IN_VENV) -m tests.versions --workers $(WORKERS)
 
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .

@@ -31,7 +31,10 @@ class RunsOnRanks(Protocol):
     ranks: RanksOptions
 
 
-OF_ONE_HOST = ("model.path", "model.config", "ranks.threads", "ranks.fault_report", "answers", "report", "timeline")
+OF_ONE_HOST = (
+    *("model.path", "model.config", "model.adapter", "ranks.threads", "ranks.fault_report"),
+    *("answers", "report", "timeline"),
+)
 """Options that may differ between hosts. Whether models are equal is checked by their weights."""
 
 R = TypeVar("R", bound=RunsOnRanks)
@@ -89,7 +92,9 @@ def run_program(
             end(error)
     run = command.run
     assert run is not None
-    for sentence in warnings(run):
+    from runahead.features.versions import outside  # not for --help
+
+    for sentence in (*outside(), *warnings(run)):
         say(f"warning: {sentence}")
     try:
         if "--layout" in command.flags:

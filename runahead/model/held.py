@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.states import StateLayer, States, StateShape
-from runahead.features.facts import WITH_STATES
+from runahead.features.facts import WITH_STATES, WITHOUT_CACHE
 from runahead.model.layer_kinds import KINDS
 
 Place: TypeAlias = tuple[Literal["kv", "state"], int]
@@ -58,7 +58,11 @@ class Held:
         if not any(kind in WITH_STATES for kind in kinds):
             return None
         layers = enumerate(DynamicCache(config=config).layers)
-        counts = {layer: each.number_of_states for layer, each in layers if isinstance(each, LinearAttentionLayer)}
+        counts = {
+            layer: each.number_of_states
+            for layer, each in layers
+            if isinstance(each, LinearAttentionLayer) and kinds[layer] not in WITHOUT_CACHE  # as before 5.23
+        }
         return cls(
             kinds=list(kinds),
             kv_of={layer: layer for layer in range(len(kinds))},

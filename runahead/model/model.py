@@ -129,7 +129,8 @@ class Model(ModelLayers):
         if not self._passes_keywords:
             adapt(module, self.config.model_type)
         parameters = inspect.signature(module.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
+        # "cache" from transformers 5.24 on; state spaces had a name of their own before.
+        self._cache_name = next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
         self._narrows = self.gives_one_by_one = False
@@ -534,7 +535,9 @@ class Model(ModelLayers):
         if self.held is not None:
             raise ValueError(f"layers of model {self.name} hold states, over which no gradients go; use another model")
         forward = SeamCache(attention, 0)
-        keywords: dict[str, Any] = {"past_key_values": forward, "use_cache": True}
+        parameters = inspect.signature(self.module.base_model.forward).parameters
+        name = "cache" if "cache" in parameters else "past_key_values"
+        keywords: dict[str, Any] = {name: forward, "use_cache": True}
         if self._passes_keywords:
             keywords["runahead"] = forward
         with rotary_length(self._rotaries, [ids_1C.shape[1]]):

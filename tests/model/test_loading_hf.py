@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from runahead.config import ModelOptions
+from runahead.features.versions import in_words
 from runahead.model.loading import LoadedWeights, checkpoint, hf, load, load_config, load_tokenizer
 from runahead.model.loading.quiet import LONGEST_REASON, one_line
 from tests import families
@@ -196,7 +196,7 @@ def test_missing_path_is_told_without_asking_the_hub(path: str, monkeypatch: pyt
         (lambda folder: edit_config(folder, model_type=None), ['no "model_type"']),
         (
             lambda folder: edit_config(folder, model_type="perceptron"),
-            ["model_type 'perceptron' is unknown to transformers 5.", "5.17 or newer, below 5.24; for Gemma 3n"],
+            ["model_type 'perceptron' is unknown to transformers 5.", f"({in_words('transformers')})"],
         ),
         (lambda folder: edit_config(folder, model_type="vit"), ["model_type vit is no causal language model"]),
         (lambda folder: edit_config(folder, hidden_act="sneeze"), ["sneeze"]),
@@ -213,12 +213,6 @@ def test_broken_folder_is_told_in_one_line(break_it: Callable[[Path], Any], word
     message = refusal(lambda: load_hf(folder))
     for word in [f"model.path={folder}", *words]:
         assert word in message
-
-
-def test_the_versions_that_are_told_are_those_that_are_installed_with_it() -> None:
-    least, below = re.findall(r"\d+\.\d+", hf.VERSIONS)
-    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'"transformers>={least},<{below}"' in pyproject
 
 
 @pytest.mark.parametrize(

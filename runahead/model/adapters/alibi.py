@@ -49,8 +49,11 @@ def mpt_forward(
     position_bias: Tensor,
     past_key_values: SeamCache | None = None,
     attention_mask: MaskRule | None = None,
+    cache: SeamCache | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if past_key_values is None:
+        past_key_values = cache  # as transformers names it from 5.24 on
     assert past_key_values is not None
 
     def key_bias(keys_S: Tensor) -> Tensor:

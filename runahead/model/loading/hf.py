@@ -28,6 +28,7 @@ from transformers import (
 
 from runahead.config import MAX_LAYERS, ModelOptions
 from runahead.failures import is_lack_of_memory
+from runahead.features.versions import in_words
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import stored_forms
@@ -39,9 +40,6 @@ from runahead.model.loading.sharing import names_in_model, share_class
 
 MAX_VOCABULARY = 2**31
 """Largest vocabulary, in tokens. A larger one means a damaged config, for which a model would be built all the same."""
-
-VERSIONS = "5.17 or newer, below 5.24"
-"""Versions of transformers that Runahead takes, as in pyproject.toml; the oldest has Gemma 3n and Gemma 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +289,7 @@ def _require_known(config: Mapping[str, Any], label: str) -> None:
     if isinstance(model_type, str) and model_type not in CONFIG_MAPPING and "auto_map" not in config:
         raise ValueError(
             f"{label}: model_type {ascii(model_type)[:60]} is unknown to transformers {transformers.__version__}; use "
-            f"the newest that Runahead takes ({VERSIONS}; for Gemma 3n and Gemma 4 any of these), or another model"
+            f"the newest that Runahead takes ({in_words('transformers')}), or another model"
         )
 
 
