@@ -1,4 +1,4 @@
-"""Steps of rows that lie in one arena: a GPU replays a graph for so many rows, a CPU computes them in one forward."""
+"""Steps of rows that lie in one arena: a GPU or CPU replays one for so many rows."""
 
 # Legend: B rows of a step, V vocabulary.
 
@@ -17,6 +17,7 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.decoding.forward import FixedForward, Forward
+from runahead.decoding.recorded import records
 from runahead.model.model import Model
 from runahead.ranks.accelerator import accelerator_for
 from runahead.reuse.cache import reused_by, reusing
@@ -44,8 +45,9 @@ class ArenaSteps:
     """An arena of rows, and the steps over it.
 
     A row that joins is copied into the arena, with what its prompt reuses; nothing else is moved as long as there is
-    room. A GPU has a graph for 1, 2, 4, 8, ... rows, of which the longest has room for so many tokens; it stays while
-    rows join and leave, until the arena moves. What fills up a step costs little, as the weights are read anyway.
+    room. A GPU has a graph, or a CPU a recorded step, for 1, 2, 4, 8, ... rows, of which the longest has room for so
+    many tokens; it stays while rows join and leave, until the arena moves. What fills up a step costs little, as the
+    weights are read anyway.
 
     Args:
         most_tokens: as of `Arena`.
@@ -58,7 +60,7 @@ class ArenaSteps:
         self._model = model
         self.arena = Arena(model.kv_shapes, model.device, most_tokens)
         self._num_moves, self._steps = 0, dict[tuple[int, int], _Step]()
-        self.replays = accelerator_for(model.device) is not None
+        self.replays = accelerator_for(model.device) is not None or records(model)
 
     @classmethod
     def of(cls, model: Model, most_tokens: int | None) -> ArenaSteps | None:

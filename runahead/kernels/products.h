@@ -30,12 +30,15 @@ inline void multiply(const float* x, const T* w, int64_t stride, int64_t K, floa
       for (int m = 0; m < M; ++m) found[m][r] += of_weight * of_row[m];
     }
   }
-  for (int m = 0; m < M; ++m)
-    for (int r = 0; r < R; ++r) {
-      float rest = 0;
-      for (int64_t i = k; i < K; ++i) rest += x[m * K + i] * static_cast<float>(w[r * stride + i]);
-      out[m][r] = sum(found[m][r]) + rest;
-    }
+  if constexpr (M * R == LANES) {  // all sums at once, each of the same pairs as alone
+    store(out[0], sums(found[0]));
+  } else {
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r) out[m][r] = sum(found[m][r]);
+  }
+  for (; k < K; ++k)
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r) out[m][r] += x[m * K + k] * static_cast<float>(w[r * stride + k]);
 }
 
 // Rows (M, K) times a weight (N, K), plus a bias (N) unless it is null: (M, N).

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runahead import Engine
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import DeviceIndex
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab
+from runahead.config import Device, RanksOptions
 from runahead.decoding.forward import FixedForward, fastest_form, forward_over
 from runahead.decoding.recorded import Program, RecordedStep, recorded, records
 from runahead.files import cache_folder
@@ -23,6 +25,8 @@ from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
 from runahead.model.loading import kernels as loading
 from runahead.model.model import Model
+from runahead.ranks.ranks import Ranks
+from tests.decoding.test_live_rows import Decoding, alone
 from tests.families import FAMILIES, VOCAB_SIZE, build
 from tests.needs import TEST_KERNELS, missing
 
@@ -142,6 +146,22 @@ def test_nothing_but_a_few_numbers_of_positions_goes_through_the_dispatcher() ->
     stepped(forward, following)
     dispatched = [name for name in program_of(forward).names if name.startswith("(")]
     assert len(dispatched) <= 8, dispatched
+
+
+def test_rows_that_join_and_leave_have_the_tokens_that_each_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step for one row, two and four, each recorded once; the tokens are those without kernels."""
+    ranks, model, own = Ranks.start(RanksOptions(device=Device.cpu)), model_of("llama"), Program.__call__
+    with monkeypatch.context() as without:
+        without.setattr(KERNELS, "in_use", False)
+        expected = alone(Engine(model, ranks))
+    calls = list[int]()
+    monkeypatch.setattr(Program, "__call__", lambda self: calls.append(len(self.result)) or own(self))
+    decoding = Decoding(Engine(model, ranks))
+    for rows, steps in (((0,), 3), ((1, 2), 4), ((3,), 12)):
+        decoding.join(*rows)
+        decoding.step(steps)
+    assert [decoding.tokens[row] for row in range(4)] == expected
+    assert set(calls) >= {1, 4} and not model.unrecordable
 
 
 class Reads(nn.Module):
