@@ -50,7 +50,7 @@ class DenseAttention:
         for span in spans:
             q = q_BNCH[span.rows, :, span.queries.start :]
             k, v = (x[span.rows] for x in keys.read(span.pad, self.num_tokens))
-            if fused_kernel(q, k, v) is None or terms.needs_scores:
+            if terms.needs_scores or q.shape[-1] != v.shape[-1] or fused_kernel(q, k, v) is None:
                 positions_S = torch.arange(k.shape[2], device=q.device)
                 parts.append(
                     attend_at(q, k, v, terms, positions_S[span.positions[0] :][: len(span.queries)], positions_S)

@@ -227,14 +227,16 @@ Kernel = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 
 def fused_kernel(q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor) -> Kernel | None:
     """The fused kernel for these tensors, chosen by device, dtype and shape alone, so that runs repeat bit by bit."""
-    if v_BKSV.shape[-1] != q_BNCH.shape[-1]:  # latent attention: keys and values of different width
+    return _kernel(q_BNCH.device, q_BNCH.dtype, q_BNCH.shape[-1], v_BKSV.shape[-1])
+
+
+def _kernel(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Kernel | None:
+    if device.type == "cpu" and KERNELS.in_use and operators.take(dtype, head_dim, value_dim):
+        return operators.attend
+    if value_dim != head_dim:  # latent attention, which no other kernel takes
         return None
-    return _kernel(q_BNCH.device, q_BNCH.dtype, q_BNCH.shape[-1])
-
-
-def _kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | None:
     if device.type == "cpu":
-        return operators.attend if KERNELS.in_use and operators.take(dtype, head_dim, head_dim) else cpu_flash
+        return cpu_flash
     if device.type == "cuda":
         half = dtype in (torch.float16, torch.bfloat16)
         ampere = torch.cuda.get_device_capability(device) >= (8, 0)
@@ -289,7 +291,7 @@ def attend_sequences(
         output (S, N, V) in the query's dtype, log-sum-exp (S, N).
     """
     if q_SNH.device.type == "cpu":
-        kernel = _kernel(q_SNH.device, q_SNH.dtype, q_SNH.shape[-1])
+        kernel = _kernel(q_SNH.device, q_SNH.dtype, q_SNH.shape[-1], v_1UTV.shape[-1])
         assert kernel is not None, "a CPU has a kernel for every dtype"
         if kernel is operators.attend:
             return operators.attend_sequences(q_SNH, k_1UTH, v_1UTV, starts, used_S, scaling)
@@ -320,7 +322,11 @@ def attend_sequences(
 
 def takes_sequences(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether `attend_sequences` supports such keys and values."""
-    return key_dim == value_dim and _kernel(device, dtype, key_dim) in (cpu_flash, operators.attend, _cuda_flash)
+    return key_dim == value_dim and _kernel(device, dtype, key_dim, value_dim) in (
+        cpu_flash,
+        operators.attend,
+        _cuda_flash,
+    )
 
 
 def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:

@@ -17,14 +17,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from launch import kernels as program
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
 from runahead.attention import partial
+from runahead.attention.dense import DenseAttention
 from runahead.attention.masks import MaskRule
+from runahead.attention.op import Run, Step, spans_of
 from runahead.attention.partial import AttentionTerms
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVShape, Slabs
 from runahead.config import Device, ModelName, ModelOptions, PrefillName, PrefillOptions
 from runahead.features.slower import Way
 from runahead.files import cache_folder
@@ -351,23 +355,45 @@ class TestOperator:
     @pytest.mark.parametrize(
         ("dtype", "dims", "terms", "takes"),
         [
-            (torch.float32, 32, {}, True),
-            (torch.bfloat16, 32, {}, True),
-            (torch.float64, 32, {}, False),
-            (torch.float16, 32, {}, False),
-            (torch.float32, 8, {}, False),
-            (torch.float32, 32, {"softcap": 2.0}, False),
+            (torch.float32, (32, 32), {}, True),
+            (torch.bfloat16, (32, 32), {}, True),
+            (torch.float32, (48, 32), {}, True),
+            (torch.float64, (32, 32), {}, False),
+            (torch.float16, (32, 32), {}, False),
+            (torch.float32, (8, 8), {}, False),
+            (torch.float32, (24, 16), {}, False),
+            (torch.float32, (32, 32), {"softcap": 2.0}, False),
         ],
     )
     @pytest.mark.usefixtures("in_use")
     def test_is_taken_where_it_can_be(
-        self, dtype: torch.dtype, dims: int, terms: dict[str, float], takes: bool, monkeypatch: pytest.MonkeyPatch
+        self,
+        dtype: torch.dtype,
+        dims: tuple[int, int],
+        terms: dict[str, float],
+        takes: bool,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         calls, attend = [], operators.attend
         monkeypatch.setattr(operators, "attend", lambda *given: calls.append(0) or attend(*given))
-        given = tensors(5, 5, dims=(dims, dims), dtype=dtype)
+        given = tensors(5, 5, dims=dims, dtype=dtype)
         partial.attend(*given, AttentionTerms(scaling=0.125, **terms), q_start=0, k_start=0)  # type: ignore[arg-type]
         assert bool(calls) == takes
+
+    @pytest.mark.usefixtures("in_use")
+    def test_dense_attention_has_a_mask_for_which_it_is_not_taken(self) -> None:
+        """Also where keys and values of different width leave PyTorch no kernel."""
+        for dims in ((32, 32), (48, 32)):
+            shape = KVShape(num_kv_heads=2, key_dim=dims[0], value_dim=dims[1], dtype=torch.float32)
+            slabs = Slabs.empty([shape], batch=1, spans=[(0, 40)], num_slabs=1, device=torch.device("cpu"))
+            slab = KVCache(slabs).layer(0)
+            q, k, v = tensors(30, 40, dims=dims)
+            slab.slab_TBKX.copy_(torch.cat([k, v], dim=-1).permute(2, 0, 1, 3))
+            spans = spans_of(range(40), start=10, num_new=30, pads=[0])
+            out, lse = DenseAttention(40).attend(q, [Step([Run(slab, spans)])], AttentionTerms(scaling=0.125))
+            whole = torch.cat([torch.zeros(1, 4, 10, dims[0]), q], dim=2)
+            known = dense(whole, k, v, True, 0.125)
+            assert_same((out, lse), (known[0][:, :, 10:], known[1][:, :, 10:]))
 
 
 @pytest.mark.usefixtures("in_use")
@@ -461,12 +487,37 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
+def tiny_deepseek() -> DeepseekV3ForCausalLM:
+    """Of keys of 32 and values of 16 numbers, which no kernel of PyTorch takes."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=200,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    return DeepseekV3ForCausalLM(config).eval().requires_grad_(False)
+
+
 @pytest.mark.usefixtures("in_use")
+@pytest.mark.parametrize("made", [tiny_llama, tiny_deepseek])
 @pytest.mark.parametrize("chunk_tokens", [None, 70])
-def test_tokens_are_those_of_transformers(chunk_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_transformers(
+    chunk_tokens: int | None, made: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, attend = [], operators.attend
     monkeypatch.setattr(operators, "attend", lambda *given: calls.append(given[3]) or attend(*given))
-    module = tiny_llama()
+    module = made()
     prompts = [[(7 * i + 3 * row) % 200 for i in range(length)] for row, length in enumerate((200, 90))]
     known = [
         module.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
