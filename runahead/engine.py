@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 LEAST_STEPS = 8
-"""Steps of an answer below which its first ones, which prepare the others, would count for too much."""
+"""Tokens of an answer below which the first ones, which prepare the others, may be most of them."""
 
 
 class Engine:
@@ -377,12 +377,12 @@ class Engine:
             self.learn(plan.partition, seconds)
             num_steps = max(len(each.new_token_ids) for each in result.generations)
             drafted = any(each.speculation is not None for each in result.ranks)
-            if result.tpot_s is not None and num_steps > LEAST_STEPS and not drafted:
+            if result.step_s is not None and num_steps > LEAST_STEPS and not drafted:
                 self._placement.note(
                     batch=num,
                     num_tokens=plan.partition.num_tokens + num_steps // 2,
                     is_sharded=plan.shards is not None,
-                    step_s=result.tpot_s,
+                    step_s=result.step_s,
                 )
 
     def prefill(self, plan: PrefillPlan, meanwhile: InterleavedWork | None = None) -> Prefilled:

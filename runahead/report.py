@@ -270,6 +270,7 @@ class GenerationBatch:
         slower: a sentence for each faster way that was not taken, with the reason.
         ttft_s: time to first token.
         tpot_s: time per output token after the first; None if only one token was generated.
+        step_s: the median of the times between tokens, of which the first ones prepare the others.
         warm: False for an engine's first call.
         spans: timeline of each rank; empty if none was recorded.
         recordings: of torch's profiler on each rank, on the clock of the spans; empty if there are none.
@@ -282,6 +283,7 @@ class GenerationBatch:
     warm: bool
     ranks: list[RankReport]
     decode: str = "last"
+    step_s: float | None = None
     cached_tokens: list[int] = field(default_factory=list)
     slower: list[str] = field(default_factory=list)
     spans: list[list[TraceSpan]] = field(default_factory=list)

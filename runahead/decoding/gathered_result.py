@@ -50,7 +50,7 @@ def gathered_result(
             )
             for row, logits_V in zip(decoded.rows, prefilled.logits_BV, strict=True)
         ]
-        outcome = generations, decoded.first_token_s - began_s, tpot_s
+        outcome = generations, decoded.first_token_s - began_s, tpot_s, decoded.step_s
     shared = ranks.gather(
         (
             prefilled.report,
@@ -64,12 +64,13 @@ def gathered_result(
     reports, outcomes, began, spans, recordings = (list(column) for column in zip(*shared, strict=True))
     for report in reports if ranks.num_shares > 1 else ():
         report.stage, report.share = ranks.mesh.stage(report.rank), ranks.mesh.share(report.rank)
-    generations, ttft_s, tpot_s = outcomes[source]
+    generations, ttft_s, tpot_s, step_s = outcomes[source]
     return GenerationBatch(
         generations=generations,
         boundaries=list(boundaries),
         ttft_s=ttft_s,
         tpot_s=tpot_s,
+        step_s=step_s,
         warm=is_warm,
         ranks=reports,
         spans=[[span.shifted(-began[source]) for span in of_rank] for of_rank in spans] if any(spans) else [],

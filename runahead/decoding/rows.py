@@ -16,6 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ class Decoded:
     """Rows that have ended, with the seconds of `time.perf_counter` at the first and the last token.
 
     Attributes:
+        step_s: seconds of a step, the median; None if there was none.
         num_steps: tokens of the longest row.
         num_bytes: bytes of the rows' keys and values at the end.
         drafts: that were made for them, if any row asked for drafts.
@@ -55,6 +58,7 @@ class Decoded:
     rows: list[Row]
     first_token_s: float
     last_token_s: float
+    step_s: float | None
     num_steps: int
     num_bytes: int
     drafts: PayingDrafts | None
@@ -292,6 +296,7 @@ def decode(
         rows=list(rows),
         first_token_s=token_s[0],
         last_token_s=token_s[-1],
+        step_s=median(end - begin for begin, end in pairwise(token_s)) if len(token_s) > 1 else None,
         num_steps=max(len(row.new_ids) for row in rows),
         num_bytes=live.num_bytes,
         drafts=drafts,

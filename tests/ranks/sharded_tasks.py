@@ -224,7 +224,7 @@ def decided_again(
                 def result(*args: Any, by_way: tuple[float, float] = of_answer, **more: Any) -> GenerationBatch:
                     made = gathered(*args, **more)
                     is_sharded = ranks.size == sum(report.kv_kept_bytes > 0 for report in made.ranks)
-                    made.tpot_s = by_way[is_sharded]
+                    made.step_s = by_way[is_sharded]
                     return made
 
                 with mock.patch.object(engines, "gathered_result", result):

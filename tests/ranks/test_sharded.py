@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,15 +13,23 @@ from policies.infllm import InfLLM
 from policies.kvzip import KVzip
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
-from runahead import GenerationOptions, PrefillOptions
+from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.shard import shard_bytes, shards
-from runahead.config import CacheOptions, Carrier, DecodeName, Positions, PrefillName, Transfer
+from runahead.config import CacheOptions, Carrier, DecodeName, Device, Positions, PrefillName, Transfer
 from runahead.context import ContextPartition, even
 from runahead.decoding.placement import NOTED, ROUNDS, STEPS, Placement, Timing
 from runahead.features.slower import SLOWER, Way
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
-from tests.families import FAMILIES, ROPE_THRESHOLD, largest_difference, oracle_logits, oracle_tokens, prompt
+from tests.families import (
+    FAMILIES,
+    ROPE_THRESHOLD,
+    largest_difference,
+    oracle_logits,
+    oracle_tokens,
+    prompt,
+    throughout,
+)
 from tests.prompt_cache.serving import random_prompt, random_segments
 from tests.prompt_cache.test_blend import blended_prompt
 from tests.ranks import sharded_tasks, tasks
@@ -216,6 +225,24 @@ def test_steps_that_are_slower_than_timed_by_a_fifth_count_in_place_of_these(
 ) -> None:
     for decodes in rank_pools.run(2, sharded_tasks.decided_again, "llama", 60, timed_s, answers_s):
         assert "".join(decode[0] for decode in decodes) == chosen
+
+
+def test_the_time_of_a_step_is_that_of_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the mean, since the first steps of an answer prepare the others."""
+    clock = SimpleNamespace(now=100.0)
+    gaps = iter([50.0, 20.0, 1.0, 1.0, 1.5, 1.0, 1.0, 0.0])
+
+    def on_tokens(tokens: list[int | None]) -> list[int]:
+        clock.now += next(gaps)
+        return []
+
+    monkeypatch.setattr("runahead.decoding.rows.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    model = tiny_model("llama")
+    with Ranks.start(RanksOptions(device=Device.cpu, threads=1)) as ranks, throughout(model.dtype):
+        options = GenerationOptions(max_new_tokens=8, ignore_eos=True)
+        batch = Engine(model, ranks).generate([prompt(20)], options, on_tokens=on_tokens)
+    assert batch.step_s == 1.0
+    assert batch.tpot_s == pytest.approx(75.5 / 7)
 
 
 def test_steps_are_timed_anew_some_answers_after_a_correction_and_others_are_not_compared() -> None:
