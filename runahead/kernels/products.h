@@ -26,6 +26,7 @@ inline void multiply(const float* x, const T* w, int64_t stride, int64_t K, floa
     Vec of_row[M];
     for (int m = 0; m < M; ++m) of_row[m] = load(x + m * K + k);
     for (int r = 0; r < R; ++r) {
+      if constexpr (M > 1) __builtin_prefetch(w + (R + r) * stride + k);  // of the rows that come next
       const Vec of_weight = load(w + r * stride + k);
       for (int m = 0; m < M; ++m) found[m][r] += of_weight * of_row[m];
     }
