@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -405,11 +403,7 @@ HYBRIDS: dict[str, Family] = {
     ),
 }
 """Families of which layers hold states, each kind of layer at least twice."""
-# Before 5.22 several modules of a layer of OLMo Hybrid hold a state, which is refused.
-NOT_YET = {"olmo_hybrid"} if Version(transformers.__version__) < Version("5.22") else set()
-HYBRIDS = {
-    name: family for name, family in HYBRIDS.items() if family.model_type in CONFIG_MAPPING and name not in NOT_YET
-}
+HYBRIDS = {name: family for name, family in HYBRIDS.items() if family.model_type in CONFIG_MAPPING}
 
 MARKS: dict[str, Any] = {"dms_window_size": 8, "dms_alpha_scale": 1.0, "dms_initial_alpha_offset": 0.0}
 MARKING: dict[str, Family] = {
