@@ -36,7 +36,7 @@ and appends a JSON line per variant and length to bench.results. python -m bench
   partition=auto|even|ratios|table ...  of kv_runahead; a table's splits are kvr_s, else they are searched on the spot
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.seed=0
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   profile=none|nvtx         names for a profiler around it, such as Nsight Systems

@@ -34,7 +34,7 @@ compute allows. What falls short is said in words, with the likely cause and the
   doctor.out=doctor          folder of doctor.txt, doctor.json and doctor.png
   model=random|smollm2|hf    model.config=auto (a shape that fits the GPUs)   model.path=...   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   ranks.device=...           ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60

@@ -46,7 +46,7 @@ heads with the largest gates. The folder is valid for this model only.
   passkeys=4   words=8      of a text, and tokens of each               for by=optimising
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>

@@ -26,7 +26,7 @@ folder as policy.store. Several ranks encode a share each. Segments that the fol
 
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.layers=<n>
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   sinks=0                   first tokens that all modules attend to; must equal policy.sinks of later runs

@@ -62,7 +62,7 @@ Policies that retrieve do so from texts of any length (policy.min_tokens=0), unl
 
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>

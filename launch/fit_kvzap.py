@@ -44,7 +44,7 @@ explain in contexts that they were not fitted on, by layer, and which thresholds
   random_tokens=false       read random token ids instead of texts, for a model without a tokenizer
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>

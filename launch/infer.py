@@ -44,7 +44,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                model.dtype=auto|float32|bfloat16|float16
                                model.seed=0   model.layers=<n>   model.trust_remote_code=false
                                model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                               model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                               model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                                model.dequantize=true|false   model.keep_dequantized=false|true
                                model.weights=full|int8
   one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>

@@ -35,7 +35,7 @@ the heads that do it most. The file is valid for this model only.
   chunk=512                 tokens that are computed at a time
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>

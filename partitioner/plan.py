@@ -36,7 +36,7 @@ command that starts the plan. Weights are not needed, and no rank is started.
   ranks.tensor=<shares>    decode=auto|last|sharded   reserve=2GiB
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   report=<json>   picture=<png>

@@ -35,7 +35,7 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
   link.gbps=25   link.latency_us=10   link.shared=false
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=off|auto   model.adapter=<folder or hub id, or a list>
+                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   prefill.transfer=relay|direct   prefill.layers_in_flight=3   ranks.device=...   ranks.threads=<n>

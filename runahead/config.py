@@ -63,9 +63,13 @@ class DType(Enum):
 
 
 class Fuse(Enum):
-    """Whether modules of a model are computed by fewer operations than its family's code has."""
+    """Whether modules of a model are computed by fewer operations than its family's code has.
+
+    auto: where it was measured to pay, in float32 on a CPU.
+    """
 
     auto = "auto"
+    on = "on"
     off = "off"
 
 
@@ -226,7 +230,8 @@ class ModelOptions:
         revision: branch, tag or commit of a model of the hub.
         dequantize: decode weights that a checkpoint has in few bits; without it such a checkpoint is refused.
         keep_dequantized: keep decoded weights in the cache folder, from which later starts map them.
-        fuse: auto computes q, k and v, gate and up, and norms by one operation each, where logits stay what they are.
+        fuse: on computes q, k and v, gate and up, gated MLPs, norms and rotary embeddings by one operation each, where
+            logits stay what they are; auto does so in float32 on CPUs.
         weights: int8 rounds the weights of linear layers, and what they are given, to 8 bits, on CPUs: answers change.
         adapter: folders or hub ids of LoRA adapters, whose sum is merged into the weights; one may be given as a text.
     """
@@ -240,7 +245,7 @@ class ModelOptions:
     trust_remote_code: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
-    fuse: Fuse = Fuse.off
+    fuse: Fuse = Fuse.auto
     adapter: list[str] = field(default_factory=list)
     dequantize: bool = True
     keep_dequantized: bool = False

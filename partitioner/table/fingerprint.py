@@ -81,7 +81,7 @@ class Fingerprint:
         tensor: ranks of a stage, as `ranks.tensor`; where it is not 1, the ranks of a table are stages.
         overrides: what the model's config has in place of the checkpoint's (`model.overrides`), as one line of JSON.
         kernels: whose kernels compute attention, "torch" or "runahead".
-        fuse: as `model.fuse`; "off" where it has no effect on the model.
+        fuse: as `model.fuse`, "on" or "off"; "off" where it has no effect on the model.
         products: what computes products of many rows on a CPU, "torch" (by its own choice), "onednn" or "int8"
             (of weights in 8 bits).
         adapters: digests of the adapters in the model's weights (`model.adapter`); "" for none.
@@ -149,7 +149,7 @@ class Fingerprint:
             tensor=model.num_shards,
             overrides=model.overrides,
             kernels="runahead" if KERNELS.in_use else "torch",
-            fuse="auto" if is_fused(model.module) else "off",
+            fuse="on" if is_fused(model.module) else "off",
             products=_products(model, device),
             adapters=model.adapters,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),

@@ -140,7 +140,8 @@ class Model(ModelLayers):
             self.marks = Marks.from_config(self.config)
             if self.marks is not None:
                 self._marker = Marker.on(module, self.marks, self.config)
-            if fuse is Fuse.auto and shares is None and self.marks is None:  # only what is checked
+            fuses = fuse is Fuse.on or (fuse is Fuse.auto and self.device.type == "cpu" and self.dtype is torch.float32)
+            if fuses and shares is None and self.marks is None:  # only what is checked
                 with watching(module) as calls:
                     self._look_at_layers()
                 fuse_gated(calls)
@@ -151,9 +152,9 @@ class Model(ModelLayers):
                 del calls
             else:
                 self._look_at_layers()
-            if fuse is Fuse.auto and not is_fused(module):
+            if fuse is Fuse.on and not is_fused(module):
                 why = "ranks that share it" if shares else "marks of tokens (DMS)" if self.marks else str(self.dtype)
-                warnings.warn(f"model.fuse=auto has no effect on {self.family} ({why})", stacklevel=2)
+                warnings.warn(f"model.fuse=on has no effect on {self.family} ({why})", stacklevel=2)
             self._check_logits(made_from if shares is None else "")
         except PeerFailure:
             raise

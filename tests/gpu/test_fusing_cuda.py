@@ -23,7 +23,7 @@ def test_weights_of_storages_that_lie_side_by_side_are_moved_together() -> None:
     plain, module = model(CPU), model(CUDA).module
     sizes = {name: each.nbytes for name, each in module.named_parameters()}
     assert all(size % 512 == 0 for name, size in sizes.items() if "proj" in name), "no gaps between them"
-    fused = Model(module, fuse=Fuse.auto)
+    fused = Model(module, fuse=Fuse.on)
     assert is_fused(module)
     storages = {name: each.untyped_storage().data_ptr() for name, each in module.named_parameters()}
     for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):

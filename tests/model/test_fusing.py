@@ -1,4 +1,4 @@
-"""model.fuse=auto: one product for linear layers of one input, norms by one operation, and all else as it was.
+"""model.fuse=on: one product for linear layers of one input, norms by one operation, and all else as it was.
 
 The reference is the same module with model.fuse=off, and in the check at load transformers' own logits.
 """
@@ -51,7 +51,7 @@ def fused_names(module: nn.Module) -> set[str]:
 def both(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Model, Model]:
     """A model as it is, and another one of the same weights that is fused."""
     plain = Model(build(family, dtype=dtype, **changes))
-    return plain, Model(build(family, dtype=dtype, **changes), fuse=Fuse.auto)
+    return plain, Model(build(family, dtype=dtype, **changes), fuse=Fuse.on)
 
 
 @pytest.mark.usefixtures("onednn")  # with which most is fused
@@ -115,7 +115,7 @@ def test_weights_are_views_and_all_else_stays() -> None:
 def test_a_second_model_of_the_module_has_its_own_way() -> None:
     module = build("llama", dtype=torch.float32)
     expected = logits(Model(module))
-    again = logits(Model(module, fuse=Fuse.auto)), logits(Model(module, fuse=Fuse.auto))
+    again = logits(Model(module, fuse=Fuse.on)), logits(Model(module, fuse=Fuse.on))
     assert torch.equal(*again)
     assert torch.equal(logits(Model(module)), expected) and not is_fused(module)
 
@@ -135,7 +135,7 @@ def test_adjacent_storages_are_spanned_in_mapped_files_alone(may_move: bool) -> 
     """On a GPU no tensor spans two of them."""
     module, plain = build("llama", dtype=torch.float32), Model(build("llama", dtype=torch.float32))
     neighbours_in_storages_of_their_own(module)
-    fused = Model(module, fuse=Fuse.auto, is_mapped=not may_move)
+    fused = Model(module, fuse=Fuse.on, is_mapped=not may_move)
     assert set(PROJECTIONS) <= fused_names(module)
     storages = {name: each.untyped_storage().data_ptr() for name, each in module.named_parameters()}
     for layer in ("model.layers.0.self_attn", "model.layers.1.mlp"):
@@ -161,7 +161,7 @@ def test_parts_of_the_wrong_layer_are_found_at_load(monkeypatch: pytest.MonkeyPa
     own = Product.part
     monkeypatch.setattr(Product, "part", lambda self, number, x: own(self, len(self.layers) - 1 - number, x))
     with pytest.warns(UserWarning, match=r"is computed as with model\.fuse=off"):
-        Model(build("llama", dtype=torch.float32, num_key_value_heads=4), fuse=Fuse.auto)
+        Model(build("llama", dtype=torch.float32, num_key_value_heads=4), fuse=Fuse.on)
 
 
 @pytest.mark.usefixtures("by_torch")
@@ -255,7 +255,7 @@ def test_what_changes_its_input_in_between_is_taken_apart() -> None:
         if hasattr(child, "k_proj"):
             child.k_proj.register_forward_pre_hook(write)  # type: ignore[union-attr]
     with pytest.warns(UserWarning, match=r"is computed as with model\.fuse=off \(.*not computed right"):
-        fused = Model(module, fuse=Fuse.auto)
+        fused = Model(module, fuse=Fuse.on)
     assert not is_fused(module)
     assert torch.equal(logits(fused), logits(Model(module)))
 
@@ -281,7 +281,7 @@ def test_a_lack_of_memory_in_the_check_ends_the_start(family: str, lack: str, mo
     module = build(family, dtype=torch.float32)
     with warnings.catch_warnings(), pytest.raises(type(error)) as raised:
         warnings.filterwarnings("error", message=".* is computed as")
-        Model(module, fuse=Fuse.auto)
+        Model(module, fuse=Fuse.on)
     assert raised.value is error and is_fused(module)
 
 
@@ -298,7 +298,7 @@ def test_what_is_fused_is_taken_apart_before_tokens_are_given_one_by_one(monkeyp
     monkeypatch.setattr(LogitsCheck, "require_states", lost)
     monkeypatch.setattr(Model, "_check_logits", lambda self, made_from: (given.append(self), look(self, made_from)))
     with pytest.warns(UserWarning, match=r"is computed as with model\.fuse=off \(model x loses states\)"):
-        fused = Model(build("qwen3_next", dtype=torch.float32), fuse=Fuse.auto)
+        fused = Model(build("qwen3_next", dtype=torch.float32), fuse=Fuse.on)
     assert not fused.gives_one_by_one and not is_fused(fused.module)
 
 
@@ -312,7 +312,7 @@ def test_tied_weights_stay_tied() -> None:
     module: Any = build("llama", dtype=torch.float32)
     layers = module.model.layers
     layers[2].mlp.gate_proj.weight = layers[0].mlp.gate_proj.weight
-    Model(module, fuse=Fuse.auto)
+    Model(module, fuse=Fuse.on)
     assert layers[2].mlp.gate_proj.weight is layers[0].mlp.gate_proj.weight
     assert "forward" not in vars(layers[0].mlp.gate_proj) and "forward" in vars(layers[1].mlp.gate_proj)
 
@@ -354,7 +354,7 @@ def folder(tmp_path: Path) -> Path:
 def test_mapped_weights_are_fused_where_they_lie_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, as safetensors are written: gate before up, k before o before q before v."""
     monkeypatch.setattr(products, "_move_together", None)  # nothing is copied
-    fused, plain = (Model.load(ModelOptions(name="hf", path=str(folder), fuse=each), CPU) for each in ("auto", "off"))  # type: ignore[arg-type]
+    fused, plain = (Model.load(ModelOptions(name="hf", path=str(folder), fuse=each), CPU) for each in ("on", "off"))  # type: ignore[arg-type]
     monkeypatch.undo()
     norms = {"input_layernorm", "post_attention_layernorm", "norm"}
     assert fused_names(fused.module) == {"gate_proj", "up_proj", "q_proj", "v_proj", *norms}
@@ -376,7 +376,7 @@ def test_weights_that_were_copied_are_moved_one_product_at_a_time(
             sizes.append(out.nbytes)
         return out
 
-    options = ModelOptions(name="hf", path=str(folder), dtype="bfloat16", fuse="auto")  # type: ignore[arg-type]
+    options = ModelOptions(name="hf", path=str(folder), dtype="bfloat16", fuse="on")  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "cat", cat)
     fused = Model.load(options, CPU)
     monkeypatch.undo()
@@ -407,3 +407,14 @@ def test_only_rms_norms_are_fused() -> None:
     fuse_norms(calls)
     assert [isinstance(vars(each).get("forward"), FusedForward) for each in model] == [True, *[False] * 4]
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "is_so"),
+    [("llama", torch.float32, True), ("llama", torch.bfloat16, False), ("gpt2", torch.float32, False)],
+)
+def test_auto_fuses_in_float32_on_a_cpu_without_a_word(family: str, dtype: torch.dtype, is_so: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert is_fused(Model(build(family, dtype=dtype), fuse=Fuse.auto).module) == is_so
+    assert ModelOptions().fuse is Fuse.auto

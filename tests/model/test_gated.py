@@ -127,7 +127,7 @@ def test_gradients_go_through() -> None:
 
 @pytest.mark.parametrize(("family", "count"), [("llama", 3), ("gemma", 3), ("deepseek_v3", 1), ("phi", 0), ("gpt2", 0)])
 def test_of_a_model(family: str, count: int) -> None:
-    model = Model(build(family, dtype=torch.float32), fuse=Fuse.auto)
+    model = Model(build(family, dtype=torch.float32), fuse=Fuse.on)
     found = [name for name, each in model.module.named_modules() if name.endswith("mlp") and is_fused(each)]
     assert len(found) >= count and bool(found) == bool(count)
 
@@ -135,7 +135,7 @@ def test_of_a_model(family: str, count: int) -> None:
 def test_a_wrong_activation_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated, "_activation", lambda *_: ("relu", ""))
     with pytest.warns(UserWarning, match=r"is computed as with model\.fuse=off"):
-        model = Model(build("llama", dtype=torch.float32), fuse=Fuse.auto)
+        model = Model(build("llama", dtype=torch.float32), fuse=Fuse.on)
     monkeypatch.undo()
     expected = logits(Model(build("llama", dtype=torch.float32)))
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)

@@ -148,7 +148,7 @@ def test_logits_of_families_stay(family: str, rotates: bool, norms: bool) -> Non
     changes: dict[str, Any] = {} if family in ("gpt2", "phi3", "cohere") else {"head_dim": 32}
     plain = Model(build(family, dtype=torch.float32, **changes))
     expected = logits(plain)
-    fused = Model(build(family, dtype=torch.float32, **changes), fuse=Fuse.auto)
+    fused = Model(build(family, dtype=torch.float32, **changes), fuse=Fuse.on)
     found, calls = logits(fused), calls_of(fused)
     assert (found - expected).abs().max() <= 1e-4 * max(1.0, float(expected.std()))
     if changes:
@@ -160,7 +160,7 @@ def test_logits_of_families_stay(family: str, rotates: bool, norms: bool) -> Non
 def test_attention_beside_states_is_left_as_it_is() -> None:
     """Modules with states are given their tokens in pieces by a forward of their own."""
     module = build("bailing_hybrid", dtype=torch.float32)
-    Model(module, fuse=Fuse.auto)
+    Model(module, fuse=Fuse.on)
     found = {each: vars(each).get("forward") for each in module.modules()}
     fused = {each: forward for each, forward in found.items() if isinstance(forward, FusedForward)}
     assert fused and not [each for each, forward in fused.items() if getattr(forward.func, "__self__", None) is each]
@@ -170,7 +170,7 @@ def test_a_wrong_rotation_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> N
     own = operators.rotate
     monkeypatch.setattr(operators, "rotate", lambda q, k, cos, sin: own(q, k, cos, -sin))
     with pytest.warns(UserWarning, match=r"is computed as with model\.fuse=off"):
-        model = Model(build("llama", dtype=torch.float32, head_dim=32), fuse=Fuse.auto)
+        model = Model(build("llama", dtype=torch.float32, head_dim=32), fuse=Fuse.on)
     assert "runahead::rotate" not in calls_of(model)
 
 
@@ -178,7 +178,7 @@ def test_a_norm_of_another_eps_is_found_at_load(monkeypatch: pytest.MonkeyPatch)
     own = operators.rms_norm
     monkeypatch.setattr(norms.operators, "rms_norm", lambda x, weight, eps: own(x, weight, eps + 1))
     with pytest.warns(UserWarning, match=r"is computed as with model\.fuse=off"):
-        Model(build("llama", dtype=torch.float32), fuse=Fuse.auto)
+        Model(build("llama", dtype=torch.float32), fuse=Fuse.on)
 
 
 def test_without_kernels_nothing_is_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_without_kernels_nothing_is_rotated(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gradients_go_through() -> None:
     found = []
-    for fuse in Fuse:
+    for fuse in (Fuse.off, Fuse.on):
         model = Model(build("llama", dtype=torch.float32, head_dim=32), fuse=fuse)
         model.module.requires_grad_(False)
         attention: Any = model._layers[0].self_attn
@@ -198,7 +198,7 @@ def test_gradients_go_through() -> None:
         normed = model._layers[0].input_layernorm(x)  # type: ignore[operator]
         cos, sin = model.module.base_model.rotary_emb(x, torch.arange(5)[None])
         q = attention.q_proj(normed).view(1, 5, -1, 32).transpose(1, 2)
-        names = attention.forward.func.__func__.__globals__ if fuse is Fuse.auto else vars(modeling_llama)
+        names = attention.forward.func.__func__.__globals__ if fuse is Fuse.on else vars(modeling_llama)
         rotated, _ = names["apply_rotary_pos_emb"](q, q, cos, sin)
         found.append(torch.autograd.grad(rotated.square().sum(), x)[0])
     torch.testing.assert_close(*found)

@@ -464,7 +464,7 @@ def test_the_fingerprint_of_a_model() -> None:
 
 def test_kernels_fused_modules_and_products_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """All compute faster: neither times nor splits of one hold for others. Without them all is as it was before."""
-    models = [Model(build("llama", dtype=torch.float32), fuse=fuse) for fuse in (Fuse.off, Fuse.auto)]
+    models = [Model(build("llama", dtype=torch.float32), fuse=fuse) for fuse in (Fuse.off, Fuse.on)]
 
     def fingerprints() -> list[Fingerprint]:
         return [
@@ -483,10 +483,10 @@ def test_kernels_fused_modules_and_products_are_told_apart(monkeypatch: pytest.M
     assert len({each.key() for each in found}) == 5
     assert plain.key().endswith("|gloo|relay|3")
     assert not {"kernels", "fuse", "products"} & json.loads(table_json(plain, []))["fingerprint"].keys()
-    assert plain.differences(fused) == ["model.fuse=off, not auto"]
-    assert plain.search_options(fused) == ["model.fuse=auto"]
+    assert plain.differences(fused) == ["model.fuse=off, not on"]
+    assert plain.search_options(fused) == ["model.fuse=on"]
     assert fused.search_options(plain) == ["model.fuse=off"]
-    assert plain.differences(both) == ["attention by kernels of torch, not runahead", "model.fuse=off, not auto"]
+    assert plain.differences(both) == ["attention by kernels of torch, not runahead", "model.fuse=off, not on"]
     assert by_onednn.differences(both) == ["products by onednn, not torch"]
     for each in found:
         assert parse_table(table_json(each, []).encode()) == (each, [])

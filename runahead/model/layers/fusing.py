@@ -1,4 +1,4 @@
-"""Modules of a model that are computed by fewer operations than the family's code has (`model.fuse=auto`).
+"""Modules of a model that are computed by fewer operations than the family's code has (`model.fuse`).
 
 They are found by structure, in a forward of one token: linear layers of one module that are given the same tensor one
 after another (`products.py`), gated MLPs (`gated.py`) and RMS norms (`norms.py`). Only `forward` of such a module is
