@@ -60,8 +60,15 @@ class Arena:
         num_moves: how often it was allocated.
     """
 
-    def __init__(self, shapes: Sequence[KVShape], device: torch.device, most_tokens: int | None = None) -> None:
-        self._shapes, self._device, self._most = list(shapes), device, most_tokens
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        device: torch.device,
+        most_tokens: int | None = None,
+        *,
+        stays: bool = False,
+    ) -> None:
+        self._shapes, self._device, self._most, self._stays = list(shapes), device, most_tokens, stays
         self._slabs: Slabs | None = None
         self._regions = list[Region]()  # in the order of slots
         self.num_moves = 0
@@ -122,7 +129,7 @@ class Arena:
     def leave(self, region: Region) -> None:
         """Take a row's slots back. What it stored is there until another row enters."""
         self._regions.remove(region)
-        if not self._regions and self._device.type == "cpu":
+        if not self._regions and not self._stays:
             self._slabs = None
 
     def trim(self) -> None:

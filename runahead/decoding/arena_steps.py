@@ -1,4 +1,4 @@
-"""Steps of rows that lie in one arena: a GPU or CPU replays one for so many rows."""
+"""Steps of rows that lie in one arena, which are replayed: by a GPU as graphs, by a CPU as recorded steps."""
 
 # Legend: B rows of a step, V vocabulary.
 
@@ -45,22 +45,23 @@ class ArenaSteps:
     """An arena of rows, and the steps over it.
 
     A row that joins is copied into the arena, with what its prompt reuses; nothing else is moved as long as there is
-    room. A GPU has a graph, or a CPU a recorded step, for 1, 2, 4, 8, ... rows, of which the longest has room for so
-    many tokens; it stays while rows join and leave, until the arena moves. What fills up a step costs little, as the
-    weights are read anyway.
+    room. There is a graph, or a recorded step, for 1, 2, 4, 8, ... rows; it stays while rows join and leave, until the
+    arena moves. What fills up a step costs little, as the weights are read anyway.
 
     Args:
         most_tokens: as of `Arena`.
-
-    Attributes:
-        replays: whether steps are replayed.
     """
 
     def __init__(self, model: Model, most_tokens: int | None) -> None:
         self._model = model
-        self.arena = Arena(model.kv_shapes, model.device, most_tokens)
+        self._has_graphs = accelerator_for(model.device) is not None
+        self.arena = Arena(model.kv_shapes, model.device, most_tokens, stays=self.replays)
         self._num_moves, self._steps = 0, dict[tuple[int, int], _Step]()
-        self.replays = accelerator_for(model.device) is not None or records(model)
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed."""
+        return self._has_graphs or (records(self._model) and not self._model.unrecordable)
 
     @classmethod
     def of(cls, model: Model, most_tokens: int | None) -> ArenaSteps | None:
@@ -127,7 +128,9 @@ class ArenaSteps:
     def step(self, rows: Sequence[Placed], ids: Sequence[int]) -> Tensor:
         """Logits (B, V) after these tokens, which are stored, by a forward of rows of the arena alone."""
         num_filling = (1 << (len(rows) - 1).bit_length()) - len(rows)
-        longest = max(LEAST_LONGEST, 1 << (max(len(region.slots) for region, _ in rows) - 1).bit_length())
+        longest = None
+        if self._has_graphs:  # whose kernel splits as many keys among its blocks
+            longest = max(LEAST_LONGEST, 1 << (max(len(region.slots) for region, _ in rows) - 1).bit_length())
         step = self._step(len(rows) + num_filling, longest)
         step.index.place(rows)
         ids_B = row_values([*ids, *[0] * num_filling], self._model.device)

@@ -35,8 +35,8 @@ from runahead.reuse.forks import fork
 from runahead.reuse.rows import SharedParts, apart_from_shared
 from runahead.thinning.rank_policies import RankPolicies
 
-MOST_SHARED = 256
-"""Tokens from which on a CPU reads what several rows reuse once for all of them, rather than a copy for each."""
+MOST_SHARED = 1024
+"""Tokens beyond which a CPU reads what several rows reuse once for all of them, rather than a copy for each."""
 
 MOST_AGAIN = 8
 """Tokens from which on those that come again have a forward of their own, after which they are done with. A forward of
@@ -324,7 +324,7 @@ class Lanes:
     def _is_read_once(self, cache: KVStore) -> bool:
         """Whether a step should read what this row reuses once for all rows that reuse it, as `SharedParts` do."""
         reused = reused_by(cache)
-        if reused is None or self._replays:  # launching a step one by one costs more than reading copies does
+        if reused is None or self._model.device.type != "cpu":  # a GPU's launches cost more than reading copies does
             return False
         others = [reused_by(lane.cache) for lane in self._lanes.values()]
         seen = {part.layers_TKX[0].data_ptr() for other in others if other is not None for part in other.parts}

@@ -116,7 +116,7 @@ def replayed(engine, **options) -> Decoding:
     decoding = Decoding(engine)
     decoding.live = Rows(Lanes(engine.model, **options))
     assert decoding.live._lanes._arena is not None
-    decoding.live._lanes._arena.replays = True
+    decoding.live._lanes._arena._has_graphs = True
     return decoding
 
 

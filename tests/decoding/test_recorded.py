@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from unittest.mock import patch
 
 import pytest
@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runahead import Engine
+from runahead import Engine, GenerationOptions
+from runahead.cache.arena import ArenaIndex, Placed
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import DeviceIndex
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVSlab
 from runahead.config import Device, RanksOptions
 from runahead.decoding.forward import FixedForward, fastest_form, forward_over
+from runahead.decoding.lanes import Lanes
 from runahead.decoding.recorded import Program, RecordedStep, recorded, records
+from runahead.decoding.row import Row
 from runahead.files import cache_folder
 from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
@@ -387,3 +390,65 @@ def test_two_steps_are_recorded_at_most() -> None:
     repeated = RecordedStep(step, Told())  # type: ignore[arg-type]
     assert [repeated().item() for _ in range(5)] == [1, 2, 3, 4, 5]
     assert len(calls) == 2
+
+
+def rows_alone(model: Model, lengths: list[int], ids: list[int]) -> Tensor:
+    """Logits (rows, NEW, V) of rows that each have a cache of their own."""
+    found = []
+    for length in lengths:
+        cache, of_row = prompt_of(model, length), []
+        for number, id in enumerate(ids):
+            start = length + number
+            attention = CausalAttention(cache, start=start, pads=[0])
+            of_row.append(model.forward(torch.tensor([[id]]), attention, start=start, pads=[0])[0])
+        found.append(torch.stack(of_row))
+    return torch.stack(found)
+
+
+def prompt_of(model: Model, length: int) -> KVCache:
+    cache = model.empty_cache(length + NEW + 1)
+    ids_1S = torch.randint(3, VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(length))
+    model.forward(ids_1S, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
+    return cache
+
+
+def of_arena(model: Model, lengths: list[int], ids: list[int]) -> tuple[Lanes, Tensor]:
+    """The same of rows that lie in one arena, from which another row leaves in between."""
+    lanes, options = Lanes(model), GenerationOptions(max_new_tokens=NEW + 1, ignore_eos=True)
+    for number, length in enumerate([*lengths, 4]):
+        row = Row(model, list(range(3, 3 + length)), options, seed=0)
+        lanes.join([(number, 0)], [row], prompt_of(model, length), [length], [0])
+    names, found = [(number, 0) for number in range(len(lengths) + 1)], list[Tensor]()
+    for number, id in enumerate(ids):
+        if number == 4:
+            lanes.leave(names.pop(), ids[number - 1])
+        order, logits_BV = lanes.plain(dict.fromkeys(names, id))
+        assert order == names
+        found.append(logits_BV[: len(lengths)].clone())
+    return lanes, torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_rows_of_an_arena_are_replayed_as_each_is_computed_alone(wrong: bool) -> None:
+    """Four rows fit a step, three are filled up; where rows are told other places their logits are others."""
+    model, lengths, ids = model_of("llama"), [11, 7, 16], [5, 9, 6, 7, 8, 4]
+    calls, place = list[int](), ArenaIndex.place
+
+    def noted(program: Program) -> Tensor:
+        calls.append(len(program.result))
+        return replay(program)
+
+    def placed(index: ArenaIndex, rows: Sequence[Placed], **how: bool) -> None:
+        place(index, [rows[0], *rows[:-1]] if wrong else rows, **how)
+
+    replay = Program.__call__
+    with torch.inference_mode():
+        expected = rows_alone(model, lengths, ids)
+        with patch.object(Program, "__call__", noted), patch.object(ArenaIndex, "place", placed):
+            lanes, found = of_arena(model, lengths, ids)
+    assert calls == [4] * 5, "the first step of a program is recorded, the second one compared"
+    is_near = (found - expected).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max()
+    assert bool(is_near) != wrong and not model.unrecordable
+    assert lanes.num_bytes == sum(length + NEW + 1 for length in lengths) * sum(
+        shape.bytes_per_token() for shape in model.kv_shapes
+    )
