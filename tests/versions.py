@@ -22,7 +22,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from runahead.features.versions import LIBRARIES, ranges
-from runahead.model.loading.cache_folder import cache_folder, obtain
+from runahead.files import cache_folder
+from runahead.model.loading.cache_folder import obtain
 
 ROOT = Path(__file__).resolve().parent.parent
 
