@@ -258,7 +258,7 @@ void attend_tiles(const Call<T>& call, int64_t b, int64_t head, int64_t begin, i
       const Row* row = &rows[i * ROWS];
       const int64_t first = row[0].c, last = row[ROWS - 1].c;
       const int64_t count = std::min<int64_t>(KEY_BLOCK, (call.causal ? last + 1 : call.S) - start);
-      if (count <= 0) continue;
+      if (count <= 0 || call.first(first) >= start + count) continue;  // none of its rows sees one of these keys
       int32_t firsts[ROWS], lasts[ROWS];
       const bool hides = (call.causal && start + count > first + 1) || call.first(last) > start || count % TILE;
       for (int64_t r = 0; hides && r < ROWS; ++r) {
