@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -202,6 +203,18 @@ def agreed(cache: KVStore, model: Model, *, is_fine: bool) -> Tensor:
     return cache.agreed(row_values([int(is_fine)], model.device))
 
 
+def _weakly(method: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A method of what calls it, which would else be a cycle: its memory stays until the garbage collector comes."""
+    of_object = weakref.WeakMethod(method)
+
+    def call() -> Tensor:
+        known = of_object()
+        assert known is not None, "its object calls it"
+        return known()
+
+    return call
+
+
 class FixedForward:
     """Forward over a cache of fixed shape: the same operations on the same tensors in every step.
 
@@ -230,7 +243,7 @@ class FixedForward:
         self._ends = ends
         self._ids_B1 = torch.zeros(len(pads), 1, dtype=torch.long, device=model.device)
         self._gpu = accelerator_for(model.device)
-        self._recorded = RecordedStep(self._step, model) if _is_recorded(cache, model) else None
+        self._recorded = RecordedStep(_weakly(self._step), model) if _is_recorded(cache, model) else None
         self._num_steps = 0
         self._replay: Callable[[], Tensor] | None = None
         self._agreed_1: Tensor | None = None  # whether all ranks can go on towards a graph

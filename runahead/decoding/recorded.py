@@ -78,8 +78,11 @@ def recorded(step: Callable[[], Tensor]) -> tuple[Tensor, Program | str]:
     try:
         with _Reading():
             result = step()
-    finally:
-        number: int = torch.ops.runahead.recorded()
+    except BaseException:
+        torch.ops.runahead.refuse("it failed")  # so nothing of it is held
+        torch.ops.runahead.forget(torch.ops.runahead.recorded())
+        raise
+    number: int = torch.ops.runahead.recorded()
     if reason := torch.ops.runahead.why_not(number):
         torch.ops.runahead.forget(number)
         return result, reason

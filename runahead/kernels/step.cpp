@@ -566,6 +566,11 @@ bool takes_indices(const std::string& name, const Values& args) {
 void Recording::add(const c10::OperatorHandle& op, std::string name, Values args, Values outs) {
   const auto& schema = op.schema();
   if (name.rfind("c10d", 0) == 0 || name.rfind("_c10d", 0) == 0) return refuse(name + " asks other ranks");
+  bool has_memory = true;
+  const auto look = [&](const Tensor& x) { has_memory &= x.has_storage() && !x.unsafeGetTensorImpl()->is_python_dispatch(); };
+  for_tensors(args, look);
+  for_tensors(outs, look);
+  if (!has_memory) return refuse(name + " takes or gives a tensor that is no plain memory (sparse, of oneDNN, a subclass)");
   if (name == "aten::detach_") return;  // torch.tensor calls it
   const bool is_number = args.size() == 1 && args[0].isTensor() && args[0].toTensor().unsafeGetTensorImpl()->is_wrapped_number();
   if (is_number && name == "aten::_local_scalar_dense") return;  // of the program's text

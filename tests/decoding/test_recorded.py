@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 from runahead import Engine, GenerationOptions
 from runahead.cache.arena import ArenaIndex, Placed
@@ -167,6 +168,9 @@ def test_rows_that_join_and_leave_have_the_tokens_that_each_has_alone(monkeypatc
     assert set(calls) >= {1, 4} and not model.unrecordable
 
 
+SPARSE, TWO = torch.eye(64).to_sparse(), TwoTensor(torch.ones(64), torch.ones(64))
+
+
 class Reads(nn.Module):
     """A layer that asks for a number of what it is given."""
 
@@ -189,10 +193,13 @@ class Reads(nn.Module):
         (lambda x: x.nonzero(), "a shape that depends on numbers"),
         (lambda x: x[x > 0], "a shape that depends on numbers"),
         (lambda x: torch.equal(x, x + 1), "asks for a number"),
+        (lambda x: SPARSE @ x[0].mT, "no plain memory"),
+        (lambda x: x.to_mkldnn(), "no plain memory"),
+        (lambda x: TWO + x, "no plain memory"),
     ],
-    ids=["item", "bool", "tolist", "numpy", "nonzero", "mask", "equal"],
+    ids=["item", "bool", "tolist", "numpy", "nonzero", "mask", "equal", "sparse", "oneDNN", "subclass"],
 )
-def test_a_step_that_the_host_reads_stays_as_it_is_and_is_told_once(
+def test_a_step_that_cannot_be_replayed_stays_as_it_is_and_is_told_once(
     read: Callable[[Tensor], object], reason: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     model = model_of("llama")
@@ -406,7 +413,7 @@ def rows_alone(model: Model, lengths: list[int], ids: list[int]) -> Tensor:
 
 
 def prompt_of(model: Model, length: int) -> KVCache:
-    cache = model.empty_cache(length + NEW + 1)
+    cache = model.empty_cache(length + 2 * NEW)
     ids_1S = torch.randint(3, VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(length))
     model.forward(ids_1S, CausalAttention(cache, start=0, pads=[0]), start=0, pads=[0])
     return cache
