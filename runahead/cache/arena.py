@@ -49,12 +49,13 @@ class Region:
 class Arena:
     """Keys and values of rows in one memory, each row in contiguous slots.
 
-    It is allocated when a row enters. When it has no room for one, all rows move to one that is twice as large, as long
-    as that is allowed. On a GPU it stays when the last row has left, since graphs hold its address.
+    It is allocated when a row enters, and stays until `trim`. When it has no room for a row, all rows move to one that
+    is twice as large, as long as that is allowed.
 
     Args:
         shapes: of the layers.
         most_tokens: most tokens that it has room for; None is any number.
+        let_go: called before the memory is given back or its rows move; whoever else holds it forgets it then.
 
     Attributes:
         num_moves: how often it was allocated.
@@ -65,10 +66,9 @@ class Arena:
         shapes: Sequence[KVShape],
         device: torch.device,
         most_tokens: int | None = None,
-        *,
-        stays: bool = False,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        self._shapes, self._device, self._most, self._stays = list(shapes), device, most_tokens, stays
+        self._shapes, self._device, self._most, self._let_go = list(shapes), device, most_tokens, let_go
         self._slabs: Slabs | None = None
         self._regions = list[Region]()  # in the order of slots
         self.num_moves = 0
@@ -83,6 +83,11 @@ class Arena:
     def num_slots(self) -> int:
         """Slots that are allocated."""
         return 0 if self._slabs is None else len(self._slabs.by_layer[0].slab_TBKX)
+
+    @property
+    def is_smallest(self) -> bool:
+        """Whether none is smaller."""
+        return self.num_slots == self._size(0)
 
     @property
     def num_used(self) -> int:
@@ -102,7 +107,8 @@ class Arena:
         Args:
             num_before, offset: as of `Region`.
             num_own: slots for the row's own tokens.
-            parts: keys and values (T, K, X) of a layer, those before the own ones first.
+            parts: keys and values (T, K, X) of a layer, those before the own ones first; asked for layer by layer, and
+                held until those of a layer are copied.
 
         Returns:
             None if there is no room.
@@ -118,10 +124,7 @@ class Arena:
         region = Region(slots=range(start, start + num_tokens), num_before=num_before, offset=offset)
         region.slabs = Slabs.each_its_own([region.view(slab) for slab in self.slabs.by_layer])
         for layer, slab in enumerate(self.slabs.by_layer):
-            at = start
-            for part_TKX in parts(layer):
-                slab.slab_TBKX[at : at + len(part_TKX), 0] = part_TKX
-                at += len(part_TKX)
+            _store(slab, start, parts(layer))
         self._regions.append(region)
         self._regions.sort(key=lambda each: each.slots.start)
         return region
@@ -129,12 +132,11 @@ class Arena:
     def leave(self, region: Region) -> None:
         """Take a row's slots back. What it stored is there until another row enters."""
         self._regions.remove(region)
-        if not self._regions and not self._stays:
-            self._slabs = None
 
     def trim(self) -> None:
         """Give back memory that no row needs."""
         if not self._regions:
+            self._let_go()
             self._slabs = None
             return
         num_slots = self._size(self.num_used)
@@ -164,6 +166,7 @@ class Arena:
             slabs = Slabs.empty(self._shapes, batch=1, spans=spans, num_slabs=len(spans), device=self._device)
         except ValueError:  # rows then have memory of their own, as far as there is any
             return False
+        self._let_go()
         before, self._slabs = self._slabs, slabs
         self.num_moves += 1
         froms, at = [region.slots for region in self._regions], SPARE
@@ -177,6 +180,13 @@ class Arena:
                 to.slab_TBKX[region.slots.start : region.slots.stop] = old.slab_TBKX[slots.start : slots.stop]
                 region.slabs.by_layer[layer] = region.view(to)
         return True
+
+
+def _store(slab: KVSlab, at: int, parts: Sequence[Tensor]) -> None:
+    """Copy keys and values (T, K, X) into a layer's memory, from a slot on."""
+    for part_TKX in parts:
+        slab.slab_TBKX[at : at + len(part_TKX), 0] = part_TKX
+        at += len(part_TKX)
 
 
 class Placed(NamedTuple):

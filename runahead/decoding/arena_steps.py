@@ -16,6 +16,7 @@ from runahead.cache.arena import Arena, ArenaIndex, Placed, Region
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.decoding.forward import FixedForward, Forward
 from runahead.decoding.recorded import records
 from runahead.model.model import Model
@@ -46,7 +47,8 @@ class ArenaSteps:
 
     A row that joins is copied into the arena, with what its prompt reuses; nothing else is moved as long as there is
     room. There is a graph, or a recorded step, for 1, 2, 4, 8, ... rows; it stays while rows join and leave, until the
-    arena moves. What fills up a step costs little, as the weights are read anyway.
+    arena moves. What fills up a step costs little, as the weights are read anyway. When the last row has left, a GPU
+    keeps all, as nothing else has that memory; a CPU the smallest arena with the step of one row, if it is recorded.
 
     Args:
         most_tokens: as of `Arena`.
@@ -55,8 +57,8 @@ class ArenaSteps:
     def __init__(self, model: Model, most_tokens: int | None) -> None:
         self._model = model
         self._has_graphs = accelerator_for(model.device) is not None
-        self.arena = Arena(model.kv_shapes, model.device, most_tokens, stays=self.replays)
-        self._num_moves, self._steps = 0, dict[tuple[int, int], _Step]()
+        self._steps = dict[tuple[int, int], _Step]()
+        self.arena = Arena(model.kv_shapes, model.device, most_tokens, let_go=self._steps.clear)
 
     @property
     def replays(self) -> bool:
@@ -71,13 +73,16 @@ class ArenaSteps:
         return cls(model, most_tokens)
 
     @torch.inference_mode()
-    def enter(self, cache: KVStore, *, num_tokens: int, num_new: int) -> tuple[Region, KVCache] | None:
+    def enter(
+        self, cache: KVStore, *, num_tokens: int, num_new: int, given: Slabs | None = None
+    ) -> tuple[Region, KVCache] | None:
         """Copy a row into the arena.
 
         Args:
             cache: of the row alone.
             num_tokens: of its own that it stores.
             num_new: for which it needs room.
+            given: the memory of that cache, if this row takes it over: each layer is let go once it is copied.
 
         Returns:
             its place, and the cache of its own tokens there; None if it has parts elsewhere, or there is no room.
@@ -89,14 +94,21 @@ class ArenaSteps:
         parts = [] if reused is None else reused.parts
         if any(part.is_mapped for part in parts):  # memory may have no room for it
             return None
+        memory = {id(slabs): slabs for slabs in (cache.slabs, given) if given is not None and slabs is not None}
+        taken = [slabs.take() for slabs in memory.values()]
+
+        def copied(layer: int) -> list[Tensor]:
+            for slabs in taken:
+                next(slabs)
+            return [*(part.layers_TKX[layer] for part in parts), own.pop(0)]
+
         offset = 0 if reused is None else reused.positions(0, num_tokens, num_tokens + 1)[0] - num_tokens
         region = self.arena.enter(
             sum(len(part.positions_T) for part in parts),
             num_tokens + num_new,
             offset,
-            lambda layer: [*(part.layers_TKX[layer] for part in parts), own[layer]],
+            copied,
         )
-        self._let_go()
         if region is None:
             return None
         return region, KVCache(region.slabs) if reused is None else reusing(region.slabs, reused)
@@ -104,16 +116,17 @@ class ArenaSteps:
     def leave(self, region: Region) -> None:
         """Take a row's place back."""
         self.arena.leave(region)
-        if not self.arena.num_slots:
-            self._steps.clear()
+        if self.arena.num_used or self._has_graphs:
+            return
+        if not (self.replays and self.arena.is_smallest):
+            self.arena.trim()
+        for key in [key for key in self._steps if key[0] > 1]:
+            del self._steps[key]
 
     @torch.inference_mode()
     def trim(self) -> None:
         """Give back memory that no row needs."""
         self.arena.trim()
-        self._let_go()
-        if not self.arena.num_slots:
-            self._steps.clear()
 
     @torch.inference_mode()
     def attention(self, rows: Sequence[Placed]) -> CausalAttention:
@@ -145,9 +158,3 @@ class ArenaSteps:
             forward = FixedForward(model, cache, pads=[0] * num_rows, prompt_tokens=1)
             self._steps[key] = _Step(index=index, cache=cache, forward=model.ranges.around("decoding step", forward))
         return self._steps[key]
-
-    def _let_go(self) -> None:
-        """Forget steps over memory that rows have left for other."""
-        if self._num_moves != self.arena.num_moves:
-            self._num_moves = self.arena.num_moves
-            self._steps.clear()

@@ -19,6 +19,7 @@ from runahead.cache.arena import Placed, Region
 from runahead.cache.attention import CausalAttention, End
 from runahead.cache.base import Gather, KVStore
 from runahead.cache.rows import RowsAttention
+from runahead.cache.slabs import Slabs
 from runahead.decoding.arena_steps import ArenaSteps
 from runahead.decoding.forward import (
     Forward,
@@ -289,21 +290,25 @@ class Lanes:
         lengths: Sequence[int],
         prompt_of: Sequence[int],
     ) -> None:
-        """Take rows after their prompts; arguments as of `Rows.join`."""
+        """Take rows after their prompts; arguments as of `Rows.join`. The cache is not to be used any more."""
         assert self._batch is None, "rows of a batch do not go with others"
         pads = [max(lengths) - length for length in lengths]
         given = cache.split(pads) if self._arena is not None else [None] * len(pads)
-        caches = cache.for_decoding().split(pads)
+        alone = cache.slabs if len(lengths) == 1 else None  # else other rows have the rest of that memory
+        outside = list[KVStore]()
         joining: dict[int, Lane] = {}
-        for number, (of_prompt, length) in enumerate(zip(caches, lengths, strict=True)):
+        for number, length in enumerate(lengths):
             places = [row for row, its_prompt in enumerate(prompt_of) if its_prompt == number]
-            if len(places) == 1 and (inside := self._entered(given[number], rows[places[0]], length)) is not None:
-                joining[places[0]] = inside
-                continue
-            own, num_shared = [of_prompt], 0
+            if len(places) == 1:
+                inside = self._entered(given[number], rows[places[0]], length, alone)
+                if inside is not None:
+                    joining[places[0]] = inside
+                    continue
+            outside = outside or cache.for_decoding().split(pads)
+            own, num_shared = [outside[number]], 0
             if len(places) > 1:
                 num_new = max(rows[row].num_left for row in places) - 1  # the last one is not stored
-                own, num_shared = fork(of_prompt, len(places), self._model, num_tokens=length, num_new=num_new)
+                own, num_shared = fork(own[0], len(places), self._model, num_tokens=length, num_new=num_new)
             for row, each in zip(places, own, strict=True):
                 prompt_tokens, num_tokens = len(rows[row].ids), length - num_shared
                 lane = Lane(cache=each, num_tokens=num_tokens, prompt_tokens=prompt_tokens, num_shared=num_shared)
@@ -311,11 +316,11 @@ class Lanes:
         self._lanes |= {id: joining[row] for row, id in enumerate(ids)}
         self._groups = []
 
-    def _entered(self, cache: KVStore | None, row: Row, num_tokens: int) -> Lane | None:
-        """The lane of a row that is copied into the arena; None if it stays where it is."""
+    def _entered(self, cache: KVStore | None, row: Row, num_tokens: int, memory: Slabs | None) -> Lane | None:
+        """The lane of a row that is copied into the arena, as `ArenaSteps.enter`; None if it stays where it is."""
         if self._arena is None or cache is None or self._is_read_once(cache):
             return None
-        found = self._arena.enter(cache, num_tokens=num_tokens, num_new=row.num_left)
+        found = self._arena.enter(cache, num_tokens=num_tokens, num_new=row.num_left, given=memory)
         if found is None:
             return None
         region, own = found

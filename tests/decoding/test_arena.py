@@ -84,11 +84,13 @@ def test_rows_in_pieces_of_free_slots_move_side_by_side():
         assert filled(arena, 1, 7.0) is None, "there is no room, and may be none"
 
 
-def test_memory_is_given_back_with_the_last_row_on_a_cpu():
-    arena = Arena(SHAPES, CPU)
-    row = filled(arena, 5, 1.0)
-    arena.leave(row)
-    assert arena.num_slots == arena.num_bytes == 0
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_memory_is_given_back_with_the_last_row_unless_graphs_hold_it(has_graphs):
+    steps = ArenaSteps.of(engine_of("llama").model, None)
+    steps._has_graphs = has_graphs
+    region = steps.arena.enter(0, 5, 0, lambda layer: [])
+    steps.leave(region)
+    assert (steps.arena.num_slots > 0) == has_graphs and steps.arena.num_bytes == 0
 
 
 def test_a_step_is_told_where_rows_lie_once_and_advances_by_itself():
