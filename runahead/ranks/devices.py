@@ -106,6 +106,14 @@ def num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+SPINNING = {
+    "OMP_WAIT_POLICY": ("active",),
+    "GOMP_SPINCOUNT": ("infinite", "infinity"),  # of GNU's OpenMP
+    "KMP_BLOCKTIME": ("infinite", str(LARGEST_INT)),  # of Intel's and LLVM's
+}
+"""Environment variables by which idle threads of OpenMP never sleep, and their values that say so, in lower case."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankThreads:
     """Intra-op threads of a rank on a CPU.
@@ -113,7 +121,7 @@ class RankThreads:
     Attributes:
         number: of its threads while all ranks of its host compute.
         processors: on which it may run.
-        spins: its idle threads keep their processors busy (OMP_WAIT_POLICY=active), so that no other rank has them.
+        spins: its idle threads keep their processors busy for ever, so that no other rank has them.
     """
 
     number: int
@@ -123,12 +131,12 @@ class RankThreads:
     @classmethod
     def here(cls) -> RankThreads:
         """Those of this process, as they are now."""
-        spins = os.environ.get("OMP_WAIT_POLICY", "").lower() == "active"
+        spins = any(os.environ.get(name, "").strip().lower() in values for name, values in SPINNING.items())
         return cls(number=torch.get_num_threads(), processors=num_processors(), spins=spins)
 
 
 def threads_while(computing: Collection[int], beside: Mapping[int, RankThreads], rank: int) -> int:
-    """Threads of a rank while of its host only some ranks compute: these share all threads of the host's ranks evenly.
+    """Threads of a rank while of its host only some ranks compute: these share the threads of the others evenly.
 
     Together the ranks never have more threads than when all compute, and none has fewer than its own.
 
@@ -139,8 +147,9 @@ def threads_while(computing: Collection[int], beside: Mapping[int, RankThreads],
     own = beside[rank]
     if any(each.spins for each in beside.values()):
         return own.number
-    share = sum(each.number for each in beside.values()) // sum(peer in computing for peer in beside)
-    return max(own.number, min(share, own.processors))
+    idle = sum(each.number for peer, each in beside.items() if peer not in computing)
+    share = idle // sum(peer in computing for peer in beside)
+    return max(own.number, min(own.number + share, own.processors))
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
 
 from runahead.config import DecodeName
 from runahead.decoding.placement import ROUNDS
-from runahead.ranks.devices import RankThreads, threads_while
+from runahead.ranks.devices import SPINNING, RankThreads, threads_while
 from tests.conftest import RankPools
 from tests.families import oracle_tokens, prompt
 from tests.rank_pool import RankPool, short_lived_pool
@@ -29,14 +30,27 @@ def host(*numbers: int, processors: int = 64, spins: bool = False) -> dict[int, 
         ((2, 2, 2), [0, 1, 2], {0: 2, 1: 2, 2: 2}),
         ((2, 2, 2), [2, 7, 8], {2: 6}),  # ranks of other hosts
         ((1, 3), [1], {1: 4}),
-        ((5, 1), [0, 1], {0: 5, 1: 3}),
+        ((5, 1), [0, 1], {0: 5, 1: 1}),
+        ((5, 1, 4), [0, 1], {0: 7, 1: 3}),
         ((4,), [0], {0: 4}),
     ],
 )
-def test_those_that_compute_share_the_threads_of_all(
+def test_those_that_compute_share_the_threads_of_the_others(
     numbers: tuple[int, ...], computing: list[int], expected: dict[int, int]
 ) -> None:
     assert {rank: threads_while(computing, host(*numbers), rank) for rank in expected} == expected
+
+
+def test_together_they_never_have_more_than_when_all_compute() -> None:
+    for numbers in product((1, 2, 5, 8), repeat=3):
+        for computing in ([0], [2], [0, 1], [0, 2], [0, 1, 2]):
+            now = [threads_while(computing, host(*numbers), rank) for rank in computing]
+            assert sum(now) <= sum(numbers)
+            assert all(number >= numbers[rank] for number, rank in zip(now, computing, strict=True))
+            if len(computing) < 3:
+                assert sum(now) > sum(numbers) - len(computing), "but for the remainder all are lent"
+            else:
+                assert now == list(numbers)
 
 
 def test_no_rank_has_more_threads_than_processors_or_fewer_than_before() -> None:
@@ -48,11 +62,24 @@ def test_no_rank_has_more_threads_than_processors_or_fewer_than_before() -> None
 def test_threads_that_keep_their_processors_busy_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_while([1], host(2, 2, spins=True), 1) == 2
     assert threads_while([1], host(2, 2) | {0: RankThreads(number=2, processors=64, spins=True)}, 1) == 2
-    for name, spins in (("ACTIVE", True), ("active", True), ("passive", False), (None, False)):
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-        if name is not None:
-            monkeypatch.setenv("OMP_WAIT_POLICY", name)
-        assert RankThreads.here().spins == spins
+    for name in SPINNING:
+        monkeypatch.delenv(name, raising=False)
+    for name, value, spins in (
+        ("OMP_WAIT_POLICY", "ACTIVE", True),
+        ("OMP_WAIT_POLICY", "active", True),
+        ("OMP_WAIT_POLICY", "passive", False),
+        ("OMP_WAIT_POLICY", None, False),
+        ("GOMP_SPINCOUNT", "INFINITE", True),
+        ("GOMP_SPINCOUNT", "infinity", True),
+        ("GOMP_SPINCOUNT", "10000", False),
+        ("KMP_BLOCKTIME", "infinite", True),
+        ("KMP_BLOCKTIME", "2147483647", True),
+        ("KMP_BLOCKTIME", "1", False),
+    ):
+        with monkeypatch.context() as patch:
+            if value is not None:
+                patch.setenv(name, value)
+            assert RankThreads.here().spins == spins, (name, value)
     assert RankThreads.here().number == torch.get_num_threads()
 
 
