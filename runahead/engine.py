@@ -64,6 +64,8 @@ class Engine:
             used by one thread, and may be that of several engines. All ranks have one. That of the last stage is used,
             or where stages may decode together that of each, with its part of the texts; what none of them has is
             computed.
+        lends: ranks that wait lend their threads to those of their host that compute, and prompts are left to the last
+            stage where it is sooner alone. False where ranks have other work, or are compared with fewer.
 
     Raises:
         ValueError: the prefill strategy or a policy does not support this model on these ranks.
@@ -81,8 +83,9 @@ class Engine:
         store: SegmentStore | None = None,
         tree: PrefixTree | None = None,
         draft: Model | RankPolicies | Draft | None = None,
+        lends: bool = True,
     ) -> None:
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self._lends = model, ranks, lends
         self.policies = policies or RankPolicies()
         self.prefill_options = prefill or PrefillOptions()
         self.partition = partition
@@ -103,7 +106,12 @@ class Engine:
         )
         check(self._setup)
         self._placement = Placement(
-            model, ranks, self.decode, by_share=bool(self.policies), is_timed=takes(self._setup, Way.timed)
+            model,
+            ranks,
+            self.decode,
+            by_share=bool(self.policies),
+            is_timed=takes(self._setup, Way.timed),
+            lends=lends,
         )
         self._taken: dict[Way, bool] = {}
         self._keeps_parts = ranks.num_stages > 1 and self.decode.name is DecodeName.sharded
@@ -180,7 +188,7 @@ class Engine:
         asked = _asked(setup, each, reuses=reuse_segments(prompts))
         with self._held_prefixes(prompts, salts) as found:
             plan = self.plan(
-                prompts, each, found=found, asked=asked, record=record_timeline, salts=salts, may_be_alone=True
+                prompts, each, found=found, asked=asked, record=record_timeline, salts=salts, may_be_alone=self._lends
             )
             with self.ranks.announcing_failure(), ExitStack() as profiled:
                 stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
@@ -204,12 +212,12 @@ class Engine:
                         recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
                 self.ranks.barrier("all ranks to hold the prompt")
                 began_s = time.perf_counter()
-                with self.ranks.lending(plan.partition.chain):
+                with self.ranks.lending(plan.partition.chain if self._lends else []):
                     prefilled = self.prefills.run(ready)
                 self.prefills.store_prompts(ready, prefilled)
                 # Under policies the cache has what is reused, too, as one text with what was computed.
                 batch = PromptBatch.from_prompts(ids, self.ranks.device) if self.policies else ready.job.batch
-                with self.ranks.lending(stages):
+                with self.ranks.lending(stages if self._lends else []):
                     decoded = decode_batch(
                         self.model,
                         ids,

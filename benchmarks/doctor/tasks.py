@@ -102,9 +102,9 @@ def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
     names = [PrefillName.single] + [PrefillName.kv_runahead] * (ranks.size > 1)
     ids = random_ids(task.length, model.vocab_size)
     options = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    runs = {}
-    for name in names:
-        engine = Engine(model, ranks, prefill=PrefillOptions(name=name), decode=DecodeOptions(name=DecodeName.last))
+    decode, runs = DecodeOptions(name=DecodeName.last), {}
+    for name in names:  # with the threads of which memory and matrix products were measured
+        engine = Engine(model, ranks, prefill=PrefillOptions(name=name), decode=decode, lends=False)
         engine.generate([ids], GenerationOptions(max_new_tokens=2, ignore_eos=True))  # warm up
         batch = engine.generate([ids], options)
         generation = batch.generations[0]

@@ -69,8 +69,8 @@ def race(
     prefill = PrefillOptions(transfer=transfer, carrier=carrier)
     visit.say("the first split")
     split = AutoPartition.start(model, ranks, prefill=prefill, folder=visit.folder / "splits", tell=visit.say)
-    alone = Engine(model, ranks, prefill=PrefillOptions(name=PrefillName.single))
-    chain = Engine(model, ranks, prefill=prefill, partition=split, decode=DecodeOptions(name=decode))
+    alone = Engine(model, ranks, prefill=PrefillOptions(name=PrefillName.single), lends=False)
+    chain = Engine(model, ranks, prefill=prefill, partition=split, decode=DecodeOptions(name=decode), lends=False)
     dtype = str(model.dtype).removeprefix("torch.")
     for length in SMALL_LENGTHS if visit.is_small else LENGTHS:
         if length > (model.max_positions or length) or not visit.has_room(model, length):

@@ -83,7 +83,8 @@ class Contenders:
             policies = RankPolicies.everywhere(VARIANTS[name].policies)
             # As it is, since partition=auto learns from what the engine tells it.
             split = given if VARIANTS[name].split is Split.given else partial(self._split, name)
-            make = partial(Engine, own, ranks, prefill=options, partition=split, policies=policies)
+            # Nothing is lent: a speed-up is over one rank with the threads of each.
+            make = partial(Engine, own, ranks, prefill=options, partition=split, policies=policies, lends=False)
             self._engines[name] = ranks.on_all_ranks("the variants", make)
             ranks.arrange(1)
 

@@ -65,6 +65,7 @@ def make_engine(
 
     Args:
         check: called with the engine, raises what the run asks for and the engine does not do.
+        serves: a server answers, whose ranks have other work, too.
 
     Raises:
         ValueError, SharedError: as `Engine` and `check` on some rank.
@@ -81,6 +82,7 @@ def make_engine(
             store=store,
             tree=tree,
             draft=draft,
+            lends=not serves,
         )
         check(engine)
         return engine

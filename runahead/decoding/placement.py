@@ -86,6 +86,7 @@ class Placement:
         options: the choice, if it is not left to measurements.
         by_share: cache policies choose what is kept: of each stage's tokens its share.
         is_timed: whether `decode=auto` times both ways; else it shards only what the last stage has no memory for.
+        lends: whether the last stage decodes with the threads of ranks that wait.
 
     Attributes:
         timings: of the lengths that were timed.
@@ -93,10 +94,17 @@ class Placement:
     """
 
     def __init__(
-        self, model: Model, ranks: Ranks, options: DecodeOptions, *, by_share: bool = False, is_timed: bool = True
+        self,
+        model: Model,
+        ranks: Ranks,
+        options: DecodeOptions,
+        *,
+        by_share: bool = False,
+        is_timed: bool = True,
+        lends: bool = True,
     ) -> None:
         self._model, self._ranks, self._name = model, ranks, options.name
-        self._by_share, self._is_timed = by_share, is_timed
+        self._by_share, self._is_timed, self._lends = by_share, is_timed, lends
         self._gatherings = Gatherings(ranks)
         self._memory: list[tuple[int, int]] | None = None
         self.timings: list[Timing] = []
@@ -252,7 +260,7 @@ class Placement:
         for _ in range(ROUNDS):
             ranks.barrier("all ranks to time decoding steps")
             if alone is not None:
-                with ranks.lending([last]):  # as it decodes
+                with ranks.lending([last] if self._lends else []):  # as it decodes
                     alone_s += self._times(alone, batch)
             ranks.barrier("all ranks to time decoding steps")
             if sharded is not None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from runahead.config import DecodeName
+from benchmarks.doctor import tasks
+from benchmarks.ttft import measurement
+from launch.inputs import engine as inputs
+from launch.inputs.engine import make_engine
+from runahead import DecodeOptions, PrefillOptions, RankPolicies, Ranks, even
+from runahead.config import DecodeName, Device, RanksOptions
 from runahead.decoding.placement import ROUNDS
 from runahead.ranks.devices import SPINNING, RankThreads, threads_while
 from tests.conftest import RankPools
 from tests.families import oracle_tokens, prompt
 from tests.rank_pool import RankPool, short_lived_pool
 from tests.ranks import thread_tasks
+from tests.ranks.tasks import tiny_model
 from tests.ranks.thread_tasks import GREEDY, THREADS
 
 
@@ -113,6 +121,50 @@ def test_steps_are_timed_with_the_threads_with_which_they_run(rank_pools: RankPo
     assert first == ["sharded"] * ROUNDS + ["prefill", "decode"]
     lent = 2 * THREADS
     assert last == [lent, "last", THREADS, "sharded"] * ROUNDS + ["prefill", lent, "decode", THREADS]
+
+
+def test_an_engine_that_lends_none_sets_no_number(rank_pools: RankPools) -> None:
+    for boundaries in ((0, 0, 30), (0, 10, 30)):
+        for events, _ in rank_pools.run(2, thread_tasks.threads_set, boundaries, DecodeName.last, False):
+            assert events == ["prefill", "decode"]
+    first, last = rank_pools.run(2, thread_tasks.threads_while_timed, False)
+    assert first == ["sharded"] * ROUNDS + ["prefill", "decode"]
+    assert last == ["last", "sharded"] * ROUNDS + ["prefill", "decode"]
+
+
+class Stop(Exception):
+    """What a test waits for has happened."""
+
+
+def test_none_are_lent_in_a_server_and_where_a_chain_is_compared_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the one rank has the threads of all, and the memory was measured with those of one."""
+
+    def made(*_: Any, **options: Any) -> NoReturn:
+        raise Stop(options.get("lends", True))
+
+    model = tiny_model("llama")
+    for module in (tasks, measurement, inputs):
+        monkeypatch.setattr(module, "Engine", made)
+    monkeypatch.setattr(tasks, "memory_Bps", lambda device: 1.0)
+    monkeypatch.setattr(tasks, "matmul_rate", lambda model: 1.0)
+    monkeypatch.setattr(tasks.Model, "load", lambda *_, **__: model)
+    bench: Any = SimpleNamespace(bench=SimpleNamespace(variants=["single"]), prefill=PrefillOptions())
+    run: Any = SimpleNamespace(prefill=PrefillOptions(), decode=DecodeOptions())
+    task = tasks.JobTask(kind="probe", model={}, ranks={}, length=8)
+    with Ranks.start(RanksOptions(device=Device.cpu, threads=1)) as ranks:
+
+        def engine_of(serves: bool) -> None:
+            make_engine(run, model, ranks, print, partition=even, policies=RankPolicies(), serves=serves)
+
+        for make, lends in (
+            (lambda: tasks.probe(task, ranks), False),
+            (lambda: measurement.Contenders(bench, model, ranks, even), False),
+            (lambda: engine_of(True), False),
+            (lambda: engine_of(False), True),
+        ):
+            with pytest.raises(Stop) as caught:
+                make()
+            assert caught.value.args == (lends,)
 
 
 def test_the_numbers_are_those_of_the_threads_that_compute(rank_pools: RankPools) -> None:

@@ -47,7 +47,9 @@ def noted(ranks: Ranks) -> Iterator[list[Any]]:
         yield events
 
 
-def threads_set(ranks: Ranks, boundaries: tuple[int, ...], decode: DecodeName) -> tuple[list[Any], list[int]]:
+def threads_set(
+    ranks: Ranks, boundaries: tuple[int, ...], decode: DecodeName, lends: bool = True
+) -> tuple[list[Any], list[int]]:
     """What happens on a rank in one call of the engine, and the new tokens."""
     model = tiny_model("llama")
     with throughout(model.dtype), noted(ranks) as events:
@@ -56,12 +58,13 @@ def threads_set(ranks: Ranks, boundaries: tuple[int, ...], decode: DecodeName) -
             ranks,
             partition=lambda *_: ContextPartition(boundaries=boundaries),
             decode=DecodeOptions(name=decode),
+            lends=lends,
         )
         batch = engine.generate([prompt(boundaries[-1])], GREEDY)
     return events, batch.generations[0].new_token_ids
 
 
-def threads_while_timed(ranks: Ranks) -> list[Any]:
+def threads_while_timed(ranks: Ranks, lends: bool = True) -> list[Any]:
     """What happens on a rank where decode=auto times steps both ways before a prompt."""
     model = tiny_model("llama")
     timed = placement.Placement._times
@@ -78,7 +81,7 @@ def threads_while_timed(ranks: Ranks) -> list[Any]:
             return [1.0 if gather is None else 2.0]
 
         with mock.patch.object(placement.Placement, "_times", times):
-            Engine(model, ranks).generate([prompt(60)], GREEDY)
+            Engine(model, ranks, lends=lends).generate([prompt(60)], GREEDY)
     return events
 
 

@@ -85,8 +85,9 @@ class Measured:
     def _open(self, kind: str, **sizes: int) -> None:
         model = self.models[kind] = random_model(kind, **sizes)
         split = AutoPartition.start(model, self.ranks, folder=f"{self.folder}/{kind}", tell=lambda sentence: None)
-        self.engines[kind, "single"] = Engine(model, self.ranks, prefill=PrefillOptions(name=PrefillName.single))
-        self.engines[kind, "kv_runahead"] = Engine(model, self.ranks, partition=split)
+        single = PrefillOptions(name=PrefillName.single)
+        self.engines[kind, "single"] = Engine(model, self.ranks, prefill=single, lends=False)
+        self.engines[kind, "kv_runahead"] = Engine(model, self.ranks, partition=split, lends=False)
 
     def _prefill(self, prefill: str, model: str, tokens: int, record: bool = False) -> dict[str, Any]:
         engine, options = self.engines[model, prefill], GenerationOptions(max_new_tokens=1, ignore_eos=True)
