@@ -225,6 +225,10 @@ class Fingerprint:
         ]
         if other.overrides:
             options.append(shlex.quote(f"model.overrides={hydra_text(json.loads(other.overrides))}"))
+        if other.adapters:
+            options.append("model.adapter=<as here>")
+        if other.products == Weights.int8.name:  # of the others a machine has one
+            options.append("model.weights=int8")
         return options
 
     def _link_fits(self, other: Fingerprint) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from math import inf
 from types import NoneType
@@ -22,6 +22,9 @@ LATER: dict[Any, Set[str]] = {
     ModelShape: {"num_states", "state_bytes"},
 }
 """Fields that the first tables did not have; a missing one gets its default."""
+
+FUSED_BEFORE = "auto"
+"""What older files say of models whose modules are fused: model.fuse was off or auto."""
 
 # Types of values as error messages name them.
 WORDS = {int: "a whole number", float: "a number", str: "printable text", bool: "true or false", NoneType: "null"}
@@ -110,6 +113,8 @@ def _entry(number: int, value: Any) -> TableEntry:
 
 def _fingerprint(value: Any) -> Fingerprint:
     fingerprint = _read(Fingerprint, "fingerprint", value)
+    if fingerprint.fuse == FUSED_BEFORE:
+        fingerprint = replace(fingerprint, fuse="on")
     if DATE.fullmatch(fingerprint.date) is None:
         raise ValueError(f"fingerprint: date {shown(fingerprint.date)} must look like 2026-01-31T12:00:00Z")
     if fingerprint.layers_in_flight < 2:

@@ -494,6 +494,22 @@ def test_kernels_fused_modules_and_products_are_told_apart(monkeypatch: pytest.M
         LookupTable(ours, []).check_fits(plain)
 
 
+def test_what_older_files_call_auto_is_fused() -> None:
+    fused = replace(FINGERPRINT, fuse="on")
+    before = table_json(fused, []).replace('"fuse": "on"', '"fuse": "auto"')
+    assert before != table_json(fused, [])
+    assert parse_table(before.encode()) == (fused, [])
+
+
+def test_the_remedy_names_what_the_table_was_not_searched_with() -> None:
+    plain, int8 = replace(FINGERPRINT, products="onednn"), replace(FINGERPRINT, products="int8")
+    adapted = replace(FINGERPRINT, adapters="abc")
+    assert FINGERPRINT.search_options(plain) == [], "the same search finds what computes products here"
+    assert plain.search_options(int8) == int8.search_options(int8) == ["model.weights=int8"]
+    assert plain.search_options(adapted) == ["model.adapter=<as here>"]
+    assert adapted.search_options(plain) == int8.search_options(plain) == []
+
+
 # The file.
 
 
