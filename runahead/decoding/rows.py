@@ -49,7 +49,7 @@ class Decoded:
     """Rows that have ended, with the seconds of `time.perf_counter` at the first and the last token.
 
     Attributes:
-        step_s: seconds of a step, the median; None if there was none.
+        step_s: seconds of a step, the median; None if there was none, or rows do more than to take the largest logit.
         num_steps: tokens of the longest row.
         num_bytes: bytes of the rows' keys and values at the end.
         drafts: that were made for them, if any row asked for drafts.
@@ -277,6 +277,7 @@ def decode(
         ValueError: logits are no numbers.
     """
     ids, token_s = batch_ids(len(rows)), list[float]()
+    is_plain = all(row.sampler.takes_largest and row.sampler.num_logprobs is None for row in rows)
 
     def tell(new: Sequence[NewToken]) -> None:
         token_s.append(time.perf_counter())
@@ -296,7 +297,7 @@ def decode(
         rows=list(rows),
         first_token_s=token_s[0],
         last_token_s=token_s[-1],
-        step_s=median(end - begin for begin, end in pairwise(token_s)) if len(token_s) > 1 else None,
+        step_s=median(end - begin for begin, end in pairwise(token_s)) if is_plain and len(token_s) > 1 else None,
         num_steps=max(len(row.new_ids) for row in rows),
         num_bytes=live.num_bytes,
         drafts=drafts,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -243,6 +245,24 @@ def test_the_time_of_a_step_is_that_of_most(monkeypatch: pytest.MonkeyPatch) -> 
         batch = Engine(model, ranks).generate([prompt(20)], options, on_tokens=on_tokens)
     assert batch.step_s == 1.0
     assert batch.tpot_s == pytest.approx(75.5 / 7)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"do_sample": True, "seed": 1},
+        {"logprobs": 3},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {7: 1.0}},
+    ],
+)
+def test_steps_that_do_more_than_timed_ones_are_not_compared_with_them(more: dict[str, Any]) -> None:
+    """Timed steps take the largest logits: grammars and log-probabilities take their time either way."""
+    model = tiny_model("llama")
+    with Ranks.start(RanksOptions(device=Device.cpu, threads=1)) as ranks, throughout(model.dtype):
+        engine = Engine(model, ranks)
+        plain, other = (engine.generate([prompt(20)], each) for each in (GREEDY, replace(GREEDY, **more)))
+    assert plain.step_s is not None and other.step_s is None
 
 
 def test_steps_are_timed_anew_some_answers_after_a_correction_and_others_are_not_compared() -> None:
