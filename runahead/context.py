@@ -30,8 +30,12 @@ class KnowsAlone(Protocol):
 
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition: ...
 
-    def is_alone_sooner(self, partition: ContextPartition) -> bool:
-        """Whether the last stage computes a prompt alone sooner than all do, split like this. Every rank asks."""
+    def is_alone_sooner(self, partition: ContextPartition, num_stored: int) -> bool:
+        """Whether the last stage computes a prompt alone sooner than all do, split like this. Every rank asks.
+
+        Args:
+            num_stored: tokens before those of the partition, whose keys and values the last stage has.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

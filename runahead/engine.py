@@ -287,7 +287,8 @@ class Engine:
             found: prefix of each row on this stage, if the engine reuses what it has.
             asked: what the prompts ask for, as `_asked` returns it; by default what this engine does anyway.
             record, salts: as of `PrefillPlan`.
-            may_be_alone: the last stage may compute the prompts alone, where the partitioner knows that to be sooner.
+            may_be_alone: the last stage may compute the prompts alone, where the partitioner knows that to be sooner,
+                and all keys and values are to be on it anyway.
         """
         asked, owners = asked or [self._setup], [list[int]() for _ in prompts]
         if self.prefixes is not None and not reuse_segments(prompts):
@@ -295,23 +296,19 @@ class Engine:
         stored, stored_on = list(map(len, owners)), sorted(set().union(*owners))
         partition = self._split([len(each) - num for each, num in zip(prompts, stored, strict=True)])
         num_new, last = max(each.max_new_tokens for each in options), self.ranks.num_stages - 1
-        if (
-            may_be_alone
-            and {last}.issuperset(stored_on)
-            and self._is_alone_sooner(partition, len(prompts), num_new - 1)
-        ):
-            partition = self._alone_on(last, partition.num_tokens)
         if not set(stored_on).issubset(partition.chain):  # a stage sends what it has beside a chunk of its own
             others = [stage for stage in partition.chain if stage not in stored_on]
             have_tokens = {*stored_on, *others[: partition.num_tokens - len(stored_on)]}
             partition = partition.scaled(partition.num_tokens, have_tokens)
-        if len(partition.chain) > 1:
-            self._check_chain(partition)
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         shards = None
         if len(partition.chain) > 1 and all(takes(each, Way.sharded) for each in asked):
             with self.ranks.announcing_failure():
                 shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1, stored_on=stored_on)
+        if may_be_alone and shards is None and {last}.issuperset(stored_on):
+            partition = self._alone_if_sooner(partition, max(stored))
+        if len(partition.chain) > 1:
+            self._check_chain(partition)
         return PrefillPlan(
             prompts=prompts,
             partition=partition,
@@ -340,13 +337,18 @@ class Engine:
         ends = range(self.ranks.num_stages + 1)
         return ContextPartition(boundaries=tuple(num_tokens if end > stage else 0 for end in ends))
 
-    def _is_alone_sooner(self, partition: ContextPartition, batch: int, num_new: int) -> bool:
-        """Whether the last stage computes prompts alone sooner, and may; arguments as of `Placement.shards`."""
-        if len(partition.chain) == 1 or not (self.prefill_options.takes_partition and self.takes_stage_alone):
-            return False
-        if not isinstance(self.partition, KnowsAlone) or not self.partition.is_alone_sooner(partition):
-            return False
-        return self._placement.may_be_alone(partition, batch=batch, num_new=num_new)
+    def _alone_if_sooner(self, partition: ContextPartition, num_stored: int) -> ContextPartition:
+        """The last stage alone where the partitioner knows that to be sooner than this partition; else this one.
+
+        Args:
+            num_stored: tokens before those of the partition, which the last stage has.
+        """
+        split, can_be = self.partition, self.prefill_options.takes_partition and self.takes_stage_alone
+        if len(partition.chain) == 1 or not can_be or not isinstance(split, KnowsAlone):
+            return partition
+        is_sooner = split.is_alone_sooner(partition, num_stored)
+        self._require_same({"whether one stage computes the prompts": fact(is_sooner)})
+        return self._alone_on(self.ranks.num_stages - 1, partition.num_tokens) if is_sooner else partition
 
     def _computed_again(self, plan: PrefillPlan, texts: list[list[int]], num_new: int) -> tuple[PrefillJob, Prefilled]:
         """A prefill of texts by what decodes them: this stage alone, or a chain of all stages that have shards.

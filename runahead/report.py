@@ -270,8 +270,8 @@ class GenerationBatch:
         slower: a sentence for each faster way that was not taken, with the reason.
         ttft_s: time to first token.
         tpot_s: time per output token after the first; None if only one token was generated.
-        step_s: the median of the times between tokens, of which the first ones prepare the others; None if there are none,
-            or rows do more than to take the largest logit.
+        step_s: the median of the times between tokens, of which the first ones prepare the others; None if there are
+            none, or rows do more than to take the largest logit.
         warm: False for an engine's first call.
         spans: timeline of each rank; empty if none was recorded.
         recordings: of torch's profiler on each rank, on the clock of the spans; empty if there are none.

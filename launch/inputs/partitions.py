@@ -81,9 +81,9 @@ class AutoChoice:
         if isinstance(self.chosen, context.LearningPartitioner):
             self.chosen.learn(partition, compute_s, wait_s)
 
-    def is_alone_sooner(self, partition: context.ContextPartition) -> bool:
+    def is_alone_sooner(self, partition: context.ContextPartition, num_stored: int) -> bool:
         """Whether the last stage computes a prompt alone sooner, as far as the split knows. Every rank asks."""
-        return isinstance(self.chosen, context.KnowsAlone) and self.chosen.is_alone_sooner(partition)
+        return isinstance(self.chosen, context.KnowsAlone) and self.chosen.is_alone_sooner(partition, num_stored)
 
     def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
         """Choose a table, or time a few layers. Every rank makes the same call."""

@@ -23,6 +23,8 @@ LEAST_SHARE = 1 / 32
 WAITS_MATTER = 0.05
 """Share of TTFT by which waits, mean over ranks, differ from the simulated ones before the link's bandwidth is
 corrected: layers that do not take equally long make ranks wait a little on any link."""
+AT_ONCE = 1e12
+"""Speed of a rank that only sends what it has."""
 MOST_DOUBLINGS, BISECTIONS = 12, 8
 """Most doublings by which one prompt corrects the bandwidth, up or down, and steps in which they are bisected."""
 
@@ -46,10 +48,15 @@ class Balance:
         """The split of a prompt with the earliest first token, as far as is known."""
         return _with_all_ranks(EFFORT.split(num_tokens, self._cluster_at(num_tokens)))
 
-    def is_alone_sooner(self, partition: ContextPartition) -> bool:
-        """Whether the last rank computes a prompt alone sooner than all ranks do, split like this."""
+    def is_alone_sooner(self, partition: ContextPartition, num_stored: int = 0) -> bool:
+        """Whether the last rank computes a prompt alone sooner than all ranks do, split like this.
+
+        Args:
+            num_stored: tokens before the prompt's that the last rank has, and would send to the others.
+        """
         num_tokens = partition.num_tokens
-        return self.ways.is_alone_sooner(num_tokens, self._alone_s(num_tokens), self._all_s(partition))
+        alone_s, all_s = self._alone_s(num_tokens, num_stored), self._all_s(partition, num_stored)
+        return self.ways.is_alone_sooner(num_tokens, alone_s, all_s)
 
     def learn_time(self, partition: ContextPartition, seconds: float) -> None:
         """Learn from the seconds of a prompt which way is sooner."""
@@ -57,15 +64,22 @@ class Balance:
         predicted_s = self._alone_s(num_tokens) if is_alone else self._all_s(partition)
         self.ways.learn(num_tokens, is_alone=is_alone, predicted_s=predicted_s, measured_s=seconds)
 
-    def _alone_s(self, num_tokens: int) -> float:
+    def _alone_s(self, num_tokens: int, num_stored: int = 0) -> float:
         """Seconds on the last rank, if the threads that are lent to it gain what they can."""
         speed = self.lent * math.exp(-self.slowness.at(num_tokens)[-1])
-        alone = replace(self.cluster, speed=[speed], links=None)
-        return simulate(ContextPartition(boundaries=(0, num_tokens)), alone).ttft_s
+        return self._seconds(ContextPartition(boundaries=(0, num_tokens)), [speed], None, num_stored)
 
-    def _all_s(self, partition: ContextPartition) -> float:
+    def _all_s(self, partition: ContextPartition, num_stored: int = 0) -> float:
         speed = [math.exp(-log) for log in self.slowness.at(partition.num_tokens)]
-        return simulate(partition, replace(self.cluster, speed=speed)).ttft_s
+        return self._seconds(partition, speed, self.cluster.links, num_stored)
+
+    def _seconds(self, partition: ContextPartition, speed: list[float], links: Links | None, num_stored: int) -> float:
+        """Simulated seconds of ranks of these speeds. A first rank that takes no time sends what is stored."""
+        if num_stored:
+            partition = ContextPartition(boundaries=(0, *(num_stored + end for end in partition.boundaries)))
+            speed = [AT_ONCE, *speed]
+            links = None if links is None else Links(len(speed), links.default)
+        return simulate(partition, replace(self.cluster, speed=speed, links=links)).ttft_s
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the slowness by what each rank computed, and the link by how long the ranks waited.

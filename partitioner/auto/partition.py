@@ -112,12 +112,12 @@ class AutoPartition:
         """The same on rank 0 alone."""
         return even(num_tokens, 1) if num_ranks == 1 else self._known().split(num_tokens)
 
-    def is_alone_sooner(self, partition: ContextPartition) -> bool:
+    def is_alone_sooner(self, partition: ContextPartition, num_stored: int) -> bool:
         """Whether the last stage computes a prompt alone sooner than all do, split like this. Every rank asks."""
         if not self._alone:
             return False
         what = "whether one stage computes the prompt"
-        return self._ranks.on_rank_0(what, lambda: self._known().is_alone_sooner(partition))
+        return self._ranks.on_rank_0(what, lambda: self._known().is_alone_sooner(partition, num_stored))
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the cost by the seconds that each stage computed and waited for one prompt."""

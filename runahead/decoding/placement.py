@@ -133,18 +133,6 @@ class Placement:
         room = min(free for free, _ in by_rank)
         return chosen if num_new > 0 and self._is_faster(partition, chosen, batch, weights, room) else None
 
-    def may_be_alone(self, partition: ContextPartition, *, batch: int, num_new: int) -> bool:
-        """Whether the last stage may store everything: not if shards are asked for, or it has no room as stages have.
-
-        Arguments as of `shards`.
-        """
-        if self._name is not DecodeName.auto:
-            return self._name is DecodeName.last
-        token_bytes = sum(shape.bytes_per_token(batch) for shape in self._model.kv_shapes)
-        by_rank = self._memory_by_rank((partition.num_tokens + num_new) * token_bytes)
-        chosen = shards(partition, num_new, by_share=self._by_share)
-        return not self._must_shard(chosen, batch, [free for free, _ in by_rank])
-
     def again(
         self, partition: ContextPartition, num_tokens: int, num_new: int
     ) -> tuple[ContextPartition, dict[int, Shard]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,10 +20,13 @@ from partitioner.auto.partition import AutoPartition
 from partitioner.auto.slowness import Slowness
 from partitioner.cost.link import Link
 from partitioner.simulation.cluster import Cluster
+from policies.snapkv import SnapKV
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, even
 from runahead.config import DecodeName
 from runahead.decoding import placement
 from runahead.ranks.devices import RankThreads
+from runahead.reuse.prefix_tree import PrefixTree
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import oracle_tokens, prompt, throughout
 from tests.partitioner.clusters import llama
@@ -30,11 +35,11 @@ from tests.ranks.tasks import tiny_model
 ALONE, ALL = True, False
 
 
-def cluster(num_ranks: int, latency_s: float = 1e-5) -> Cluster:
+def cluster(num_ranks: int, latency_s: float = 1e-5, bandwidth_Bps: float = 1e9) -> Cluster:
     return Cluster.chain(
         llama(),
         num_ranks,
-        Link(latency_s=latency_s, bandwidth_Bps=1e9),
+        Link(latency_s=latency_s, bandwidth_Bps=bandwidth_Bps),
         kv_bytes_per_token=1024,
         state_bytes=0,
         prefill=PrefillOptions(),
@@ -63,6 +68,18 @@ def test_more_ranks_on_other_hosts_beat_the_lent_threads() -> None:
 def test_a_slow_last_rank_is_not_taken_for_a_fast_one() -> None:
     balance = Balance(cluster(2, latency_s=1e-3), Slowness([-1.0, 1.0]))
     assert not balance.is_alone_sooner(ContextPartition(boundaries=(0, 190, 200)))
+
+
+def test_what_is_stored_is_attended_to_either_way_and_sent_to_the_others() -> None:
+    num_tokens, num_stored = 4000, 100_000
+    far, near = (Balance(cluster(8, bandwidth_Bps=Bps), Slowness([0.0] * 8)) for Bps in (1e9, 1e12))
+    for balance in (far, near):
+        assert not balance.is_alone_sooner(even(num_tokens, 8))
+    assert far.is_alone_sooner(even(num_tokens, 8), num_stored), "sending it takes longer"
+    assert not near.is_alone_sooner(even(num_tokens, 8), num_stored)
+    one = cluster(1)
+    expected_s = _compute_s(one, num_tokens) + one.compute.num_places * one.compute.prefix(num_tokens, num_stored)
+    assert far._alone_s(num_tokens, num_stored) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(
@@ -134,47 +151,100 @@ def test_what_is_kept_is_read_as_it_was_and_older_files_stay_valid(tmp_path: Pat
 
 
 class Told:
-    """A partitioner that says what a test wants."""
+    """A partitioner that says what a test wants.
+
+    Attributes:
+        asked: tokens of each prompt of which it was asked, and how many are stored before them.
+    """
 
     def __init__(self, is_sooner: bool) -> None:
-        self.is_sooner = is_sooner
+        self.is_sooner, self.asked = is_sooner, list[tuple[int, int]]()
 
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         return even(num_tokens, num_ranks)
 
-    def is_alone_sooner(self, partition: ContextPartition) -> bool:
+    def is_alone_sooner(self, partition: ContextPartition, num_stored: int) -> bool:
+        self.asked.append((partition.num_tokens, num_stored))
         return self.is_sooner
 
 
+LAST_SOONER, SHARDED_SOONER, UNTIMED = (1.0, 2.0), (2.0, 1.0), None
+"""Seconds of a decoding step on the last stage and on all."""
+
+
 def generate(
-    ranks: Ranks, is_sooner: bool, decode: DecodeName, free: int, prefill: PrefillOptions
+    ranks: Ranks,
+    is_sooner: bool,
+    decode: DecodeName,
+    free: int,
+    step_s: tuple[float, float] | None,
+    policies: RankPolicies | None,
 ) -> tuple[list[int], list[int], str]:
     """Boundaries, new tokens, and where keys and values were, on ranks with so many free bytes each."""
     model = tiny_model("llama")
-    with throughout(model.dtype), mock.patch.object(placement, "available_bytes", lambda: free * ranks.local_size):
-        engine = Engine(model, ranks, partition=Told(is_sooner), prefill=prefill, decode=DecodeOptions(name=decode))
+    with ExitStack() as patches:
+        patches.enter_context(throughout(model.dtype))
+        patch = mock.patch.object
+        patches.enter_context(patch(placement, "available_bytes", lambda: free * ranks.local_size))
+        if step_s is not None:
+
+            def times(self: Any, forward: Any, batch: int, gather: Any = None) -> list[float]:
+                return [step_s[gather is not None]]
+
+            for name, least in (("LEAST_BYTES", 100), ("LEAST_SHARE", 0.0)):
+                patches.enter_context(patch(placement, name, least))
+            patches.enter_context(patch(placement.Placement, "_times", times))
+        engine = Engine(model, ranks, partition=Told(is_sooner), policies=policies, decode=DecodeOptions(name=decode))
         batch = engine.generate([prompt(30)], GenerationOptions(max_new_tokens=4, ignore_eos=True))
     return batch.boundaries, batch.generations[0].new_token_ids, batch.decode
 
 
+ALL_KEPT = RankPolicies.everywhere([SnapKV(budget=1.0)])
+
+
 @pytest.mark.parametrize(
-    ("is_sooner", "decode", "free_tokens", "boundaries"),
+    ("is_sooner", "decode", "free_tokens", "step_s", "policies", "boundaries", "stored"),
     [
-        (True, DecodeName.auto, 1000, [0, 0, 30]),
-        (True, DecodeName.last, 1000, [0, 0, 30]),
-        (True, DecodeName.sharded, 1000, [0, 15, 30]),
-        (True, DecodeName.auto, 25, [0, 15, 30]),  # there is no room on one rank
-        (False, DecodeName.auto, 1000, [0, 15, 30]),
+        (True, DecodeName.auto, 1000, UNTIMED, None, [0, 0, 30], "last"),
+        (True, DecodeName.last, 1000, UNTIMED, None, [0, 0, 30], "last"),
+        (True, DecodeName.sharded, 1000, UNTIMED, None, [0, 15, 30], "sharded"),
+        (True, DecodeName.auto, 25, UNTIMED, None, [0, 15, 30], "sharded"),  # there is no room on one rank
+        (True, DecodeName.auto, 25, UNTIMED, ALL_KEPT, [0, 0, 30], "last"),  # where all is in either case
+        (True, DecodeName.auto, 1000, SHARDED_SOONER, None, [0, 15, 30], "sharded"),  # every step gains
+        (True, DecodeName.auto, 1000, LAST_SOONER, None, [0, 0, 30], "last"),
+        (False, DecodeName.auto, 1000, UNTIMED, None, [0, 15, 30], "last"),
     ],
 )
 def test_the_engine_leaves_a_prompt_to_the_last_rank_where_it_may(
-    rank_pools: RankPools, is_sooner: bool, decode: DecodeName, free_tokens: int, boundaries: list[int]
+    rank_pools: RankPools,
+    is_sooner: bool,
+    decode: DecodeName,
+    free_tokens: int,
+    step_s: tuple[float, float] | None,
+    policies: RankPolicies | None,
+    boundaries: list[int],
+    stored: str,
 ) -> None:
     free = free_tokens * sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes)
     expected = oracle_tokens("llama", tuple(prompt(30)), 4)
-    for found in rank_pools.run(2, generate, is_sooner, decode, free, PrefillOptions()):
-        is_sharded = decode is DecodeName.sharded or free_tokens == 25
-        assert found == (boundaries, expected, "sharded" if is_sharded else "last")
+    for found in rank_pools.run(2, generate, is_sooner, decode, free, step_s, policies):
+        assert found == (boundaries, expected, stored)
+
+
+def asked(ranks: Ranks) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """What a partitioner is asked of a prompt and of a longer one that begins with it, and the boundaries of both."""
+    model, split = tiny_model("llama"), Told(False)
+    with throughout(model.dtype):
+        last = DecodeOptions(name=DecodeName.last)
+        engine = Engine(model, ranks, partition=split, decode=last, tree=PrefixTree(1e9))
+        found = [engine.generate([prompt(length)], GenerationOptions(max_new_tokens=1)) for length in (40, 60)]
+    return split.asked, [batch.boundaries for batch in found]
+
+
+def test_of_a_prompt_whose_beginning_is_stored_both_lengths_are_told(rank_pools: RankPools) -> None:
+    for told, (first, second) in rank_pools.run(2, asked):
+        assert told == [(40, 0), (20, 40)]
+        assert (first[-1], second[-1]) == (40, 20)
 
 
 def started(ranks: Ranks, folder: Path, processors: int) -> tuple[float | None, list[list[int]], list[bool]]:
