@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from runahead import GenerationOptions
+from runahead import Engine, GenerationOptions
 from runahead.cache.arena import Arena, Region
-from runahead.cache.slabs import KVSlab
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVSlab, Slabs
+from runahead.config import Device, RanksOptions
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.recorded import Program, recorded
 from runahead.decoding.row import Row
 from runahead.model.model import Model
+from runahead.ranks.ranks import Ranks
 from tests.decoding.test_arena import smallest
 from tests.decoding.test_recorded import (
     NEW,
@@ -92,6 +96,26 @@ def test_a_prompts_memory_is_free_with_its_forward() -> None:
     assert all(layers())
     del forward
     assert not any(layers())
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_an_answers_memory_is_free_once_it_is_given(num_prompts: int) -> None:
+    """Also what rows of different lengths were moved into; it fails where a step's forward holds itself."""
+    model, layers, make = model_of("llama"), list[Callable[[], bool]](), KVCache.__init__
+
+    def noting(cache: KVCache, slabs: Slabs, *args: Any, **more: Any) -> None:
+        layers.extend(held(slab.slab_TBKX) for slab in slabs.by_layer)
+        make(cache, slabs, *args, **more)
+
+    engine = Engine(model, Ranks.start(RanksOptions(device=Device.cpu)))
+    options = GenerationOptions(max_new_tokens=NEW, ignore_eos=True)
+    replay, calls = Program.__call__, list[int]()
+    with (
+        patch.object(KVCache, "__init__", noting),
+        patch.object(Program, "__call__", lambda program: calls.append(0) or replay(program)),
+    ):
+        engine.generate([[5, 9, 6, 7, 8, 4], [5, 9, 6]][:num_prompts], [options] * num_prompts)
+    assert calls and layers and not any(layer() for layer in layers)
 
 
 @pytest.mark.parametrize("error", [KeyError("of the model"), KeyboardInterrupt()], ids=["error", "interrupt"])
