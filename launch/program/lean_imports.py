@@ -25,6 +25,8 @@ ALONE = f"{COMPILER}._trace_wrapped_higher_order_op"
 """The file, which needs nothing of its package."""
 MARKS = ("assume_constant_result", "allow_in_graph")
 """Functions of the package that mark others."""
+WAIT_S = 10.0
+"""Longest wait of a thread that imports one of its files for another thread that runs the package's code."""
 STRUCTURES = "transformers.utils.import_utils"
 READS = "create_import_structure_from_path"
 """Its function that reads the 2,000 sources of all models, twice, for the names that they export."""
@@ -132,12 +134,17 @@ class _Rest(MetaPathFinder):
         self._noted.append((mark, fn))
         return fn
 
-    def run(self) -> None:
+    def run(self, wait_s: float = -1) -> None:
         """Run the package's code, unless it runs in this thread or has run.
+
+        Args:
+            wait_s: how long to wait for another thread in which it runs; -1 is until it has.
 
         Raises: whatever it raises; who asks next tries again.
         """
-        with self.lock:
+        if not self.lock.acquire(timeout=wait_s):
+            return
+        try:
             if self.thread is not None or self not in sys.meta_path:
                 return
             module = self._module
@@ -149,6 +156,8 @@ class _Rest(MetaPathFinder):
                 self.thread = None
             sys.meta_path.remove(self)
             del module.__dict__["__later__"]
+        finally:
+            self.lock.release()
         for mark, fn in self._noted:
             getattr(module, mark)(fn)
 
@@ -156,7 +165,7 @@ class _Rest(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.rpartition(".")[0] == self._module.__name__ and fullname != ALONE and self.thread != get_ident():
-            self.run()
+            self.run(WAIT_S)  # this thread holds the lock of a file, for which the other thread may wait
             if fullname in sys.modules:  # Python is about to import it once more
                 return _There.spec(sys.modules[fullname])
         return None
@@ -252,14 +261,15 @@ def kept(folder: Path, source: Path, reads: Callable[[Path], Structure]) -> Stru
     Args:
         source: the file of `reads`.
     """
-    files = cache_folder() / "imports"
-    path = files / f"{_digest(folder, source)}.json"
+    path: Path | None = None
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # none, or damaged
+        path = cache_folder() / "imports" / f"{_digest(folder, source)}.json"
         return _decoded(json.loads(path.read_text()))
     found = reads(folder)
-    with suppress(OSError):  # without room it is read again by the next start
-        files.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(_encoded(found)))
+    if path is not None:
+        with suppress(OSError):  # without room it is read again by the next start
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(_encoded(found)))
     return found
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -123,7 +123,10 @@ def test_without_a_folder_for_it_a_start_reads_the_models(models: Path, monkeypa
     monkeypatch.setenv("RUNAHEAD_CACHE", str(models.parent / "file"))
     reading = Reading()
     assert kept(models, models.parent / "reader.py", reading) == READS(models)
-    assert reading.calls == 1
+    (models / "one" / "modeling_gone.txt").symlink_to(models / "nowhere")  # as editors leave them
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(models.parent / "cache"))
+    assert kept(models, models.parent / "reader.py", reading) == READS(models)
+    assert reading.calls == 2
 
 
 @pytest.fixture
@@ -157,6 +160,35 @@ def test_threads_wait_until_the_code_has_run(compiler: Path) -> None:
     assert found == [3, 3, 3]
     with pytest.raises(AttributeError, match="has no attribute 'more'"):
         module.more  # noqa: B018
+
+
+def test_threads_that_wait_for_each_other_go_on(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean, "WAIT_S", 0.1)
+    folder = compiler.with_suffix("")
+    folder.mkdir()
+    (folder / "__init__.py").write_text("STEPS.append('runs')\nOTHER.wait()\nimport compiler_of_a_test.part\nend = 1\n")
+    (folder / "part.py").write_text("number = 4\n")
+    module, other = imported(), Event()
+    module.STEPS, module.OTHER = list[str](), other  # type: ignore[attr-defined]
+    rest = vars(module)["__later__"]
+    run = rest.run
+
+    def run_once_the_other_has_the_lock(wait_s: float = -1) -> None:
+        if wait_s >= 0:
+            other.set()  # this thread holds the lock of part.py
+        run(wait_s)
+
+    monkeypatch.setattr(rest, "run", run_once_the_other_has_the_lock)
+    threads = [Thread(target=lambda: module.end, daemon=True)]
+    threads[0].start()
+    while not module.STEPS:
+        pass
+    threads.append(Thread(target=importlib.import_module, args=["compiler_of_a_test.part"], daemon=True))
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert module.end == 1 and sys.modules.pop("compiler_of_a_test.part").number == 4
 
 
 def test_an_error_of_the_code_is_told_to_who_asks(compiler: Path) -> None:
