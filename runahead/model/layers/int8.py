@@ -2,7 +2,7 @@
 
 A layer keeps its class' place, name and bias; its weight is read as the numbers that codes and scales stand for. A
 product rounds what it is given to 8 bits, too, with a scale for each 64 numbers of a token: with one scale for a whole
-token its outliers cost SmolLM2 3 % of perplexity, with these 0.4 %.
+token its outliers cost SmolLM2 3 % of perplexity where these cost 0.4 %.
 """
 
 # Legend: I input features, O output features.
