@@ -24,7 +24,14 @@ from runahead.files import cache_folder
 from runahead.kernels import operators
 from runahead.model import loading
 from runahead.model.fingerprint import model_fingerprint
-from runahead.model.layers.int8 import EncodedWeight, Int8Linear, encode_linears, encoded_layers, wrong_product
+from runahead.model.layers.int8 import (
+    EncodedWeight,
+    Int8Linear,
+    encode_linears,
+    encoded_layers,
+    encoded_share,
+    wrong_product,
+)
 from runahead.model.loading import kernels
 from runahead.model.loading.sharing import bytes_of
 from runahead.model.shares import load_model, shard_model
@@ -34,6 +41,15 @@ from tests.needs import TEST_KERNELS, missing
 CPU = torch.device("cpu")
 
 FAMILIES = ("llama", "phi", "gemma2", "qwen3_moe", "gptj", "lfm2")
+
+ROUTERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "jetmoe": ({}, "router.layer", ("self_attention.kv_proj",)),
+    "gemma4_text": (
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+        *("router.proj", ("per_layer_input_gate", "per_layer_projection")),
+    ),
+}
+"""Families whose routers hold a linear layer: sizes, its name, and names of layers that stand beside experts."""
 
 
 def load_kernels() -> None:
@@ -250,6 +266,36 @@ class TestModels:
         two = rank_pools.run(2, last_logits, family, ids, 8)
         assert [answer for answer, _ in two] == [one, one]
 
+    @pytest.mark.parametrize("family", ROUTERS)
+    def test_keep_all_that_chooses_experts(self, family: str) -> None:
+        sizes, routers, beside = ROUTERS[family]
+        module = build(family, dtype=torch.float32, **sizes)
+        plain = {name for name, layer in module.named_modules() if type(layer) is nn.Linear}
+        encode_linears(module)
+        left = {name for name, layer in module.named_modules() if type(layer) is nn.Linear}
+        assert left and left == {name for name in plain if name.endswith((routers, *beside))}
+        assert any(name.endswith(routers) for name in left)
+
+    def test_keep_a_gate_that_holds_its_layer(self) -> None:
+        """As of HunYuan's experts; the shared expert beside it is encoded, and so is the `gate` of a plain MLP."""
+        block = nn.ModuleDict(
+            {
+                "gate": nn.ModuleDict({"wg": nn.Linear(8, 4)}),
+                "experts": nn.Module(),
+                "shared_expert": nn.ModuleDict({"gate": nn.Linear(8, 8), "up": nn.Linear(8, 8)}),
+            }
+        )
+        encode_linears(block)
+        names = {name for name, layer in block.named_modules() if isinstance(layer, Int8Linear)}
+        assert names == {"shared_expert.gate", "shared_expert.up"}
+
+    def test_share_is_of_the_weights_numbers(self) -> None:
+        module = build("llama", dtype=torch.float32)
+        layers = [layer.weight.numel() for layer in module.modules() if type(layer) is nn.Linear]
+        numbers = sum(parameter.numel() for parameter in module.parameters())
+        encode_linears(module)
+        assert encoded_share(module) == sum(layers) / numbers
+
     def test_keep_routers_embeddings_and_experts(self) -> None:
         module = build("qwen3_moe", dtype=torch.float32)
         given = module.get_input_embeddings().weight
@@ -319,6 +365,23 @@ class TestLoading:
         assert model.weights is Weights.int8 and len(encoded_layers(model.module)) == 4 * 7 + 1
         assert model.stored_as.startswith("int8 (") and model.memory is not None
         assert model.memory.weights_bytes == bytes_of(model.module)
+
+    @pytest.mark.parametrize("is_mapped", [True, False])
+    def test_asks_for_the_room_that_it_takes(
+        self, is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beside mapped weights all codes; of others each layer is freed before the next, so those of one layer."""
+        module = build("llama", dtype=torch.float32)
+        module.save_pretrained(tmp_path)
+        weights = sum(parameter.nbytes for parameter in module.parameters())
+        if not is_mapped:
+            module.bfloat16().save_pretrained(tmp_path)
+        seen = []
+        monkeypatch.setattr(loading, "require_room", lambda footprint, device, **keywords: seen.append(footprint))
+        options = ModelOptions(name=ModelName.hf, path=str(tmp_path), weights=Weights.int8, dtype=DType.float32)
+        loaded = loading.load(options, device=CPU, attn_implementation="eager")
+        codes = [sum(each.nbytes for each in (x.codes, x.sums, x.scales)) for x in encoded_layers(loaded.module)]
+        assert seen[0].copied == (sum(codes) if is_mapped else weights + 2 * max(codes))
 
     def test_is_refused_in_float16(self, options: ModelOptions) -> None:
         options.dtype = DType.float16

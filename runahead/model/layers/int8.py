@@ -132,28 +132,36 @@ def encode_linears(module: nn.Module) -> None:
 
 
 def linears(module: nn.Module) -> list[nn.Linear]:
-    """The layers that can be in 8 bits: of PyTorch's own class, but for those that choose experts, beside these."""
+    """The layers that can be in 8 bits: of PyTorch's own class, but for those that choose experts.
+
+    These are a `router`, or a `gate` beside experts, with all that is in it, and layers that stand beside experts.
+    """
     routers = {
-        child
+        each
         for parent in module.modules()
         for name, child in parent.named_children()
-        if name == "router" or "experts" in parent._modules
+        if name == "router" or ("experts" in parent._modules and (name == "gate" or isinstance(child, nn.Linear)))
+        for each in child.modules()
     }
     found = [each for each in module.modules() if isinstance(each, nn.Linear) and each not in routers]
     return [each for each in found if type(each) in (nn.Linear, CPULinear)]
 
 
-def bytes_of_linears(module: nn.Module) -> tuple[int, int]:
-    """Bytes of the weights of layers that can be in 8 bits: as they are, and then. The model may have no memory."""
+def bytes_of_linears(module: nn.Module) -> tuple[int, int, int]:
+    """Bytes of the weights of layers that can be in 8 bits: as they are, then, and of the largest while it is encoded.
+
+    The model may have no memory.
+    """
     layers = linears(module)
-    then = sum(EncodedWeight.num_bytes(each.out_features, each.in_features) for each in layers)
-    return sum(each.weight.nbytes for each in layers), then
+    then = [EncodedWeight.num_bytes(each.out_features, each.in_features) for each in layers]
+    return sum(each.weight.nbytes for each in layers), sum(then), 2 * max(then, default=0)  # in parts and as a whole
 
 
 def encoded_share(module: nn.Module) -> float:
     """Share of a model's numbers that are in 8 bits, tied ones counted once."""
-    encoded = sum(each.in_features * each.out_features for each in encoded_layers(module))
-    others = sum(each.numel() for each in module.parameters() if each.is_floating_point())
+    layers = encoded_layers(module)
+    encoded, scales = sum(each.in_features * each.out_features for each in layers), {each.scales for each in layers}
+    others = sum(each.numel() for each in module.parameters() if each.is_floating_point() and each not in scales)
     return encoded / max(1, encoded + others)
 
 

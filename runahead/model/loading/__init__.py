@@ -179,9 +179,13 @@ def load(
         footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
         footprint.whole = max(footprint.whole, merging.peak_bytes if merging else 0)
         if options.weights is Weights.int8:
-            given_bytes, encoded_bytes = int8.bytes_of_linears(empty)
-            footprint.copied += encoded_bytes
-            footprint.read += given_bytes
+            given_bytes, encoded_bytes, largest_bytes = int8.bytes_of_linears(empty)
+            if footprint.mapped:
+                footprint.copied += encoded_bytes
+                footprint.read += given_bytes
+            else:  # each layer's memory is freed before the next is encoded
+                footprint.copied += largest_bytes
+                footprint.read += max(0, given_bytes - encoded_bytes) + largest_bytes
         require_room(footprint, place, label=checkpoint.label, ranks_on_host=ranks_on_host)
         peak = PeakMemory(device)
         base_bytes = peak.now_bytes()
