@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from launch.infer import main
 from runahead.features import versions
 from runahead.features.versions import in_words, outside
+from tests import versions as trials_of_versions
 from tests.exit_status import exit_status
 from tests.versions import Trial, ends, table
 
@@ -53,6 +56,22 @@ def test_without_a_checkout_the_ranges_are_the_installed_packages(
     assert list(outside()) == []
 
 
+@pytest.mark.parametrize(
+    ("taken", "words"),
+    [
+        ("==5.23.*", "==5.23.*"),
+        ("!=5.22.1,<5.25,>=5.22", "5.22 or newer, below 5.25, !=5.22.1"),
+        ("~=5.22,<=5.24", "<=5.24, ~=5.22"),
+        ("", "any"),
+    ],
+)
+def test_any_range_of_a_packager_is_told(taken: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "ranges", lambda: {"transformers": SpecifierSet(taken)})
+    assert in_words("transformers") == words
+    set_version(monkeypatch, "transformers", "99.0")
+    assert [f"tested with ({words})" in told for told in outside()] == ([True] if taken else [])
+
+
 @pytest.mark.parametrize(("rank", "num_lines"), [("0", 1), ("1", 0)])
 def test_a_program_tells_it_once(
     rank: str, num_lines: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -73,5 +92,58 @@ def test_the_ends_of_a_range_are_the_oldest_and_the_newest_in_it() -> None:
 
 
 def test_the_table_has_a_line_for_each_trial() -> None:
-    trials = [Trial(libraries={"torch": "2.13.0", "transformers": "5.17.0"}, outcome="9 passed", minutes=1.25)]
+    libraries = {"torch": "2.13.0", "transformers": "5.17.0"}
+    trials = [Trial(libraries=libraries, outcome="9 passed", status=0, minutes=1.25)]
     assert table(trials).splitlines()[-1] == "| 2.13.0 | 5.17.0 | 9 passed | 1.2 |"
+
+
+@pytest.fixture
+def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in the place of each environment's Python, which a test writes."""
+    program = tmp_path / "python"
+    monkeypatch.setattr(trials_of_versions, "environment", lambda libraries: program)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "expected"),
+    [
+        ("9 passed in 5.00s", 0, 0),
+        ("900 passed, 3 errors in 5.00s", 1, 1),
+        ("1 failed, 8 passed in 5.00s", 1, 1),
+        ("9 passed in 5.00s", 3, 1),
+    ],
+)
+def test_trials_end_as_pytest_does(line: str, status: int, expected: int, environments: Path) -> None:
+    environments.write_text(f"#!{sys.executable}\nprint({line!r})\nraise SystemExit({status})\n")
+    environments.chmod(0o755)
+    given = ["--torch", "2.13.0", "--transformers", "5.23.0", "--tests", "x"]
+    assert trials_of_versions.main(given) == expected
+
+
+def test_an_end_that_the_index_lacks_is_told(
+    environments: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here builds of torch for CPUs, as on PyPI; the one that is installed is tried in their place."""
+    environments.write_text("#!/bin/sh\necho 9 passed in 5.00s\n")
+    environments.chmod(0o755)
+    there = {"torch": ["2.13.0", "2.12.0"], "transformers": ["5.23.0", "5.22.0"]}
+    monkeypatch.setattr(trials_of_versions, "on_the_index", there.__getitem__)
+    ranges = {"torch": SpecifierSet(">=2.11,<2.14"), "transformers": SpecifierSet(">=5.22,<5.25")}
+    monkeypatch.setattr(trials_of_versions, "ranges", lambda: ranges)
+    assert trials_of_versions.main(["--tests", "x"]) == 1
+    told = capsys.readouterr().out
+    assert "the index has no torch that fits" in told and "no transformers" not in told
+    assert f"| {metadata.version('torch')} | 5.22.0 | 9 passed |" in told
+    assert trials_of_versions.main(["--torch", "2.13.0", "--tests", "x"]) == 0
+
+
+def test_an_environment_belongs_to_the_packages_that_it_points_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+    monkeypatch.setattr(trials_of_versions, "obtain", lambda folder, make, **_: folders.append(folder) or folder)
+    for place in ("one", "other", "one"):
+        monkeypatch.setattr(trials_of_versions.sysconfig, "get_paths", lambda place=place: {"purelib": place})
+        trials_of_versions.environment({"torch": "2.13.0"})
+    assert folders[0] == folders[2] != folders[1]

@@ -27,11 +27,12 @@ def ranges() -> dict[str, SpecifierSet]:
 
 
 def in_words(library: str) -> str:
-    """The range of a library, such as "5.17 or newer, below 5.24"; "any" if it is not known."""
-    words = {">=": "{} or newer", "<": "below {}"}
-    found = ranges().get(library, SpecifierSet())
-    ordered = sorted(found, key=lambda each: list(words).index(each.operator))
-    return ", ".join(words[each.operator].format(each.version) for each in ordered) or "any"
+    """The range of a library, such as "5.22 or newer, below 5.25"; "any" if it is not known."""
+    words, told = {">=": "{} or newer", "<": "below {}"}, dict[str, str]()
+    for each in ranges().get(library, SpecifierSet()):
+        told[str(each)] = words.get(each.operator, each.operator + "{}").format(each.version)
+    ordered = sorted(told, key=lambda each: (not each.startswith(">"), not each.startswith("<"), each))
+    return ", ".join(told[each] for each in ordered) or "any"
 
 
 def outside() -> Iterator[str]:
