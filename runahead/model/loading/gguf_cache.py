@@ -48,6 +48,9 @@ MOST_WRITTEN = 2**30
 SMALL_BYTES = 2**26
 """Room for config and tokenizer."""
 
+SNAPSHOT = re.compile(r"/snapshots/[0-9a-f]{40}(?=/|$)")
+"""A revision in the hub's cache."""
+
 
 def known(source: Checkpoint) -> Checkpoint | None:
     """A conversion of the checkpoint's GGUF file, in whatever dtype, for its config and tokenizer; None without one."""
@@ -60,7 +63,7 @@ def converted(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool) ->
     """The conversion of a GGUF file in the dtype of `make`, made now if there is none.
 
     One of several processes makes it, and the others wait. It takes the memory of one tensor at a time, and the page
-    cache. Conversions of the same path whose file has changed are removed.
+    cache. Conversions of the same path, or of another revision of the hub's, whose file has changed are removed.
 
     Args:
         make: the GGUF checkpoint, its config and the dtype.
@@ -78,7 +81,7 @@ def converted(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool) ->
     def write(work: Path) -> Path:
         require_room_for(work, num_bytes + SMALL_BYTES, label=label)
         folder = _convert(replace(make, device=torch.device("cpu")), empty, work / "model")
-        remove_outdated("gguf", _source_path(source), _key(source))
+        remove_outdated("gguf", place_of(source.path), _key(source))
         return folder
 
     def bar(work: Path) -> AbstractContextManager[None]:
@@ -125,8 +128,11 @@ def remove_outdated(kind: str, path: str, key: str) -> None:
             shutil.rmtree(about.parent, ignore_errors=True)
 
 
-def _source_path(source: Checkpoint) -> str:
-    return os.path.realpath(source.path)
+def place_of(path: Path) -> str:
+    """Where a checkpoint lies, of the hub's cache without the revision: each of these has a folder of its own there."""
+    absolute = os.path.abspath(path)
+    place = SNAPSHOT.sub("", absolute)
+    return os.path.realpath(absolute) if place == absolute else place
 
 
 def _stored(module: PreTrainedModel) -> dict[str, Tensor]:
@@ -147,7 +153,7 @@ def _convert(make: hf.ModelMaker, empty: PreTrainedModel, folder: Path) -> Path:
             module.generation_config.save_pretrained(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-        write_whole(folder / ABOUT, json.dumps({"path": _source_path(make.checkpoint)}))
+        write_whole(folder / ABOUT, json.dumps({"path": place_of(make.checkpoint.path)}))
     except Exception as error:  # transformers may raise anything for settings that it does not expect
         if (unwritten := spill.error or _system_error(error)) is not None:
             raise OSError(unwritten.errno, unwritten.strerror) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from runahead.model.loading.quantised.packed import PackedWeight
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.model.quantised import checkpoints
-from tests.model.test_loading_hf import edit_weights, load_hf, refusal
+from tests.model.test_loading_hf import edit_config, edit_weights, load_hf, refusal
 from tests.model.test_loading_memory import loaded_footprint
 from tests.ranks import share_tasks
 from tests.ranks.tensor_tasks import SIZES
@@ -92,6 +93,58 @@ def test_weights_count_as_copied_and_none_as_mapped(tmp_path: Path, monkeypatch:
 GROUP = checkpoints.GROUP
 
 
+def test_a_parameter_that_is_called_a_scale_is_the_models(tmp_path: Path) -> None:
+    """As of Gemma 4's routers, which have a `scale` and no weight of their own."""
+    sizes = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    expected = checkpoints.save(tmp_path, "fp8_blocks", "gemma4_text", **sizes)
+    assert any(name.endswith("router.scale") for name in expected)
+    weights = load_hf(tmp_path).module.state_dict()
+    name = next(name for name in weights if name.endswith("router.scale"))
+    assert torch.equal(weights[name], expected[name].float())
+    edit_weights(tmp_path, lambda tensors: tensors.update({"model.layers.0.other.scale": torch.ones(3)}))
+    assert "no place for 1 of the stored tensors, such as model.layers.0.other.scale" in refusal(
+        lambda: load_hf(tmp_path)
+    )
+
+
+WRONG_SETTINGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no group": ("gptq", {"group_size": "all"}, "group_size='all' of its settings is no whole number"),
+    "null": ("gptq", {"group_size": None}, "group_size=None of its settings is no whole number"),
+    "empty group": ("gptq", {"group_size": 0}, "a group of 0 columns"),
+    "of awq": ("awq", {"group_size": None}, "group_size=None of its settings is no whole number"),
+    "empty of awq": ("awq", {"group_size": -2}, "a group of -2 columns"),
+    "blocks": ("fp8_blocks", {"weight_block_size": 16}, "weight_block_size=16 of its settings"),
+    "empty blocks": ("fp8_blocks", {"weight_block_size": [16, 0]}, "weight_block_size=[16, 0] of its settings"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SETTINGS)
+def test_settings_that_are_wrong_are_told(case: str, tmp_path: Path) -> None:
+    form, wrong, words = WRONG_SETTINGS[case]
+    checkpoints.save(tmp_path, form)
+    edit_config(tmp_path, quantization_config=checkpoints.FORMS[form][1] | wrong)
+    assert words in refusal(lambda: load_hf(tmp_path))
+
+
+def test_bits_may_be_called_w_bit_and_have_to_be_there(tmp_path: Path) -> None:
+    """Where the shapes do not tell."""
+    checkpoints.save(tmp_path, "gptq")
+    name = "model.layers.0.mlp.up_proj.qzeros"
+    edit_weights(tmp_path, lambda weights: weights.update({name: weights[name][:, :1].contiguous()}))
+    for settings, words in (({"w_bit": 4}, f"{name} has shape"), ({}, "its settings lack bits")):
+        about = {"quant_method": "gptq", "group_size": 16} | settings
+        edit_config(tmp_path, quantization_config=about)
+        assert words in refusal(lambda: load_hf(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_a_part_without_numbers_is_told(form: str, tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, form)
+    name = "model.layers.0.mlp.up_proj.scales"
+    edit_weights(tmp_path, lambda weights: weights.update({name: weights[name][:, :0].contiguous()}))
+    assert f"{name} has shape" in refusal(lambda: load_hf(tmp_path))
+
+
 @pytest.mark.parametrize("form", checkpoints.FORMS)
 def test_a_missing_part_is_told_before_weights_are_read(form: str, tmp_path: Path) -> None:
     checkpoints.save(tmp_path, form)
@@ -148,6 +201,33 @@ def test_each_dtype_is_kept_and_what_is_outdated_is_removed(tmp_path: Path, cach
     twice = load_hf(tmp_path / "m", keep_dequantized=True).module.state_dict()["model.layers.0.mlp.up_proj.weight"]
     assert [each.name.split("-")[1] for each in cache.iterdir() if each.is_dir()] == ["float32"]
     assert torch.equal(twice, load_hf(tmp_path / "m").module.state_dict()["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_what_was_kept_by_other_settings_is_not_used(tmp_path: Path, cache: Path) -> None:
+    """Settings may be in a file beside the config and the weights, which both stay as they are."""
+    checkpoints.save(tmp_path / "m", "gptq")
+    edit_config(tmp_path / "m", quantization_config=None)
+    settings, file = checkpoints.FORMS["gptq"][1], tmp_path / "m" / "quantize_config.json"
+    file.write_text(json.dumps(settings))
+    first = load_hf(tmp_path / "m", keep_dequantized=True).module.state_dict()
+    file.write_text(json.dumps(settings | {"checkpoint_format": "gptq_v2"}))
+    found = load_hf(tmp_path / "m", keep_dequantized=True).module.state_dict()
+    expected, name = load_hf(tmp_path / "m").module.state_dict(), "model.layers.0.mlp.up_proj.weight"
+    assert all(torch.equal(found[each], expected[each]) for each in expected)
+    assert not torch.equal(found[name], first[name])
+
+
+@pytest.mark.parametrize("in_hubs_cache", [True, False])
+def test_a_new_revision_of_the_hub_takes_the_place_of_the_one_before(
+    in_hubs_cache: bool, tmp_path: Path, cache: Path
+) -> None:
+    """Folders elsewhere are models of their own."""
+    names = ("a" * 40, "b" * 40) if in_hubs_cache else ("one", "other")
+    folders = [tmp_path / "models--org--m" / "snapshots" / each for each in names]
+    for folder in folders:
+        checkpoints.save(folder, "awq")
+        load_hf(folder, keep_dequantized=True)
+    assert len([each for each in cache.iterdir() if each.is_dir()]) == (1 if in_hubs_cache else 2)
 
 
 def test_an_unwritable_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

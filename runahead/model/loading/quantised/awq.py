@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from runahead.model.loading.quantised.packed import At, PackedWeight, Stored
-from runahead.model.loading.quantised.parts import bytes_of, dtype_of, gathered, require, require_shape
+from runahead.model.loading.quantised.parts import (
+    bytes_of,
+    columns_of_group,
+    dtype_of,
+    gathered,
+    require,
+    require_numbers,
+    require_shape,
+)
 
 PARTS = (".qweight", ".qzeros", ".scales")
 BITS, PER_WORD = 4, 8
@@ -29,6 +37,7 @@ def weights(stored: Stored, settings: Any) -> dict[str, Any]:
     owners, found = gathered(stored, PARTS)
     for owner, parts in owners.items():
         require(owner, parts, PARTS)
+        require_numbers(owner, parts, PARTS)
         found[f"{owner}.weight"] = _weight(owner, parts, settings)
     return found
 
@@ -37,8 +46,7 @@ def _weight(owner: str, parts: dict[str, Any], settings: Any) -> PackedWeight:
     qweight, qzeros, scales = (parts[name] for name in PARTS)
     num_groups, num_rows = scales.get_shape()
     num_cols = qweight.get_shape()[0]
-    group_size = int(settings.get("group_size", settings.get("q_group_size", -1)))
-    group_size = num_cols if group_size == -1 else group_size
+    group_size = columns_of_group(settings, num_cols, "group_size", "q_group_size")
     require_shape(f"{owner}.qweight", qweight, [num_cols, num_rows // PER_WORD], f"{owner}.scales")
     require_shape(f"{owner}.qzeros", qzeros, [num_groups, num_rows // PER_WORD], f"{owner}.scales")
     require_shape(

@@ -21,7 +21,13 @@ SCALES = ("_scale_inv", ".qscale_weight", ".scale")
 
 
 def weights(stored: Stored, settings: Any) -> dict[str, Any]:
-    return with_scales(stored, SCALES, tuple(settings.get("weight_block_size") or ()))
+    block = settings.get("weight_block_size") or ()
+    is_read = isinstance(block, list | tuple) and len(block) in (0, 2)
+    if not is_read or not all(type(each) is int and each > 0 for each in block):
+        raise ValueError(
+            f"weight_block_size={ascii(block)[:40]} of its settings is not the rows and columns of a block"
+        )
+    return with_scales(stored, SCALES, tuple(block))
 
 
 def with_scales(stored: Stored, endings: tuple[str, ...], block: tuple[int, ...]) -> dict[str, Any]:
@@ -38,10 +44,10 @@ def with_scales(stored: Stored, endings: tuple[str, ...], block: tuple[int, ...]
         [(ending, scale), *_] = parts.items()
         names = (owner, f"{owner}.weight")
         name = next((each for each in names if each in found), None)
-        if name is None:
+        if name is None and not is_float(scale):
             raise ValueError(f"{owner}{ending} is stored without the weight that it belongs to")
-        weight = found[name]
-        if is_float(weight):  # such as a parameter of the model that is called a scale
+        weight = scale if name is None else found[name]
+        if name is None or is_float(weight):  # such as a parameter of the model that is called a scale
             found[owner + ending] = scale
         else:
             found[name] = scaled(coded(name, weight), owner + ending, scale, block)

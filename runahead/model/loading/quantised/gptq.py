@@ -16,7 +16,16 @@ from torch import Tensor
 
 from runahead.model.loading.quantised.bits import unpack
 from runahead.model.loading.quantised.packed import At, PackedWeight, Stored
-from runahead.model.loading.quantised.parts import bytes_of, dtype_of, gathered, require, require_shape
+from runahead.model.loading.quantised.parts import (
+    bytes_of,
+    columns_of_group,
+    dtype_of,
+    gathered,
+    require,
+    require_numbers,
+    require_shape,
+    whole_number,
+)
 
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
@@ -28,6 +37,7 @@ def weights(stored: Stored, settings: Any) -> dict[str, Any]:
     owners, found = gathered(stored, PARTS)
     for owner, parts in owners.items():
         require(owner, parts, PARTS[:3])
+        require_numbers(owner, parts, PARTS[:3])
         found[f"{owner}.weight"] = _weight(owner, parts, settings, 1 if layout == "gptq" else 0)
     return found
 
@@ -37,12 +47,11 @@ def _weight(owner: str, parts: dict[str, Any], settings: Any, offset: int) -> Pa
     num_groups, num_rows = scales.get_shape()
     bits = qzeros.get_shape()[1] * 32 // num_rows  # a module may have others than the config says
     if bits not in (2, 3, 4, 8):
-        require_shape(
-            f"{owner}.qzeros", qzeros, [num_groups, num_rows * int(settings["bits"]) // 32], f"{owner}.scales"
-        )
+        known = whole_number(settings, "bits", "w_bit")
+        require_shape(f"{owner}.qzeros", qzeros, [num_groups, num_rows * known // 32], f"{owner}.scales")
+        raise ValueError(f"{owner} has {bits} bits, and weights are read in 2, 3, 4 or 8")
     num_cols = qweight.get_shape()[0] * 32 // bits
-    group_size = int(settings.get("group_size", -1))
-    group_size = num_cols if group_size == -1 else group_size
+    group_size = columns_of_group(settings, num_cols, "group_size", "q_group_size")
     require_shape(f"{owner}.qweight", qweight, [num_cols * bits // 32, num_rows], f"{owner}.scales")
     require_shape(f"{owner}.qzeros", qzeros, [num_groups, num_rows * bits // 32], f"{owner}.scales")
     require_shape(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ from runahead.files import cache_folder, write_whole
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading.cache_folder import bytes_in, obtain, progress_bar, require_room_for
 from runahead.model.loading.checkpoint import WEIGHTS, Checkpoint
-from runahead.model.loading.gguf_cache import ABOUT, CODES, SMALL_BYTES, Spill, remove_outdated
+from runahead.model.loading.gguf_cache import ABOUT, CODES, SMALL_BYTES, Spill, place_of, remove_outdated
 from runahead.model.loading.memory import give_back
 from runahead.model.loading.stored_forms import CONFIG_KEYS
 
@@ -35,7 +34,7 @@ def kept(source: Checkpoint, dtype: torch.dtype, *, progress: bool) -> Checkpoin
     """The plain checkpoint of a quantised one, with weights in `dtype`, made now if there is none.
 
     One of several processes makes it, and the others wait. It takes the memory of one tensor at a time, and the page
-    cache. Those of the same folder whose files have changed are removed.
+    cache. Those of the same folder, or of another revision of the hub's, whose files have changed are removed.
 
     Args:
         progress: show a progress bar.
@@ -47,7 +46,7 @@ def kept(source: Checkpoint, dtype: torch.dtype, *, progress: bool) -> Checkpoin
     parts = checkpoints.stored_parts(source, dtype)
     empty = {name: _empty(name, part, source) for name, part in parts.items()}
     num_bytes = sum(each.nbytes for each in empty.values())
-    label, key, path = f"{source.label} as safetensors", _key(source), os.path.realpath(source.folder)
+    label, key, path = f"{source.label} as safetensors", _key(source), place_of(source.folder)
 
     def write(work: Path) -> Path:
         require_room_for(work, num_bytes + SMALL_BYTES, label=label)
@@ -85,9 +84,11 @@ def _empty(name: str, part: Any, source: Checkpoint) -> torch.Tensor:
 
 
 def _key(source: Checkpoint) -> str:
-    """Key of a folder's files: names, sizes and times of change, and which tensors are left out."""
-    assert source.form is not None
-    digest = hashlib.sha256(f"{VERSION} {sorted(source.form.left_out)}".encode())
+    """Key of a folder's files: names, sizes and times of change; of how they are read, and which are left out."""
+    form = source.form
+    assert form is not None
+    settings = json.dumps(form.settings, sort_keys=True)  # which may be in any of several files
+    digest = hashlib.sha256(f"{VERSION} {form.name} {settings} {sorted(form.left_out)}".encode())
     for path in sorted([source.folder / "config.json", *checkpoints.weight_files(source)]):
         about = path.stat()
         digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}".encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -50,6 +50,36 @@ def require_shape(name: str, part: Any, shape: Sequence[int], of: str) -> None:
     """Check a part's shape. Raises: ValueError."""
     if list(part.get_shape()) != list(shape):
         raise ValueError(f"{name} has shape {list(part.get_shape())}, and {of} needs {list(shape)}")
+
+
+def require_numbers(owner: str, parts: dict[str, Any], names: Sequence[str]) -> None:
+    """Check that parts are not empty. Raises: ValueError."""
+    for name in names:
+        if 0 in parts[name].get_shape():
+            raise ValueError(f"{owner}{name} has shape {list(parts[name].get_shape())}, and holds no numbers")
+
+
+def whole_number(settings: Mapping[str, Any], *names: str) -> int:
+    """A number of the settings, under the first of these names that is there. Raises: ValueError: it is none."""
+    name = next((each for each in names if each in settings), None)
+    if name is None:
+        raise ValueError(f"its settings lack {names[0]}")
+    try:
+        return int(settings[name])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name}={ascii(settings[name])[:40]} of its settings is no whole number") from error
+
+
+def columns_of_group(settings: Mapping[str, Any], num_cols: int, *names: str) -> int:
+    """Columns of a group by the settings, under one of these names: all where they say -1 or nothing.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    size = whole_number(settings, *names) if any(each in settings for each in names) else -1
+    if size != -1 and size < 1:
+        raise ValueError(f"a group of {size} columns, as its settings say, is no group; they say -1 for all columns")
+    return num_cols if size == -1 else size
 
 
 def bytes_of(*parts: Any) -> int:
