@@ -160,10 +160,11 @@ def load(
     if is_random:
         from runahead.model.loading import random_weights
     in_parts = is_random or sharing.reads_in_parts(empty)
-    in_parts = in_parts and (merging is None or merging.are_all_in(stored, empty.base_model_prefix))
+    as_stored = stored_forms.weights_as_stored(empty, stored) if merging else {}
+    in_parts = in_parts and (merging is None or merging.weights <= set(as_stored.values()))
     if shares is not None and in_parts:
         whole = max(parameter.nbytes for parameter in empty.parameters())
-        whole = max(whole, merging.peak_bytes) if merging else whole
+        whole = max(whole, _merging_bytes(merging, device, checkpoint.label, ranks_on_host))
         untied = sharing.lay_out_apart(empty, shares.group, device, merging.weights if merging else ())
         footprint = Footprint(copied=sharing.bytes_of(empty), whole=whole)
         require_room(footprint, device, label=checkpoint.label, ranks_on_host=ranks_on_host)
@@ -172,12 +173,12 @@ def load(
         decoded = dtype if merging is None else torch.float32  # rounded once, when merged
         parts = random_weights.parts(make) if is_random else checkpoints.stored_parts(checkpoint, decoded)
         bars = progress and footprint.copied > LONG_LOAD_BYTES
-        merged = partial(merging.of_parts, prefix=empty.base_model_prefix) if merging else dict
+        merged = partial(merging.of_parts, weights=as_stored) if merging else dict
         module = hf.build_share(make, type(empty), parts, shares.group, bars=bars, untied=untied, merged=merged)
     else:
         place = device if shares is None else torch.device("cpu")
         footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
-        footprint.whole = max(footprint.whole, merging.peak_bytes if merging else 0)
+        footprint.whole = max(footprint.whole, _merging_bytes(merging, place, checkpoint.label, ranks_on_host))
         if options.weights is Weights.int8:
             given_bytes, encoded_bytes, largest_bytes = int8.bytes_of_linears(empty)
             if footprint.mapped:
@@ -194,7 +195,7 @@ def load(
         model_class = None if checkpoint.form is None else type(empty)
         module = random_weights.build(make) if is_random else hf.build(make, bars=bars, model_class=model_class)
         if merging is not None:
-            merging.merge_into(module, _wider(checkpoint, stored, module, merging), bars=bars)
+            merging.merge_into(module, _wider(checkpoint, stored, empty, merging), bars=bars)
         if shares is not None:
             sharing.share_model(module, shares.group, device)
         elif 0 < footprint.mapped < available_bytes():
@@ -367,31 +368,56 @@ def _merging(options: ModelOptions, config: Any, source: Checkpoint, *, progress
     return Merging(found, lambda: hf.empty_model(config, torch.float32, options, label=source.label))
 
 
+def _merging_bytes(merging: Merging | None, place: torch.device, label: str, ranks_on_host: int) -> int:
+    """Memory that merging takes where the weights are loaded. Of a GPU it takes none, but of its host.
+
+    Raises:
+        ValueError: the host has not as much.
+    """
+    if merging is None:
+        return 0
+    if place.type == "cpu":
+        return merging.peak_bytes
+    footprint = Footprint(copied=merging.peak_bytes)
+    require_room(footprint, torch.device("cpu"), label=f"merging adapters into {label}", ranks_on_host=ranks_on_host)
+    return 0
+
+
 def _wider(
-    checkpoint: Checkpoint, stored: dict[str, StoredTensor], module: PreTrainedModel, merging: Merging
+    checkpoint: Checkpoint, stored: dict[str, StoredTensor], empty: PreTrainedModel, merging: Merging
 ) -> Mapping[str, Any]:
     """Stored tensors that adapters change and the model has in fewer digits: rounded first they would be rounded twice.
 
     Raises:
         ValueError: one is made of several stored tensors.
     """
-    widest = max((each.dtype.itemsize for each in stored.values() if each.dtype), default=0)
-    if checkpoint.form is not None:  # decoded in float32
-        widest = max(widest, torch.float32.itemsize)
-    wanted = {name for name in merging.weights if module.get_parameter(name).dtype.itemsize < widest}
+    sources: dict[str, list[str]] = {}
+    for name, target in stored_forms.targets_of(empty, stored).items():
+        sources.setdefault(target, []).append(name)
+    ties = dict(getattr(empty, "all_tied_weights_keys", {}))
+    wanted: dict[str, Sequence[str]] = {}
+    for name in sorted(merging.weights):
+        # What is not found may be a part of any stored tensor.
+        of = sources.get(name) or sources.get(ties.get(name, "")) or list(stored)
+        if max(map(_read_width, map(stored.__getitem__, of)), default=0) > empty.get_parameter(name).dtype.itemsize:
+            wanted[name] = of
     if not wanted:
         return {}
-    prefix, found = module.base_model_prefix, dict[str, Any]()
-    for name, part in checkpoints.stored_parts(checkpoint, torch.float32).items():
-        found |= {each: part for each in sharing.names_in_model(name, prefix) if each in wanted}
-    ties = dict(getattr(module, "all_tied_weights_keys", {}))
-    found |= {name: found[source] for name, source in ties.items() if name in wanted - set(found) and source in found}
-    if lacking := wanted - set(found):
-        raise ValueError(
-            f"{checkpoint.label}: adapters change {min(lacking)}, which is made of several stored tensors and would be "
-            "rounded twice; use model.dtype=float32"
-        )
-    return found
+    whole, parts = stored_forms.weights_as_stored(empty, stored), checkpoints.stored_parts(checkpoint, torch.float32)
+    for name, of in wanted.items():
+        if len(of) > 1 or whole.get(of[0]) not in (name, ties.get(name)):
+            raise ValueError(
+                f"{checkpoint.label}: adapters change {name}, which is made of several stored tensors and would be "
+                "rounded twice; use model.dtype=float32"
+            )
+    return {name: parts[of[0]] for name, of in wanted.items()}
+
+
+def _read_width(tensor: StoredTensor) -> int:
+    """Bytes of a number of a stored tensor, as it is read; what is packed is decoded in float32."""
+    if tensor.packed_bytes:
+        return torch.float32.itemsize
+    return tensor.dtype.itemsize if tensor.dtype else 0
 
 
 def _footprint(

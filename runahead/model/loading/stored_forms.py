@@ -145,7 +145,7 @@ def empty_biases(empty: PreTrainedModel, parts: Mapping[str, Any]) -> frozenset[
     """Biases of zeros beside decoded weights that the model has no place for: AutoGPTQ stores one with each weight."""
     beside = [f"{name.removesuffix('.weight')}.bias" for name, part in parts.items() if isinstance(part, PackedWeight)]
     there = [name for name in beside if name in parts]
-    targets, weights = _targets(empty, there), empty.state_dict()
+    targets, weights = targets_of(empty, there), empty.state_dict()
     return frozenset(name for name in there if targets[name] not in weights and not parts[name][...].any())
 
 
@@ -163,7 +163,7 @@ def unused(empty: PreTrainedModel, stored: Mapping[str, StoredTensor], checkpoin
         ValueError: tensors are in 8 bits or of integer type where the model has floating-point weights, or have no
             place in the model.
     """
-    targets, weights = _targets(empty, stored), empty.state_dict()
+    targets, weights = targets_of(empty, stored), empty.state_dict()
     raw = [
         name
         for name, tensor in stored.items()
@@ -266,15 +266,28 @@ def _remedy(names: list[str]) -> str:
     return OTHER_MODEL
 
 
-def _targets(empty: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """The names that stored tensors get in the model, as transformers gives them, in its order."""
+def targets_of(empty: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The names that stored tensors get in the model, as transformers gives them, in its order.
+
+    Of tensors that are put together it is the name of what is made of them.
+    """
+    return {name: target for name, (target, _) in _targets(empty, names).items()}
+
+
+def weights_as_stored(empty: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Of stored tensors that are a weight of the model as they are: its names by theirs."""
+    return {name: target for name, (target, is_whole) in _targets(empty, names).items() if is_whole}
+
+
+def _targets(empty: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """As `targets_of`, with whether the tensor is that weight as it is."""
     conversions, weights = get_model_conversion_mapping(empty), empty.state_dict()
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     prefix, targets = empty.base_model_prefix, {}
     for name in sorted(names, key=dot_natural_key):
-        target, _ = rename_source_key(name, renamings, converters, prefix, weights)
+        target, converted_by = rename_source_key(name, renamings, converters, prefix, weights)
         if target not in weights and name in weights:
-            target = name
-        targets[name] = target
+            target, converted_by = name, None
+        targets[name] = target, converted_by is None and target in weights
     return targets

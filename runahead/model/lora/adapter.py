@@ -32,7 +32,7 @@ class Adapter:
 
     Attributes:
         label: what the user wrote, for error messages.
-        name: the last part of its path.
+        name: the last part of its path, or of its hub id.
         settings: content of its adapter_config.json.
         digest: of its two files, 16 hexadecimal digits.
     """
@@ -61,10 +61,12 @@ def digest(adapters: Sequence[Adapter]) -> str:
 def _found(path: str, progress: bool) -> Adapter:
     label = f"model.adapter={path}"
     folder = checkpoints.local_path(path, label)
+    name = folder.resolve().name
     if not folder.exists():
         if not checkpoints.HUB_ID.fullmatch(path):
             raise ValueError(f"{label} does not exist; name an adapter's folder or a hub id such as org/name")
         folder = checkpoints.download(label, progress, path, None, [checkpoints.ADAPTER, WEIGHTS])
+        name = path.rpartition("/")[2]
     files = [folder / checkpoints.ADAPTER, folder / WEIGHTS]
     if not files[0].is_file():
         raise ValueError(f"{label} has no {checkpoints.ADAPTER}; name the folder of an adapter that peft has saved")
@@ -84,9 +86,7 @@ def _found(path: str, progress: bool) -> Adapter:
         raise ValueError(
             f"{label}: {WEIGHTS} is not a complete safetensors file ({one_line(error)}); copy or download it again"
         ) from error
-    return Adapter(
-        folder=folder, label=label, name=folder.resolve().name, settings=settings, digest=digest.hexdigest()[:16]
-    )
+    return Adapter(folder=folder, label=label, name=name, settings=settings, digest=digest.hexdigest()[:16])
 
 
 def _require_mergeable(settings: Mapping[str, Any], label: str) -> None:

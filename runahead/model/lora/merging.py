@@ -7,7 +7,7 @@ handed one weight at a time, so a model's weights are neither written, mapped as
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from runahead.failures import is_lack_of_memory
 from runahead.model.loading.quiet import one_line, quiet
-from runahead.model.loading.sharing import Parts, names_in_model
+from runahead.model.loading.sharing import Parts
 from runahead.model.lora import adapter as adapters
 from runahead.model.lora.adapter import Adapter
 
@@ -74,7 +74,7 @@ class Merging:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory that merging the largest weight takes."""
+        """Memory of the host that merging the largest weight takes."""
         return COPIES * torch.float32.itemsize * max(self._sizes[name] for name in self._changes)
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
@@ -105,25 +105,17 @@ class Merging:
             made = self.merged(name, weight).to(parameter.device, parameter.dtype)
             setattr(module.get_submodule(owner), last, Parameter(made, requires_grad=False))
 
-    def of_parts(self, parts: Mapping[str, Parts | Tensor], prefix: str) -> dict[str, Parts | Tensor]:
+    def of_parts(self, parts: Mapping[str, Parts | Tensor], weights: Mapping[str, str]) -> dict[str, Parts | Tensor]:
         """Stored tensors, of which those that change are merged when a part of them is asked for.
 
         Args:
-            prefix: that checkpoints may lack, of the model without head.
+            weights: names in the model of stored tensors that are a weight as they are.
         """
         made = dict(parts)
-        for stored in parts:
-            name = self._name(stored, prefix)
-            if name is not None:
+        for stored, name in weights.items():
+            if name in self._changes:
                 made[stored] = MergedParts(self, name, parts[stored])
         return made
-
-    def are_all_in(self, stored: Iterable[str], prefix: str) -> bool:
-        """Whether each weight that changes is a stored tensor as it is, rather than made of several."""
-        return self.weights <= {self._name(each, prefix) for each in stored}
-
-    def _name(self, stored: str, prefix: str) -> str | None:
-        return next((name for name in names_in_model(stored, prefix) if name in self._changes), None)
 
 
 class MergedParts:

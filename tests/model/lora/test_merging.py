@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from runahead.config import ModelOptions
+from runahead.model.loading import checkpoint, load
+from runahead.model.loading.memory import Footprint
 from runahead.model.model import Model
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.model.lora import rank_tasks as tasks
 from tests.model.lora.made import adapt, base, edit_settings, edit_tensors, need_peft, options, peft_logits, peft_model
-from tests.model.test_loading_hf import CPU, load_hf
+from tests.model.test_loading_hf import CPU, edit_weights, load_hf
 from tests.ranks.share_tasks import differences
 from tests.ranks.tensor_tasks import SIZES
 
@@ -203,3 +207,72 @@ def test_the_model_is_told_by_the_adapters_name(tmp_path: Path) -> None:
     adapter = adapt(tmp_path / "model", tmp_path / "poems")
     model = Model.load(options(tmp_path / "model", adapter), CPU)
     assert model.name == f"{tmp_path / 'model'}+poems" and list(model.adapter_names) == ["poems"]
+
+
+def test_an_adapter_of_the_hub_has_the_name_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its revision: the hub's library hands out a folder that is called by the commit."""
+    base(tmp_path / "model")
+    snapshot = adapt(tmp_path / "model", tmp_path / "models--org--poems" / "snapshots" / ("3f9a" * 10))
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **_: asked.append(name) or str(snapshot))
+    run = ModelOptions(name="hf", path=str(tmp_path / "model"), adapter=["org/poems"])
+    loaded = load(run, device=CPU, attn_implementation="eager")
+    assert asked == ["org/poems"]
+    assert loaded.name == f"{tmp_path / 'model'}+poems" and list(loaded.adapter_names) == ["poems"]
+
+
+def merged_once(model: Path, adapter: Path) -> dict[str, Tensor]:
+    """peft's merge in float32 of the stored numbers, rounded once."""
+    return {
+        name: weight.bfloat16() for name, weight in peft_model(model, [adapter]).merge_and_unload().state_dict().items()
+    }
+
+
+def test_a_renamed_weight_is_rounded_once(tmp_path: Path) -> None:
+    """Mixtral's files have their routers under another name than the model."""
+    base(tmp_path / "model", "mixtral")
+    adapter = adapt(tmp_path / "model", tmp_path / "a", target_parameters=["mlp.gate.weight"])
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.gate.weight" in stored
+    loaded = load_hf(tmp_path / "model", adapter=str(adapter), dtype="bfloat16").module.state_dict()
+    name, expected = "model.layers.0.mlp.gate.weight", merged_once(tmp_path / "model", adapter)
+    assert torch.equal(loaded[name], expected[name])
+    assert not torch.equal(loaded[name], stored["model.layers.0.block_sparse_moe.gate.weight"].bfloat16())
+
+
+def test_a_wide_tensor_that_does_not_change_is_no_hindrance(tmp_path: Path) -> None:
+    """Experts that are stored one by one in bfloat16, beside a norm in float32."""
+    base(tmp_path / "model", "mixtral").bfloat16().save_pretrained(tmp_path / "model")
+    edit_weights(tmp_path / "model", lambda weights: weights.update({NORM: weights[NORM].float() + 1e-4}))
+    adapter = adapt(tmp_path / "model", tmp_path / "a", target_parameters=["experts.down_proj"])
+    loaded = load_hf(tmp_path / "model", adapter=str(adapter), dtype="bfloat16").module.state_dict()
+    expected = merged_once(tmp_path / "model", adapter)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+NORM = "model.norm.weight"
+
+
+class Room(Exception):
+    """Ends a load before weights are read."""
+
+
+def test_merging_takes_memory_of_the_host_where_a_gpu_has_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = base(tmp_path / "model")
+    adapter = adapt(tmp_path / "model", tmp_path / "a", target_modules=["embed_tokens"])
+    asked = []
+
+    def require(footprint: Footprint, device: torch.device, **_: Any) -> None:
+        asked.append((device.type, footprint))
+        if device.type == "cuda":
+            raise Room
+
+    monkeypatch.setattr("runahead.model.loading.require_room", require)
+    with pytest.raises(Room):
+        load(options(tmp_path / "model", adapter), device=torch.device("cuda"), attn_implementation="eager")
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    embeddings = module.get_input_embeddings().weight.nbytes
+    assert asked == [("cpu", Footprint(copied=3 * embeddings)), ("cuda", Footprint(copied=weights))]
