@@ -395,7 +395,7 @@ def _wider(
     for name, target in stored_forms.targets_of(empty, stored).items():
         sources.setdefault(target, []).append(name)
     ties = dict(getattr(empty, "all_tied_weights_keys", {}))
-    wanted: dict[str, Sequence[str]] = {}
+    wanted: dict[str, list[str]] = {}
     for name in sorted(merging.weights):
         # What is not found may be a part of any stored tensor.
         of = sources.get(name) or sources.get(ties.get(name, "")) or list(stored)
