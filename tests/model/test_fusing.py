@@ -24,7 +24,7 @@ from runahead.attention.base import Recording
 from runahead.config import Fuse
 from runahead.model.held import Held
 from runahead.model.layers import products
-from runahead.model.layers.fusing import FusedForward, is_fused, watching
+from runahead.model.layers.fusing import FusedForward, apart, is_fused, watching
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.products import Product
 from runahead.model.loading.sharing import bytes_of
@@ -384,6 +384,19 @@ def test_weights_that_were_copied_are_moved_one_product_at_a_time(
     assert fused.memory is not None and bytes_of(fused.module) == fused.memory.weights_bytes
     width, heads, inner = 32, 64, 48
     assert max(sizes) == max(2 * inner, heads) * width * torch.bfloat16.itemsize
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "self_attn.k_proj", "mlp.up_proj"])
+def test_a_forward_of_the_instance_stays(name: str) -> None:
+    """Also where it computes what could be fused: with `apart` the class would compute in its place."""
+    module = build("llama", dtype=torch.float32)
+    child = module.get_submodule(f"model.layers.1.{name}")
+    own = child.forward
+    child.forward = replaced = lambda x: own(x)  # type: ignore[assignment]
+    fused = Model(module, fuse=Fuse.on)
+    assert is_fused(fused.module) and child.forward is replaced
+    with apart(fused.module):
+        assert child.forward is replaced
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ The reference is the family's own code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -99,6 +100,15 @@ def test_same_output(act: Callable[[Tensor], Tensor], bias: bool, is_second: boo
 )
 def test_others_stay(mlp: MLP) -> None:
     assert not is_fused(fused(mlp))
+
+
+def test_a_forward_of_the_instance_stays() -> None:
+    """As code of a checkpoint or a hook of another library has put it there."""
+    mlp = MLP()
+    mlp.forward = own = partial(MLP.forward, mlp)  # type: ignore[method-assign, assignment]
+    assert fused(mlp).forward is own
+    with apart(mlp):
+        assert mlp.forward is own
 
 
 @torch.inference_mode()

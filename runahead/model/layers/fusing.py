@@ -39,7 +39,11 @@ class Calls:
 
 @contextmanager
 def watching(module: nn.Module) -> Iterator[Calls]:
-    """Context manager that notes which modules a forward calls, and with what."""
+    """Context manager that notes which modules a forward calls, and with what.
+
+    Modules whose instance has a forward of its own, by code of the model or hooks of other libraries, are left out:
+    with `apart` their class would compute in its place.
+    """
     calls = Calls()
 
     def linear(child: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -57,6 +61,8 @@ def watching(module: nn.Module) -> Iterator[Calls]:
 
     hooks = []
     for child in module.modules():
+        if "forward" in vars(child):
+            continue
         if type(child) in (nn.Linear, CPULinear):
             hooks.append(child.register_forward_pre_hook(linear, with_kwargs=True))
         elif [parameter.ndim for parameter in child.parameters()] == [1] and not [*child.children()]:

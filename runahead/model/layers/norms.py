@@ -25,8 +25,8 @@ SIZES = (1.0, 1e-3, 1e3)
 TOKENS = 5
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
-"""Largest difference between the two, relative to each number: a few roundings. In float64 families compute in float32,
-too."""
+"""Largest difference between the two, relative to each number: a few roundings. In float64, in which
+no norm is fused but `rms_eps` asks for eps, families compute in float32, too."""
 
 
 @torch.inference_mode()
