@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,19 @@ from tests.partitioner.clusters import llama
 from tests.ranks.tasks import tiny_model
 
 ALONE, ALL = True, False
+
+
+def let_times_decide(folder: Path, lengths: Sequence[int], *, is_alone: bool) -> None:
+    """Write into what a cache folder keeps of splits that at these lengths one way was far sooner than predicted."""
+    paths = [*(folder / "splits").iterdir()]
+    assert paths
+    for path in paths:
+        times = [
+            {"tokens": length, "is_alone": way, "log": -30.0 if way == is_alone else 30.0}
+            for length in lengths
+            for way in (ALONE, ALL)
+        ]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"times": times}))
 
 
 def cluster(num_ranks: int, latency_s: float = 1e-5, bandwidth_Bps: float = 1e9) -> Cluster:
@@ -272,3 +286,11 @@ def test_all_ranks_decide_alike_and_the_next_run_goes_on_from_what_was_seen(
     assert again[:4] == seen and len(again) == 8
     assert rank_pools.run(2, started, tmp_path, 4)[0][0] == pytest.approx(4 / 3)
     assert len(list(tmp_path.rglob("*.json"))) == 2, "other threads, other times"
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_earlier_runs_saw_decides(rank_pools: RankPools, tmp_path: Path, is_alone: bool) -> None:
+    rank_pools.run(2, started, tmp_path, 64)
+    let_times_decide(tmp_path, [40, 300], is_alone=is_alone)
+    for _, boundaries, _ in rank_pools.run(2, started, tmp_path, 64):
+        assert [first == 0 for _, first, _ in boundaries] == [is_alone] * 4

@@ -27,11 +27,12 @@ from policies.h2o import H2O
 from policies.window import Window
 from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions, even
 from runahead.config import Device
-from runahead.context import LearningPartitioner
+from runahead.context import KnowsAlone, LearningPartitioner
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import VOCAB_SIZE
 from tests.partitioner.clusters import llama
+from tests.partitioner.test_alone import let_times_decide
 from tests.partitioner.test_auto_balance import ready
 from tests.partitioner.test_lookup_table import entry, table_of
 from tests.ranks.tasks import tiny_model
@@ -277,6 +278,29 @@ def test_tables_of_the_cache_folder_are_tried_and_damaged_ones_passed_over(
     (tmp_path / "tables" / "a.json").write_text("{")
     my_table(tmp_path / "tables").rename(tmp_path / "tables" / "b.json")
     assert rank_pools.run(2, choice_from_the_folder, tmp_path) == [TablePartition.__name__] * 2
+
+
+def is_alone_sooner(ranks: Ranks, folder: Path, alone: bool | None) -> bool:
+    """What the engine hears of the partition that a program makes of partition.alone=; None for its default."""
+    os.environ["RUNAHEAD_CACHE"] = str(folder)
+    run = RunOptions(partition=PartitionOptions() if alone is None else PartitionOptions(alone=alone))
+    partition = partitioner(run.partition, ranks)
+    assert isinstance(partition, KnowsAlone)
+    assert not partition.is_alone_sooner(even(100, ranks.size), 0), "before the model is known"
+    prepare_partition(partition, tiny_model("llama", torch.float32), ranks, run)
+    return partition.is_alone_sooner(even(100, ranks.size), 0)
+
+
+@pytest.mark.parametrize(
+    ("alone", "is_sooner", "expected"),
+    [(None, True, True), (None, False, False), (True, True, True), (False, True, False)],
+)
+def test_programs_let_one_rank_compute_alone_where_it_is_sooner(
+    rank_pools: RankPools, tmp_path: Path, alone: bool | None, is_sooner: bool, expected: bool
+) -> None:
+    rank_pools.run(2, is_alone_sooner, tmp_path, alone)
+    let_times_decide(tmp_path, [100], is_alone=is_sooner)
+    assert rank_pools.run(2, is_alone_sooner, tmp_path, alone) == [expected] * 2
 
 
 def test_learn_without_auto_has_no_effect() -> None:

@@ -20,6 +20,7 @@ from runahead.engine import Engine
 from tests import families
 from tests.exit_status import exit_status, one_line_error
 from tests.families import PRODUCTS, save_tiny_llama
+from tests.partitioner.test_alone import let_times_decide
 from tests.tokenizers_for_tests import byte_level
 from tests.warm_program import WarmProgram, run_warm
 
@@ -317,6 +318,22 @@ def test_the_split_is_learned_and_the_next_start_goes_on_from_it(model, tmp_path
         assert json.loads(kept.read_text())["prompts"], "what the prompts told"
         answers.append(done.stdout)
     assert answers[0] == answers[1]
+
+
+def test_without_options_of_the_split_one_rank_computes_a_prompt_where_the_kept_times_say_so(model, tmp_path):
+    cache, report = tmp_path / "cache", tmp_path / "run.json"
+    arguments = options(model, f"prompt.text={TEXT}", f"report={report}", "decode=last")
+    texts, found = [], {}
+    for is_alone in (None, True, False):  # the first start times layers
+        if is_alone is not None:
+            let_times_decide(cache, [found["prompt_tokens"]], is_alone=is_alone)
+        texts.append(run_warm(INFER, arguments, environment={"RUNAHEAD_CACHE": str(cache)}).stdout)
+        found = json.loads(report.read_text(encoding="utf-8"))
+        first, last = (rank["chunk_tokens"] for rank in found["ranks"])
+        assert first + last == found["prompt_tokens"] and last > 0
+        assert is_alone is None or (first == 0) == is_alone
+        assert found["partition"]["boundaries"] == [0, first, first + last]
+    assert len(set(texts)) == 1
 
 
 @pytest.mark.slow
