@@ -11,11 +11,11 @@ from runahead.failures import first_line
 HELP = """\
 usage: python -m launch.kernels
 
-Compiles the kernels of attention on CPUs into the cache folder (RUNAHEAD_CACHE, else ~/.cache/runahead), which takes
-about ten seconds of a C++ compiler (CXX, else c++), compares them with a softmax, and prints their path. Runs use them
-from then on; without them attention is PyTorch's, and a run says so. Another version of torch or another processor
-needs another build. Deleting the file's folder undoes it, and they can be built again. The exit status is 2 where they
-cannot be built.
+Compiles kernels for CPUs (attention, norms, rotary embeddings, products of 8-bit weights) into the cache folder
+(RUNAHEAD_CACHE, else ~/.cache/runahead), which takes about ten seconds of a C++ compiler (CXX, else c++), compares them
+with plain computations, and prints their path. Runs use them from then on; without them all of it is PyTorch's, which a
+run says, and model.weights=int8 is refused. Another version of torch or another processor needs another build. Deleting
+the file's folder undoes it, and they can be built again. The exit status is 2 where they cannot be built.
 """
 
 

