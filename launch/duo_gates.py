@@ -203,6 +203,7 @@ def by_optimising(model: Model, ids: Sequence[int], run: GatesRun, bar: Bar | No
     import torch
 
     from runahead.attention.gated import GatedAttention
+    from runahead.model.layers.fusing import apart
 
     random = Random(run.seed)
     gates = [torch.ones(shape.num_kv_heads, device=model.device, requires_grad=True) for shape in model.kv_shapes]
@@ -211,7 +212,7 @@ def by_optimising(model: Model, ids: Sequence[int], run: GatesRun, bar: Bar | No
     for _ in range(run.steps):
         text, answers = passkey_text(model, ids, run, random)
         ids_1C, answers_A = torch.tensor([text], device=model.device), torch.tensor(answers, device=model.device)
-        with torch.no_grad():
+        with torch.no_grad(), apart(model.module):  # as with gradients: else they would round unlike
             expected_AD = model.hidden_states(ids_1C, GatedAttention(None))[0, answers_A]
         gated = GatedAttention(gates, sinks=run.sinks, recent=run.recent)
         found_AD = model.hidden_states(ids_1C, gated)[0, answers_A]
