@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runahead.config import ModelOptions, Profile
+from runahead.config import ModelOptions, Profile, Weights
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.kernels.operators import KERNELS, take
@@ -81,6 +81,7 @@ def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profil
     model = _loaded(options, ranks)
     if any(take(shape.dtype, shape.key_dim, shape.value_dim) for shape in model.kv_shapes):
         model.lacks_kernels = lacks_kernels
+    tell_unlike(model, ranks)
     ranks.on_all_ranks("the layers", lambda: model.name_ranges(ranges))
     return model
 
@@ -89,7 +90,7 @@ def use_kernels(ranks: Ranks) -> str:
     """Let this process use the kernels for CPUs, if all ranks have them. Every rank calls this.
 
     The first call decides for all models of the process. So ranks take the same attention, also while a build ends
-    between two of them or between two models; on unlike processors it rounds unlike, and rank 0 warns.
+    between two of them or between two models; on unlike processors it rounds unlike (`tell_unlike`).
 
     Returns:
         why they are not used, in a sentence; "" if they are, or are not for this device.
@@ -97,18 +98,25 @@ def use_kernels(ranks: Ranks) -> str:
     if ranks.device.type != "cpu":
         return ""
     own = load_if_built() if KERNELS.lacking is None else KERNELS.lacking
-    told = own, "" if own else library_folder().name, library(torch.float32)
-    reasons, folders, products = zip(*ranks.gather(told, "the kernels"), strict=True)
-    KERNELS.lacking = next(filter(None, reasons), "")
+    KERNELS.lacking = next(filter(None, ranks.gather(own, "the kernels")), "")
     KERNELS.in_use = not KERNELS.lacking
-    is_unlike = len(set(products)) > 1 or (KERNELS.in_use and len(set(folders)) > 1)
-    if is_unlike and ranks.rank == 0:
+    return KERNELS.lacking
+
+
+def tell_unlike(model: Model, ranks: Ranks) -> None:
+    """Warn on rank 0 if CPUs of ranks compute a model by kernels or products that round unlike. All ranks call this."""
+    if ranks.device.type != "cpu":
+        return
+    is_int8 = model.weights is Weights.int8
+    uses_kernels = is_int8 or (KERNELS.in_use and model.dtype in (torch.float32, torch.bfloat16))
+    told = library_folder().name if uses_kernels else "", "" if is_int8 else library(model.dtype)
+    if len(set(ranks.gather(told, "what computes the model"))) > 1 and ranks.rank == 0:
+        name = str(model.dtype).removeprefix("torch.")
         warnings.warn(
-            "ranks have kernels or products of unlike processors or versions of torch, so they round unlike; take "
-            "hosts of one kind if answers have to be the same on each",
+            f"ranks have kernels or products of unlike processors or versions of torch, so they round {name} "
+            "unlike; take hosts of one kind if answers have to be the same on each",
             stacklevel=2,
         )
-    return KERNELS.lacking
 
 
 def _loaded(options: ModelOptions, ranks: Ranks) -> Model:

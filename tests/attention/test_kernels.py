@@ -11,6 +11,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,12 +31,13 @@ from runahead.attention.op import Run, Step, spans_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.slabs import KVShape, Slabs
-from runahead.config import Device, ModelName, ModelOptions, PrefillName, PrefillOptions
+from runahead.config import Device, ModelName, ModelOptions, PrefillName, PrefillOptions, Weights
 from runahead.features.slower import Way
 from runahead.files import cache_folder
 from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
 from runahead.model import shares
+from runahead.model.layers import cpu_linear
 from runahead.model.loading import kernels as loading
 from tests.needs import TEST_KERNELS, missing
 
@@ -533,15 +536,27 @@ def test_tokens_are_those_of_transformers(
 
 
 class GatheringRanks:
-    """A rank, and what others say."""
+    """A rank, and what others say; in place of what this one does not name they name nothing, either."""
 
     device = torch.device("cpu")
 
     def __init__(self, *others: str, rank: int = 0, folder: str | None = None, products: str | None = None) -> None:
         self._others, self.rank, self._folder, self._products = others, rank, folder, products
 
-    def gather(self, value: tuple[str, str, str], label: str) -> list[tuple[str, str, str]]:
-        return [value, *((each, self._folder or value[1], self._products or value[2]) for each in self._others)]
+    def gather(self, value: Any, label: str) -> list[Any]:
+        if isinstance(value, str):
+            return [value, *self._others]
+        pairs = zip(value, (self._folder, self._products), strict=True)
+        theirs = tuple(other if own and other else own for own, other in pairs)
+        return [value, *[theirs] * len(self._others)]
+
+
+def told_of_unlike(dtype: torch.dtype, ranks: GatheringRanks, weights: Weights = Weights.full) -> bool:
+    model: Any = SimpleNamespace(dtype=dtype, weights=weights)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        shares.tell_unlike(model, ranks)  # type: ignore[arg-type]
+    return ["of unlike processors" in str(each.message) for each in found] == [True]
 
 
 class TestUse:
@@ -562,14 +577,16 @@ class TestUse:
         assert KERNELS.in_use == (not why)
 
     @pytest.mark.parametrize(
-        ("rank", "folder", "products", "lacks", "is_told"),
+        ("rank", "folder", "products", "dtype", "lacks", "is_told"),
         [
-            (0, "another", None, "", True),
-            (1, "another", None, "", False),
-            (0, None, None, "", False),
-            (0, "another", None, "not built", False),
-            (0, None, "another", "not built", True),
-            (1, None, "another", "", False),
+            (0, "another", None, torch.float32, "", True),
+            (0, "another", None, torch.bfloat16, "", True),
+            (1, "another", None, torch.float32, "", False),
+            (0, None, None, torch.float32, "", False),
+            (0, "another", None, torch.float32, "not built", False),
+            (0, "another", None, torch.float64, "", False),
+            (0, None, "another", torch.float32, "not built", True),
+            (1, None, "another", torch.float32, "", False),
         ],
     )
     def test_of_unlike_hosts_is_told_once(
@@ -577,15 +594,23 @@ class TestUse:
         rank: int,
         folder: str | None,
         products: str | None,
+        dtype: torch.dtype,
         lacks: str,
         is_told: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(shares, "load_if_built", lambda: lacks)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            shares.use_kernels(GatheringRanks("", rank=rank, folder=folder, products=products))  # type: ignore[arg-type]
-        assert ["of unlike processors" in str(each.message) for each in found] == [True] * is_told
+        monkeypatch.setattr(KERNELS, "in_use", not lacks)
+        assert told_of_unlike(dtype, GatheringRanks("", rank=rank, folder=folder, products=products)) is is_told
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+    @pytest.mark.parametrize("weights", Weights)
+    def test_of_unlike_makers_is_told_where_products_differ(
+        self, dtype: torch.dtype, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Beside a host on which PyTorch chooses, one whose float32 products are oneDNN's."""
+        monkeypatch.setattr(cpu_linear, "takes_onednn", lambda: True)
+        is_told = told_of_unlike(dtype, GatheringRanks("", products="torch"), weights)
+        assert is_told is (dtype is torch.float32 and weights is Weights.full)
 
     def test_is_decided_once_for_all_models_of_a_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A build that ends, and a file that goes, between a model and its draft."""
