@@ -36,7 +36,7 @@ from runahead.model.held import Held
 from runahead.model.known_checks import KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.cpu_linear import multiply_fast
-from runahead.model.layers.fusing import apart, is_fused, unfuse, watching
+from runahead.model.layers.fusing import apart, is_fused, takes_rounding, unfuse, watching
 from runahead.model.layers.gated import fuse_gated
 from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
 from runahead.model.layers.marks import Marker, Marks
@@ -153,8 +153,7 @@ class Model(ModelLayers):
             else:
                 self._look_at_layers()
             if fuse is Fuse.on and not is_fused(module):
-                why = "ranks that share it" if shares else "marks of tokens (DMS)" if self.marks else str(self.dtype)
-                warnings.warn(f"model.fuse=on has no effect on {self.family} ({why})", stacklevel=2)
+                warnings.warn(f"model.fuse=on has no effect on {self.family} ({self._unfused()})", stacklevel=2)
             self._check_logits(made_from if shares is None else "")
         except PeerFailure:
             raise
@@ -263,6 +262,16 @@ class Model(ModelLayers):
     def _unshared(self, shares: Shares, reason: str) -> str:
         """Why ranks cannot share this model."""
         return f"{self.family} cannot be shared by {shares.count} ranks: {reason}; leave ranks.tensor out"
+
+    def _unfused(self) -> str:
+        """Why none of the modules is fused."""
+        reasons = {
+            "ranks that share it": self.shares is not None,
+            "marks of tokens (DMS)": self.marks is not None,
+            f"{self.dtype}": not takes_rounding(self.dtype),
+            "model.weights=int8, and it has no norms that can be fused": self.weights is Weights.int8,
+        }
+        return next((why for why, holds in reasons.items() if holds), "it has no layers that can be fused")
 
     @property
     def copies_kv_heads(self) -> bool:

@@ -327,6 +327,11 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert (found - expected).abs().max() <= bound
 
 
+def test_a_family_without_such_layers_is_told() -> None:
+    with pytest.warns(UserWarning, match=r"no effect on .*gpt2.* \(it has no layers that can be fused\)"):
+        assert not is_fused(both("gpt2", torch.float32)[1].module)
+
+
 @pytest.mark.parametrize("family", MARKING)
 def test_what_is_not_checked_is_not_fused(family: str) -> None:
     with pytest.warns(UserWarning, match=r"no effect .*\(DMS\)"):

@@ -17,19 +17,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
-from runahead.config import Device, DType, ModelName, ModelOptions, Weights
+from runahead.config import Device, DType, Fuse, ModelName, ModelOptions, Weights
 from runahead.files import cache_folder
 from runahead.kernels import operators
 from runahead.model import loading
 from runahead.model.fingerprint import model_fingerprint
 from runahead.model.layers.int8 import (
+    DecodedWeight,
     EncodedWeight,
     Int8Linear,
     encode_linears,
     encoded_layers,
     encoded_share,
+    linears,
+    unrounded,
     wrong_product,
 )
 from runahead.model.loading import kernels
@@ -40,7 +44,10 @@ from tests.needs import TEST_KERNELS, missing
 
 CPU = torch.device("cpu")
 
-FAMILIES = ("llama", "phi", "gemma2", "qwen3_moe", "gptj", "lfm2")
+FAMILIES = ("llama", "phi", "gemma2", "qwen3_moe", "jetmoe", "gptj", "lfm2")
+
+WHOLE = ("mlp.gate", "router", "router.layer", "self_attention.kv_proj")
+"""Ends of the names of layers that stay as they are: routers, and JetMoE's kv_proj, which lies beside experts."""
 
 ROUTERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "jetmoe": ({}, "router.layer", ("self_attention.kv_proj",)),
@@ -50,6 +57,16 @@ ROUTERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     ),
 }
 """Families whose routers hold a linear layer: sizes, its name, and names of layers that stand beside experts."""
+
+IN_ROUTERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "dbrx": ({"attn_config": {"rope_theta": 1e4}}, ["ffn.router.layer"], ["attn.Wqkv"]),
+    "hunyuan_v1_moe": ({"head_dim": 128, "num_experts": 4}, ["mlp.gate.wg"], ["q_proj", "shared_mlp.up_proj"]),
+    "afmoe": ({"num_hidden_layers": 2}, ["mlp.router.gate"], ["self_attn.q_proj", "shared_experts.up_proj"]),
+    "longcat_flash": ({"num_layers": 1}, ["router.classifier"], ["mlps.0.up_proj"]),
+    "doge": ({"is_moe": True}, ["mlp.router_gate"], ["mlp.up_proj"]),
+    "zaya": ({}, ["gate.down_proj", "gate.router_mlp.fc1", "gate.router_mlp.out_proj"], ["lm_head"]),
+}
+"""Of more such families: options of a config, ends of names of routers' layers, and of others that can be encoded."""
 
 
 def load_kernels() -> None:
@@ -208,7 +225,6 @@ def _parts() -> tuple[Tensor, Tensor, Tensor]:
 def plain_twin(family: str, **wrong: Any) -> nn.Module:
     """transformers' module with the products of the definition above, in place of linear layers."""
     module = build(family, dtype=torch.float32, attention="eager")
-    routers = {name for name, _ in module.named_modules() if name.endswith(("mlp.gate", "router"))}
 
     def multiply(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         return lambda x: (
@@ -216,7 +232,7 @@ def plain_twin(family: str, **wrong: Any) -> nn.Module:
         )
 
     for name, layer in module.named_modules():
-        if type(layer) is nn.Linear and name not in routers:
+        if type(layer) is nn.Linear and not name.endswith(WHOLE):
             layer.forward = multiply(layer)  # type: ignore[method-assign, assignment]
     return module
 
@@ -240,6 +256,19 @@ TOLERANCE = 2e-2
 
 def off(found: Tensor, known: Tensor) -> float:
     return ((found - known).abs().max() / known.std()).item()
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Output features of each weight, or part of one, that is decoded."""
+    found, decode = list[int](), EncodedWeight.decoded
+
+    def noted(self: EncodedWeight, num_inputs: int) -> Tensor:
+        found.append(len(self.scales_O))
+        return decode(self, num_inputs)
+
+    monkeypatch.setattr(EncodedWeight, "decoded", noted)
+    return found
 
 
 class TestModels:
@@ -305,6 +334,22 @@ class TestModels:
         assert not any("gate" in name.split(".") or "experts" in name for name in layers)
         assert module.get_input_embeddings().weight is given
 
+    @pytest.mark.parametrize("family", IN_ROUTERS)
+    def test_keep_linear_layers_in_routers(self, family: str) -> None:
+        more, routers, others = IN_ROUTERS[family]
+        if family not in CONFIG_MAPPING:
+            pytest.skip(f"transformers has no {family}")
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{"num_hidden_layers": 2} | more))
+        every = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
+        taken = set(linears(module))
+        names = [name for name in every if module.get_submodule(name) in taken]
+        for end in routers:
+            assert any(name.endswith(end) for name in every), every
+            assert not any(name.endswith(end) for name in names)
+        for end in others:
+            assert any(name.endswith(end) for name in names), names
+
     def test_are_read_as_numbers(self) -> None:
         """Policies that read weights, and what is not computed by the layer itself."""
         module = build("llama", dtype=torch.float32)
@@ -317,6 +362,54 @@ class TestModels:
                 assert layer.weight.shape == given[name].shape
         projections = Model(module).output_projections
         assert torch.equal(projections[0], module.model.layers[0].self_attn.o_proj.weight)
+
+    def test_decode_no_weight_for_its_size_or_dtype(self, decoded: list[int]) -> None:
+        """As families' code asks for it in each forward, and the search for output projections of each layer."""
+        module = build("llama", dtype=torch.bfloat16)
+        encode_linears(module)
+        weight = module.lm_head.weight
+        assert (weight.shape, weight.dtype, weight.ndim, weight.device) == ((97, 32), torch.bfloat16, 2, CPU)
+        assert numbers(2).to(weight.dtype).dtype is torch.bfloat16 and decoded == []
+        model = Model(module)
+        decoded.clear()
+        kept = model.output_projections
+        assert decoded == [32] * len(decoded) and 3 <= len(decoded) <= 6  # both forms of o_proj, in three layers
+        assert all(isinstance(each, DecodedWeight) for each in kept)
+
+    def test_are_decoded_a_part_at_a_time(self, decoded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        layer, x = nn.Linear(70, 1300).requires_grad_(False), numbers(3, 70)
+        Int8Linear.take(layer)
+        known = x.double() @ layer.weight.double().T + layer.bias.double()
+        decoded.clear()
+        with unrounded(layer):
+            torch.testing.assert_close(layer(x).double(), known, rtol=0, atol=1e-4)
+        assert wrong_product(layer, lambda: layer(x)) == ""
+        assert decoded == 2 * [512, 512, 276]
+        right = operators.linear_int8
+        for place, factor in ((0, 1.5), (600, 1.5), (1299, 1.5), (700, torch.nan)):
+            factors = torch.ones(1300)
+            factors[place] = factor
+            monkeypatch.setattr(operators, "linear_int8", lambda *given, by=factors: by * right(*given))
+            assert wrong_product(layer, lambda: layer(x)).startswith(" (off by")
+
+    @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+    def test_predict_queries_as_the_layers_compute_them(self, family: str) -> None:
+        """Of the layer's own input, in 8 bits: the queries that the layer itself passes on."""
+        module = build(family, dtype=torch.float32)
+        encode_linears(module)
+        model = Model(module)
+        prediction = model.query_prediction
+        assert all(each is not None for each in prediction._projections)
+        recording, unlike = model._recorded(20), 0
+        for layer, q_BNCH, *_ in recording.calls:
+            found = prediction.queries(layer, recording.inputs[layer])
+            torch.testing.assert_close(found, q_BNCH, rtol=0, atol=1e-4 * float(q_BNCH.abs().max()))
+            with unrounded(module):
+                others = prediction.queries(layer, recording.inputs[layer])
+            unlike += bool((others - q_BNCH).abs().max() > 1e-3 * q_BNCH.abs().max())
+        assert unlike == len(recording.calls)
+        if family == "opt":  # no rotation between weights and queries
+            assert prediction.folded(0, torch.eye(8).expand(len(recording.calls[0][2][0]), 8, 8)) is not None
 
     def test_have_another_fingerprint_and_fewer_bytes(self) -> None:
         plain, module = (build("llama", dtype=torch.float32) for _ in range(2))
@@ -352,6 +445,12 @@ class TestModels:
         monkeypatch.setattr(operators, "linear_int8", lambda x, c, s, scales, b: right(x, c, s, scales.roll(1), b))
         with pytest.raises(ValueError, match=r"the kernel for 8-bit weights gives other products .*_proj"):
             Model(module)
+
+    def test_are_why_nothing_is_fused(self) -> None:
+        module = build("phi", dtype=torch.float32)
+        encode_linears(module)
+        with pytest.warns(UserWarning, match=r"no effect on model phi \(phi\) \(model\.weights=int8"):
+            Model(module, fuse=Fuse.on)
 
 
 class TestLoading:

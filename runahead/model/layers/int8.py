@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
+from torch.utils._pytree import tree_map
 
 from runahead.kernels import operators
 from runahead.model.layers.cpu_linear import CPULinear
@@ -31,8 +33,8 @@ LARGEST = 127
 COMPUTED = (torch.float32, torch.bfloat16)
 """Dtypes of what products are given."""
 
-MOST_OUTPUTS = 128 * BLOCK
-"""Output features that are encoded at a time."""
+MOST_OUTPUTS = 16 * BLOCK
+"""Output features that are encoded or decoded at a time: a head may have more than 100,000."""
 
 ROUNDING = 1e-4
 """Part of a layer's largest number by which products may be off in float32, whose own rounding is 1e-7 of the numbers
@@ -79,6 +81,13 @@ class EncodedWeight:
         codes_OI = in_quads.transpose(1, 2).contiguous().flatten(0, 1).view(torch.int8)
         return codes_OI[: len(self.scales_O), :num_inputs] * self.scales_O[:, None]
 
+    def parts(self) -> Iterator[EncodedWeight]:
+        """The weight by `MOST_OUTPUTS` output features at a time."""
+        blocks = MOST_OUTPUTS // BLOCK
+        split = self.codes.split(blocks), self.sums.split(blocks), self.scales_O.split(MOST_OUTPUTS)
+        for codes, sums, scales_O in zip(*split, strict=True):
+            yield EncodedWeight(codes=codes, sums=sums, scales_O=scales_O)
+
     @staticmethod
     def num_bytes(num_outputs: int, num_inputs: int) -> int:
         """Bytes of a weight of this size."""
@@ -86,12 +95,40 @@ class EncodedWeight:
         return blocks * BLOCK * (quads * QUAD + 2 * groups) + 4 * num_outputs
 
 
+class DecodedWeight(Tensor):
+    """The numbers (O, I) of a weight in 8 bits, decoded for each operation on them; its shape and dtype cost nothing.
+
+    So a family's code may ask a layer for its weight's dtype in each forward.
+    """
+
+    encoded: EncodedWeight
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, encoded: EncodedWeight, num_inputs: int, dtype: torch.dtype) -> DecodedWeight:
+        size = len(encoded.scales_O), num_inputs
+        found: DecodedWeight = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=encoded.codes.device)
+        found.encoded = encoded
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls.of(args[0].encoded, args[0].shape[1], args[0].dtype)
+
+        def decoded(x: Any) -> Any:
+            return x.encoded.decoded(x.shape[1]).to(x.dtype) if isinstance(x, cls) else x
+
+        return func(*tree_map(decoded, args), **tree_map(decoded, kwargs or {}))
+
+
 class Int8Linear(nn.Linear):
     """A linear layer with its weight in 8 bits, which `encode_linears` makes of one.
 
     Attributes:
         codes, sums, scales: parameters, as of `EncodedWeight`.
-        weight: (O, I) as it is computed with, made anew for whoever reads it.
+        weight: a `DecodedWeight` (O, I), as it is computed with.
     """
 
     codes: Parameter
@@ -114,15 +151,26 @@ class Int8Linear(nn.Linear):
             layer.register_parameter(name, Parameter(tensor, requires_grad=False))
 
     @property
+    def encoded(self) -> EncodedWeight:
+        return EncodedWeight(codes=self.codes, sums=self.sums, scales_O=self.scales)
+
+    @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        encoded = EncodedWeight(codes=self.codes, sums=self.sums, scales_O=self.scales)
-        return encoded.decoded(self.in_features).to(self.weight_dtype)
+        return DecodedWeight.of(self.encoded, self.in_features, self.weight_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_exact or (x.requires_grad and torch.is_grad_enabled()):  # rounding has no gradient
+        if x.requires_grad and torch.is_grad_enabled():  # rounding has no gradient
             return F.linear(x, self.weight, self.bias)
+        if self.is_exact:
+            return torch.cat([*self.products(x, self.weight_dtype)], dim=-1)
         bias_O = None if self.bias is None else self.bias.float()
         return operators.linear_int8(x, self.codes, self.sums, self.scales, bias_O)
+
+    def products(self, x: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The product with the decoded weight in a dtype, by `MOST_OUTPUTS` of its output features at a time."""
+        for part, first in zip(self.encoded.parts(), range(0, self.out_features, MOST_OUTPUTS), strict=True):
+            bias_O = None if self.bias is None else self.bias[first : first + MOST_OUTPUTS].to(dtype)
+            yield F.linear(x, part.decoded(self.in_features).to(dtype), bias_O)
 
 
 def encode_linears(module: nn.Module) -> None:
@@ -134,13 +182,15 @@ def encode_linears(module: nn.Module) -> None:
 def linears(module: nn.Module) -> list[nn.Linear]:
     """The layers that can be in 8 bits: of PyTorch's own class, but for those that choose experts.
 
-    These are a `router`, or a `gate` beside experts, with all that is in it, and layers that stand beside experts.
+    These are a router by its name, or a `gate` beside experts, with all that is in it, and layers that stand beside
+    experts.
     """
     routers = {
         each
         for parent in module.modules()
         for name, child in parent.named_children()
-        if name == "router" or ("experts" in parent._modules and (name == "gate" or isinstance(child, nn.Linear)))
+        if "router" in name.split("_")  # also Doge's router_gate
+        or ("experts" in parent._modules and (name == "gate" or isinstance(child, nn.Linear)))
         for each in child.modules()
     }
     found = [each for each in module.modules() if isinstance(each, nn.Linear) and each not in routers]
@@ -171,13 +221,13 @@ def encoded_layers(module: nn.Module) -> list[Int8Linear]:
 
 
 @contextmanager
-def unrounded(module: nn.Module) -> Iterator[None]:
+def unrounded(*modules: nn.Module) -> Iterator[None]:
     """Context manager in which layers in 8 bits multiply what they are given as it is, with their weights' numbers.
 
     So a model's layers can be compared with others that round otherwise: a difference in the last bit of a number may
     be one of 1/127 once it is rounded to 8 bits.
     """
-    layers = encoded_layers(module)
+    layers = [layer for module in modules for layer in encoded_layers(module)]
     for layer in layers:
         layer.is_exact = True
     try:
@@ -211,13 +261,14 @@ def wrong_product(module: nn.Module, run: Callable[[], object]) -> str:
         if layer not in waiting:
             return
         waiting.remove(layer)
-        encoded = EncodedWeight(codes=layer.codes, sums=layer.sums, scales_O=layer.scales)
-        bias_O = None if layer.bias is None else layer.bias.double()
-        wanted = F.linear(rounded(args[0]), encoded.decoded(layer.in_features).double(), bias_O)
-        most = (ROUNDING if output.dtype is torch.float32 else 1e-2) * wanted.abs().max().item()
-        off = (output.double() - wanted).abs().max().item()
-        if not off <= most:  # also where it is NaN
-            found.append(f"{names[layer]} (off by {off:.2g}, largest {wanted.abs().max().item():.2g})")
+        offs, sizes = list[Tensor](), list[Tensor]()
+        products = layer.products(rounded(args[0]), torch.float64)
+        for ours, wanted in zip(output.split(MOST_OUTPUTS, dim=-1), products, strict=True):
+            offs.append((ours.double() - wanted).abs().max())
+            sizes.append(wanted.abs().max())
+        off, largest = (torch.stack(each).max().item() for each in (offs, sizes))
+        if not off <= (ROUNDING if output.dtype is torch.float32 else 1e-2) * largest:  # also where it is NaN
+            found.append(f"{names[layer]} (off by {off:.2g}, largest {largest:.2g})")
 
     hooks = [layer.register_forward_hook(compare) for layer in names]
     try:

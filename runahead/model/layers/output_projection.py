@@ -22,7 +22,7 @@ BLOCK_VALUES = 1 << 22
 def find_output_projections(
     module: nn.Module, run: Callable[[LayerAttention], None], num_layers: int, total: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Weights (D, N * V) of the layers' output projections, as views of the model's own.
+    """Weights (D, N * V) of the layers' output projections, as views of the model's own; in 8 bits decoded when used.
 
     Args:
         module: the model, or a share of it, whose projections take the values of its own heads.
@@ -48,8 +48,10 @@ def find_output_projections(
         x_X = args[0].flatten()
         if weight.ndim == 2 and x_X.shape == marks_of[layer].shape and torch.equal(x_X, marks_of[layer]):
             bias = getattr(child, "bias", None)
-            for weight_DX in (local_part(weight), local_part(weight).mT):  # some families store it transposed
-                if weight_DX.shape[1] == len(x_X):
+            own = local_part(weight)
+            for is_transposed in (False, True):  # as some families store it
+                if own.shape[0 if is_transposed else 1] == len(x_X):
+                    weight_DX = own.mT if is_transposed else own
                     ours = total(F.linear(x_X, weight_DX))
                     ours = ours if bias is None else ours + local_part(bias)
                     scale = output.abs().max()

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from runahead.attention.base import ForwardEndsHere, LayerInput, Recording
 from runahead.model.layers.hooks import hook_before
+from runahead.model.layers.int8 import Int8Linear, unrounded
 from runahead.model.layers.norms import rms_eps
 from runahead.model.seam import SeamCache
 from runahead.rotary import Rotary
@@ -40,13 +41,24 @@ class _Projection:
     """
 
     norm: nn.Module | None
-    weight: Tensor
-    bias: Tensor | None
+    linear: nn.Linear
     q_norm: nn.Module | None
     rotary: Rotary
     head_dim: int
     factor: float = 1.0
     eps: float | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return local(self.linear.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.linear.bias is None else local(self.linear.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The linear map; with a weight in 8 bits that of the layer itself, which rounds what it is given."""
+        return self.linear.forward(x) if isinstance(self.linear, Int8Linear) else F.linear(x, self.weight, self.bias)
 
     def normed(self, x: Tensor) -> Tensor:
         if self.norm is None:
@@ -57,7 +69,7 @@ class _Projection:
 
     def queries(self, given: LayerInput) -> Tensor:
         x_BCD = self.normed(given.x_BCD)
-        q_BCNH = F.linear(x_BCD, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
+        q_BCNH = self.product(x_BCD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BCNH = self.q_norm(q_BCNH)
         if self.factor != 1:
@@ -115,14 +127,15 @@ class QueryPrediction:
         self._layers = layers
         for index, module in enumerate(layers):
             hook_before(module, _ShowingInput(index))
-        recording = record(PROBED_AT)
         self._projections: list[_Projection | None] = []
-        for layer, q_BNCH, *_ in recording.calls:
-            given = recording.inputs[layer]
-            as_called_before = replace(recording.inputs[max(0, layer - 1)], x_BCD=given.x_BCD)
-            if not _same(self._by_module(layer, as_called_before), q_BNCH):
-                raise ValueError(f"calls layer {layer} with other arguments than the layer before it")
-            self._projections.append(self._found(layer, given, q_BNCH, rotaries))
+        with unrounded(*layers):
+            recording = record(PROBED_AT)
+            for layer, q_BNCH, *_ in recording.calls:
+                given = recording.inputs[layer]
+                as_called_before = replace(recording.inputs[max(0, layer - 1)], x_BCD=given.x_BCD)
+                if not _same(self._by_module(layer, as_called_before), q_BNCH):
+                    raise ValueError(f"calls layer {layer} with other arguments than the layer before it")
+                self._projections.append(self._found(layer, given, q_BNCH, rotaries))
 
     def queries(self, layer: int, given: LayerInput) -> Tensor:
         """Predict the queries (B, N, C, H) that a layer passes to attention from the input of another layer."""
@@ -161,7 +174,6 @@ class QueryPrediction:
         linears = [part for name, part in parts.items() if name.endswith("q_proj") and isinstance(part, nn.Linear)]
         if len(linears) != 1:
             return None
-        weight, bias = local(linears[0].weight), None if linears[0].bias is None else local(linears[0].bias)
         rotary = Rotary(torch.empty(0)) if rotaries is None else rotaries[layer]
         model_dim, head_dim = given.x_BCD.shape[-1], q_BNCH.shape[-1]
         norms = [None, *(part for part in parts.values() if _is_norm(part, model_dim))]
@@ -170,7 +182,7 @@ class QueryPrediction:
             *(part for name, part in parts.items() if name.endswith("q_norm") and _is_norm(part, head_dim)),
         ]
         for norm, q_norm in product(norms, q_norms):
-            plain = _Projection(norm=norm, weight=weight, bias=bias, q_norm=q_norm, rotary=rotary, head_dim=head_dim)
+            plain = _Projection(norm=norm, linear=linears[0], q_norm=q_norm, rotary=rotary, head_dim=head_dim)
             ours = plain.queries(given)
             if ours.shape == q_BNCH.shape:
                 factor = float((ours * q_BNCH).sum() / (ours * ours).sum())
