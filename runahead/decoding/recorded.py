@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from runahead.config import Weights
 from runahead.failures import first_line
 from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
@@ -28,26 +29,42 @@ MOST_KEPT_BYTES = 1 << 20
 """Memory up to this size that a step changes is put back before it is computed once more: numbers and lengths. Keys and
 values are larger, and the step stores the same again in the same slots."""
 
+FAR = 100
+"""Times the median logit of a row beyond which a number is none that the model has computed, but rules a token out."""
+
+UNRECORDED = 2
+"""Steps before one is recorded, as before a GPU's graph: recording and comparing take the time of some three steps."""
+
+FIRST_REPLAYS = 16
+"""Replayed steps after which a program is compared again; from then on after as many times more."""
+
 
 class Program:
     """A recorded step. A call computes it once more, over the same memory.
 
     Attributes:
-        result: what the step returned, which each call overwrites.
+        result: what the step returns, which each call overwrites.
         changed: memory that the step changes and that was there before it.
         names: operators that a call computes, in brackets those that torch's dispatcher does.
+        num_bytes: memory of what a call computes, which tensors share that are not needed at the same time.
     """
 
-    def __init__(self, number: int, result: Tensor) -> None:
-        self.result = result
+    def __init__(self, number: int) -> None:
+        self.result: Tensor = torch.ops.runahead.result(number)
         self.changed: Sequence[Tensor] = torch.ops.runahead.changed(number)
         self.names: Sequence[str] = torch.ops.runahead.names(number)
+        self.num_bytes: int = torch.ops.runahead.num_bytes(number)
         self._number, self._replay = number, torch.ops.runahead.replay.default
         weakref.finalize(self, torch.ops.runahead.forget.default, number)
 
     def __call__(self) -> Tensor:
         self._replay(self._number)
         return self.result
+
+    def difference(self, again: Program) -> str:
+        """In what the step that was recorded once more is another one; "" if it is the same."""
+        found: str = torch.ops.runahead.difference(self._number, again._number)
+        return found
 
 
 class _Reading(TorchFunctionMode):
@@ -72,7 +89,7 @@ def recorded(step: Callable[[], Tensor]) -> tuple[Tensor, Program | str]:
         step: computes the same on the same tensors whenever it is called.
 
     Returns:
-        what the step returned; its program, or why there can be none.
+        what the step returned, which its program leaves alone; the program, or why there can be none.
     """
     torch.ops.runahead.record()
     try:
@@ -82,17 +99,21 @@ def recorded(step: Callable[[], Tensor]) -> tuple[Tensor, Program | str]:
         torch.ops.runahead.refuse("it failed")  # so nothing of it is held
         torch.ops.runahead.forget(torch.ops.runahead.recorded())
         raise
-    number: int = torch.ops.runahead.recorded()
+    # Another class comes from an operator that was refused.
+    number: int = torch.ops.runahead.recorded(result if type(result) is Tensor else None)
     if reason := torch.ops.runahead.why_not(number):
         torch.ops.runahead.forget(number)
         return result, reason
-    return result, Program(number, result)
+    return result, Program(number)
 
 
 class RecordedStep:
-    """A step that is recorded when it is first called, compared with its program in the next call, and then replayed.
+    """A step that is recorded, compared with its program in the next call, and then replayed.
 
-    The second step finds what the first one cannot: a number that is another one in each step.
+    Its first calls are not recorded: they may make what later ones find, and an answer of so few tokens is no faster. A
+    program is compared twice: its calls with those of the step when it is recorded once more, so that a number of the
+    host that is another one in each step is found however little it changes; and its logits with the step's own, which
+    finds what no call shows. Both come again after 16, 256, ... replayed steps, for what changes seldom.
 
     Args:
         step: as of `recorded`.
@@ -101,17 +122,22 @@ class RecordedStep:
 
     def __init__(self, step: Callable[[], Tensor], model: Model) -> None:
         self._step, self._model = step, model
+        is_rounded = model.weights is Weights.int8  # where a rounding more is a code more
+        self._tolerance = TOLERANCE[torch.bfloat16 if is_rounded else model.dtype]
         self._program: Program | None = None
-        self._is_checked = False
+        self._num_plain = self._num_replayed = self._until_check = 0
+        self._until_next = FIRST_REPLAYS
+        self._is_again = False
 
     def __call__(self) -> Tensor:
         """Logits (B, V), which the next call may overwrite."""
-        if self._is_checked:
-            assert self._program is not None
-            return self._program()
         if self._program is not None:
-            return self._checked(self._program)
-        if self._model.unrecordable:
+            if not self._until_check:
+                return self._checked(self._program)
+            self._until_check, self._num_replayed = self._until_check - 1, self._num_replayed + 1
+            return self._program()
+        self._num_plain += 1
+        if self._model.unrecordable or self._num_plain <= UNRECORDED:
             return self._step()
         logits_BV, program = recorded(self._step)
         if isinstance(program, str):
@@ -127,32 +153,57 @@ class RecordedStep:
         counts = [each.clone() for each in small if not each.is_floating_point()]
         for each, before in zip(small, kept, strict=True):
             each.copy_(before)
-        logits_BV = self._step()
-        apart = _apart(replayed_BV, logits_BV)
-        same = all(map(torch.equal, counts, (each for each in small if not each.is_floating_point())))
-        self._is_checked = same and apart <= TOLERANCE[self._model.dtype]  # not where it is NaN
-        if not self._is_checked:
-            self._program = None
-            what = f"logits differ by {apart:.2g} of the largest" if same else "the number of tokens differs"
-            self._give_up(f"of a replayed step {what}")
+        logits_BV, again = recorded(self._step)
+        if isinstance(again, str):
+            self._give_up(again)
+            return logits_BV
+        if difference := program.difference(again):
+            if self._is_again or self._num_replayed:
+                self._give_up(difference)
+            else:  # the step before may have made what this one has found
+                self._program, self._is_again = again, True
+            return logits_BV
+        apart, are_all = _apart(replayed_BV, logits_BV)
+        if not all(map(torch.equal, counts, (each for each in small if not each.is_floating_point()))):
+            self._give_up("of a replayed step the number of tokens differs")
+        elif apart > self._tolerance:
+            self._give_up(f"of a replayed step logits differ by {apart:.2g} of the largest")
+        elif are_all:
+            self._until_check, self._until_next = self._until_next, self._until_next * FIRST_REPLAYS
         return logits_BV
 
     def _give_up(self, reason: str) -> None:
+        self._program = None
+        if self._num_replayed:
+            reason += f" (after {self._num_replayed} replayed steps, some of which may be wrong)"
         self._model.unrecordable = first_line(RuntimeError(reason))
         warnings.warn(f"decoding runs without a recorded step: {self._model.unrecordable}", stacklevel=3)
 
 
-def _apart(ours: Tensor, known: Tensor) -> float:
-    """Largest difference, of the largest number."""
-    if not known.numel():
-        return 0.0
-    largest, apart = known.double().abs().max().item(), (ours.double() - known.double()).abs().max().item()
-    return apart / largest if largest else apart
+def _apart(ours_BV: Tensor, known_BV: Tensor) -> tuple[float, bool]:
+    """Largest difference of logits, of the largest of their row; and whether all rows could be compared.
+
+    Not a row with a NaN or that is infinite, which ends alone. What a model rules out has minus infinity in both, or a
+    number that is far from the others and no measure of them.
+    """
+    if not known_BV.numel():
+        return 0.0, True
+    ours_BV, known_BV = ours_BV.double(), known_BV.double()
+    ruled_out_BV = known_BV == -torch.inf
+    are_numbers_B = (known_BV.isfinite() | ruled_out_BV).all(dim=-1) & ~ruled_out_BV.all(dim=-1)
+    ours_BV, known_BV = ours_BV[are_numbers_B], known_BV[are_numbers_B]
+    apart = 0.0
+    for ours_V, known_V in zip(ours_BV, known_BV, strict=True):
+        size_V = known_V[known_V.isfinite()].abs()
+        largest = size_V[size_V <= FAR * size_V.median()].max()
+        apart_V = torch.where(ours_V == known_V, 0.0, (ours_V - known_V).abs() / known_V.abs().clamp(min=largest))
+        apart = max(apart, apart_V.nan_to_num(torch.inf).max().item())
+    return apart, bool(are_numbers_B.all())
 
 
 def records(model: Model) -> bool:
-    """Whether decoding steps of a model are recorded, where they repeat."""
-    if not KERNELS.in_use or model.device.type != "cpu" or not model.repeats_steps:
+    """Whether decoding steps of a model are recorded, where they repeat: not once that has turned out to be in vain."""
+    if not KERNELS.in_use or model.device.type != "cpu" or not model.repeats_steps or model.unrecordable:
         return False
     return all(
         each.key_dim == each.value_dim and operators.take(each.dtype, each.key_dim, each.value_dim)

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "vectors.h"
+#include "written.h"
 
 namespace {
 
@@ -41,9 +42,9 @@ inline Vec to_float(Ints x) { return __builtin_convertvector(x, Vec); }
 
 // Adds to each lane the products of four codes of a row, as unsigned bytes, with four codes of weights.
 inline Ints dot(Ints sum, Ints row, Ints weights) {
-#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)weights);
-#elif !defined(__AVX512F__) && defined(__AVXVNNI__)
+#elif !defined(__AVX512BW__) && defined(__AVXVNNI__)
   return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)row, (__m256i)weights);
 #elif defined(__AVX512BW__)  // products of bytes are added in pairs of 16 bits, so the row's are signed and at most 127
   const __m512i codes = _mm512_xor_si512((__m512i)row, _mm512_set1_epi8(-128));
@@ -60,7 +61,7 @@ inline Ints dot(Ints sum, Ints row, Ints weights) {
 
 // What a sum begins with, given the sums of the weights: less what the rows' codes are too large by, if `dot` takes them so.
 inline Ints beginning(const int16_t* sums) {
-#if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (!defined(__AVX512F__) && defined(__AVXVNNI__))
+#if (defined(__AVX512BW__) && defined(__AVX512VNNI__)) || (!defined(__AVX512BW__) && defined(__AVXVNNI__))
   return __builtin_convertvector(*reinterpret_cast<const Shorts*>(sums), Ints) * -128;
 #else
   return Ints{};
@@ -197,6 +198,18 @@ void multiply_all(const T* x, int64_t num_rows, const Weights& of, T* out) {
 
 at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& sums, const at::Tensor& scales,
                        const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK(x.dim() > 0, "dims of other tensors");
+  auto sizes = x.sizes().vec();
+  sizes.back() = scales.numel();
+  at::Tensor out = at::empty(sizes, x.options());
+  linear_int8_into(x.contiguous(), codes, sums, scales, bias, out)();
+  return out;
+}
+
+}  // namespace
+
+Work linear_int8_into(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& sums, const at::Tensor& scales,
+                      const std::optional<at::Tensor>& bias, const at::Tensor& out) {
   TORCH_CHECK(x.dim() > 0 && codes.dim() == 4 && sums.dim() == 3 && scales.dim() == 1, "dims of other tensors");
   const int64_t I = x.size(-1), O = scales.numel(), blocks = (O + BLOCK - 1) / BLOCK;
   const int64_t quads = (I + QUAD - 1) / QUAD, groups = (I + GROUP - 1) / GROUP;
@@ -208,22 +221,19 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& codes, const at::T
               "codes in int8, sums in int16, scales and bias in float32");
   TORCH_CHECK(codes.is_contiguous() && sums.is_contiguous() && scales.is_contiguous() && (!bias || bias->is_contiguous()),
               "weights are not contiguous");
-  auto sizes = x.sizes().vec();
-  sizes.back() = O;
-  at::Tensor out = at::empty(sizes, x.options());
   const int64_t num_rows = I ? x.numel() / I : 0;
-  const at::Tensor rows = x.contiguous();
   const Weights of{codes.const_data_ptr<int8_t>(), sums.const_data_ptr<int16_t>(), scales.const_data_ptr<float>(),
                    bias ? bias->const_data_ptr<float>() : nullptr, I, O, quads, groups};
-  if (x.scalar_type() == at::kFloat)
-    multiply_all(rows.const_data_ptr<float>(), num_rows, of, out.mutable_data_ptr<float>());
-  else if (x.scalar_type() == at::kBFloat16)
-    multiply_all(rows.const_data_ptr<BFloat16>(), num_rows, of, out.mutable_data_ptr<BFloat16>());
-  else TORCH_CHECK(false, "products of ", x.scalar_type(), " with weights in 8 bits are not to be had");
-  return out;
+  const auto work = [&](auto type) -> Work {
+    using T = decltype(type);
+    return [from = x.const_data_ptr<T>(), to = out.mutable_data_ptr<T>(), num_rows, of] {
+      multiply_all(from, num_rows, of, to);
+    };
+  };
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "products of ", x.scalar_type(),
+              " with weights in 8 bits are not to be had");
+  return x.scalar_type() == at::kFloat ? work(float{}) : work(BFloat16{});
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(runahead, library) {
   library.def("linear_int8(Tensor x, Tensor codes, Tensor sums, Tensor scales, Tensor? bias=None) -> Tensor");

@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "vectors.h"
+#include "written.h"
 
 namespace {
 
@@ -35,17 +36,8 @@ void rms_norm_row(const float* x, const float* weight, double eps, int64_t D, fl
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat, "norms are of float32");
-  TORCH_CHECK(weight.dim() == 1 && x.dim() > 0 && x.size(-1) == weight.size(0), "a weight of ", weight.sizes(),
-              " for a norm of ", x.sizes());
-  const at::Tensor rows = x.contiguous(), weights = weight.contiguous();
   at::Tensor out = at::empty(x.sizes(), x.options());
-  const int64_t D = weight.size(0), R = D ? x.numel() / D : 0;
-  const float *from = rows.const_data_ptr<float>(), *factors = weights.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, R, std::max<int64_t>(1, GRAIN / std::max<int64_t>(D, 1)), [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) rms_norm_row(from + row * D, factors, eps, D, to + row * D);
-  });
+  rms_norm_into(x.contiguous(), weight.contiguous(), eps, out)();
   return out;
 }
 
@@ -61,6 +53,32 @@ void rotate_heads(const float* x, int64_t stride, int64_t heads, const float* co
 
 std::tuple<at::Tensor, at::Tensor> rotate(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos,
                                           const at::Tensor& sin) {
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "queries and keys have 4 dims");
+  const auto empty = [](const at::Tensor& x) {  // as tokens are stored
+    return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
+  };
+  at::Tensor q_out = empty(q), k_out = empty(k);
+  rotate_into(q, k, cos, sin, q_out, k_out)();
+  return {q_out, k_out};
+}
+
+}  // namespace
+
+Work rms_norm_into(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
+  TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat, "norms are of float32");
+  TORCH_CHECK(weight.dim() == 1 && x.dim() > 0 && x.size(-1) == weight.size(0), "a weight of ", weight.sizes(),
+              " for a norm of ", x.sizes());
+  const int64_t D = weight.size(0), R = D ? x.numel() / D : 0;
+  return [from = x.const_data_ptr<float>(), factors = weight.const_data_ptr<float>(), to = out.mutable_data_ptr<float>(), D,
+          R, eps] {
+    at::parallel_for(0, R, std::max<int64_t>(1, GRAIN / std::max<int64_t>(D, 1)), [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) rms_norm_row(from + row * D, factors, eps, D, to + row * D);
+    });
+  };
+}
+
+Work rotate_into(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
+                 const at::Tensor& q_out, const at::Tensor& k_out) {
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && cos.dim() == 3 && sin.sizes() == cos.sizes(),
               "queries and keys have 4 dims, their angles 3");
   const auto B = q.size(0), N = q.size(1), K = k.size(1), C = q.size(2), H = q.size(3);
@@ -70,24 +88,25 @@ std::tuple<at::Tensor, at::Tensor> rotate(const at::Tensor& q, const at::Tensor&
   TORCH_CHECK(H % (2 * LANES) == 0, "head dim ", H, " is no multiple of ", 2 * LANES);
   for (const at::Tensor& each : {q, k, cos, sin})
     TORCH_CHECK(each.scalar_type() == at::kFloat && each.stride(-1) == 1, "numbers are float32, beside each other");
-  at::Tensor q_out = at::empty({B, C, N, H}, q.options()).transpose(1, 2);  // as tokens are stored
-  at::Tensor k_out = at::empty({B, C, K, H}, q.options()).transpose(1, 2);
-  const float *of_q = q.const_data_ptr<float>(), *of_k = k.const_data_ptr<float>();
-  const float *of_cos = cos.const_data_ptr<float>(), *of_sin = sin.const_data_ptr<float>();
-  float *to_q = q_out.mutable_data_ptr<float>(), *to_k = k_out.mutable_data_ptr<float>();
-  const int64_t cos_row = cos.size(0) == 1 ? 0 : cos.stride(0), sin_row = sin.size(0) == 1 ? 0 : sin.stride(0);
-  at::parallel_for(0, B * C, std::max<int64_t>(1, GRAIN / ((N + K) * H)), [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t b = i / C, c = i % C;
-      const float *angle_cos = of_cos + b * cos_row + c * cos.stride(1), *angle_sin = of_sin + b * sin_row + c * sin.stride(1);
-      rotate_heads(of_q + b * q.stride(0) + c * q.stride(2), q.stride(1), N, angle_cos, angle_sin, H, to_q + i * N * H);
-      rotate_heads(of_k + b * k.stride(0) + c * k.stride(2), k.stride(1), K, angle_cos, angle_sin, H, to_k + i * K * H);
-    }
-  });
-  return {q_out, k_out};
+  struct Given {
+    const float* data;
+    int64_t row, head, token;
+  };
+  const auto heads = [](const at::Tensor& x) { return Given{x.const_data_ptr<float>(), x.stride(0), x.stride(1), x.stride(2)}; };
+  const auto angles = [](const at::Tensor& x) {  // one row of them may be for all rows
+    return Given{x.const_data_ptr<float>(), x.size(0) == 1 ? 0 : x.stride(0), 0, x.stride(1)};
+  };
+  return [of_q = heads(q), of_k = heads(k), of_cos = angles(cos), of_sin = angles(sin),
+          to_q = q_out.mutable_data_ptr<float>(), to_k = k_out.mutable_data_ptr<float>(), B, N, K, C, H] {
+    at::parallel_for(0, B * C, std::max<int64_t>(1, GRAIN / ((N + K) * H)), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const auto at = [b = i / C, c = i % C](const Given& x) { return x.data + b * x.row + c * x.token; };
+        rotate_heads(at(of_q), of_q.head, N, at(of_cos), at(of_sin), H, to_q + i * N * H);
+        rotate_heads(at(of_k), of_k.head, K, at(of_cos), at(of_sin), H, to_k + i * K * H);
+      }
+    });
+  };
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(runahead, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");

@@ -1,17 +1,20 @@
 // A decoding step on a CPU as a program: the operators that one step has called, which are called again on the same
 // memory, most of them without torch's dispatcher.
 //
-// What a step computes stays in the memory in which it was computed when it was recorded, and views need no work, as in
-// a CUDA graph. What is replayed is what changes memory: from inputs whose numbers may be others in each step. Operators
-// in `OWN` are computed here, if their tensors are of float32 or bfloat16 in a plain layout; all else by the dispatcher.
-// Results do not depend on the number of threads.
+// What a step computes has a place in memory of the program, which it shares with what is needed at another time; views
+// need no work, as in a CUDA graph. What is replayed is what changes memory: from inputs whose numbers may be others in
+// each step. Operators in `OWN` are computed here, if their tensors are of float32 or bfloat16 in a plain layout; all else
+// by the dispatcher. Results do not depend on the number of threads.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/Storage.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -29,6 +32,7 @@
 #include "attention.h"
 #include "products.h"
 #include "vectors.h"
+#include "written.h"
 
 namespace {
 
@@ -36,7 +40,6 @@ using at::Tensor;
 using c10::IValue;
 using Values = std::vector<IValue>;
 using Tensors = std::vector<Tensor>;
-using Work = std::function<void()>;
 
 constexpr auto KEY = c10::DispatchKey::TESTING_ONLY_GenericMode;  // of no use to anybody else in a process
 
@@ -335,6 +338,8 @@ Work rms_norm(const Values& args, const Tensors& outs) {
   if (!rows || args[1].toIntVector().size() != 1 || args[3].isNone()) return nullptr;
   const auto weight = last_dim_weight(args[2], rows->length);
   if (!weight) return nullptr;
+  if (weight->defined() && !rows->from.half && !rows->to.half)
+    return rms_norm_into(args[0].toTensor(), *weight, args[3].toDouble(), outs[0]);
   const float* weights = weight->defined() ? weight->const_data_ptr<float>() : nullptr;
   return [rows = *rows, weights, eps = args[3].toDouble()] {
     for (int64_t row = 0; row < rows.count; ++row) {
@@ -476,6 +481,23 @@ Work attend_sequences(const Values& args, const Tensors& outs) {
   return [of, out = outs[0].mutable_data_ptr(), lse = outs[1].mutable_data_ptr<float>()] { attend(of, out, lse); };
 }
 
+// Ours, whose memory is contiguous as they are called; else they make it so.
+Work own_rms_norm(const Values& args, const Tensors& outs) {
+  const Tensor &x = args[0].toTensor(), &weight = args[1].toTensor();
+  if (!x.is_contiguous() || !weight.is_contiguous() || !outs[0].is_contiguous()) return nullptr;
+  return rms_norm_into(x, weight, args[2].toDouble(), outs[0]);
+}
+Work own_rotation(const Values& args, const Tensors& outs) {
+  for (const Tensor& out : outs)
+    if (!out.transpose(1, 2).is_contiguous()) return nullptr;
+  return rotate_into(args[0].toTensor(), args[1].toTensor(), args[2].toTensor(), args[3].toTensor(), outs[0], outs[1]);
+}
+Work own_linear_int8(const Values& args, const Tensors& outs) {
+  const Tensor& x = args[0].toTensor();
+  if (!x.is_contiguous() || !outs[0].is_contiguous()) return nullptr;
+  return linear_int8_into(x, args[1].toTensor(), args[2].toTensor(), args[3].toTensor(), args[4].toOptional<Tensor>(), outs[0]);
+}
+
 // Operators by name; those of torch that are made of others are recorded as one if they are here.
 const std::map<std::string, Build> OWN = {
     {"aten::add.Tensor", add},
@@ -510,6 +532,9 @@ const std::map<std::string, Build> OWN = {
     {"aten::embedding", embedding},
     {"aten::index_copy_", index_copy},
     {"runahead::attend_sequences", attend_sequences},
+    {"runahead::rms_norm", own_rms_norm},
+    {"runahead::rotate", own_rotation},
+    {"runahead::linear_int8", own_linear_int8},
 };
 
 // ---- Recording ----
@@ -540,6 +565,7 @@ struct Recorded {
 
 struct Recording {
   std::vector<Recorded> calls;
+  Tensors lifted;      // made of numbers of the host, as by torch.tensor
   std::string reason;  // why it cannot be replayed
 
   void refuse(const std::string& why) {
@@ -572,6 +598,7 @@ void Recording::add(const c10::OperatorHandle& op, std::string name, Values args
   for_tensors(outs, look);
   if (!has_memory) return refuse(name + " takes or gives a tensor that is no plain memory (sparse, of oneDNN, a subclass)");
   if (name == "aten::detach_") return;  // torch.tensor calls it
+  if (name == "aten::lift_fresh") return for_tensors(outs, [&](const Tensor& x) { lifted.push_back(x); });
   const bool is_number = args.size() == 1 && args[0].isTensor() && args[0].toTensor().unsafeGetTensorImpl()->is_wrapped_number();
   if (is_number && name == "aten::_local_scalar_dense") return;  // of the program's text
   if (op.hasTag(at::Tag::inplace_view)) return refuse(name + " changes the shape of a tensor in place");
@@ -629,11 +656,16 @@ void on_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit
 
 // ---- Programs ----
 
+using Storages = std::unordered_set<c10::StorageImpl*>;
+
 struct Program {
   std::vector<Recorded> calls;  // holds the memory
   std::vector<Work> work;
   std::vector<std::string> names;  // of what is replayed; by the dispatcher if in brackets
   Tensors changed;                 // memory of others that it changes
+  std::unordered_map<c10::StorageImpl*, size_t> made;  // memory of its own, by the call that makes it
+  std::optional<Tensor> result;
+  int64_t num_bytes = 0;  // of what calls compute anew
   std::string reason;
 };
 
@@ -657,30 +689,151 @@ Work by_dispatcher(const Recorded& call) {
   };
 }
 
-std::shared_ptr<Program> program_of(Recording&& recorded) {
+// Memory that a step makes: from which call to which it is needed, and where it lies in that of the program.
+struct Life {
+  c10::StorageImpl* of;
+  size_t first, last;
+  int64_t bytes, at;
+};
+
+constexpr int64_t ALIGNED_BYTES = 64;
+
+// Places memory so that what is needed at the same time lies apart; returns how much it is.
+int64_t place(std::vector<Life>& lives) {  // in the order in which they begin
+  std::map<int64_t, const Life*> taken;
+  int64_t size = 0;
+  for (Life& life : lives) {
+    for (auto other = taken.begin(); other != taken.end();)
+      other = other->second->last < life.first ? taken.erase(other) : std::next(other);
+    life.at = 0;
+    for (const auto& [begin, other] : taken) {
+      if (begin - life.at >= life.bytes) break;
+      life.at = begin + other->bytes;
+    }
+    taken.emplace(life.at, &life);
+    size = std::max(size, life.at + life.bytes);
+  }
+  return size;
+}
+
+// Tensors of a step in memory of its program. Those that the step has made stay as they are, as others may hold them.
+struct Moved {
+  std::unordered_map<c10::StorageImpl*, c10::Storage> to;
+
+  Moved(const std::vector<Life>& lives, int64_t bytes) {
+    const auto memory = std::make_shared<c10::DataPtr>(c10::GetCPUAllocator()->allocate(bytes));
+    for (const Life& life : lives) {
+      c10::DataPtr part(static_cast<char*>(memory->get()) + life.at, new std::shared_ptr<c10::DataPtr>(memory),
+                        [](void* held) { delete static_cast<std::shared_ptr<c10::DataPtr>*>(held); }, at::kCPU);
+      to.emplace(life.of, c10::Storage(c10::Storage::use_byte_size_t(), life.of->nbytes(), std::move(part)));
+    }
+  }
+
+  Tensor of(const Tensor& x) const {
+    if (!x.defined()) return x;
+    const auto found = to.find(storage(x));
+    if (found == to.end()) return x;
+    c10::InferenceMode guard(x.is_inference());
+    Tensor moved = at::empty({0}, x.options());
+    moved.set_(found->second, x.storage_offset(), x.sizes(), x.strides());
+    if (x.unsafeGetTensorImpl()->is_wrapped_number()) moved.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return moved;
+  }
+  IValue of(const IValue& value) const {
+    if (value.isTensor()) return of(value.toTensor());
+    if (!value.isList()) return value;
+    auto list = value.toList().copy();
+    for (size_t i = 0; i < list.size(); ++i) list.set(i, of(list.get(i)));
+    return IValue(std::move(list));
+  }
+  template <typename T>
+  void all(std::vector<T>& values) const {
+    for (T& value : values) value = of(value);
+  }
+};
+
+bool can_move(const Tensor& x) {
+  return x.layout() == at::kStrided && x.device().is_cpu() && !x.is_neg() && !x.is_conj();
+}
+
+// Gives what calls compute anew memory of the program, in which what is not needed at the same time shares.
+void move(Program& program, const Storages& constant) {
+  std::vector<Life> lives;
+  std::unordered_map<c10::StorageImpl*, size_t> places;
+  Storages stay = constant;
+  for (const auto& [made, call] : program.made) {
+    if (stay.count(made)) continue;
+    lives.push_back({made, call, call, 0, 0});
+    const auto bytes = static_cast<int64_t>(made->nbytes());
+    lives.back().bytes = std::max<int64_t>(1, (bytes + ALIGNED_BYTES - 1) / ALIGNED_BYTES) * ALIGNED_BYTES;
+  }
+  std::stable_sort(lives.begin(), lives.end(), [](const Life& a, const Life& b) { return a.first < b.first; });
+  for (size_t i = 0; i < lives.size(); ++i) places.emplace(lives[i].of, i);
+  const auto use = [&](const Tensor& x, size_t call) {
+    if (const auto found = places.find(storage(x)); found != places.end()) lives[found->second].last = call;
+    if (!can_move(x)) stay.insert(storage(x));
+  };
+  for (size_t call = 0; call < program.calls.size(); ++call) {
+    for_tensors(program.calls[call].args, [&](const Tensor& x) { use(x, call); });
+    for_tensors(program.calls[call].outs, [&](const Tensor& x) { use(x, call); });
+  }
+  if (program.result) use(*program.result, program.calls.size());
+  lives.erase(std::remove_if(lives.begin(), lives.end(), [&](const Life& life) { return stay.count(life.of); }), lives.end());
+  program.num_bytes = place(lives);
+  const Moved moved(lives, program.num_bytes);
+  const auto before = program.calls;  // no address is given twice meanwhile
+  for (Recorded& call : program.calls) {
+    moved.all(call.args);
+    moved.all(call.outs);
+    moved.all(call.changed);
+  }
+  if (program.result) program.result = moved.of(*program.result);
+  for (const Life& life : lives) {
+    program.made.erase(life.of);
+    program.made.emplace(moved.to.at(life.of).unsafeGetStorageImpl(), life.first);
+  }
+}
+
+std::shared_ptr<Program> program_of(Recording&& recorded, std::optional<Tensor> result) {
   auto program = std::make_shared<Program>();
   program->reason = recorded.reason;
   if (!program->reason.empty()) return program;
   program->calls = std::move(recorded.calls);
-  std::unordered_set<c10::StorageImpl*> made, changed, constant;
+  program->result = std::move(result);
+  Storages changed, constant, filled;
+  for (const Tensor& x : recorded.lifted) filled.insert(storage(x));
   for (const Recorded& call : program->calls)
     for (const Tensor& x : call.changed) changed.insert(storage(x));
-  for (const Recorded& call : program->calls) {
-    if (call.changed.empty()) {
-      bool is_constant = !call.op.hasTag(at::Tag::nondeterministic_seeded);
-      for_tensors(call.args, [&](const Tensor& x) {
-        is_constant &= x.unsafeGetTensorImpl()->is_wrapped_number() || constant.count(storage(x)) > 0;
-      });
-      for_tensors(call.outs, [&](const Tensor& x) {
-        made.insert(storage(x));
-        is_constant &= !changed.count(storage(x));
-      });
-      if (is_constant) for_tensors(call.outs, [&](const Tensor& x) { constant.insert(storage(x)); });
-      if (is_constant || makes_empty(call.name)) continue;
-    } else {
-      for (const Tensor& x : call.changed)
-        if (!made.count(storage(x))) program->changed.push_back(x);
+  for (size_t i = 0; i < program->calls.size(); ++i) {
+    const Recorded& call = program->calls[i];
+    if (!call.changed.empty()) continue;
+    for_tensors(call.outs, [&](const Tensor& x) {  // what is empty and not changed the host has filled
+      if (!makes_empty(call.name) || (changed.count(storage(x)) && !filled.count(storage(x))))
+        program->made.emplace(storage(x), i);
+    });
+  }
+  for (c10::StorageImpl* each : filled)
+    if (changed.count(each) && !program->made.count(each)) {
+      program->calls.clear();
+      program->reason = "a tensor that the host has filled is changed in place";
+      return program;
     }
+  std::vector<bool> is_replayed;
+  for (const Recorded& call : program->calls) {
+    bool is_constant = call.changed.empty() && !call.op.hasTag(at::Tag::nondeterministic_seeded);
+    for_tensors(call.args, [&](const Tensor& x) {
+      is_constant &= x.unsafeGetTensorImpl()->is_wrapped_number() || constant.count(storage(x)) > 0;
+    });
+    for_tensors(call.outs, [&](const Tensor& x) { is_constant &= !changed.count(storage(x)); });
+    if (is_constant) for_tensors(call.outs, [&](const Tensor& x) { constant.insert(storage(x)); });
+    is_replayed.push_back(!is_constant && !makes_empty(call.name));
+  }
+  move(*program, constant);
+  for (size_t i = 0; i < program->calls.size(); ++i) {
+    const Recorded& call = program->calls[i];
+    for (const Tensor& x : call.changed)
+      if (!program->made.count(storage(x))) program->changed.push_back(x);
+    if (!is_replayed[i]) continue;
     Work work;
     Tensors outs;
     for_tensors(call.outs, [&](const Tensor& x) { outs.push_back(x); });
@@ -690,6 +843,45 @@ std::shared_ptr<Program> program_of(Recording&& recorded) {
   }
   return program;
 }
+
+// Two recordings of the same step.
+struct Recordings {
+  const Program &first, &second;
+
+  // Whether tensors are made by the same call, the same memory of others, or the same numbers of the host.
+  bool are_same(const Tensor& a, const Tensor& b) const {
+    if (!a.defined() || !b.defined()) return a.defined() == b.defined();
+    if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes() || a.strides() != b.strides()) return false;
+    const auto made = first.made.find(storage(a)), again = second.made.find(storage(b));
+    const bool is_made = made != first.made.end();
+    if (is_made != (again != second.made.end())) return false;
+    if (is_made || storage(a) == storage(b))
+      return a.storage_offset() == b.storage_offset() && (!is_made || made->second == again->second);
+    for (const Tensor& x : first.changed)
+      if (storage(x) == storage(a)) return false;
+    const Tensor ours = a.contiguous(), theirs = b.contiguous();
+    return ours.nbytes() == 0 || std::memcmp(ours.const_data_ptr(), theirs.const_data_ptr(), ours.nbytes()) == 0;
+  }
+  bool are_same(const IValue& a, const IValue& b) const {
+    if (a.isTensor() && b.isTensor()) return are_same(a.toTensor(), b.toTensor());
+    if (!a.isList() || !b.isList()) return !a.isTensor() && !b.isTensor() && a == b;
+    const auto ours = a.toListRef(), theirs = b.toListRef();
+    for (size_t i = 0; ours.size() == theirs.size() && i < ours.size(); ++i)
+      if (!are_same(ours[i], theirs[i])) return false;
+    return ours.size() == theirs.size();
+  }
+  std::string difference() const {
+    if (first.calls.size() != second.calls.size()) return "it calls other operators the next time";
+    for (size_t i = 0; i < first.calls.size(); ++i) {
+      const Recorded &a = first.calls[i], &b = second.calls[i];
+      if (a.name != b.name) return "it calls " + b.name + " for " + a.name + " the next time";
+      for (size_t j = 0; j < a.args.size(); ++j)
+        if (!are_same(a.args[j], b.args[j]))
+          return a.name + " is given another " + a.op.schema().arguments()[j].name() + " by the host the next time";
+    }
+    return "";
+  }
+};
 
 std::mutex programs_mutex;
 std::unordered_map<int64_t, std::shared_ptr<Program>> programs;
@@ -712,11 +904,11 @@ void refuse(const std::string& why) {
   if (recording) recording->refuse(why);
 }
 
-int64_t recorded() {
+int64_t recorded(const std::optional<Tensor>& result) {
   c10::impl::tls_set_dispatch_key_included(KEY, false);
   TORCH_CHECK(recording, "this thread does not record");
   c10::InferenceMode guard;
-  const auto made = program_of(std::move(*std::exchange(recording, nullptr)));
+  const auto made = program_of(std::move(*std::exchange(recording, nullptr)), result);
   const std::lock_guard<std::mutex> lock(programs_mutex);
   programs[++num_programs] = made;
   return num_programs;
@@ -742,10 +934,19 @@ void forget(int64_t number) {
 TORCH_LIBRARY_FRAGMENT(runahead, library) {
   library.def("record() -> ()", record);
   library.def("refuse(str why) -> ()", refuse);
-  library.def("recorded() -> int", recorded);
+  library.def("recorded(Tensor? result=None) -> int", recorded);
   library.def("replay(int program) -> ()", replay);
   library.def("forget(int program) -> ()", forget);
   library.def("why_not(int program) -> str", [](int64_t number) { return program(number)->reason; });
+  library.def("result(int program) -> Tensor", [](int64_t number) {
+    const auto found = program(number)->result;
+    TORCH_CHECK(found, "program ", number, " has no result");
+    return *found;
+  });
+  library.def("num_bytes(int program) -> int", [](int64_t number) { return program(number)->num_bytes; });
+  library.def("difference(int program, int again) -> str", [](int64_t number, int64_t again) {
+    return Recordings{*program(number), *program(again)}.difference();
+  });
   library.def("changed(int program) -> Tensor[]", [](int64_t number) { return program(number)->changed; });
   library.def("names(int program) -> str[]", [](int64_t number) { return program(number)->names; });
 }

@@ -14,7 +14,7 @@
 
 namespace {
 
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
 constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
@@ -36,7 +36,7 @@ inline void store(BFloat16* to, Vec x) {
 }
 inline Vec all(float x) { return x - Vec{}; }
 inline Vec larger(Vec a, Vec b) {  // b if one is a NaN
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
   return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
 #else
   return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
@@ -60,7 +60,7 @@ inline Ints numbered() {
 }
 
 inline bool any(Ints x) {
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
   return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
 #else
   return _mm256_movemask_ps((__m256)x) != 0;
