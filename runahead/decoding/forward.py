@@ -219,7 +219,7 @@ class FixedForward:
     """Forward over a cache of fixed shape: the same operations on the same tensors in every step.
 
     A GPU replays it as one graph after three steps: one launch in place of some 40 per layer. A CPU with kernels of our
-    own replays a recorded step after two (`RecordedStep`).
+    own replays a recorded step after four (`RecordedStep`).
 
     Where several ranks store the text, the graph holds their exchanges, and NCCL wants an operation to be captured on
     all ranks or on none (its user guide, "Using NCCL with CUDA Graphs"). So no step is computed twice, since the others

@@ -1,6 +1,6 @@
 """Building the kernels of our own into the cache folder, and loading them from there.
 
-A build takes about twenty seconds of a C++ compiler. A run never builds: beside it a compiler would take the processors
+A build takes up to a minute of a C++ compiler. A run never builds: beside it a compiler would take the processors
 that are timed. `python -m launch.kernels` does, once for each torch, sources and processor.
 """
 
