@@ -41,6 +41,12 @@ pytestmark = pytest.mark.usefixtures("built", "in_use")
 
 
 @pytest.fixture(autouse=True)
+def recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step is recorded, so that few are enough."""
+    monkeypatch.setattr("runahead.decoding.recorded.UNRECORDED", 0)
+
+
+@pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
     """Memory that only the garbage collector frees stays."""
     gc.collect()
