@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,10 +37,16 @@ def noted(ranks: Ranks) -> Iterator[list[Any]]:
 
         return noting
 
+    def note(number: int) -> None:
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # a thread of collectives sets it, too
+            events.append(number)
+
     beside = {rank: RankThreads(number=THREADS, processors=64) for rank in range(ranks.size)}
     with (
         mock.patch.object(ranks, "threads", beside),
-        mock.patch.object(torch, "set_num_threads", events.append),
+        mock.patch.object(torch, "set_num_threads", note),
         mock.patch.object(torch, "get_num_threads", lambda: THREADS),
         mock.patch.object(ReusingPrefill, "run", around("prefill", ReusingPrefill.run)),
         mock.patch.object(engines, "decode_batch", around("decode", engines.decode_batch)),
