@@ -38,9 +38,7 @@ def noted(ranks: Ranks) -> Iterator[list[Any]]:
         return noting
 
     def note(number: int) -> None:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # a thread of collectives sets it, too
+        if threading.current_thread() is threading.main_thread():  # a thread of collectives sets it, too
             events.append(number)
 
     beside = {rank: RankThreads(number=THREADS, processors=64) for rank in range(ranks.size)}
