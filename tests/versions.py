@@ -127,7 +127,7 @@ def tried(libraries: dict[str, str], tests: Sequence[str], arguments: Sequence[s
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """What was seen, as docs/development.md has it."""
+    """The table of what was seen, as docs/development.md has it."""
     head = f"| {' | '.join(LIBRARIES)} | tests | minutes |\n|{'---|' * (len(LIBRARIES) + 2)}"
     lines = [
         f"| {' | '.join(each.libraries[name] for name in LIBRARIES)} | {each.outcome} | {each.minutes:.1f} |"

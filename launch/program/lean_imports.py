@@ -33,7 +33,7 @@ READS = "create_import_structure_from_path"
 
 T = TypeVar("T")
 Structure = dict[Any, Any]
-"""Of a folder: structures by the names of its folders, and names by module by the packages that they need."""
+"""A folder has structures by the names of its folders, and names by module by the packages that they need."""
 
 
 @contextmanager

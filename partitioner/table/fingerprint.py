@@ -297,7 +297,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _products(model: Model, device: torch.device) -> str:
-    """What computes products of many rows of a model."""
+    """The library that computes products of many rows of a model."""
     from runahead.model.layers.cpu_linear import library
 
     if model.weights is Weights.int8:

@@ -24,7 +24,7 @@ LATER: dict[Any, Set[str]] = {
 """Fields that the first tables did not have; a missing one gets its default."""
 
 FUSED_BEFORE = "auto"
-"""What older files say of models whose modules are fused: model.fuse was off or auto."""
+"""Older files say this of models whose modules are fused: model.fuse was off or auto."""
 
 # Types of values as error messages name them.
 WORDS = {int: "a whole number", float: "a number", str: "printable text", bool: "true or false", NoneType: "null"}

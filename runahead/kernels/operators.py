@@ -78,7 +78,7 @@ def attend(
 def attend_sequences(
     q_SNH: Tensor, k_1UTH: Tensor, v_1UTV: Tensor, starts: Tensor, used_S: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """As `runahead.attention.partial.attend_sequences`, on a CPU."""
+    """Attention as of `runahead.attention.partial.attend_sequences`, on a CPU."""
     out, lse = torch.ops.runahead.attend_sequences(q_SNH, k_1UTH, v_1UTV, starts, used_S, scaling)
     return out, lse
 

@@ -130,7 +130,7 @@ class RankThreads:
 
     @classmethod
     def here(cls) -> RankThreads:
-        """Those of this process, as they are now."""
+        """The threads of this process, as they are now."""
         spins = any(os.environ.get(name, "").strip().lower() in values for name, values in SPINNING.items())
         return cls(number=torch.get_num_threads(), processors=num_processors(), spins=spins)
 

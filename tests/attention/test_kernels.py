@@ -491,7 +491,7 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def tiny_deepseek() -> DeepseekV3ForCausalLM:
-    """Of keys of 32 and values of 16 numbers, which no kernel of PyTorch takes."""
+    """A model with keys of 32 and values of 16 numbers, which no kernel of PyTorch takes."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=200,

@@ -39,7 +39,7 @@ from tests.needs import TEST_KERNELS, missing
 TOKENS, NEW = 11, 8
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
-"""Of the largest logit: some roundings in each of three layers."""
+"""Share of the largest logit: some roundings in each of three layers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -282,7 +282,7 @@ def test_a_number_of_the_host_that_changes_logits_little_is_found(compares_calls
 
 
 class Told:
-    """What is told of a model whose step is repeated."""
+    """The warnings about a model whose step is repeated."""
 
     dtype, weights, unrecordable = torch.float32, Weights.full, ""
 

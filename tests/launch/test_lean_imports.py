@@ -52,7 +52,7 @@ print(json.dumps([was_loaded, constant, allowed, names, found, calls]))
 
 
 def result_of(way: str) -> list[Any]:
-    """What a process has that imports transformers in a way and compiles a function afterwards."""
+    """Names, marks and graphs of a process that imports transformers in a way and compiles a function afterwards."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, cwd=ROOT, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -103,7 +103,7 @@ def test_others_stay(mlp: MLP) -> None:
 
 
 def test_a_forward_of_the_instance_stays() -> None:
-    """As code of a checkpoint or a hook of another library has put it there."""
+    """Code of a checkpoint or a hook of another library has put it there."""
     mlp = MLP()
     mlp.forward = own = partial(MLP.forward, mlp)  # type: ignore[method-assign, assignment]
     assert fused(mlp).forward is own

@@ -306,7 +306,7 @@ class TestModels:
         assert any(name.endswith(routers) for name in left)
 
     def test_keep_a_gate_that_holds_its_layer(self) -> None:
-        """As of HunYuan's experts; the shared expert beside it is encoded, and so is the `gate` of a plain MLP."""
+        """HunYuan's experts have it; the shared expert beside it is encoded, and so is the `gate` of a plain MLP."""
         block = nn.ModuleDict(
             {
                 "gate": nn.ModuleDict({"wg": nn.Linear(8, 4)}),

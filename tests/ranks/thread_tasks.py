@@ -27,7 +27,7 @@ THREADS = 4
 
 @contextmanager
 def noted(ranks: Ranks) -> Iterator[list[Any]]:
-    """What happens on this rank: numbers of threads that are set (and are not), prefills and decodings."""
+    """The events on this rank: numbers of threads that are set (and are not), prefills and decodings."""
     events = list[Any]()
 
     def around(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def noted(ranks: Ranks) -> Iterator[list[Any]]:
 def threads_set(
     ranks: Ranks, boundaries: tuple[int, ...], decode: DecodeName, lends: bool = True
 ) -> tuple[list[Any], list[int]]:
-    """What happens on a rank in one call of the engine, and the new tokens."""
+    """The events on a rank in one call of the engine, and the new tokens."""
     model = tiny_model("llama")
     with throughout(model.dtype), noted(ranks) as events:
         engine = Engine(
@@ -70,7 +70,7 @@ def threads_set(
 
 
 def threads_while_timed(ranks: Ranks, lends: bool = True) -> list[Any]:
-    """What happens on a rank where decode=auto times steps both ways before a prompt."""
+    """The events on a rank where decode=auto times steps both ways before a prompt."""
     model = tiny_model("llama")
     timed = placement.Placement._times
     with (

@@ -40,7 +40,7 @@ def is_faster(dtype: torch.dtype) -> bool:
 
 
 def library(dtype: torch.dtype) -> str:
-    """What computes many rows' products with weights of a dtype on a CPU: "onednn", or "torch" for its own choice."""
+    """The library of many rows' products with weights of a dtype on a CPU: "onednn", or "torch" for its own choice."""
     return "onednn" if dtype is torch.float32 and takes_onednn() else "torch"
 
 

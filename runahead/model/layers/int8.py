@@ -238,7 +238,7 @@ def unrounded(*modules: nn.Module) -> Iterator[None]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What the kernel makes of a tensor (..., I), in float64: numbers of 8 bits with a scale for each 64."""
+    """The kernel's rounding of a tensor (..., I), in float64: numbers of 8 bits with a scale for each 64."""
     grouped = F.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     largest = grouped.abs().amax(dim=-1, keepdim=True)
     codes = (grouped.double() * (torch.full_like(largest, LARGEST) / largest).double()).round()

@@ -275,12 +275,12 @@ def targets_of(empty: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def weights_as_stored(empty: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Of stored tensors that are a weight of the model as they are: its names by theirs."""
+    """The model's names of stored tensors that are a weight of it as they are, by theirs."""
     return {name: target for name, (target, is_whole) in _targets(empty, names).items() if is_whole}
 
 
 def _targets(empty: PreTrainedModel, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
-    """As `targets_of`, with whether the tensor is that weight as it is."""
+    """The names of `targets_of`, with whether the tensor is that weight as it is."""
     conversions, weights = get_model_conversion_mapping(empty), empty.state_dict()
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]

@@ -164,7 +164,7 @@ class Merged:
 
 
 def _changes(found: Adapter, module: PreTrainedModel, ties: Mapping[str, str]) -> dict[str, list[Change]]:
-    """What one adapter does with the weights of a model without memory, in order. Raises: ValueError."""
+    """The changes of one adapter to the weights of a model without memory, in order. Raises: ValueError."""
     try:
         from peft import LoraConfig, PeftModel, __version__
         from peft.tuners.tuners_utils import BaseTunerLayer

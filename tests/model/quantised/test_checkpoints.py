@@ -94,7 +94,7 @@ GROUP = checkpoints.GROUP
 
 
 def test_a_parameter_that_is_called_a_scale_is_the_models(tmp_path: Path) -> None:
-    """As of Gemma 4's routers, which have a `scale` and no weight of their own."""
+    """Gemma 4's routers have a `scale` and no weight of their own."""
     sizes = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     expected = checkpoints.save(tmp_path, "fp8_blocks", "gemma4_text", **sizes)
     assert any(name.endswith("router.scale") for name in expected)

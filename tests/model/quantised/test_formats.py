@@ -195,7 +195,7 @@ def test_fp8_is_that_of_transformers(
 
 
 def test_last_blocks_of_fp8_may_be_smaller(tmp_path: Path) -> None:
-    """As of DeepSeek-V3's kv_a_proj of 576 rows in blocks of 128, which transformers refuses."""
+    """DeepSeek-V3's kv_a_proj has 576 rows in blocks of 128, which transformers refuses."""
     weight, scale = fp8_weight(18, 20), torch.rand(5, 3)
     expected = weight.double() * scale.double().repeat_interleave(4, 0)[:18].repeat_interleave(8, 1)[:, :20]
     form = Form(name="fp8", settings={"weight_block_size": [4, 8]})

@@ -92,7 +92,7 @@ def pairs_of(table: Tensor, *, high_first: bool = False) -> Tensor:
 
 
 def looked_up(table: Tensor, data: Tensor) -> Tensor:
-    """What bytes stand for: [R, n] -> float32 [R, n], or [R, 2n] of a table of pairs."""
+    """The numbers that bytes stand for: [R, n] -> float32 [R, n], or [R, 2n] of a table of pairs."""
     found = table.index_select(0, data.flatten().int())
     return found.view(torch.float32).view(data.shape[0], -1)
 
