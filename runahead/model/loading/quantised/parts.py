@@ -53,7 +53,8 @@ def require_shape(name: str, part: Any, shape: Sequence[int], of: str) -> None:
 
 
 def require_numbers(owner: str, parts: dict[str, Any], names: Sequence[str]) -> None:
-    """Check that parts are not empty. Raises: ValueError."""
+    """Check that a weight has all of these parts, and that they are not empty. Raises: ValueError."""
+    require(owner, parts, names)
     for name in names:
         if 0 in parts[name].get_shape():
             raise ValueError(f"{owner}{name} has shape {list(parts[name].get_shape())}, and holds no numbers")
