@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -149,7 +149,8 @@ def infer(
 
     policies = policies or RankPolicies()
     arrange(run, ranks)
-    prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh))
+    tokenizers = list[Any]()
+    prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh, tokenizers))
     places = prompts.places
     starts = list(range(0, len(prompts.ids), run.prompt.batch))
     kept = ranks.on_rank_0("the answers", lambda: _kept_answers(run, policies, prompts, ranks.num_stages))
@@ -162,7 +163,7 @@ def infer(
             say(f"nothing to do: {kept.path} answers all prompts; remove it to answer them again{unwritten}")
             return []
     draft = _draft(run, ranks)
-    model = load(run, ranks, partition)
+    model = load(run, ranks, partition, tokenizers[0] if tokenizers else None)
     store = None
     if run.policy["name"] == "prompt_cache":
         from runahead.reuse.store import SegmentStore, StoreLimits
@@ -293,8 +294,14 @@ def _drafting_policies(run: RunOptions) -> RankPolicies:
     return policies
 
 
-def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, mesh: Mesh) -> Prompts:
-    """Read the prompts and check whatever can be checked before the weights are loaded. Rank 0 calls it."""
+def _prepare(
+    run: RunOptions, partition: Partitioner, policies: RankPolicies, mesh: Mesh, tokenizers: list[Any]
+) -> Prompts:
+    """Read the prompts and check whatever can be checked before the weights are loaded. Rank 0 calls it.
+
+    Args:
+        tokenizers: gets the model's tokenizer.
+    """
     from launch.inputs.generation import check_generation
     from launch.inputs.policies import prompt_cache_options
     from launch.inputs.prompts import read_prompts, use_template
@@ -321,6 +328,7 @@ def _prepare(run: RunOptions, partition: Partitioner, policies: RankPolicies, me
     config = loading.load_decoder_config(run.model, progress=True)
     check_shares(config, mesh.num_shares)
     tokenizer = loading.load_tokenizer(run.model)
+    tokenizers.append(tokenizer)
     use_template(tokenizer, run.prompt.chat_template, "prompt.chat_template")
     check_generation(run.generation, tokenizer, config)
     policies.require_files()

@@ -14,6 +14,7 @@ import pytest
 
 from launch.program import lean_imports
 from launch.program.ahead import Ahead, uncollected
+from launch.program.late_names import SHARED
 from runahead.config import ModelName, PrefillName
 from runahead.kv_transfer import EXCHANGES, TRANSFERS
 from runahead.kv_transfer.base import KVTransfer
@@ -104,6 +105,7 @@ def test_a_run_imports_what_its_options_choose(config: Path) -> None:
     assert families(found) <= {"auto", "llama"}
     assert {each for each in found if each.startswith("torch._dynamo.")} == {lean_imports.ALONE}
     assert not {"policies.quest", "policies.h2o", "policies.adakv"} & found
+    assert not inside(found, SHARED)
 
 
 def test_tables_have_what_their_interfaces_say() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from launch.inputs.partitions import SplitsPrompts, prepare_partition
 from launch.program.ending import say
@@ -36,13 +36,16 @@ def arrange(run: RunsEngine, ranks: Ranks) -> None:
         ranks.arrange(ranks.size)
 
 
-def load(run: RunsEngine, ranks: Ranks, partition: Partitioner) -> Model:
+def load(run: RunsEngine, ranks: Ranks, partition: Partitioner, tokenizer: Any = None) -> Model:
     """The model of `run`, on which its partition is prepared. Every rank makes the same call.
+
+    Args:
+        tokenizer: the model's, if this rank has read it.
 
     Raises:
         ValueError, SharedError: as `load_model` and `prepare_partition`.
     """
-    model = load_model(run.model, ranks, profile=run.profile)
+    model = load_model(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
     if run.prefill.takes_partition:
         prepare_partition(partition, model, ranks, run)
     return model

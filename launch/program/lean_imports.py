@@ -17,6 +17,7 @@ from threading import RLock, get_ident
 from types import ModuleType
 from typing import Any, TypeVar
 
+from launch.program.late_names import LateNames
 from runahead.files import cache_folder, write_whole
 
 COMPILER = "torch._dynamo"
@@ -42,8 +43,10 @@ def lean_imports() -> Iterator[None]:
 
     The package torch._dynamo is there at once, and its code runs when something first asks for a name in it. Names that
     the models' modules export are read from the cache folder, while the modules are as they were when these were kept.
-    Where torch or transformers is not as this file knows it, it is imported as ever.
+    Names that only models on several devices or ranks need come late, also after it (`LateNames`). Where torch or
+    transformers is not as this file knows it, it is imported as ever.
     """
+    LateNames.come()
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:
@@ -180,14 +183,15 @@ class _There(Loader):
     @classmethod
     def spec(cls, module: ModuleType) -> ModuleSpec:
         """The spec with which Python imports it, also that of the module until then, which it takes for newer."""
-        module.__spec__ = spec = ModuleSpec(module.__name__, cls(module))
+        spec = ModuleSpec(module.__name__, cls(module))
+        vars(module)["__spec__"] = spec  # torch's modules of options take no attribute but these
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        vars(module)["__spec__"] = self._spec
 
 
 class _Rules:

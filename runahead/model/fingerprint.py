@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from runahead.model.loading.sharing import copies_of_heads, local_part
+from runahead.model.loading.sharing import copies_of_heads
+from runahead.model.parts import is_laid_out, local_part
 
 FINGERPRINT_SAMPLES = 64
 """Number of values of each parameter that the fingerprint covers, spread evenly over the parameter."""
@@ -93,9 +93,13 @@ def _places(num_elements: int) -> Tensor:
 
 def _held(parameter: Tensor) -> tuple[int, Tensor]:
     """The dim that a parameter is split along, and the indices along it that this rank has."""
-    if not isinstance(parameter, DTensor) or isinstance(parameter.placements[0], Replicate):
+    if not is_laid_out(parameter):
         return 0, torch.arange(parameter.shape[0])
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
     placement: Any = parameter.placements[0]
+    if isinstance(placement, Replicate):
+        return 0, torch.arange(parameter.shape[0])
     factor = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
     dim = placement.dim % parameter.ndim
     index = torch.arange(parameter.shape[dim], device=parameter.device_mesh.device_type)

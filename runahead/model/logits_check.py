@@ -33,7 +33,8 @@ from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.attention_input import attention_modules, hidden_states
 from runahead.model.layers.fusing import apart
 from runahead.model.layers.int8 import wrong_product
-from runahead.model.loading.sharing import Shares, local_part
+from runahead.model.loading.sharing import Shares
+from runahead.model.parts import local_part
 from runahead.model.seam import ATTENTION_NAME, set_attention
 
 CHECK_TOKENS = (5, 2)

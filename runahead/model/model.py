@@ -653,8 +653,9 @@ def load_weights(
     progress: bool = False,
     ranks_on_host: int = 1,
     shares: Shares | None = None,
+    tokenizer: Any = None,
 ) -> loading.LoadedWeights:
-    """The first half of `Model.load`, in which no rank waits for another."""
+    """The first half of `Model.load`, in which no rank waits for another; with a tokenizer that was read before."""
     register()
     return loading.load(
         options,
@@ -663,4 +664,5 @@ def load_weights(
         progress=progress,
         ranks_on_host=ranks_on_host,
         shares=shares,
+        tokenizer=tokenizer,
     )

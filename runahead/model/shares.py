@@ -66,11 +66,12 @@ def check_arrangement(model: Model, ranks: Ranks) -> None:
         )
 
 
-def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profile.none) -> Model:
+def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profile.none, tokenizer: Any = None) -> Model:
     """Load a model on all ranks: whole, or its share on each rank where stages have several. Every rank calls this.
 
     Args:
         profile: profiler for which ranges are named.
+        tokenizer: the model's, if this rank has read it.
 
     Raises:
         ValueError, OSError: as `Model.load`, `shard_model` and `ranges_for`, on the lowest rank where it fails.
@@ -78,7 +79,7 @@ def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profil
     """
     ranges = ranks.on_all_ranks("the profile", lambda: ranges_for(profile))
     lacks_kernels = use_kernels(ranks)
-    model = _loaded(options, ranks)
+    model = _loaded(options, ranks, tokenizer)
     if any(take(shape.dtype, shape.key_dim, shape.value_dim) for shape in model.kv_shapes):
         model.lacks_kernels = lacks_kernels
     tell_unlike(model, ranks)
@@ -119,17 +120,19 @@ def tell_unlike(model: Model, ranks: Ranks) -> None:
         )
 
 
-def _loaded(options: ModelOptions, ranks: Ranks) -> Model:
-    progress, beside = ranks.rank == 0, ranks.local_size
-    if ranks.num_shares == 1:
-        return ranks.on_all_ranks(
-            "the model", lambda: Model.load(options, ranks.device, progress=progress, ranks_on_host=beside)
-        )
-    shares = shares_of(ranks)
-    weights = ranks.on_all_ranks(
-        "the model",
-        lambda: load_weights(options, ranks.device, progress=progress, ranks_on_host=beside, shares=shares),
+def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any) -> Model:
+    load = partial(
+        load_weights,
+        options,
+        ranks.device,
+        progress=ranks.rank == 0,
+        ranks_on_host=ranks.local_size,
+        tokenizer=tokenizer,
     )
+    if ranks.num_shares == 1:
+        return ranks.on_all_ranks("the model", lambda: Model.of_weights(load()))
+    shares = shares_of(ranks)
+    weights = ranks.on_all_ranks("the model", lambda: load(shares=shares))
     model, problem = None, None
     with ranks.announcing_failure():
         try:

@@ -206,7 +206,11 @@ def test_another_file_of_the_package_comes_after_its_code_and_once(compiler: Pat
     folder = compiler.with_suffix("")
     folder.mkdir()
     (folder / "__init__.py").write_text("RUNS = []\nfrom compiler_of_a_test import part, trace_rules\n")
-    (folder / "part.py").write_text("from compiler_of_a_test import RUNS\nRUNS.append(1)\n")
+    (folder / "part.py").write_text(
+        "import sys\nfrom types import ModuleType\nfrom compiler_of_a_test import RUNS\nRUNS.append(1)\n"
+        "class Options(ModuleType):\n    def __setattr__(self, name, value): raise AttributeError(name)\n"
+        "sys.modules[__name__].__class__ = Options\n"  # as torch's
+    )
     (folder / "other.py").write_text("from compiler_of_a_test import RUNS\nRUNS.append(2)\n")
     (folder / "trace_rules.py").write_text("CLEARED = []\nlimit = 8\ndef clear_lru_cache(): CLEARED.append(1)\n")
     package = imported()

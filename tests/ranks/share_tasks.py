@@ -19,8 +19,9 @@ from policies import POLICIES
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
 from runahead.model.loading import memory, recipes
-from runahead.model.loading.sharing import bytes_of, local_part, share_model
+from runahead.model.loading.sharing import bytes_of, share_model
 from runahead.model.model import load_weights
+from runahead.model.parts import local_part
 from runahead.model.shares import load_model, shares_of
 from runahead.ranks.devices import M_MMAP_THRESHOLD
 from runahead.report import MemoryReport

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launch.infer import main
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
+from runahead.model.loading import hf
 from tests import families
 from tests.exit_status import exit_status, one_line_error
 from tests.families import PRODUCTS, save_tiny_llama
@@ -51,6 +52,13 @@ def torchrun(*args: str, ranks: int = 2, **how) -> subprocess.CompletedProcess[s
 def our_lines(stderr: str) -> list[str]:
     """Without torchrun's epilogue."""
     return [line for line in stderr.splitlines() if line.startswith("[rank ")]
+
+
+def test_one_rank_reads_the_tokenizer_once(model, monkeypatch, capfd):
+    calls, read = [], hf.read_tokenizer
+    monkeypatch.setattr(hf, "read_tokenizer", lambda *given: calls.append(given) or read(*given))
+    main(options(model, f"prompt.text={TEXT}"))
+    assert len(calls) == 1 and capfd.readouterr().out
 
 
 @pytest.mark.parametrize("has_bfloat16", [False, True])
@@ -265,6 +273,14 @@ def test_two_ranks_answer_as_one_does(model, tmp_path, capfd):
         names = {(event.get("cat"), event["name"]) for event in traced if event["pid"] == rank}
         assert names >= {("compute", "layer 1"), ("user_annotation", "layer 1")}
         assert {name for kind, name in names if kind == "cpu_op"} & PRODUCTS
+
+
+def test_ranks_of_a_job_share_a_model(model, capfd):
+    """By torch's layout of tensors and transformers' plans, which a job that shares nothing has not imported."""
+    main(options(model, f"prompt.text={TEXT}"))
+    expected = capfd.readouterr().out
+    done = torchrun(*options(model, f"prompt.text={TEXT}", "ranks.tensor=2"))
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
 @pytest.mark.slow

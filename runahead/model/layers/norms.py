@@ -12,12 +12,12 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
 from runahead.model.layers.fusing import Calls, FusedForward, takes_rounding
+from runahead.model.parts import is_laid_out
 
 SIZES = (1.0, 1e-3, 1e3)
 """Sizes of the numbers with which a norm is compared; beside small ones eps counts."""
@@ -34,7 +34,7 @@ def fuse_norms(calls: Calls) -> None:
     """Fuse the RMS norms among the modules that a forward of a model has called."""
     for norm, out in calls.inner.items():
         [(name, weight_D)] = norm.named_parameters()
-        if isinstance(weight_D, DTensor) or not takes_rounding(weight_D.dtype) or isinstance(norm, nn.RMSNorm):
+        if is_laid_out(weight_D) or not takes_rounding(weight_D.dtype) or isinstance(norm, nn.RMSNorm):
             continue
         if name != "weight" or out.dtype != weight_D.dtype or out.shape[-1:] != weight_D.shape:
             continue

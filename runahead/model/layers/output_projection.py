@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from runahead.attention.base import LayerAttention, Recording
-from runahead.model.loading.sharing import local_part
+from runahead.model.parts import local_part
 
 BLOCK_VALUES = 1 << 22
 """Projected values at a time, over all rows, which bounds the memory that they take."""

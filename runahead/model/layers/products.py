@@ -18,13 +18,13 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
 from runahead.model.layers.cpu_linear import CPULinear, multiply
 from runahead.model.layers.fusing import Calls, FusedForward, takes_rounding
 from runahead.model.loading.memory import give_back
+from runahead.model.parts import is_laid_out
 
 
 class Product:
@@ -138,7 +138,7 @@ def _are_alike(layers: Sequence[nn.Linear]) -> bool:
     parameters = [each for layer in layers for _, each in layer.named_parameters()]
     kinds = {(type(layer), layer.in_features, tuple(dict(layer.named_parameters()))) for layer in layers}
     places = {(each.dtype, each.device, each.is_contiguous()) for each in parameters}
-    if len(kinds) > 1 or len(places) > 1 or any(isinstance(each, DTensor) for each in parameters):
+    if len(kinds) > 1 or len(places) > 1 or any(is_laid_out(each) for each in parameters):
         return False
     [(dtype, device, is_contiguous)] = places
     return takes_rounding(dtype) and device.type != "meta" and is_contiguous

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from runahead.attention.base import ForwardEndsHere, LayerInput, Recording
 from runahead.model.layers.hooks import hook_before
 from runahead.model.layers.int8 import Int8Linear, unrounded
 from runahead.model.layers.norms import rms_eps
+from runahead.model.parts import local_part
 from runahead.model.seam import SeamCache
 from runahead.rotary import Rotary
 
@@ -50,11 +50,11 @@ class _Projection:
 
     @property
     def weight(self) -> Tensor:
-        return local(self.linear.weight)
+        return local_part(self.linear.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.linear.bias is None else local(self.linear.bias)
+        return None if self.linear.bias is None else local_part(self.linear.bias)
 
     def product(self, x: Tensor) -> Tensor:
         """The linear map; with a weight in 8 bits that of the layer itself, which rounds what it is given."""
@@ -64,7 +64,7 @@ class _Projection:
         if self.norm is None:
             return x
         if self.eps is not None:
-            return F.rms_norm(x, x.shape[-1:], local(self.norm.weight), self.eps)  # type: ignore[arg-type]
+            return F.rms_norm(x, x.shape[-1:], local_part(self.norm.weight), self.eps)  # type: ignore[arg-type]
         return self.norm(x)
 
     def queries(self, given: LayerInput) -> Tensor:
@@ -188,13 +188,9 @@ class QueryPrediction:
                 factor = float((ours * q_BNCH).sum() / (ours * ours).sum())
                 projection = replace(plain, factor=1.0 if abs(factor - 1) < 1e-3 else factor)
                 if _same(projection.queries(given), q_BNCH):
-                    return projection if norm is None else replace(projection, eps=rms_eps(norm, local(norm.weight)))
+                    eps = None if norm is None else rms_eps(norm, local_part(norm.weight))
+                    return projection if norm is None else replace(projection, eps=eps)
         return None
-
-
-def local(weight: Tensor) -> Tensor:
-    """The part of a weight that this rank has, where ranks share the model."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _is_norm(module: nn.Module, dim: int) -> bool:

@@ -99,6 +99,7 @@ def load(
     progress: bool = False,
     ranks_on_host: int = 1,
     shares: Shares | None = None,
+    tokenizer: Any = None,
 ) -> LoadedWeights:
     """Load a model's weights to `device`, in eval mode and without gradients, and its tokenizer if it has one.
 
@@ -110,6 +111,7 @@ def load(
         ranks_on_host: processes on this host that load the same model. Weights that cannot be mapped from the file
             need memory once per process.
         shares: load this rank's share only. Nothing is sent between ranks.
+        tokenizer: the model's, of `load_tokenizer`, if it has been read; otherwise it is.
 
     Raises:
         ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
@@ -118,7 +120,8 @@ def load(
     source = checkpoint = FINDERS[options.name](options, weights=True, progress=progress)
     small = _small_files(source)
     stored_as = _forms_of_gguf(source) if source.gguf else ""
-    config, tokenizer = _read_config(small, options), hf.read_tokenizer(small, options)
+    config = _read_config(small, options)
+    tokenizer = hf.read_tokenizer(small, options) if tokenizer is None else tokenizer
     is_random = source.config_file is not None
     if not source.gguf and not is_random:
         form = stored_forms.form_of(source, checkpoints.read_config(source), dequantize=options.dequantize)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -19,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter, functional
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -27,6 +28,7 @@ from transformers.distributed import DistributedConfig
 
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.quiet import one_line, quiet
+from runahead.model.parts import is_laid_out, local_part
 from runahead.ranks.meeting.seal import Seal
 from runahead.ranks.objects import gather_objects
 
@@ -34,6 +36,9 @@ AXIS, COPIES = "tp", "_runahead_copies"
 KV_PROJECTIONS = ("k_proj", "v_proj")
 SHARED_HEADS = (*KV_PROJECTIONS, "qkv_proj", "query_key_value")
 """Modules whose rows are heads; a plan that calls one of them "colwise" gives each share some of the heads."""
+
+STYLES = ("transformers.distributed.tensor_parallel", "transformers.distributed.expert_parallel")
+"""transformers' modules that know what a plan's words mean; versions before 5.23 may have them elsewhere."""
 
 Run = Callable[[Callable[[], Any]], Any]
 """Runs a call that waits for the other ranks of a group, such as a forward, and returns its result."""
@@ -159,6 +164,9 @@ def lay_out(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.dev
     meshes: Any = mesh
     if "mesh_manager" in inspect.signature(distribute).parameters:  # not in transformers 5.17
         meshes = SimpleNamespace(get_mesh=lambda dims: mesh)  # tensor parallelism is its only axis
+    for styles in STYLES:  # which these modules register; a lean start has not imported them
+        with suppress(ModuleNotFoundError):
+            import_module(styles)
     try:
         with quiet(), torch.no_grad():
             copies = _copy_kv_heads(module, mesh.size())
@@ -318,14 +326,9 @@ def bytes_of(module: nn.Module) -> int:
     """Bytes of the weights that this rank has of a module, tied ones once; also of one without memory."""
     seen: dict[Any, int] = {}
     for parameter in module.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         seen[local.untyped_storage()._cdata, local.storage_offset()] = local.nbytes
     return sum(seen.values())
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, which is all of it where the plan does not split it."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _untie(module: PreTrainedModel) -> None:
@@ -341,7 +344,7 @@ def _untie(module: PreTrainedModel) -> None:
 def _drop_the_rest(module: PreTrainedModel) -> None:
     """Replace shards that are views of whole weights by copies, so that the whole weights are freed."""
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
+        if is_laid_out(parameter):
             local = parameter.to_local()
             if local.untyped_storage().nbytes() > local.nbytes:
                 parameter._local_tensor = local.clone()

@@ -1,0 +1,123 @@
+"""Names that come late: what a module imports of others, which are imported when something uses a name."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.program import late_names
+from launch.program.late_names import LateName, LateNames
+
+SOURCE = """
+from dataclasses import dataclass
+
+def double(number, *, more=0):
+    "Twice a number."
+    return 2 * number + more
+
+@dataclass
+class Place:
+    dim: int = 0
+    size = 8
+
+class Wide(Place):
+    pass
+"""
+
+USER = """
+from source_of_a_test.inner import Place, double as twice
+import plain_of_a_test
+from .neighbour import beside
+
+def is_place(value):
+    from source_of_a_test.inner import Place
+    return isinstance(value, (Place, int)), issubclass(type(value), Place)
+
+def late_import():
+    import source_of_a_test.inner as inner
+    return inner.double(4)
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of a package that takes names from a package of which they come late, and from others."""
+    for folder, files in {
+        "source_of_a_test": {"__init__": "", "inner": SOURCE},
+        "users_of_a_test": {"__init__": "", "user": USER, "neighbour": "beside = 5\nfrom plain_of_a_test import value"},
+    }.items():
+        (tmp_path / folder).mkdir()
+        for name, text in files.items():
+            (tmp_path / folder / f"{name}.py").write_text(text)
+    (tmp_path / "plain_of_a_test.py").write_text("import source_of_a_test\nvalue = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, LateNames)])
+    monkeypatch.setattr(late_names, "LATE", {"users_of_a_test": ("source_of_a_test.inner",)})
+    LateNames.come()
+    LateNames.come()
+    assert sum(isinstance(each, LateNames) for each in sys.meta_path) == 1
+    yield importlib.import_module("users_of_a_test.user")
+    for name in [each for each in sys.modules if each.partition(".")[0].endswith("_of_a_test")]:
+        del sys.modules[name]
+
+
+def is_there() -> bool:
+    return "source_of_a_test.inner" in sys.modules
+
+
+def test_a_call_imports_the_module(user: Any) -> None:
+    assert isinstance(user.twice, LateName) and not is_there()
+    assert user.twice(3, more=1) == 7 and is_there()
+    assert "more" in inspect.signature(user.twice).parameters
+    assert copy.deepcopy(user.twice)(2) == pickle.loads(pickle.dumps(user.twice))(2) == 4
+
+
+def test_without_the_module_nothing_is_an_instance(user: Any) -> None:
+    assert user.is_place("text") == (False, False) and user.is_place(3) == (True, False)
+    assert not is_there()
+    wide = importlib.import_module("source_of_a_test.inner").Wide
+    assert user.is_place(wide()) == (True, True)
+    assert isinstance(wide(), user.Place) and issubclass(wide, user.Place) and not isinstance(3, user.Place)
+
+
+@pytest.mark.parametrize("use", ["made", "attribute", "inherited", "union", "from the right"])
+def test_classes_come_when_they_are_used(user: Any, use: str) -> None:
+    place = user.Place
+    if use == "made":
+        assert place(dim=2).dim == 2
+    elif use == "attribute":
+        assert place.size == 8 and not hasattr(place, "nothing")
+    elif use == "inherited":
+
+        class Own(place):  # type: ignore[misc]
+            pass
+
+        assert Own(3).dim == 3 and isinstance(Own(), place)
+    elif use == "union":
+        assert isinstance(place(), place | None)
+    else:
+        assert isinstance(place(), None | place)
+    assert is_there()
+
+
+def test_other_imports_are_as_ever(user: Any) -> None:
+    assert user.plain_of_a_test.value == user.beside // 5 == 1 and not isinstance(user.beside, LateName)
+    assert user.late_import() == 8 and is_there()
+    assert user.__spec__.loader.__class__.__name__ == user.__loader__.__class__.__name__ == "SourceFileLoader"
+
+
+def test_a_name_that_is_not_there_is_told_when_it_is_used(user: Any) -> None:
+    missing = LateName("source_of_a_test.inner", "missing")
+    with pytest.raises(AttributeError, match="missing"):
+        missing()
+    assert not isinstance(3, missing)  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
+        LateName("nowhere_at_all", "name")()
