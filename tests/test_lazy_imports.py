@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from launch.program import lean_imports
+from launch import infer
+from launch.program import lean_imports, run
 from launch.program.ahead import Ahead, uncollected
-from launch.program.late_names import SHARED
+from launch.program.late_names import ALGEBRA, SHARED
 from runahead.config import ModelName, PrefillName
 from runahead.kv_transfer import EXCHANGES, TRANSFERS
 from runahead.kv_transfer.base import KVTransfer
@@ -105,7 +106,7 @@ def test_a_run_imports_what_its_options_choose(config: Path) -> None:
     assert families(found) <= {"auto", "llama"}
     assert {each for each in found if each.startswith("torch._dynamo.")} == {lean_imports.ALONE}
     assert not {"policies.quest", "policies.h2o", "policies.adakv"} & found
-    assert not inside(found, SHARED)
+    assert not inside(found, (*SHARED, *ALGEBRA))
 
 
 def test_tables_have_what_their_interfaces_say() -> None:
@@ -135,6 +136,31 @@ def test_an_import_that_fails_is_told_where_it_is_waited_for(beside: bool, monke
     missing = Ahead("ahead_and_missing", beside=beside)
     with pytest.raises(ModuleNotFoundError, match="ahead_and_missing"):
         missing.wait()
+
+
+LIBRARY = """
+from pathlib import Path
+from launch.program.ahead import load_library_of_torch
+thread = load_library_of_torch()
+thread.join()
+assert "libtorch_cpu.so" in Path("/proc/self/maps").read_text()
+assert "torch" not in sys.modules
+import torch
+assert torch.ones(2).sum() == 2 and load_library_of_torch() is None
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems load libraries in other ways")
+def test_torch_finds_its_library_loaded() -> None:
+    assert "torch" in imported(f"import sys\n{LIBRARY}")
+
+
+@pytest.mark.parametrize(("flags", "loads"), [(["--help"], 0), (["--cfg", "job"], 0), (["prompt.texts=x"], 1)])
+def test_only_a_run_loads_the_library(flags: list[str], loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(run, "load_library_of_torch", lambda: calls.append("library"))
+    infer.main(flags)
+    assert len(calls) == loads
 
 
 def test_garbage_is_collected_again_after_imports(monkeypatch: pytest.MonkeyPatch) -> None:

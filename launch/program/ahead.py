@@ -1,12 +1,16 @@
-"""Imports of a starting program: what its work needs, while its ranks meet and before Python looks for garbage."""
+"""Imports of a starting program: what its work needs, beside other things and before Python looks for garbage."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import CDLL, RTLD_GLOBAL, RTLD_LOCAL, c_char_p, c_int, c_void_p
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from threading import Thread
 
 
@@ -42,6 +46,32 @@ class Ahead:
             import_module(self._module)
         except BaseException as error:
             self._error = error
+
+
+def load_library_of_torch() -> Thread | None:
+    """Load torch's library of machine code, which takes 0.15 s without Python's lock, in a thread.
+
+    An import of torch finds it there. The process does not end before the thread has.
+    """
+    spec = find_spec("torch") if sys.platform == "linux" and "torch" not in sys.modules else None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = os.fsencode(Path(spec.submodule_search_locations[0]) / "lib")
+    try:
+        load_library = CDLL(None).dlopen  # which CDLL calls, too, but until Python 3.12 with the lock
+    except (OSError, AttributeError):
+        return None
+    load_library.restype, load_library.argtypes = c_void_p, (c_char_p, c_int)
+
+    def load() -> None:
+        # In torch's order and way: its own dependencies are for all libraries. If any is wrong, the import tells.
+        for name, mode in ((b"libtorch_global_deps.so", RTLD_GLOBAL), (b"libtorch.so", RTLD_LOCAL)):
+            if load_library(os.path.join(folder, name), mode | os.RTLD_NOW) is None:
+                return
+
+    thread = Thread(target=load, name="library of torch")
+    thread.start()
+    return thread
 
 
 @contextmanager

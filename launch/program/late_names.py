@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -21,15 +21,35 @@ SHARED = (
 )
 """Modules, and packages of modules, that a model needs where devices or ranks share it: a quarter of a second."""
 
+ALGEBRA = ("sympy", "torch.fx.experimental.symbolic_shapes")
+"""torch's algebra of sizes that are not known, as in compiled models, which it asks when it makes a model."""
+
+KNOWN: dict[str, tuple[type, Callable[..., bool]]] = {
+    **dict.fromkeys(
+        ("expect_true", "guard_or_true", "guard_or_false", "statically_known_true", "sym_and"),
+        (bool, lambda *all_of: all(all_of)),
+    ),
+    "sym_or": (bool, lambda *any_of: any(any_of)),
+    "sym_eq": (int, lambda one, other: one == other),
+    "is_nested_int": (int, lambda number: False),
+}
+"""What functions of it return of plain numbers of a type, and tuples of them, for which they need no algebra."""
+
 LATE = {
-    "transformers.distributed": SHARED,
+    "torch": ALGEBRA,
+    "torch._decomp.decompositions": ALGEBRA,
+    "torch._meta_registrations": ALGEBRA,
+    "torch._prims": ALGEBRA,
+    "torch._prims_common": ALGEBRA,
+    "torch._refs": ALGEBRA,
+    "transformers.distributed.": SHARED,
     "transformers.generation.utils": SHARED,
     "transformers.integrations.accelerate": SHARED,
     "transformers.integrations.peft": SHARED,
-    "transformers.loss": SHARED,
+    "transformers.loss.": SHARED,
     "transformers.modeling_utils": SHARED,
 }
-"""What comes late to a module, or to all of a package."""
+"""What comes late to a module, or to all modules of a package."""
 
 
 class LateNames(MetaPathFinder):
@@ -44,7 +64,9 @@ class LateNames(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        sources = next((LATE[each] for each in LATE if _is_within(fullname, (each,))), None)
+        sources = next(
+            (LATE[each] for each in LATE if fullname == each or (each[-1] == "." and fullname.startswith(each))), None
+        )
         spec = None if sources is None else PathFinder.find_spec(fullname, path, target)
         if sources is not None and spec is not None and spec.loader is not None:
             spec.loader = _Importer(spec.loader, sources)
@@ -83,9 +105,26 @@ def _late_import(
     level: int = 0,
 ) -> Any:
     source = resolve_name("." * level + name, globals["__package__"]) if level else name
-    if fromlist and "*" not in fromlist and source not in sys.modules and _is_within(source, sources):
+    is_late = source not in sys.modules and _is_within(source, sources)
+    if is_late and fromlist and "*" not in fromlist:
         return SimpleNamespace(**{each: LateName(source, each) for each in fromlist})
+    if is_late and not fromlist and "." not in source:
+        return _LateModule(source)
     return builtins.__import__(name, globals, locals, fromlist or (), level)
+
+
+def _are_all(kind: type, values: tuple[Any, ...]) -> bool:
+    return all(_are_all(kind, each) if isinstance(each, tuple) else type(each) is kind for each in values)
+
+
+class _LateModule:
+    """A module, of which each name is late."""
+
+    def __init__(self, name: str) -> None:
+        self.__name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return LateName(self.__name, name)
 
 
 class LateName:
@@ -108,6 +147,9 @@ class LateName:
         return LateName, (self.__module, self.__name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind, known = KNOWN.get(self.__name, (object, None))
+        if known is not None and not kwargs and _are_all(kind, args):
+            return known(*args)
         return self.__value()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 # One line of ours reports a lost connection; PyTorch's own warning prints a C++ stack trace.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from launch.program.ahead import Ahead, uncollected
+from launch.program.ahead import Ahead, load_library_of_torch, uncollected
 from launch.program.compose import Program
 from launch.program.ending import MISTAKE, end_with, open_closed_streams, refuse, say, warn_in_one_line
 from launch.program.launcher import follow_launcher, this_rank
@@ -36,6 +36,9 @@ OF_ONE_HOST = (
     *("answers", "report", "timeline"),
 )
 """Options that may differ between hosts. Whether models are equal is checked by their weights."""
+
+NO_RUN = ("-h", "--help", "-c=", "--cfg", "--layout", "-m", "--multirun")
+"""Beginnings of flags with which this process needs no torch."""
 
 R = TypeVar("R", bound=RunsOnRanks)
 
@@ -69,8 +72,11 @@ def run_program(
     except ValueError as error:
         return refuse(error, of_this_process=True)
     warn_in_one_line()
+    given = sys.argv[1:] if args is None else args
+    if not any(arg.startswith(NO_RUN) for arg in given):
+        load_library_of_torch()
     try:
-        command = program.read(sys.argv[1:] if args is None else args)
+        command = program.read(given)
     except ValueError as error:
         return refuse(error)
     if command.to_print is not None:

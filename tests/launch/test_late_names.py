@@ -8,13 +8,17 @@ import inspect
 import pickle
 import sys
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.fx.experimental import symbolic_shapes
 
 from launch.program import late_names
-from launch.program.late_names import LateName, LateNames
+from launch.program.late_names import KNOWN, LateName, LateNames
 
 SOURCE = """
 from dataclasses import dataclass
@@ -60,7 +64,8 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "plain_of_a_test.py").write_text("import source_of_a_test\nvalue = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, LateNames)])
-    monkeypatch.setattr(late_names, "LATE", {"users_of_a_test": ("source_of_a_test.inner",)})
+    late = {"users_of_a_test.": ("source_of_a_test.inner",), "other_of_a_test": ("source_of_a_test",)}
+    monkeypatch.setattr(late_names, "LATE", late)
     LateNames.come()
     LateNames.come()
     assert sum(isinstance(each, LateNames) for each in sys.meta_path) == 1
@@ -112,6 +117,39 @@ def test_other_imports_are_as_ever(user: Any) -> None:
     assert user.plain_of_a_test.value == user.beside // 5 == 1 and not isinstance(user.beside, LateName)
     assert user.late_import() == 8 and is_there()
     assert user.__spec__.loader.__class__.__name__ == user.__loader__.__class__.__name__ == "SourceFileLoader"
+
+
+def test_a_module_s_own_names_come_late(user: Any, tmp_path: Path) -> None:
+    del sys.modules["source_of_a_test"]
+    (tmp_path / "other_of_a_test.py").write_text("import source_of_a_test as late\n")
+    (tmp_path / "source_of_a_test" / "__init__.py").write_text("from .inner import Place\n")
+    late = importlib.import_module("other_of_a_test").late
+    assert not isinstance(3, late.Place) and not is_there()
+    assert late.Place().size == 8 and is_there()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_known_without_torch_s_algebra_is_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = getattr(symbolic_shapes, name)
+    late = LateName(symbolic_shapes.__name__, name)
+    monkeypatch.delitem(sys.modules, symbolic_shapes.__name__)
+    monkeypatch.setattr(late_names, "import_module", lambda name: pytest.fail("imported"))
+    values: tuple[Any, ...] = (True, False) if KNOWN[name][0] is bool else (0, 1, 2)
+    counts = {"sym_and": (1, 2, 3), "sym_or": (1, 2, 3), "sym_eq": (2,)}.get(name, (1,))
+    for args in chain(*(product(values, repeat=count) for count in counts)):
+        assert late(*args) is function(*args), args
+    if name == "sym_eq":
+        sizes = [(), (1,), (1, 2), (2, 1), torch.Size([1, 2])]
+        assert all(late(*pair) == function(*pair) for pair in product(sizes, repeat=2))
+
+
+@pytest.mark.parametrize("args", [(3,), (None,), ([True],), (True, "x")])
+def test_what_is_not_a_plain_number_is_asked_of_torch(args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    there = SimpleNamespace(expect_true=lambda *given: given)
+    monkeypatch.setattr(late_names, "import_module", lambda name: asked.append(name) or there)
+    assert LateName(symbolic_shapes.__name__, "expect_true")(*args) == args
+    assert asked == [symbolic_shapes.__name__]
 
 
 def test_a_name_that_is_not_there_is_told_when_it_is_used(user: Any) -> None:
