@@ -218,6 +218,7 @@ class ArenaIndex(SlabIndex):
         self._seen_S = self._bounds[num_sequences + 1 :]
         # The kernel takes sequences wherever they begin, as it is told how many of their tokens are seen.
         self._lengths = Lengths(starts=self._bounds[: num_sequences + 1], seen_S=self._seen_S, room=longest)
+        self.numbers = [self._numbers_3S, self._bounds]
         self._told = list[list[int]]()
 
     def place(self, rows: Sequence[Placed], *, advances: bool = True) -> None:

@@ -103,6 +103,7 @@ class DeviceIndex(SlabIndex):
         )
         self._next_S = sent(next_S.clone(), device)  # slot in which each sequence's next token is stored (int64)
         self._position_S = sent(shard.num_tokens - torch.tensor(pads if by_row else [0]), device)
+        self.numbers = [self._lengths.starts, self._lengths.seen_S, self._next_S, self._position_S]
 
     @property
     def moves_rows(self) -> bool:

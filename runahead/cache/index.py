@@ -64,6 +64,7 @@ class SlabIndex:
         is_whole: whether all tokens that queries see are in a layer's own memory.
         is_part: whether a part of the text alone lies there, so that rows are not told apart.
         repeats_steps: whether a decoding step is the same operations on the same tensors every time; see `advance`.
+        numbers: on the device, which say where tokens lie, where a repeated step reads them.
         prefix: memory of earlier tokens that belongs to the same cache.
         shard: the tokens that lie there, if the others are on other ranks.
     """
@@ -71,6 +72,7 @@ class SlabIndex:
     is_whole: bool = True
     is_part: bool = False
     repeats_steps: bool = False
+    numbers: Sequence[Tensor] = ()
     prefix: Slabs | None = None
     shard: Shard | None = None
 

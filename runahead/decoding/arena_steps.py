@@ -155,6 +155,6 @@ class ArenaSteps:
         if key not in self._steps:
             model, index = self._model, ArenaIndex(num_rows, longest, self._model.device)
             cache = KVCache(self.arena.slabs, index)
-            forward = FixedForward(model, cache, pads=[0] * num_rows, prompt_tokens=1)
+            forward = FixedForward(model, cache, num_rows=num_rows)
             self._steps[key] = _Step(index=index, cache=cache, forward=model.ranges.around("decoding step", forward))
         return self._steps[key]

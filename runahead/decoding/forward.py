@@ -24,7 +24,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.fixed import in_fixed_shape
 from runahead.cache.kept import NEW_ROOM
 from runahead.cache.new_tokens import NewTokens
-from runahead.decoding.recorded import RecordedStep, records
+from runahead.decoding.recorded import RecordedStep, records, take_step
 from runahead.failures import first_line
 from runahead.model.model import Model
 from runahead.ranks.accelerator import Accelerator, accelerator_for
@@ -78,7 +78,7 @@ def forward_over(
     ends = model.last_attention if is_told else None
     as_step = partial(model.ranges.around, "decoding step")
     if cache.repeats_steps:
-        return as_step(FixedForward(model, cache, pads=pads, prompt_tokens=prompt_tokens, ends=ends))
+        return as_step(FixedForward(model, cache, num_rows=len(pads), ends=ends))
     if not policies:
         steps = count(1)
 
@@ -235,15 +235,19 @@ class FixedForward:
         model: Model,
         cache: KVStore,
         *,
-        pads: list[int],
-        prompt_tokens: int,
+        num_rows: int,
         ends: End | None = None,
     ) -> None:
-        self._model, self._cache, self._pads, self._prompt_tokens = model, cache, pads, prompt_tokens
-        self._ends = ends
-        self._ids_B1 = torch.zeros(len(pads), 1, dtype=torch.long, device=model.device)
+        self._model, self._cache, self._ends = model, cache, ends
+        self._ids_B1 = torch.zeros(num_rows, 1, dtype=torch.long, device=model.device)
         self._gpu = accelerator_for(model.device)
-        self._recorded = RecordedStep(_weakly(self._step), model) if _is_recorded(cache, model) else None
+        self._recorded: RecordedStep | None = None
+        if _is_recorded(cache, model):
+            index, slabs = cache.slab_index, cache.slabs
+            assert index is not None and slabs is not None, "a step is recorded over slabs"
+            memory = [self._ids_B1, *index.numbers, *(slab.slab_TBKX for slab in slabs.by_layer)]
+            self._recorded, leave = take_step(model, _weakly(self._step), memory, type(index).__name__)
+            weakref.finalize(self, leave).atexit = False
         self._num_steps = 0
         self._replay: Callable[[], Tensor] | None = None
         self._agreed_1: Tensor | None = None  # whether all ranks can go on towards a graph
@@ -284,10 +288,13 @@ class FixedForward:
         return None
 
     def _step(self) -> Tensor:
-        """One step over the buffers. Nothing in it may depend on the number of the step but what is on the device."""
-        attention = CausalAttention(
-            self._cache, start=self._prompt_tokens, pads=self._pads, phase=Phase.decode, ends=self._ends
-        )
+        """One step over the buffers. Nothing in it may depend on the step or the prompt but what is on the device.
+
+        So tokens are counted as if one came before, without padding: where they lie, and their positions, the cache
+        has on the device.
+        """
+        pads = [0] * len(self._ids_B1)
+        attention = CausalAttention(self._cache, start=1, pads=pads, phase=Phase.decode, ends=self._ends)
         logits_BV = logits_of(self._model, self._ids_B1, attention)
         self._cache.advance()
         return logits_BV

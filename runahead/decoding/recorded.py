@@ -32,6 +32,12 @@ values are larger, and the step stores the same again in the same slots."""
 FAR = 100
 """Times the median logit of a row beyond which a number is none that the model has computed, but rules a token out."""
 
+MOST_STEPS = 8
+"""Recorded steps that a model keeps between prompts: for so many numbers of rows, one prompt's or a server's."""
+
+COMPARED_ROOMS = 2
+"""Sizes of later prompts' memory in which a program is compared before it is trusted in any."""
+
 UNRECORDED = 2
 """Steps before one is recorded, as before a GPU's graph: recording and comparing take the time of some three steps."""
 
@@ -44,14 +50,12 @@ class Program:
 
     Attributes:
         result: what the step returns, which each call overwrites.
-        changed: memory that the step changes and that was there before it.
         names: operators that a call computes, in brackets those that torch's dispatcher does.
         num_bytes: memory of what a call computes, which tensors share that are not needed at the same time.
     """
 
     def __init__(self, number: int) -> None:
         self.result: Tensor = torch.ops.runahead.result(number)
-        self.changed: Sequence[Tensor] = torch.ops.runahead.changed(number)
         self.names: Sequence[str] = torch.ops.runahead.names(number)
         self.num_bytes: int = torch.ops.runahead.num_bytes(number)
         self._number, self._replay = number, torch.ops.runahead.replay.default
@@ -60,6 +64,26 @@ class Program:
     def __call__(self) -> Tensor:
         self._replay(self._number)
         return self.result
+
+    @property
+    def changed(self) -> Sequence[Tensor]:
+        """Memory that the step changes and that was there before it."""
+        found: Sequence[Tensor] = torch.ops.runahead.changed(self._number)
+        return found
+
+    def move_to(self, memory: Sequence[Tensor]) -> bool:
+        """Compute in this memory in place of that which it was recorded over, from now on. False: it cannot.
+
+        Args:
+            memory: as of `recorded`, of the same shapes, but for more or less slots of keys and values.
+        """
+        can_move: bool = torch.ops.runahead.move_to(self._number, memory)
+        return can_move
+
+    def let_go(self) -> bool:
+        """Hold nothing of that memory, until it has moved. False: it holds more of its prompt."""
+        can_let_go: bool = torch.ops.runahead.let_go(self._number)
+        return can_let_go
 
     def difference(self, again: Program) -> str:
         """In what the step that was recorded once more is another one; "" if it is the same."""
@@ -82,11 +106,12 @@ class _Reading(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def recorded(step: Callable[[], Tensor]) -> tuple[Tensor, Program | str]:
+def recorded(step: Callable[[], Tensor], memory: Sequence[Tensor] = ()) -> tuple[Tensor, Program | str]:
     """Run a step, and record the operators that it calls.
 
     Args:
         step: computes the same on the same tensors whenever it is called.
+        memory: what it finds of its prompt, each tensor in memory of its own, which can be exchanged.
 
     Returns:
         what the step returned, which its program leaves alone; the program, or why there can be none.
@@ -97,10 +122,10 @@ def recorded(step: Callable[[], Tensor]) -> tuple[Tensor, Program | str]:
             result = step()
     except BaseException:
         torch.ops.runahead.refuse("it failed")  # so nothing of it is held
-        torch.ops.runahead.forget(torch.ops.runahead.recorded())
+        torch.ops.runahead.forget(torch.ops.runahead.recorded(None, []))
         raise
     # Another class comes from an operator that was refused.
-    number: int = torch.ops.runahead.recorded(result if type(result) is Tensor else None)
+    number: int = torch.ops.runahead.recorded(result if type(result) is Tensor else None, memory)
     if reason := torch.ops.runahead.why_not(number):
         torch.ops.runahead.forget(number)
         return result, reason
@@ -115,69 +140,132 @@ class RecordedStep:
     host that is another one in each step is found however little it changes; and its logits with the step's own, which
     finds what no call shows. Both come again after 16, 256, ... replayed steps, for what changes seldom.
 
+    It outlives its prompt: `take_step` gives it to a later one, in whose memory the program computes then. It is
+    compared in the first step there, too, until it was right in memory of COMPARED_ROOMS sizes.
+
     Args:
         step: as of `recorded`.
         model: whose step it is. What cannot be replayed is told once, and not tried again.
+        memory: as of `recorded`.
     """
 
-    def __init__(self, step: Callable[[], Tensor], model: Model) -> None:
-        self._step, self._model = step, model
+    def __init__(self, step: Callable[[], Tensor], model: Model, memory: Sequence[Tensor] = ()) -> None:
+        self._step: Callable[[], Tensor] | None = step
+        self._model: Model | None = model
+        self._memory = memory
         is_rounded = model.weights is Weights.int8  # where a rounding more is a code more
         self._tolerance = TOLERANCE[torch.bfloat16 if is_rounded else model.dtype]
         self._program: Program | None = None
         self._num_plain = self._num_replayed = self._until_check = 0
         self._until_next = FIRST_REPLAYS
-        self._is_again = False
+        self._is_again = self._has_moved = self._is_of_one_prompt = False
+        self._rooms = set[tuple[int, ...]]()
+
+    def leave(self) -> bool:
+        """Hold nothing of the prompt and the model, after its last step. False: no other prompt can have this step."""
+        self._step, self._model, self._memory = None, None, ()
+        return not self._is_of_one_prompt and (self._program is None or self._program.let_go())
+
+    def enter(self, step: Callable[[], Tensor], model: Model, memory: Sequence[Tensor]) -> bool:
+        """Compute the step of another prompt from now on. False: it cannot."""
+        if self._program is not None and not self._program.move_to(memory):
+            return False
+        self._step, self._model, self._memory = step, model, memory
+        is_known = _room(memory) in self._rooms or len(self._rooms) >= COMPARED_ROOMS
+        self._has_moved = self._program is not None and not is_known
+        return True
 
     def __call__(self) -> Tensor:
         """Logits (B, V), which the next call may overwrite."""
+        assert self._step is not None and self._model is not None, "it has left its prompt"
         if self._program is not None:
-            if not self._until_check:
-                return self._checked(self._program)
+            if not self._until_check or self._has_moved:
+                return self._checked(self._program, self._step, self._model)
             self._until_check, self._num_replayed = self._until_check - 1, self._num_replayed + 1
             return self._program()
         self._num_plain += 1
         if self._model.unrecordable or self._num_plain <= UNRECORDED:
             return self._step()
-        logits_BV, program = recorded(self._step)
+        logits_BV, program = recorded(self._step, self._memory)
         if isinstance(program, str):
-            self._give_up(program)
+            self._give_up(program, self._model)
         else:
             self._program = program
         return logits_BV
 
-    def _checked(self, program: Program) -> Tensor:
+    def _checked(self, program: Program, step: Callable[[], Tensor], model: Model) -> Tensor:
         """The next step by the program, and then as the model computes it."""
+        has_moved, self._has_moved = self._has_moved, False
         small = [each for each in program.changed if each.nbytes <= MOST_KEPT_BYTES]
         kept, replayed_BV = [each.clone() for each in small], program().clone()
         counts = [each.clone() for each in small if not each.is_floating_point()]
         for each, before in zip(small, kept, strict=True):
             each.copy_(before)
-        logits_BV, again = recorded(self._step)
+        logits_BV, again = recorded(step, self._memory)
         if isinstance(again, str):
-            self._give_up(again)
+            self._give_up(again, model)
             return logits_BV
         if difference := program.difference(again):
-            if self._is_again or self._num_replayed:
-                self._give_up(difference)
+            if has_moved:  # of this prompt nothing was replayed yet, and none after it gets this step
+                self._program, self._is_again, self._is_of_one_prompt = again, True, True
+                self._num_replayed, self._until_check, self._until_next = 0, 0, FIRST_REPLAYS
+            elif self._is_again or self._num_replayed:
+                self._give_up(difference, model)
             else:  # the step before may have made what this one has found
                 self._program, self._is_again = again, True
             return logits_BV
         apart, are_all = _apart(replayed_BV, logits_BV)
         if not all(map(torch.equal, counts, (each for each in small if not each.is_floating_point()))):
-            self._give_up("of a replayed step the number of tokens differs")
+            self._give_up("of a replayed step the number of tokens differs", model)
         elif apart > self._tolerance:
-            self._give_up(f"of a replayed step logits differ by {apart:.2g} of the largest")
-        elif are_all:
-            self._until_check, self._until_next = self._until_next, self._until_next * FIRST_REPLAYS
+            self._give_up(f"of a replayed step logits differ by {apart:.2g} of the largest", model)
+        elif not are_all:
+            self._has_moved = has_moved
+        else:
+            if has_moved:
+                self._rooms.add(_room(self._memory))
+            if not self._until_check:
+                self._until_check, self._until_next = self._until_next, self._until_next * FIRST_REPLAYS
         return logits_BV
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, model: Model) -> None:
         self._program = None
         if self._num_replayed:
             reason += f" (after {self._num_replayed} replayed steps, some of which may be wrong)"
-        self._model.unrecordable = first_line(RuntimeError(reason))
-        warnings.warn(f"decoding runs without a recorded step: {self._model.unrecordable}", stacklevel=3)
+        model.unrecordable = first_line(RuntimeError(reason))
+        warnings.warn(f"decoding runs without a recorded step: {model.unrecordable}", stacklevel=3)
+
+
+def take_step(
+    model: Model, step: Callable[[], Tensor], memory: Sequence[Tensor], kind: str
+) -> tuple[RecordedStep, Callable[[], None]]:
+    """A recorded step for a prompt: one that an earlier prompt has left, or a new one.
+
+    Args:
+        step, memory: as of `RecordedStep`.
+        kind: steps of the same kind compute the same in such memory, whatever prompt it is of.
+
+    Returns:
+        the step, and what leaves it to later prompts.
+    """
+    key = (kind, *((each.dtype, each.stride(), each.shape[1:]) for each in memory))
+    kept: RecordedStep | None = model.recorded_steps.pop(key, None)
+    found = kept if kept is not None and kept.enter(step, model, memory) else RecordedStep(step, model, memory)
+    of_model = weakref.ref(model)
+
+    def leave() -> None:
+        if found.leave() and (known := of_model()) is not None and not known.unrecordable:
+            known.recorded_steps.pop(key, None)
+            known.recorded_steps[key] = found
+            if len(known.recorded_steps) > MOST_STEPS:
+                del known.recorded_steps[next(iter(known.recorded_steps))]
+
+    return found, leave
+
+
+def _room(memory: Sequence[Tensor]) -> tuple[int, ...]:
+    """Slots of each tensor of a memory."""
+    return tuple(len(each) for each in memory)
 
 
 def _apart(ours_BV: Tensor, known_BV: Tensor) -> tuple[float, bool]:

@@ -23,7 +23,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -660,9 +662,10 @@ using Storages = std::unordered_set<c10::StorageImpl*>;
 
 struct Program {
   std::vector<Recorded> calls;  // holds the memory
-  std::vector<Work> work;
-  std::vector<std::string> names;  // of what is replayed; by the dispatcher if in brackets
-  Tensors changed;                 // memory of others that it changes
+  std::vector<size_t> replayed;  // numbers of calls, in order
+  std::vector<Work> work;        // of these
+  std::vector<std::string> names;  // of these; by the dispatcher if in brackets
+  Tensors memory;                  // of a prompt, which can be exchanged
   std::unordered_map<c10::StorageImpl*, size_t> made;  // memory of its own, by the call that makes it
   std::optional<Tensor> result;
   int64_t num_bytes = 0;  // of what calls compute anew
@@ -687,6 +690,16 @@ Work by_dispatcher(const Recorded& call) {
     size_t i = 0;
     for_tensors(stack, [&](const Tensor& x) { to[i++].copy_(x); });
   };
+}
+
+// What computes a recorded call again, and its name.
+std::pair<Work, std::string> work_of(const Recorded& call) {
+  Work work;
+  Tensors outs;
+  for_tensors(call.outs, [&](const Tensor& x) { outs.push_back(x); });
+  if (const auto own = OWN.find(call.name); own != OWN.end()) work = own->second(call.args, outs);
+  if (!work) return {by_dispatcher(call), "(" + call.name + ")"};
+  return {std::move(work), call.name};
 }
 
 // Memory that a step makes: from which call to which it is needed, and where it lies in that of the program.
@@ -716,16 +729,30 @@ int64_t place(std::vector<Life>& lives) {  // in the order in which they begin
   return size;
 }
 
-// Tensors of a step in memory of its program. Those that the step has made stay as they are, as others may hold them.
-struct Moved {
-  std::unordered_map<c10::StorageImpl*, c10::Storage> to;
+Tensor tensor_in(const c10::Storage& memory, const Tensor& like, int64_t offset, at::IntArrayRef sizes) {
+  c10::InferenceMode guard(like.is_inference());
+  Tensor made = at::empty({0}, like.options());
+  made.set_(memory, offset, sizes, like.strides());
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
+}
 
+// Tensors of a step in other memory than they were. What the step has made stays as it is, as others may hold it.
+struct Moved {
+  // Where a memory is now. One with more or less room in its first dim was `before` and is `after`.
+  struct Place {
+    c10::Storage memory;
+    Tensor before, after;
+  };
+  std::unordered_map<c10::StorageImpl*, Place> to;
+
+  Moved() = default;
   Moved(const std::vector<Life>& lives, int64_t bytes) {
     const auto memory = std::make_shared<c10::DataPtr>(c10::GetCPUAllocator()->allocate(bytes));
     for (const Life& life : lives) {
       c10::DataPtr part(static_cast<char*>(memory->get()) + life.at, new std::shared_ptr<c10::DataPtr>(memory),
                         [](void* held) { delete static_cast<std::shared_ptr<c10::DataPtr>*>(held); }, at::kCPU);
-      to.emplace(life.of, c10::Storage(c10::Storage::use_byte_size_t(), life.of->nbytes(), std::move(part)));
+      to.emplace(life.of, Place{c10::Storage(c10::Storage::use_byte_size_t(), life.of->nbytes(), std::move(part)), {}, {}});
     }
   }
 
@@ -733,11 +760,15 @@ struct Moved {
     if (!x.defined()) return x;
     const auto found = to.find(storage(x));
     if (found == to.end()) return x;
-    c10::InferenceMode guard(x.is_inference());
-    Tensor moved = at::empty({0}, x.options());
-    moved.set_(found->second, x.storage_offset(), x.sizes(), x.strides());
-    if (x.unsafeGetTensorImpl()->is_wrapped_number()) moved.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return moved;
+    const auto& [memory, before, after] = found->second;
+    if (!before.defined()) return tensor_in(memory, x, x.storage_offset(), x.sizes());
+    auto sizes = x.sizes().vec();
+    for (int64_t d = 0; d < x.dim(); ++d)
+      if (is_room(x, d, before)) sizes[d] = after.size(0);
+    return tensor_in(memory, x, x.storage_offset() - before.storage_offset() + after.storage_offset(), sizes);
+  }
+  static bool is_room(const Tensor& x, int64_t dim, const Tensor& memory) {
+    return x.size(dim) == memory.size(0) && x.stride(dim) == memory.stride(0);
   }
   IValue of(const IValue& value) const {
     if (value.isTensor()) return of(value.toTensor());
@@ -790,12 +821,13 @@ void move(Program& program, const Storages& constant) {
   if (program.result) program.result = moved.of(*program.result);
   for (const Life& life : lives) {
     program.made.erase(life.of);
-    program.made.emplace(moved.to.at(life.of).unsafeGetStorageImpl(), life.first);
+    program.made.emplace(moved.to.at(life.of).memory.unsafeGetStorageImpl(), life.first);
   }
 }
 
-std::shared_ptr<Program> program_of(Recording&& recorded, std::optional<Tensor> result) {
+std::shared_ptr<Program> program_of(Recording&& recorded, std::optional<Tensor> result, Tensors memory) {
   auto program = std::make_shared<Program>();
+  program->memory = std::move(memory);
   program->reason = recorded.reason;
   if (!program->reason.empty()) return program;
   program->calls = std::move(recorded.calls);
@@ -830,23 +862,101 @@ std::shared_ptr<Program> program_of(Recording&& recorded, std::optional<Tensor> 
   }
   move(*program, constant);
   for (size_t i = 0; i < program->calls.size(); ++i) {
-    const Recorded& call = program->calls[i];
-    for (const Tensor& x : call.changed)
-      if (!program->made.count(storage(x))) program->changed.push_back(x);
     if (!is_replayed[i]) continue;
-    Work work;
-    Tensors outs;
-    for_tensors(call.outs, [&](const Tensor& x) { outs.push_back(x); });
-    if (const auto own = OWN.find(call.name); own != OWN.end()) work = own->second(call.args, outs);
-    program->names.push_back(work ? call.name : "(" + call.name + ")");
-    program->work.push_back(work ? std::move(work) : by_dispatcher(call));
+    auto [work, name] = work_of(program->calls[i]);
+    program->replayed.push_back(i);
+    program->work.push_back(std::move(work));
+    program->names.push_back(std::move(name));
   }
   return program;
+}
+
+// Memory of others that a program changes.
+Tensors changed_by(const Program& program) {
+  Tensors found;
+  for (const Recorded& call : program.calls)
+    for (const Tensor& x : call.changed)
+      if (!program.made.count(storage(x))) found.push_back(x);
+  return found;
+}
+
+// ---- Programs over the memory of another prompt ----
+
+// Arguments of which an operator reads or writes slots that it is told, however many there are.
+const std::map<std::string, std::set<size_t>> ANY_ROOM = {{"aten::index_copy_", {0}}, {"runahead::attend_sequences", {1, 2}}};
+
+bool is_of(const Tensor& x, const Tensor& memory) { return storage(x) == storage(memory); }
+
+// Whether a call takes a memory as one with another first dim would be taken.
+bool takes_any_room(const Recorded& call, const Tensor& memory) {
+  const auto known = ANY_ROOM.find(call.name);
+  bool found = true;
+  for (size_t i = 0; i < call.args.size(); ++i)
+    for_tensors(call.args[i], [&](const Tensor& x) {
+      if (!is_of(x, memory)) return;
+      int64_t rooms = 0;
+      for (int64_t d = 0; d < x.dim(); ++d) rooms += Moved::is_room(x, d, memory);
+      found &= rooms == 1 && known != ANY_ROOM.end() && known->second.count(i) > 0;
+    });
+  return found;
+}
+
+// Whether a program can compute in other memory in place of what it has.
+bool can_exchange(const Program& program, const Tensors& to) {
+  if (program.memory.size() != to.size()) return false;
+  Storages seen;
+  for (size_t i = 0; i < to.size(); ++i) {
+    const Tensor &before = program.memory[i], &after = to[i];
+    if (before.dim() == 0 || before.dim() != after.dim() || before.scalar_type() != after.scalar_type()) return false;
+    if (before.strides() != after.strides() || before.sizes().slice(1) != after.sizes().slice(1)) return false;
+    if (!seen.insert(storage(before)).second) return false;
+    for (const Recorded& call : program.calls) {
+      bool is_same_dtype = true;
+      for_tensors(call.args, [&](const Tensor& x) { is_same_dtype &= !is_of(x, before) || x.dtype() == before.dtype(); });
+      if (!is_same_dtype || (before.size(0) != after.size(0) && !takes_any_room(call, before))) return false;
+    }
+  }
+  for (const Tensor& x : changed_by(program))
+    if (!seen.count(storage(x))) return false;  // it is of the prompt, too
+  return !program.result || !seen.count(storage(*program.result));
+}
+
+// Give a program other memory in place of what it has; without work it holds nothing of it and cannot be replayed.
+void exchange(Program& program, const Tensors& to, bool has_work) {
+  Moved moved;
+  for (size_t i = 0; i < to.size(); ++i)
+    moved.to.emplace(storage(program.memory[i]), Moved::Place{to[i].storage(), program.memory[i], to[i]});
+  for (size_t i = 0, next = 0; i < program.calls.size(); ++i) {
+    Recorded& call = program.calls[i];
+    const bool is_replayed = next < program.replayed.size() && program.replayed[next] == i;
+    const size_t number = is_replayed ? next++ : 0;
+    bool is_moved = false;
+    for_tensors(call.args, [&](const Tensor& x) { is_moved |= moved.to.count(storage(x)) > 0; });
+    if (!is_moved) continue;
+    moved.all(call.args);
+    moved.all(call.outs);
+    moved.all(call.changed);
+    if (!is_replayed) continue;
+    program.work[number] = nullptr;  // which holds tensors
+    if (has_work) std::tie(program.work[number], program.names[number]) = work_of(call);
+  }
+  program.memory = to;
+}
+
+// A tensor without memory.
+Tensor hollow(const Tensor& like) {
+  const c10::Storage nothing(c10::Storage::use_byte_size_t(), like.storage().nbytes(), c10::DataPtr(nullptr, at::kCPU));
+  return tensor_in(nothing, like, like.storage_offset(), like.sizes());
 }
 
 // Two recordings of the same step.
 struct Recordings {
   const Program &first, &second;
+  Storages changed;  // by the first
+
+  Recordings(const Program& first, const Program& second) : first(first), second(second) {
+    for (const Tensor& x : changed_by(first)) changed.insert(storage(x));
+  }
 
   // Whether tensors are made by the same call, the same memory of others, or the same numbers of the host.
   bool are_same(const Tensor& a, const Tensor& b) const {
@@ -857,8 +967,7 @@ struct Recordings {
     if (is_made != (again != second.made.end())) return false;
     if (is_made || storage(a) == storage(b))
       return a.storage_offset() == b.storage_offset() && (!is_made || made->second == again->second);
-    for (const Tensor& x : first.changed)
-      if (storage(x) == storage(a)) return false;
+    if (changed.count(storage(a))) return false;
     const Tensor ours = a.contiguous(), theirs = b.contiguous();
     return ours.nbytes() == 0 || std::memcmp(ours.const_data_ptr(), theirs.const_data_ptr(), ours.nbytes()) == 0;
   }
@@ -904,11 +1013,11 @@ void refuse(const std::string& why) {
   if (recording) recording->refuse(why);
 }
 
-int64_t recorded(const std::optional<Tensor>& result) {
+int64_t recorded(const std::optional<Tensor>& result, Tensors memory) {
   c10::impl::tls_set_dispatch_key_included(KEY, false);
   TORCH_CHECK(recording, "this thread does not record");
   c10::InferenceMode guard;
-  const auto made = program_of(std::move(*std::exchange(recording, nullptr)), result);
+  const auto made = program_of(std::move(*std::exchange(recording, nullptr)), result, std::move(memory));
   const std::lock_guard<std::mutex> lock(programs_mutex);
   programs[++num_programs] = made;
   return num_programs;
@@ -918,6 +1027,26 @@ void replay(int64_t number) {
   c10::InferenceMode guard;
   const auto found = program(number);
   for (const Work& work : found->work) work();
+}
+
+// Give a program the memory of another prompt; false, and it is as before, if it cannot compute there.
+bool move_to(int64_t number, const Tensors& memory) {
+  c10::InferenceMode guard;
+  const auto found = program(number);
+  if (!can_exchange(*found, memory)) return false;
+  exchange(*found, memory, true);
+  return true;
+}
+
+// Let go of a prompt's memory: the program cannot be replayed before it is given another one. False if it cannot be.
+bool let_go(int64_t number) {
+  c10::InferenceMode guard;
+  const auto found = program(number);
+  Tensors to;
+  for (const Tensor& x : found->memory) to.push_back(hollow(x));
+  if (!can_exchange(*found, to)) return false;
+  exchange(*found, to, false);
+  return true;
 }
 
 void forget(int64_t number) {
@@ -934,8 +1063,10 @@ void forget(int64_t number) {
 TORCH_LIBRARY_FRAGMENT(runahead, library) {
   library.def("record() -> ()", record);
   library.def("refuse(str why) -> ()", refuse);
-  library.def("recorded(Tensor? result=None) -> int", recorded);
+  library.def("recorded(Tensor? result, Tensor[] memory) -> int", recorded);
   library.def("replay(int program) -> ()", replay);
+  library.def("move_to(int program, Tensor[] memory) -> bool", move_to);
+  library.def("let_go(int program) -> bool", let_go);
   library.def("forget(int program) -> ()", forget);
   library.def("why_not(int program) -> str", [](int64_t number) { return program(number)->reason; });
   library.def("result(int program) -> Tensor", [](int64_t number) {
@@ -945,9 +1076,9 @@ TORCH_LIBRARY_FRAGMENT(runahead, library) {
   });
   library.def("num_bytes(int program) -> int", [](int64_t number) { return program(number)->num_bytes; });
   library.def("difference(int program, int again) -> str", [](int64_t number, int64_t again) {
-    return Recordings{*program(number), *program(again)}.difference();
+    return Recordings(*program(number), *program(again)).difference();
   });
-  library.def("changed(int program) -> Tensor[]", [](int64_t number) { return program(number)->changed; });
+  library.def("changed(int program) -> Tensor[]", [](int64_t number) { return changed_by(*program(number)); });
   library.def("names(int program) -> str[]", [](int64_t number) { return program(number)->names; });
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -87,6 +87,7 @@ class Model(ModelLayers):
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
         unrecordable: why its decoding steps cannot be replayed on a CPU, as the first one that was tried has shown; "".
+        recorded_steps: those that no prompt has at present, by what they are of.
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         adapters: digests of the adapters that are merged into the weights; "" for none.
         adapter_names: their names, which `name` has, too.
@@ -118,6 +119,7 @@ class Model(ModelLayers):
         multiply_fast(module)
         self.overrides = self.adapters = self.lacks_kernels = self.unrecordable = self.stored_as = ""
         self.adapter_names: Sequence[str] = ()
+        self.recorded_steps = dict[Hashable, Any]()
         self.weights = Weights.int8 if encoded_layers(module) else Weights.full
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None

@@ -130,7 +130,7 @@ def replayed(gpu: Gpu) -> int:
     model = Model(build("llama"))
     expected = logits_of(model, [0], fixed=False)
     cache, following = prefilled(model, [0])
-    forward = FixedForward(model, fixed_shape(cache, [0]), pads=[0], prompt_tokens=TOKENS)
+    forward = FixedForward(model, fixed_shape(cache, [0]), num_rows=1)
     with patch.object(forward, "_gpu", gpu), patch.object(model, "forward", wraps=model.forward) as computed:
         for step, ids_B1 in enumerate(following.split(1, dim=1)):
             torch.testing.assert_close(forward(ids_B1, TOKENS + step), expected[step], rtol=1e-9, atol=1e-9)
@@ -172,7 +172,7 @@ def test_no_rank_replays_a_graph_that_another_does_not_have(
     with patch.object(KVCache, "agreed", agreed):
         model = Model(build("llama"))
         cache, following = prefilled(model, [0])
-        forward = FixedForward(model, fixed_shape(cache, [0]), pads=[0], prompt_tokens=TOKENS)
+        forward = FixedForward(model, fixed_shape(cache, [0]), num_rows=1)
         with patch.object(forward, "_gpu", gpu):
             for step, ids_B1 in enumerate(following.split(1, dim=1)):
                 forward(ids_B1, TOKENS + step)

@@ -71,32 +71,32 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, size: int = 64,
     return Model(module, fuse=Fuse.on if made == "fused" else Fuse.off)
 
 
-def prefilled(model: Model, pads: list[int]) -> tuple[KVCache, Tensor]:
+def prefilled(model: Model, pads: list[int], length: int = TOKENS) -> tuple[KVCache, Tensor]:
     """A cache with a prompt's keys and values, and random following ids (B, NEW)."""
-    ids_BS = torch.randint(3, VOCAB_SIZE, (len(pads), TOKENS + NEW), generator=torch.Generator().manual_seed(7))
-    cache = model.empty_cache(TOKENS + NEW + 1, batch=len(pads))
+    ids_BS = torch.randint(3, VOCAB_SIZE, (len(pads), length + NEW), generator=torch.Generator().manual_seed(7))
+    cache = model.empty_cache(length + NEW + 1, batch=len(pads))
     for slab in cache.slabs.by_layer:
         slab.slab_TBKX.zero_()
-    model.forward(ids_BS[:, :TOKENS], CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
-    return cache, ids_BS[:, TOKENS:]
+    model.forward(ids_BS[:, :length], CausalAttention(cache, start=0, pads=pads), start=0, pads=pads)
+    return cache, ids_BS[:, length:]
 
 
-def stepped(forward: Callable[[Tensor, int], Tensor], following: Tensor) -> Tensor:
+def stepped(forward: Callable[[Tensor, int], Tensor], following: Tensor, length: int = TOKENS) -> Tensor:
     """Logits (NEW, B, V) of the following tokens, one step each."""
-    steps = enumerate(following.split(1, dim=1), start=TOKENS)
+    steps = enumerate(following.split(1, dim=1), start=length)
     return torch.stack([forward(ids_B1, index).clone() for index, ids_B1 in steps])
 
 
-def eager(model: Model, pads: list[int]) -> Tensor:
-    cache, following = prefilled(model, pads)
-    return stepped(forward_over(model, cache, [], pads=pads, prompt_tokens=TOKENS), following)
+def eager(model: Model, pads: list[int], length: int = TOKENS) -> Tensor:
+    cache, following = prefilled(model, pads, length)
+    return stepped(forward_over(model, cache, [], pads=pads, prompt_tokens=length), following, length)
 
 
-def replaying(model: Model, pads: list[int]) -> tuple[FixedForward, Tensor]:
-    cache, following = prefilled(model, pads)
-    fixed = fastest_form(cache, model, pads=pads, num_tokens=TOKENS)
+def replaying(model: Model, pads: list[int], length: int = TOKENS) -> tuple[FixedForward, Tensor]:
+    cache, following = prefilled(model, pads, length)
+    fixed = fastest_form(cache, model, pads=pads, num_tokens=length)
     assert fixed.repeats_steps
-    return FixedForward(model, fixed, pads=pads, prompt_tokens=TOKENS), following
+    return FixedForward(model, fixed, num_rows=len(pads)), following
 
 
 def program_of(forward: FixedForward) -> Program:
@@ -143,11 +143,80 @@ def test_logits_in_bfloat16_are_those_over_slabs(family: str) -> None:
 
 
 def test_bits_are_the_same_for_any_number_of_threads_and_again(threads: Callable[[int], None]) -> None:
-    model, found = model_of("llama"), []
+    found = []
     for num in (1, 2, 3, 1):
         threads(num)
-        found.append(stepped(*replaying(model, [0, 0]))[UNRECORDED + 2 :])  # those before are torch's
+        found.append(stepped(*replaying(model_of("llama"), [0, 0]))[UNRECORDED + 2 :])  # those before are torch's
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+def forwards_of_prompts(model: Model, rows: list[list[int]], lengths: Sequence[int]) -> list[int]:
+    """How often the model computes in steps of prompts, one after another, whose logits are those of eager steps."""
+    found = []
+    for pads, length in zip(rows, lengths, strict=True):
+        known = eager(model, pads, length)
+        with patch("runahead.decoding.recorded.FIRST_REPLAYS", 1000):  # so that none is compared meanwhile
+            forward, following = replaying(model, pads, length)
+        with patch.object(model, "forward", wraps=model.forward) as computed:
+            assert_near(stepped(forward, following, length), known)
+        found.append(computed.call_count)
+        del forward
+    assert not model.unrecordable
+    return found
+
+
+ANEW = UNRECORDED + 2
+
+
+@pytest.mark.parametrize(
+    "rows", [[[0]] * 6, [[0, 0]] * 6, [[0, 4, 2], [3, 0, 5], [0, 1, 0], [2, 2, 0], [1, 0, 0], [0, 0, 6]]]
+)
+def test_a_step_outlives_its_prompt_and_is_right_in_the_memory_of_another(rows: list[list[int]]) -> None:
+    """It is compared in its first move and in one to memory of another size; then no step is computed by the model."""
+    found = forwards_of_prompts(model_of("llama"), rows, [TOKENS, TOKENS, TOKENS, 20, 9, 33])
+    assert found == [ANEW, 1, 0, 1, 0, 0]
+
+
+def test_steps_of_other_numbers_of_rows_are_other_steps() -> None:
+    found = forwards_of_prompts(model_of("llama"), [[0], [0, 0], [0], [0, 0]], [TOKENS] * 4)
+    assert found == [ANEW, ANEW, 1, 1]
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2, 3], ids=["starts", "lengths", "slots", "positions"])
+def test_a_step_that_reads_other_memory_of_its_prompt_is_recorded_anew(left_out: int) -> None:
+    """What it changes there is known at once; what it only reads is found as it is compared."""
+    make = DeviceIndex.__init__
+
+    def without(index: DeviceIndex, *args: object, **more: object) -> None:
+        make(index, *args, **more)  # type: ignore[arg-type]
+        index.numbers = [each for number, each in enumerate(index.numbers) if number != left_out]
+
+    with patch.object(DeviceIndex, "__init__", without):
+        found = forwards_of_prompts(model_of("llama"), [[0, 4, 2]] * 2, [TOKENS, 20])
+    assert found == [ANEW, ANEW if left_out else 2]
+
+
+@pytest.mark.parametrize(
+    ("step", "moves"),
+    [
+        (lambda x: (x.index_copy_(0, torch.tensor([1]), x[:1] * 2), torch.ones(1) * 3)[1], False),
+        (lambda x: x.index_copy(0, torch.tensor([1]), torch.ones(1, 4)).sum(), False),
+        (lambda x: x.sum(dim=0), False),
+        (lambda x: x[:5] * 2, False),
+        (lambda x: (x.index_copy_(0, torch.tensor([1]), torch.full((1, 4), 2.0)), torch.ones(1) * 3)[1], True),
+    ],
+    ids=["reads some", "reads all of a copy", "reads all", "reads the first", "stores"],
+)
+def test_a_program_moves_to_memory_of_another_size_if_it_reads_slots_alone(
+    step: Callable[[Tensor], Tensor], moves: bool
+) -> None:
+    x, same, larger = torch.ones(5, 4), torch.full((5, 4), 7.0), torch.full((9, 4), 7.0)
+    _, program = recorded(lambda: step(x), [x])
+    assert isinstance(program, Program), program
+    assert program.move_to(larger.split(9)) == moves
+    assert program.let_go() and program.move_to([same])
+    expected = step(same.clone())
+    assert torch.equal(program(), expected)
 
 
 OF_OURS = {"plain": set[str](), "fused": {"runahead::rms_norm", "runahead::rotate"}, "int8": {"runahead::linear_int8"}}
