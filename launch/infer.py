@@ -55,7 +55,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
           tsp|zigzag|tensor    prefill.carrier=backend|copy|auto
                                prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
-                               prefill.chunk_tokens=<n, on one rank>
+                               prefill.chunk_tokens=<n, on one rank>   prefill.row_tokens=<n, in a layer; 0: all>
   partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]
             |table             partition.table=<json>      partition.force=false      partition.alone=true
   ranks=auto|cpu|cuda          ranks.tensor=<ranks that share one model, a stage of the chain>

@@ -330,6 +330,7 @@ class PrefillOptions:
         attention: scores that tsp computes.
         exchange: way of keys and values between all ranks, for zigzag.
         chunk_tokens: most tokens that are computed at a time if one rank has the whole prompt; None is all.
+        row_tokens: most tokens of a chunk that a layer computes at a time; 0 is all, None by memory.
     """
 
     name: PrefillName = PrefillName.kv_runahead
@@ -339,6 +340,7 @@ class PrefillOptions:
     attention: Attention = Attention.causal
     exchange: Exchange = Exchange.all_gather
     chunk_tokens: int | None = None
+    row_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.name = choice("prefill", PrefillName, self.name)
@@ -350,6 +352,8 @@ class PrefillOptions:
         require(self.layers_in_flight >= 2, "prefill.layers_in_flight", self.layers_in_flight, "must be at least 2")
         if self.chunk_tokens is not None:
             require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, "must be at least 1")
+        if self.row_tokens is not None:
+            require(self.row_tokens >= 0, "prefill.row_tokens", self.row_tokens, "must be at least 0")
 
     @property
     def takes_partition(self) -> bool:

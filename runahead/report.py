@@ -343,7 +343,7 @@ def report_json(
         "policy": dict(policy),
         **({} if cache.bits is None and cache.tier_bits is None else {"cache": asdict(cache)}),
         "prefill": {"strategy": prefill.name.name, "transfer": prefill.transfer.name}
-        | ({} if prefill.chunk_tokens is None else {"chunk_tokens": prefill.chunk_tokens}),
+        | {name: value for name in ("chunk_tokens", "row_tokens") if (value := getattr(prefill, name)) is not None},
         "warmup": warmup,
         "model_check": model_check,
         "versions": library_versions(),

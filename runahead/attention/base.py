@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -37,10 +37,30 @@ class ForwardEndsHere(Exception):
     """Raised by attention to end a forward early, once the rest of it is not needed. Not an error."""
 
 
+class BlockEndsHere(Exception):
+    """Raised by attention to end a layer for a block of its rows, once the rest of it is not needed. Not an error."""
+
+
+class Block(NamedTuple):
+    """Some of the new tokens of a forward, for which a layer is called; the blocks before have gone through it.
+
+    Attributes:
+        first: number of the first of them.
+        is_last: no new token comes after them.
+    """
+
+    first: int = 0
+    is_last: bool = True
+
+
+ALL_ROWS = Block()
+
+
 class LayerAttention(ABC):
     """Base class of the attention of one forward pass. Each of the model's attention layers calls it once.
 
-    It calls `attend`, or `attend_shared` if it reads the keys and values of an earlier layer.
+    It calls `attend`, or `attend_shared` if it reads the keys and values of an earlier layer. Where a layer is computed
+    in blocks of rows it is called once for each block, in order.
 
     Args:
         start: index of the first new token in the left-padded batch.
@@ -49,11 +69,13 @@ class LayerAttention(ABC):
     Attributes:
         states: of all tokens before, which the forward updates; None: no layer holds any, or no token is before.
         stops: indices in the padded batch before which the states of layers are kept.
+        block: the new tokens for which a layer is called.
         rotates: this attention rotates queries and keys itself, so that the model must leave them at position 0.
     """
 
     rotates = False
     stops: Collection[int] = ()
+    block: Block = ALL_ROWS
 
     def __init__(self, *, start: int, pads: list[int]) -> None:
         self.start, self.pads = start, pads
@@ -89,6 +111,7 @@ class LayerAttention(ABC):
 
         Raises:
             ForwardEndsHere: the rest of the forward is not needed.
+            BlockEndsHere: the rest of the layer is not needed for this block.
         """
 
     def attend_shared(

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, KeyBias, attend_at, attend_sequences, merge
+from runahead.attention.partial import (
+    AttentionTerms,
+    KeyBias,
+    attend_at,
+    attend_sequences,
+    merge,
+    takes_own_with_earlier,
+)
 from runahead.attention.partial import attend as attend_range
 
 Part: TypeAlias = tuple[Tensor, Tensor]
@@ -204,14 +211,22 @@ class _Cell(NamedTuple):
     end: int
 
 
-def _cells(run: Run, span: Span, rule: MaskRule | None) -> tuple[_Cell | None, _Cell | None]:
-    """The own chunk of several queries, and what they see of earlier tokens; of one query all that it sees."""
+def _cells(run: Run, span: Span, rule: MaskRule | None, *, joins: bool) -> tuple[_Cell | None, _Cell | None]:
+    """The own chunk of several queries, and what they see of earlier tokens; of one query all that it sees.
+
+    Args:
+        joins: the first of these may have the second, too, if all of its tokens follow each other.
+    """
     before, own = len(span.slots), None
     if span.has_new and len(span.queries) > 1:
         before -= len(span.queries)
         own = _Cell(run, span, before, len(span.slots))
     first_key = 0 if rule is None else rule.first_key(span.positions[0])
     first = bisect_left(span.at, first_key + span.pad, hi=before)
+    if own is not None and joins and span.at_T is None and span.positions_Q is None:
+        last = len(span.slots) - 1
+        if span.at[last] - span.at[first] == last - first:
+            return _Cell(run, span, first, last + 1), None
     return own, _Cell(run, span, first, before) if first < before else None
 
 
@@ -271,19 +286,21 @@ def _attend(
     sees_all = terms.sees_all
     earlier: tuple[list[list[_Cell]], list[list[_Cell]]] = ([], [])  # stored here, arriving
     for runs, arrives in steps:
-        cells = list[_Cell]()
+        cells, is_here = list[_Cell](), not arrives or await_prefix is nothing
         for run in runs:
+            joins = is_here and not isinstance(run.keys, Codec) and run.bias is None
+            joins = joins and takes_own_with_earlier(q_BNCH, run.keys.value_dim, terms)
             assert not isinstance(run.spans, Lengths), "sequences of which the device knows the lengths come first"
             takes_order = sees_all and (terms.key_bias is None or run.bias is not None)
             for span in run.spans:
                 for each in (span,) if takes_order or span.apart is None else span.apart():
-                    new, before = _cells(run, each, rule)
+                    new, before = _cells(run, each, rule, joins=joins)
                     if new is not None:
                         own.append(new)
                     if before is not None:
                         cells.append(before)
         if cells:
-            earlier[arrives and await_prefix is not nothing].append(cells)
+            earlier[not is_here].append(cells)
     for cells in (own, *earlier[False]):
         if cells:
             found = _merged(q_BNCH, terms, cells, found, sees_own)

@@ -77,7 +77,7 @@ def attend(
     """Attention of queries [q_start, q_start + C) to keys [k_start, k_start + S), counted in positions of their row.
 
     The keys are the queries' own chunk (k_start == q_start and S == C), or all lie before the queries, or end with the
-    only query (decoding).
+    last query (decoding; of several queries where `takes_own_with_earlier`).
 
     Returns:
         output (B, N, C, V) in the query's dtype, log-sum-exp (B, N, C) in float32 (float64 for float64 input);
@@ -88,17 +88,23 @@ def attend(
         return _no_keys(q_BNCH, v_BKSV)
     own = k_start == q_start and num_keys == num_queries
     q_end, k_end = q_start + num_queries, k_start + num_keys
-    assert own or k_end <= q_start or (num_queries == 1 and k_end == q_end), (q_start, q_end, k_start, k_end)
+    assert own or k_end <= q_start or k_end == q_end, (q_start, q_end, k_start, k_end)
     plain = terms.rule is None or terms.rule.is_causal(q_start, q_end, min(k_start, q_start))
     kernel = None if terms.needs_scores else fused_kernel(q_BNCH, k_BKSH, v_BKSV)
     if plain and kernel is not None:
-        return kernel(q_BNCH, k_BKSH, v_BKSV, own and num_queries > 1, terms.scaling)
+        return kernel(q_BNCH, k_BKSH, v_BKSV, k_end == q_end and num_queries > 1, terms.scaling)
     if kernel is operators.attend and terms.rule is not None:
         firsts_C = terms.rule.first_keys(q_start, q_end)
         if firsts_C is not None:
-            is_causal = own and num_queries > 1
+            is_causal = k_end == q_end and num_queries > 1
             return operators.attend(q_BNCH, k_BKSH, v_BKSV, is_causal, terms.scaling, firsts_C, k_start)
     return blockwise_attention(q_BNCH, k_BKSH, v_BKSV, terms, q_start=q_start, k_start=k_start)
+
+
+def takes_own_with_earlier(q_BNCH: Tensor, value_dim: int, terms: AttentionTerms) -> bool:
+    """Whether a kernel takes several queries' own chunk and what lies before it in one call."""
+    is_plain = not terms.needs_scores
+    return is_plain and _kernel(q_BNCH.device, q_BNCH.dtype, q_BNCH.shape[-1], value_dim) is operators.attend
 
 
 def merge(

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from policies.base import Phase
-from runahead.attention.base import ForwardEndsHere, LayerAttention, LayerInput
+from runahead.attention.base import BlockEndsHere, ForwardEndsHere, LayerAttention, LayerInput
 from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.states import StateLayer
@@ -25,7 +25,7 @@ End: TypeAlias = tuple[int, Literal["saved", "attended"]]
 
 @dataclass(slots=True)
 class LayerCall:
-    """One call of a layer's attention, as hooks see it.
+    """One call of a layer's attention, as hooks see it. Of a layer in blocks of rows it is the call for one of these.
 
     Attributes:
         layer: number of the layer.
@@ -52,7 +52,10 @@ class LayerCall:
 
 
 class LayerHook:
-    """Something to do beside the attention of each layer. A method that is not overridden costs nothing."""
+    """Something to do beside the attention of each layer. A method that is not overridden costs nothing.
+
+    Of a layer in blocks of rows `before_save` and `wait_for_load` come with the first block, all else with the last.
+    """
 
     def before_save(self, call: LayerCall) -> None:
         """Called before a layer's new keys and values are stored: may wait for memory, or replace them."""
@@ -164,7 +167,7 @@ class CausalAttention(LayerAttention):
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        await_prefix = partial(_call_all, self._loads, call) if self._loads else nothing
+        await_prefix = partial(_call_all, self._loads, call) if self._loads and self.block.first == 0 else nothing
         keeps_lse = self._waits_for_readers(layer)
         out_BNCV = call.seen.output(call.terms, await_prefix, gather=self.cache.gather, keeps_lse=keeps_lse)
         self.attended(call)
@@ -172,12 +175,15 @@ class CausalAttention(LayerAttention):
 
     def stored(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> LayerCall:
         """Store the new tokens of a layer. Attention to what the call has `seen` follows, and `attended`."""
-        call = LayerCall(layer, layer, q_BNCH, k_BKCH, v_BKCV, terms, self.tokens, self._taken_input())
-        _call_all(self._before_save, call)
+        block = self.block
+        call = LayerCall(layer, layer, q_BNCH, k_BKCH, v_BKCV, terms, self._tokens_of_block(), self._taken_input())
+        if block.first == 0:
+            _call_all(self._before_save, call)
         call.store = self.cache.open(layer, call.q_BNCH, call.terms, call.tokens)
         if call.stores:
             call.store.append(call.k_BKCH, call.v_BKCV, call.tokens)
-        _call_all(self._save, call)
+        if block.is_last:
+            _call_all(self._save, call)
         self._end_at(layer, "saved")
         call.seen = call.store.seen(call.q_BNCH, call.tokens)
         if self._attend is not None:
@@ -212,12 +218,17 @@ class CausalAttention(LayerAttention):
         skipped: int,
     ) -> LayerCall:
         """Read the keys and values of another layer, as `stored` stores a layer's own; see `attend_shared`."""
-        tokens = self.tokens.after(skipped) if skipped else self.tokens
+        tokens = self.tokens.after(skipped) if skipped else self._tokens_of_block()
         call = LayerCall(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, tokens, self._taken_input())
         assert self._attend is None, "layers that read others attend by `op.attend`"
         call.store = self.cache.layers[source]
         call.seen = call.store.seen(q_BNCH, tokens)
         return call
+
+    def _tokens_of_block(self) -> NewTokens:
+        """The new tokens from those of the block on, the same for all layers."""
+        first = self.block.first
+        return self.tokens.once(("from", first), partial(self.tokens.after, first)) if first else self.tokens
 
     def _taken_input(self) -> Tensor | None:
         """The hidden states that were shown since the last call, if any were: no other layer has the same."""
@@ -227,6 +238,9 @@ class CausalAttention(LayerAttention):
     def attended(self, call: LayerCall) -> None:
         """Called after the attention of a call: close layers that nobody reads any more, and end the forward."""
         layer, source = call.layer, call.source
+        if not self.block.is_last:
+            self._end_at(layer, "attended")
+            return
         if layer != source and source in self._unread:
             self._unread[source].seen.readers.append(Reader(layer=layer, seen=call.seen, terms=call.terms))
             if layer == self.cache.readers(source)[-1]:
@@ -246,7 +260,7 @@ class CausalAttention(LayerAttention):
 
     def _end_at(self, layer: int, moment: str) -> None:
         if self._ends == (layer, moment):
-            raise ForwardEndsHere
+            raise ForwardEndsHere if self.block.is_last else BlockEndsHere
 
 
 def _verbs(hooks: Sequence[LayerHook], name: str) -> list[Verb]:

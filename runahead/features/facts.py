@@ -456,6 +456,7 @@ FACTS: dict[str, Fact] = {
     "prefill=tensor": _choice("prefill", "tensor"),
     "prefill other than kv_runahead": _other("prefill", "kv_runahead"),
     "prefill.chunk_tokens": _option("prefill.chunk_tokens", "prefill"),
+    "prefill.row_tokens": _option("prefill.row_tokens", "prefill"),
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
     "cache.bits": _of_last(_option("cache.bits", "cache")),

@@ -84,6 +84,32 @@ REFUSED = (
         "{0} is for a prompt that one rank computes alone",
         "use prefill=single, or leave it out: several ranks have a chunk each",
     ),
+    Refused(
+        ("prefill.row_tokens", "prefill=tsp or zigzag"),
+        "{0} completes a layer's keys and values with its last block of rows, and with {1} all ranks wait for these",
+        CHAIN,
+    ),
+    Refused(
+        ("prefill.row_tokens", "prefill.chunk_tokens"),
+        "{0} and {1} both bound the tokens that are computed at a time",
+        "leave one of them out",
+    ),
+    Refused(
+        ("prefill.row_tokens", "a policy that narrows"),
+        "{1} chooses in each layer among all tokens of a chunk, of which {0} computes some at a time",
+        "leave one of them out",
+    ),
+    Refused(
+        ("prefill.row_tokens", "policy.recompute"),
+        "{1} chooses in a layer among the tokens of the whole prompt, of which {0} computes some at a time",
+        "leave one of them out",
+    ),
+    Refused(("prefill.row_tokens", "marks"), MARKED, "leave it out"),
+    Refused(
+        ("prefill.row_tokens", "no list of layers"),
+        "{0}: {1} has no list of layers",
+        "leave it out",
+    ),
     # policy=prompt_cache
     *(
         Refused(

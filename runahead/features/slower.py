@@ -33,6 +33,7 @@ class Way(Enum):
     stored_answers = "prompts are stored for later ones, and answers are not"
     at_once = "layers that hold a state compute tokens after a given one, as of later chunks and prefixes, one by one"
     once = "a prompt is computed once more while it is answered"
+    blocks = "ranks that keep tokens compute a layer for all new tokens at once, not in blocks of rows"
     kernels = "attention on a CPU is computed by PyTorch's kernel"
 
 
@@ -110,6 +111,7 @@ SLOWER = (
         Way.timed,
         "decoding steps are not timed over {1}; decode=sharded asks for it",
     ),
+    Slower(("prefill.row_tokens", KEEPS), Way.blocks, "{1} look at all queries of a layer"),
     Slower((KEEPS, "a GPU"), Way.graph, "{0} keep keys and values in memory of other shapes"),
     *(
         Slower((reuse, "rows of one batch", "a GPU"), Way.graph, "{0} leaves keys and values in several pieces")

@@ -64,6 +64,7 @@ struct Call {
   int64_t k_start;        // number of the first of these keys
   const int32_t *starts = nullptr, *used = nullptr;  // of each of the batch, in one memory; null: all see S keys
 
+  int64_t last(int64_t c) const { return causal ? c + S - C : S - 1; }  // key that a query sees
   int64_t first(int64_t c) const { return firsts ? std::max<int64_t>(0, firsts[c] - k_start) : 0; }
   int64_t start(int64_t b) const { return starts ? starts[b] : 0; }
   int64_t seen(int64_t b) const { return used ? used[b] : S; }
@@ -250,20 +251,20 @@ void attend_tiles(const Call<T>& call, int64_t b, int64_t head, int64_t begin, i
         for (int j = 0; j < LANES; ++j) store(tile.q + (h + j) * ROWS + r, x[j]);
       }
   }
-  const int64_t seen = call.causal ? rows.back().c + 1 : call.S;
+  const int64_t seen = call.last(rows.back().c) + 1;
   // Blocks begin at multiples, so that a row's sums are of the same blocks beside any other rows.
   for (int64_t start = call.first(rows[0].c) / KEY_BLOCK * KEY_BLOCK; start < seen; start += KEY_BLOCK) {
     block.take(call, b, head, start, std::min<int64_t>(KEY_BLOCK, seen - start));
     for (int64_t i = 0; i < tiles; ++i) {
       const Row* row = &rows[i * ROWS];
       const int64_t first = row[0].c, last = row[ROWS - 1].c;
-      const int64_t count = std::min<int64_t>(KEY_BLOCK, (call.causal ? last + 1 : call.S) - start);
+      const int64_t count = std::min<int64_t>(KEY_BLOCK, call.last(last) + 1 - start);
       if (count <= 0 || call.first(first) >= start + count) continue;  // none of its rows sees one of these keys
       int32_t firsts[ROWS], lasts[ROWS];
-      const bool hides = (call.causal && start + count > first + 1) || call.first(last) > start || count % TILE;
+      const bool hides = start + count > call.last(first) + 1 || call.first(last) > start || count % TILE;
       for (int64_t r = 0; hides && r < ROWS; ++r) {
         firsts[r] = static_cast<int32_t>(std::min<int64_t>(count, call.first(row[r].c) - start));
-        lasts[r] = static_cast<int32_t>(call.causal ? std::min<int64_t>(count - 1, row[r].c - start) : count - 1);
+        lasts[r] = static_cast<int32_t>(std::min<int64_t>(count - 1, call.last(row[r].c) - start));
       }
       if (hides) of[i].template attend<true>(block, weights, count, H, V, firsts, lasts);
       else of[i].template attend<false>(block, weights, count, H, V, firsts, lasts);
@@ -481,7 +482,7 @@ std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor&
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "queries, keys and values have 4 dims");
   const auto B = q.size(0), N = q.size(1), C = q.size(2), H = q.size(3), S = k.size(2), V = v.size(3);
   TORCH_CHECK(k.size(0) == B && v.size(0) == B && k.size(1) == v.size(1) && v.size(2) == S && k.size(3) == H &&
-                  N % k.size(1) == 0 && (!causal || C == S) && C > 0 && S > 0,
+                  N % k.size(1) == 0 && (!causal || C <= S) && C > 0 && S > 0,
               "queries ", q.sizes(), ", keys ", k.sizes(), " and values ", v.sizes(), " do not belong together");
   TORCH_CHECK(!firsts || (firsts->scalar_type() == at::kLong && firsts->is_contiguous() && firsts->numel() == C),
               "each of ", C, " queries has a first key, as int64");

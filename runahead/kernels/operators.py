@@ -65,7 +65,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention on a CPU: output (B, N, C, V) in the queries' dtype, log-sum-exp (B, N, C) in float32.
 
-    `causal` aligns as many queries as keys. Numbers of a head lie beside each other; a group's heads read keys once.
+    `causal` aligns the last query with the last key. Numbers of a head lie beside each other; a group's heads read keys
+    once.
 
     Args:
         firsts_C: position of the first key that each query sees (int64), which never decreases; None: each sees all.

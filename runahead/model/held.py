@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from runahead.attention.base import LayerAttention, Recording
+from runahead.attention.base import ALL_ROWS, LayerAttention, Recording
 from runahead.attention.states import StateLayer, States, StateShape
 from runahead.features.facts import WITH_STATES, WITHOUT_CACHE
 from runahead.model.layer_kinds import KINDS
@@ -126,11 +126,13 @@ class StatesOfForward:
         num_new: number of its tokens.
         pads: left padding of each row.
         one_by_one: layers take a given state for a single token alone.
+        first_block: number of tokens in the first block of rows; None: layers are computed at once.
 
     Attributes:
         are_given: there are states when the forward begins, or they arrive in it. Rows that share the keys and values
             of a prompt have its states, though nothing comes before what they store.
-        ends: of the pieces in which layers with states are given the new tokens: one, if nothing asks for more.
+        ends: of the pieces in which layers with states are given the new tokens: one, if nothing asks for more. A block
+            of rows ends a piece, too.
         goes_on: the layer that is given its tokens in pieces has more of them to come.
     """
 
@@ -143,6 +145,7 @@ class StatesOfForward:
         num_new: int = 0,
         pads: Sequence[int] = (),
         one_by_one: bool = False,
+        first_block: int | None = None,
     ) -> None:
         self._attention, self.held, self._start, self._num_new, self._pads = attention, held, start, num_new, pads
         self._longest_pad, states = max(pads, default=0), attention.states
@@ -150,7 +153,7 @@ class StatesOfForward:
         self._begun: Sequence[int] = () if states is None else states.begun
         self.are_given = start > 0 or bool(self._begun) or any(True for layer in layers for _ in layer.tensors())
         self.ends, self.goes_on, self._is_in_pieces = self._ends(one_by_one), False, False
-        self._reads_late, self._only_asks = held.reads_late and self.ends[0] > 1, False
+        self._reads_late, self._only_asks = held.reads_late and min(self.ends[0], first_block or num_new) > 1, False
         self._loaded: dict[int, StateLayer] = {}
         self._before: StateLayer | None = None
         self._pending: int | None = None
@@ -197,7 +200,8 @@ class StatesOfForward:
 
     def updated(self, layer: int, name: str, index: int) -> None:
         """Called once the model has updated a part of a state."""
-        if len(self.ends) > 1 and not self._is_in_pieces:  # of what it has updated before nothing was kept
+        is_whole = len(self.ends) == 1 and self._attention.block is ALL_ROWS
+        if not is_whole and not self._is_in_pieces:  # of what it has updated before nothing was kept
             kind = self.held.kinds[layer]
             raise AsksInModules(f"has {kind} layers of which several modules hold a state, which is not supported")
         if self.goes_on:
@@ -206,15 +210,24 @@ class StatesOfForward:
         if not self._missing:
             self._save(self.held.state_of[layer])
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """The pieces [first, end) of its tokens that a module is given, which asks for the state of one layer."""
-        self._is_in_pieces = True
-        for first, end in pairwise((0, *self.ends)):
-            self.goes_on = end < self._num_new
+    def are_at_once(self, width: int) -> bool:
+        """Whether a module that is given so many tokens computes all of the forward in one piece."""
+        return len(self.ends) == 1 and width == self._num_new
+
+    def pieces(self, width: int) -> Iterator[tuple[int, int]]:
+        """The pieces [first, end) of its tokens that a module is given, which asks for the state of one layer.
+
+        Args:
+            width: number of its tokens, from those of `LayerAttention.block` on.
+        """
+        self._is_in_pieces, begin = True, self._attention.block.first
+        inside = [end - begin for end in self.ends if begin < end < begin + width]
+        for first, end in pairwise((0, *inside, width)):
+            self.goes_on = begin + end < self._num_new
             yield first, end
             if self.goes_on:
                 assert self._pending is not None, "the module has asked for its state"
-                self._reached(self._pending, self._start + end)
+                self._reached(self._pending, self._start + begin + end)
         self._is_in_pieces = False
 
     def before_attention(self, layer: int) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from runahead.model.loading.memory import PeakMemory
+from runahead.model.loading.memory import PeakMemory, host_bytes
 from runahead.report import MemoryReport
 
 FIRST_RUN_BYTES = 32 * 10**6
 """Memory that libraries take when they first compute and send: code that is read in, and buffers (fitted, on a CPU)."""
+
+ROWS_SHARE = 1 / 64
+"""Part of a rank's memory that activations may take before a layer computes its tokens in blocks."""
+LEAST_ROW_TOKENS = 2048
+"""Tokens of a block below which it would be slower."""
 
 
 def activation_bytes(config: Any, dtype: torch.dtype, num_shares: int = 1) -> int:
@@ -33,6 +39,28 @@ def token_bytes(model: Any) -> int:
     """
     kv_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
     return kv_bytes + activation_bytes(model.config, model.dtype, model.num_shards)
+
+
+@cache
+def _memory_bytes(device: torch.device, ranks_on_host: int) -> float:
+    """Memory of a rank's device, or its part of the host's: the same for all ranks that share a model."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes() / ranks_on_host
+
+
+def row_tokens(model: Any, batch: int, ranks_on_host: int) -> int | None:
+    """Tokens of each row for which a layer's activations take no more than a small part of the memory.
+
+    Args:
+        model: as of `token_bytes`.
+        batch: number of rows.
+
+    Returns:
+        None if the model computes a chunk at once, however long.
+    """
+    if not model.computes_blocks:
+        return None
+    each = batch * activation_bytes(model.config, model.dtype, model.num_shards)
+    return max(LEAST_ROW_TOKENS, int(_memory_bytes(model.device, ranks_on_host) * ROWS_SHARE / each))
 
 
 def row_state_bytes(model: Any, *, in_chain: bool = False, drafts: bool = False, stores: bool = False) -> int:

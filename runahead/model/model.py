@@ -21,6 +21,7 @@ from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import takes_sequences
 from runahead.attention.states import States
+from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
@@ -42,7 +43,7 @@ from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
 from runahead.model.layers.marks import Marker, Marks
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
-from runahead.model.layers.pieces import give_in_pieces
+from runahead.model.layers.pieces import give_in_blocks, give_in_pieces
 from runahead.model.layers.products import fuse_products
 from runahead.model.layers.rotary_functions import fuse_rotations
 from runahead.model.loading.kernels import library_folder
@@ -50,7 +51,7 @@ from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
-from runahead.model.logits_check import LogitsCheck, StatesLost
+from runahead.model.logits_check import LogitsCheck, StatesLost, check_text, differ, routes_to_experts
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.model_layers import ModelLayers
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
@@ -62,6 +63,9 @@ from runahead.rotary import Rotary
 from runahead.timeline.ranges import NamedRanges, Ranges
 
 T = TypeVar("T")
+
+BLOCK_OF_CHECK = 3
+"""Tokens of a block in the comparison of logits."""
 
 
 class Model(ModelLayers):
@@ -135,7 +139,7 @@ class Model(ModelLayers):
         self._cache_name = next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
-        self._narrows = self.gives_one_by_one = False
+        self._narrows = self._has_blocks = self._writes_in_place = self.gives_one_by_one = False
         self.check = "none"
         self._marker: Marker | None = None
         try:
@@ -461,6 +465,7 @@ class Model(ModelLayers):
         all_logits: bool = False,
         logits_of: Sequence[int] = (),
         all_hidden: bool = False,
+        row_tokens: int | None = None,
     ) -> Tensor:
         """Run the model on the tokens [start, start + C) of a left-padded batch.
 
@@ -476,6 +481,7 @@ class Model(ModelLayers):
             all_logits: return the logits of all tokens. Those of tokens that a policy dropped are meaningless.
             logits_of: places of some of these tokens, whose logits are returned.
             all_hidden: compute all tokens in all layers, as a `Head` keeps the hidden states.
+            row_tokens: most tokens that a layer computes at a time; None is all. Only for a `CausalAttention`.
 
         Returns:
             Logits of the last token (B, V), or of all or some tokens (B, C, V), in at least float32.
@@ -503,6 +509,8 @@ class Model(ModelLayers):
             held=self.held,
             pads=pads,
             one_by_one=self.gives_one_by_one,
+            block_ends=self._block_ends(num_new, row_tokens),
+            in_place=self._writes_in_place,
         )
         keywords: dict[str, Any] = {self._cache_name: forward, "use_cache": True}
         if self.held is not None and max(pads) > start:  # layers with states leave out padding by this alone
@@ -527,6 +535,58 @@ class Model(ModelLayers):
         else:
             wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
+
+    def _block_ends(self, num_new: int, row_tokens: int | None) -> Sequence[int]:
+        """Ends of blocks of rows of at most so many tokens, all of about the same length; () if one has room for all.
+
+        From the first time on that there are several, layers are computed in them. A layer that holds keys and values
+        and a state, or takes a given state for a single token alone, goes on to compute all at once.
+        """
+        if row_tokens is None or num_new <= row_tokens:
+            return ()
+        if not self._has_blocks:
+            self._let_layers_compute_blocks()
+        num_blocks = -(-num_new // row_tokens)
+        return [num_new * block // num_blocks for block in range(1, num_blocks + 1)]
+
+    def _let_layers_compute_blocks(self) -> None:
+        """Have layers compute blocks of rows from now on, and compare the logits of a short text.
+
+        Layers write over their input, so that a forward needs memory for one, unless the model's code reads it again.
+
+        Raises:
+            ValueError: they give other logits.
+        """
+        self._has_blocks, held, layers = True, self.held, enumerate(self._layers)
+        give_in_blocks(each for number, each in layers if held is None or not self._is_whole(held, number))
+        if routes_to_experts(self.module) and self.dtype.itemsize < 4:  # rounding exchanges experts
+            return
+        ids_1C, off = check_text(self.vocab_size, self.device), ""
+
+        def logits(row_tokens: int | None) -> Tensor:
+            attention = CausalAttention(self.empty_cache(ids_1C.shape[1]), start=0, pads=[0])
+            return self.forward(ids_1C, attention, start=0, pads=[0], all_logits=True, row_tokens=row_tokens)
+
+        whole_1CV = logits(None)
+        for self._writes_in_place in (True, False):
+            off = differ(logits(BLOCK_OF_CHECK), whole_1CV, self.dtype)
+            if self.shares is not None:
+                off = next(filter(None, self.shares.gather(off)), "")
+            if not off:
+                return
+        raise ValueError(
+            f"{self.family} gives other logits where layers compute a chunk in blocks of rows ({off}); use "
+            "prefill.row_tokens=0"
+        )
+
+    @property
+    def computes_blocks(self) -> bool:
+        """Whether layers can compute their tokens in blocks of rows: see `forward`."""
+        return self.has_layers and self.marks is None
+
+    def _is_whole(self, held: Held, layer: int) -> bool:
+        """Whether a layer computes all tokens of a forward at once."""
+        return layer in held.state_of and (self.gives_one_by_one or layer in held.kv_of)
 
     def _let_layers_narrow(self) -> None:
         """Have layers compute the tokens that are left in a forward, from now on."""

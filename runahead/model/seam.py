@@ -10,13 +10,14 @@ the interface have an adapter each (`runahead/model/adapters/`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
-from runahead.attention.base import LayerAttention
+from runahead.attention.base import ALL_ROWS, Block, LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule, rule_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
@@ -70,6 +71,11 @@ class SeamCache(Cache):
         marker: marks tokens, in a model that was trained for it.
         held: what the layers hold; None: keys and values alone.
         pads, one_by_one: as of `StatesOfForward`, for layers that hold states.
+        block_ends: of the blocks of rows in which layers are computed; () is all at once.
+        in_place: layers may write the output for a block over their input.
+
+    Attributes:
+        width: number of tokens that a layer's modules are given.
     """
 
     def __init__(
@@ -85,15 +91,24 @@ class SeamCache(Cache):
         held: Held | None = None,
         pads: Sequence[int] = (),
         one_by_one: bool = False,
+        block_ends: Sequence[int] = (),
+        in_place: bool = False,
     ) -> None:
         self.states: StatesOfForward | None = None
         if held is not None:
             self.states = StatesOfForward(
-                attention, held, start=start, num_new=num_new, pads=pads, one_by_one=one_by_one
+                attention,
+                held,
+                start=start,
+                num_new=num_new,
+                pads=pads,
+                one_by_one=one_by_one,
+                first_block=block_ends[0] if block_ends else None,
             )
         super().__init__(layers=self.states or [])
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
+        self.block_ends, self.in_place, self.width = block_ends, in_place, num_new
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
@@ -106,8 +121,17 @@ class SeamCache(Cache):
         source = self._sources.get(layer)
         if source is None:
             return self.attention.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        skipped = self.num_new - q_BNCH.shape[2]
+        skipped = self.width - q_BNCH.shape[2]
         return self.attention.attend_shared(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, skipped=skipped)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """The blocks of rows [first, end), for each of which a layer is to be called."""
+        try:
+            for first, end in pairwise((0, *self.block_ends)):
+                self.attention.block, self.width = Block(first, end == self.num_new), end - first
+                yield first, end
+        finally:
+            self.attention.block, self.width = ALL_ROWS, self.num_new
 
     @staticmethod
     def among(args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:
@@ -144,10 +168,10 @@ class SeamCache(Cache):
         return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.start
+        return self.start + self.attention.block.first
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.start
+        return self.start + self.attention.block.first
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         length = query_length if isinstance(query_length, int) else len(query_length)

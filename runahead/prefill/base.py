@@ -19,6 +19,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
+from runahead.model.memory import row_tokens
 from runahead.model.model import Model
 from runahead.prefill.scoring import PromptScorer
 from runahead.ranks.ranks import Ranks
@@ -173,6 +174,14 @@ class PrefillJob:
     scorer: PromptScorer | None = None
     record: bool = False
     meanwhile: InterleavedWork | None = None
+
+    @property
+    def row_tokens(self) -> int | None:
+        """Most tokens of each row that a layer computes at a time; None is all."""
+        asked = self.options.row_tokens
+        if asked is None:
+            return row_tokens(self.model, len(self.batch.pads), self.ranks.local_size)
+        return asked or None
 
     @property
     def shard(self) -> Shard | None:

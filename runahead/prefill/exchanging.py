@@ -87,6 +87,7 @@ class ExchangeRun(ChainRun):
         new: this rank's keys and values in the layer at work.
     """
 
+    takes_blocks = False  # ranks would wait for the last block of the others
     new: NewKV
     _arriving: Sequence[Arriving] = ()
 

@@ -41,9 +41,10 @@ class StageRun:
         ends: where the forward ends on a rank of which nobody needs more; None: with the logits.
         log: messages of this rank.
         num_done: layers so far.
+        takes_blocks: layers may compute their tokens in blocks of rows.
     """
 
-    is_last = True
+    is_last = takes_blocks = True
     ends: End | None = None
 
     def __init__(self, job: PrefillJob, cache: KVCache) -> None:
@@ -86,7 +87,7 @@ class StageRun:
             cache: the cache of this run as its tokens see it, if they see more.
             tokens, attend: as of `CausalAttention`.
             narrows: policies leave fewer of the tokens in each layer.
-            hooks: inside those of its own.
+            hooks: inside those of its own. They look at all tokens of a layer, which then computes these at once.
             store: KV cache for decoding, on the rank that decodes.
             finish: called on the last rank once it has computed its tokens, as a part of the prefill.
         """
@@ -128,6 +129,7 @@ class StageRun:
                         index_C=index_C,
                         tokens=tokens if narrows else None,
                         all_hidden=job.scorer is not None,
+                        row_tokens=job.row_tokens if self.takes_blocks and not hooks else None,
                     )
                 if job.scorer is not None:
                     self.await_device()

@@ -24,7 +24,7 @@ from transformers.masking_utils import chunked_causal_mask_function, sliding_win
 
 from launch import kernels as program
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
-from runahead.attention import partial
+from runahead.attention import op, partial
 from runahead.attention.dense import DenseAttention
 from runahead.attention.masks import MaskRule
 from runahead.attention.op import Run, Step, spans_of
@@ -87,6 +87,7 @@ def dense(
     """One softmax over all keys, in float64.
 
     Args:
+        causal: the last query sees all keys, each one before it a key less.
         offset: keys after its own that a query sees, which is wrong unless 0.
         leave_out: last keys that are left out, which is wrong unless 0.
     """
@@ -94,7 +95,9 @@ def dense(
     scores = q @ k.mT * scaling
     num_queries, num_keys = scores.shape[2:]
     hidden = (
-        torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1 + offset) if causal else torch.zeros(1, num_keys)
+        torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1 + offset + num_keys - num_queries)
+        if causal
+        else torch.zeros(1, num_keys)
     )
     hidden = hidden.bool() | (torch.arange(num_keys) >= num_keys - leave_out)
     scores = scores.masked_fill(hidden, -math.inf)
@@ -125,6 +128,17 @@ class TestAttention:
         given = tensors(length, length, heads=heads, dims=(key_dim, value_dim), batch=batch, dtype=dtype)
         scaling = key_dim**-0.5
         assert_same(operators.attend(*given, True, scaling), dense(*given, True, scaling))
+
+    @given(lengths, lengths, groups, sizes, dtypes)
+    def test_of_a_chunk_to_what_lies_before_it_and_itself(
+        self, length: int, before: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
+    ) -> None:
+        given = tensors(length, before + length, heads=heads, dims=(dim, dim), dtype=dtype)
+        found = operators.attend(*given, True, 0.125)
+        assert_same(found, dense(*given, True, 0.125))
+        if length > 1:
+            with pytest.raises(AssertionError):
+                assert_same(found, dense(*given, True, 0.125, offset=-before))
 
     @given(lengths | st.integers(1, 4), lengths, groups, sizes, sizes, st.integers(1, 2), dtypes)
     def test_of_queries_to_all_keys(
@@ -382,6 +396,26 @@ class TestOperator:
         given = tensors(5, 5, dims=dims, dtype=dtype)
         partial.attend(*given, AttentionTerms(scaling=0.125, **terms), q_start=0, k_start=0)  # type: ignore[arg-type]
         assert bool(calls) == takes
+
+    @pytest.mark.usefixtures("in_use")
+    @pytest.mark.parametrize(("awaits", "num_calls"), [(False, 1), (True, 2)])
+    @pytest.mark.parametrize("window", [None, 12, 90])
+    def test_a_chunk_and_what_is_stored_before_it_are_one_call_unless_it_arrives(
+        self, awaits: bool, num_calls: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls, kernel = list[int](), operators.attend
+        monkeypatch.setattr(operators, "attend", lambda *given: calls.append(0) or kernel(*given))
+        shape = KVShape(num_kv_heads=2, key_dim=32, value_dim=32, dtype=torch.float32)
+        slabs = Slabs.empty([shape], batch=1, spans=[(0, 90)], num_slabs=1, device=torch.device("cpu"))
+        slab = KVCache(slabs).layer(0)
+        q, k, v = tensors(30, 90, dims=(32, 32))
+        slab.slab_TBKX.copy_(torch.cat([k, v], dim=-1).permute(2, 0, 1, 3))
+        rule = MaskRule(sliding_window_causal_mask_function(window or 90))
+        terms = AttentionTerms(scaling=0.125, rule=None if window is None else rule)
+        steps = [Step([Run(slab, spans_of(range(90), start=60, num_new=30, pads=[0]))])]
+        found = op.attend(q, steps, terms, **({"await_prefix": lambda: None} if awaits else {}))
+        assert_same(found, TestWindows.known((q, k, v), rule, 60, 0))
+        assert len(calls) == num_calls
 
     @pytest.mark.usefixtures("in_use")
     def test_dense_attention_has_a_mask_for_which_it_is_not_taken(self) -> None:

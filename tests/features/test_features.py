@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy, deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +108,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prefill=tensor": lambda: {"prefill": PrefillOptions(name=PrefillName.tensor)},
     "prefill other than kv_runahead": lambda: {"prefill": PrefillOptions(name=PrefillName.single)},
     "prefill.chunk_tokens": lambda: {"prefill": PrefillOptions(chunk_tokens=16)},
+    "prefill.row_tokens": lambda: {"prefill": PrefillOptions(row_tokens=16)},
     "decode=sharded": lambda: {"decode": DecodeOptions(name=DecodeName.sharded)},
     "decode other than last": lambda: {"decode": DecodeOptions()},
     "decode other than last on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},
@@ -240,6 +241,10 @@ def setup_with(*facts: str) -> Setup:
         others, positions = parts.pop("others", others), parts.pop("positions", positions)
         storage = parts.pop("storage", storage)
         options = {**known.get("options", {}), **parts.pop("options", {})}
+        if "prefill" in parts and "prefill" in known:  # each is told by the options that it sets
+            asked, default = asdict(parts["prefill"]), asdict(PrefillOptions())
+            chosen = {name: value for name, value in asked.items() if value != default[name]}
+            known["prefill"] = replace(known["prefill"], **chosen)
         known = {**parts, **known, "options": options}
         policies = RankPolicies(last=steps, others=others, positions=positions, storage=storage)
         made = Setup(**known, policies=policies or None)

@@ -342,6 +342,7 @@ def test_cfg_job_prints_what_would_run():
         "attention": "causal",
         "exchange": "all_gather",
         "chunk_tokens": None,
+        "row_tokens": None,
     }
 
 

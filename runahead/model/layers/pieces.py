@@ -1,28 +1,68 @@
-"""Layers that hold a state are given the tokens of a forward in pieces, between which states are kept.
+"""Layers are given the tokens of a forward in pieces: in blocks of rows, and where states are kept between them.
 
-A piece ends where the state inside a text is to be kept, and where a padded row begins from a given state. The rest of
-a layer computes all tokens at once, and so do the other layers: only the module that asks for the state, found by a
-forward of one token, is called piece by piece. It is that of the model's own code.
+A layer in blocks of rows needs memory for the activations of one block, beside what it is given and returns: all that
+its code does with a token but attention needs no other token, and attention sees the blocks before (`Block`). The keys
+and values of a layer are complete with the last block, as all of them are sent at once.
+
+Where layers hold a state, a piece ends where the state inside a text is to be kept, and where a padded row begins from
+a given state. Of these layers only the module that asks for the state, found by a forward of one token, is called piece
+by piece. It is that of the model's own code.
 
 Some rules of transformers (Mamba 1, Jamba) begin from zero wherever several tokens are given. As they decode, they take
 a token after a state. There each token after a given state is a piece.
 """
 
-# Legend: B batch, C new tokens.
+# Legend: B batch, C new tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import wraps
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from runahead.attention.base import LayerAttention, Recording
+from runahead.attention.base import BlockEndsHere, LayerAttention, Recording
 from runahead.attention.states import StateLayer
 from runahead.model.seam import SeamCache
+
+
+def give_in_blocks(layers: Iterable[nn.Module]) -> None:
+    """Have decoder layers compute the tokens of a forward in its blocks (`SeamCache.block_ends`), from now on."""
+    for layer in layers:
+        own = vars(layer).get("forward")
+        if not isinstance(own, partial) or own.func is not _in_blocks:
+            layer.forward = update_wrapper(partial(_in_blocks, layer.forward), layer.forward)
+
+
+def _in_blocks(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call the forward of a decoder layer for each block of its tokens."""
+    seam = SeamCache.among(args, keywords)
+    if seam is None or not seam.block_ends:
+        return forward(*args, **keywords)
+    hidden = args[0] if args else keywords["hidden_states"]
+    if hidden.shape[-2] != seam.num_new:  # the last token alone
+        return forward(*args, **keywords)
+    whole: Any = None
+    for first, end in seam.blocks():
+        block = hidden[..., first:end, :]
+        rest, named = (_cut(each, seam.num_new, first, end) for each in (args[1:], keywords))
+        given, named = ((block, *rest), named) if args else ((), named | {"hidden_states": block})
+        with suppress(BlockEndsHere):
+            output = forward(*given, **named)
+            if whole is None and seam.in_place:
+                whole = _room(output, hidden)
+            whole = _put(whole, output, first, seam.num_new, dim=-2)
+    return whole
+
+
+def _room(output: Any, hidden: Tensor) -> Any:
+    """The memory of a layer's input for its output, of which this is a block, where that is of the same form."""
+    if isinstance(output, tuple):
+        return (_room(output[0], hidden), *(None for _ in output[1:]))
+    fits = output.dtype == hidden.dtype and output.shape[-1] == hidden.shape[-1] and hidden.is_contiguous()
+    return hidden if fits and output.shape[:-2] == hidden.shape[:-2] else None
 
 
 def give_in_pieces(module: nn.Module, run: Callable[[LayerAttention], None]) -> None:
@@ -76,25 +116,41 @@ def _in_pieces(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def computed(*args: Any, **keywords: Any) -> Any:
         cache = SeamCache.among(args, keywords)
-        if cache is None or cache.states is None or len(cache.states.ends) == 1:
+        width = 0 if cache is None else cache.width
+        if cache is None or cache.states is None or cache.states.are_at_once(width):
             return forward(*args, **keywords)
-        num_new, found = cache.num_new, list[Any]()
-
-        def of_piece(value: Any, first: int, end: int) -> Any:
-            is_by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_new
-            return value[:, first:end] if is_by_token else value
-
-        for first, end in cache.states.pieces():
-            named = {name: of_piece(each, first, end) for name, each in keywords.items()}
-            found.append(forward(*(of_piece(each, first, end) for each in args), **named))
-        return _joined(found)
+        whole: Any = None
+        for first, end in cache.states.pieces(width):
+            given, named = (_cut(each, width, first, end) for each in (args, keywords))
+            whole = _put(whole, forward(*given, **named), first, width, dim=1)
+        return whole
 
     return computed
 
 
-def _joined(pieces: Sequence[Any]) -> Any:
-    """Outputs of a module for all its tokens: one or several tensors (B, C, ...). The rest is of no token."""
-    first = pieces[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(pieces), dim=1)
-    return tuple(_joined(each) for each in zip(*pieces, strict=True)) if isinstance(first, tuple) else first
+def _cut(value: Any, num_tokens: int, first: int, end: int) -> Any:
+    """Cut every tensor (B or 1, C, ...) in `value` to the tokens [first, end); anything else stays as it is."""
+    if isinstance(value, tuple):
+        return tuple(_cut(part, num_tokens, first, end) for part in value)
+    if isinstance(value, dict):
+        return {name: _cut(part, num_tokens, first, end) for name, part in value.items()}
+    is_by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_tokens
+    return value[:, first:end] if is_by_token else value
+
+
+def _put(whole: Any, part: Any, first: int, num_tokens: int, *, dim: int) -> Any:
+    """Put the outputs of a module for some tokens, tensors with these in `dim`, to those for all tokens.
+
+    The rest is of no token.
+    """
+    if isinstance(part, tuple):
+        wholes = [None] * len(part) if whole is None else whole
+        return tuple(_put(*each, first, num_tokens, dim=dim) for each in zip(wholes, part, strict=True))
+    if not isinstance(part, Tensor) or part.ndim < 2:
+        return part
+    if whole is None:
+        shape = list(part.shape)
+        shape[dim] = num_tokens
+        whole = part.new_empty(shape)
+    whole.narrow(dim, first, part.shape[dim]).copy_(part)
+    return whole

@@ -1,0 +1,108 @@
+"""Layers that compute their tokens in blocks of rows give transformers' logits, for every family, split and block."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from runahead import GenerationOptions, Model, PrefillOptions
+from runahead.cache.attention import CausalAttention
+from runahead.config import PrefillName, Transfer
+from tests.conftest import RankPools
+from tests.families import (
+    FAMILIES,
+    HYBRIDS,
+    SHARING,
+    build,
+    largest_difference,
+    oracle_logits,
+    oracle_tokens,
+    prompt,
+    throughout,
+)
+from tests.partitions import boundaries
+from tests.ranks import tasks
+from tests.ranks.test_exactness import PROMPT_TOKENS, TOLERANCE
+from tests.ranks.test_prompt_scores import COMMON, NUMBER, require_scores
+
+ALL = {**FAMILIES, **SHARING, **HYBRIDS}
+PADDED = [prompt(40), prompt(23, seed=1), prompt(9, seed=2)]
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.sampled(16)
+def test_first_logits_are_those_of_transformers(rank_pools: RankPools, family: str, size: int) -> None:
+    ids = prompt(PROMPT_TOKENS)
+    expected = oracle_logits(family, tuple(ids))
+
+    @seed(zlib.crc32(f"{size} {family}".encode()))
+    @settings(max_examples=3, phases=[Phase.generate])
+    @given(
+        bounds=boundaries(PROMPT_TOKENS, size), row_tokens=st.integers(1, 40), transfer=st.sampled_from(list(Transfer))
+    )
+    def check(bounds: tuple[int, ...], row_tokens: int, transfer: Transfer) -> None:
+        options = PrefillOptions(row_tokens=row_tokens, transfer=transfer)
+        outcomes = rank_pools.run(size, tasks.prefill, family, [ids], bounds, options)
+        (logits,) = [outcome.logits for outcome in outcomes if outcome.logits is not None]
+        assert largest_difference(logits[0], expected) < TOLERANCE, (bounds, row_tokens, transfer)
+
+    check()
+
+
+@pytest.mark.parametrize("family", COMMON)
+@pytest.mark.parametrize("row_tokens", [1, 7, 16])
+@pytest.mark.sampled(8)
+def test_answers_to_padded_rows(rank_pools: RankPools, family: str, row_tokens: int) -> None:
+    """Blocks that are padding of a row, and blocks in which a row begins."""
+    texts = PADDED if tasks.tiny_model(family).uneven_limit is None else [PADDED[0]]
+    options = GenerationOptions(max_new_tokens=4, ignore_eos=True)
+    prefill = PrefillOptions(row_tokens=row_tokens)
+    for batch, _ in rank_pools.run(2, tasks.generate, family, texts, options, (0, 19, 40), prefill):
+        for ids, found in zip(texts, batch.generations, strict=True):
+            assert found.new_token_ids == oracle_tokens(family, tuple(ids), 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n_text", "qwen3_next"])
+def test_log_probabilities_of_a_prompt(rank_pools: RankPools, family: str) -> None:
+    texts = [prompt(61), prompt(61, seed=1)]
+    found = rank_pools.run(2, tasks.score, family, texts, (0, 40, 61), PrefillOptions(row_tokens=9), NUMBER)
+    require_scores(found, family, texts)
+
+
+def test_blocks_that_do_not_see_those_before_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is compared with itself the first time; here each block attends as if it were the first."""
+    with throughout(torch.float64):
+        model = Model(build("llama"))
+    monkeypatch.setattr(CausalAttention, "_tokens_of_block", lambda attention: attention.tokens)
+    attention = CausalAttention(model.empty_cache(20), start=0, pads=[0])
+    with pytest.raises(
+        ValueError, match=r"other logits where layers compute a chunk in blocks .* prefill.row_tokens=0"
+    ):
+        model.forward(torch.tensor([prompt(20)]), attention, start=0, pads=[0], row_tokens=7)
+
+
+def test_layers_whose_input_is_read_again_do_not_write_over_it() -> None:
+    with throughout(torch.float64):
+        module = build("llama")
+        layers, first = module.model.layers, list[torch.Tensor]()
+        layers[0].register_forward_pre_hook(lambda _, given: first.append(given[0]))
+        layers[1].register_forward_hook(lambda *called: called[2] + first[-1])
+        model = Model(module)
+        ids_1C, logits = torch.tensor([prompt(20)]), []
+        for row_tokens in (None, 7):
+            attention = CausalAttention(model.empty_cache(20), start=0, pads=[0])
+            logits.append(model.forward(ids_1C, attention, start=0, pads=[0], row_tokens=row_tokens))
+    assert not model._writes_in_place
+    assert (logits[0] - logits[1]).abs().max() < TOLERANCE
+
+
+def test_a_single_stage_has_blocks_too(rank_pools: RankPools) -> None:
+    ids, options = prompt(PROMPT_TOKENS), GenerationOptions(max_new_tokens=4, ignore_eos=True)
+    single = PrefillOptions(name=PrefillName.single, row_tokens=16)
+    for batch, _ in rank_pools.run(2, tasks.generate, "mistral", [ids], options, None, single):
+        assert batch.generations[0].new_token_ids == oracle_tokens("mistral", tuple(ids), 4)
