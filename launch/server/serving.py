@@ -197,18 +197,20 @@ def _warm_up(engine: Engine) -> TimeEstimate:
     has_alone = engine.takes_stage_alone and not engine.may_shard
     for length in (SHORT_TOKENS, *WARM_UP_TOKENS) if has_alone else WARM_UP_TOKENS:
         prompts = [[number % engine.model.vocab_size for number in range(max(1, min(length, most - 2)))]]
-        ways: list[tuple[PrefillTimes, Item]] = []
+        ways: list[tuple[list[PrefillTimes], Item]] = []
         if engine.may_shard:
-            ways = [(estimate.chain, Generate(number=0, prompts=prompts, options=options))]
+            ways = [([estimate.chain], Generate(number=0, prompts=prompts, options=options))]
         else:
             num_tokens = len(prompts[0])
+            splits: dict[tuple[int, ...], list[PrefillTimes]] = {}  # on one rank both are the same
             if length != SHORT_TOKENS:
                 chain = ranks.on_rank_0("the split", partial(chunks, engine, num_tokens, 1.0, (0.0, 0.0))).boundaries
-                ways.append((estimate.chain, PrefillItem(number=0, prompts=prompts, options=options, boundaries=chain)))
+                splits.setdefault(tuple(chain), []).append(estimate.chain)
             if engine.takes_stage_alone:
-                alone = (0,) * ranks.num_stages + (num_tokens,)
-                ways.append((estimate.alone, PrefillItem(number=0, prompts=prompts, options=options, boundaries=alone)))
-        for times, item in ways:
+                splits.setdefault((0,) * ranks.num_stages + (num_tokens,), []).append(estimate.alone)
+            for split, told in splits.items():
+                ways.append((told, PrefillItem(number=0, prompts=prompts, options=options, boundaries=split)))
+        for told, item in ways:
             for _ in range(2):  # the first of a length may set things up
                 reports.clear()
                 ranks.barrier("all ranks to be warm")
@@ -218,7 +220,9 @@ def _warm_up(engine: Engine) -> TimeEstimate:
             found = [each for of_rank in ranks.gather(reports, "the warm-up") for each in of_rank]
             ranks.on_rank_0("the warm-up", partial(_check_numbers, found))
             # Of a chain, the rank that has the first token takes longest.
-            times.learn([len(prompts[0])], max(each.prefill_s for each in found if isinstance(each, Part)))
+            seconds = max(each.prefill_s for each in found if isinstance(each, Part))
+            for times in told:
+                times.learn([len(prompts[0])], seconds)
             for each in found:
                 if isinstance(each, Tokens) and each.step_s is not None:
                     estimate.learn_step(each.step_s)

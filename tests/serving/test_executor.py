@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from launch.server.serving import _warm_up
 from policies.pyramidinfer import PyramidInfer
 from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import Device, Guide, RanksOptions
@@ -355,3 +356,21 @@ def test_a_row_whose_logits_are_no_numbers_is_reported_and_the_others_go_on(monk
     with throughout(model.dtype):
         rank.executor.decode_all()
     assert rows(rank.reports) == [0] * 49
+
+
+def test_one_rank_warms_up_a_length_once_for_all_stages_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: a first time is not counted. Of one stage both are the same prefill, so what is predicted is, too."""
+    lengths: list[int] = []
+    prefill = Executor.carry_out
+
+    def carry_out(self: Executor, item: Any) -> None:
+        lengths.append(len(item.prompts[0]))
+        prefill(self, item)
+
+    monkeypatch.setattr(Executor, "carry_out", carry_out)
+    engine = Engine(tiny_model("llama"), Ranks.start(RanksOptions(device=Device.cpu)))
+    with throughout(engine.model.dtype):
+        estimate = _warm_up(engine)
+    assert lengths == [8, 8, 64, 64, 510, 510]  # the model has 512 positions
+    assert 0 < estimate.chain.seconds([64]) <= estimate.chain.seconds([512])
+    assert 0 < estimate.alone.seconds([64]) <= estimate.alone.seconds([512])
