@@ -161,6 +161,7 @@ class RankReport:
     Attributes:
         stage, share: place of the rank in the mesh; None where every rank is a stage.
         chunk_tokens: tokens that the rank computed.
+        row_tokens: of these, most tokens of a row that a layer computed at a time; None is all.
         prefill_s: time until the rank's last layer ended.
         wait_s: part of `prefill_s` in which it waited for keys and values, and states.
         kv_sent_bytes, kv_received_bytes: bytes of keys and values sent and received, with states.
@@ -180,6 +181,7 @@ class RankReport:
     stage: int | None = None
     share: int | None = None
     chunk_tokens: int = 0
+    row_tokens: int | None = None
     prefill_s: float = 0.0
     wait_s: float = 0.0
     kv_sent_bytes: int = 0
@@ -397,6 +399,8 @@ def _rank_fields(rank: RankReport) -> dict[str, Any]:
     rank_fields = asdict(rank)
     if rank.stage is None:
         del rank_fields["stage"], rank_fields["share"]
+    if rank.row_tokens is None:
+        del rank_fields["row_tokens"]
     if rank.reuse is None:
         del rank_fields["reuse"]
     if rank.speculation is None:

@@ -92,6 +92,8 @@ class StageRun:
             finish: called on the last rank once it has computed its tokens, as a part of the prefill.
         """
         job, start, pads = self.job, runs[0].start, self.job.batch.pads
+        num_tokens, row_tokens = sum(map(len, runs)), job.row_tokens if self.takes_blocks and not hooks else None
+        row_tokens = None if row_tokens is None or row_tokens >= num_tokens else row_tokens
         if job.stops and self.is_last:
             assert self.cache.states is not None
             self._kept = KeptStates(job.stops, self.cache.states, job.model.state_shapes, job.ranks.device)
@@ -129,7 +131,7 @@ class StageRun:
                         index_C=index_C,
                         tokens=tokens if narrows else None,
                         all_hidden=job.scorer is not None,
-                        row_tokens=job.row_tokens if self.takes_blocks and not hooks else None,
+                        row_tokens=row_tokens,
                     )
                 if job.scorer is not None:
                     self.await_device()
@@ -145,7 +147,8 @@ class StageRun:
         waits = [(self._clock.seconds(begin), self._clock.seconds(end)) for _, begin, end in log.waits]
         report = RankReport(
             rank=job.ranks.rank,
-            chunk_tokens=sum(map(len, runs)),
+            chunk_tokens=num_tokens,
+            row_tokens=row_tokens,
             prefill_s=computed_s - self._began_s,
             wait_s=sum(end_s - begin_s for begin_s, end_s in waits if begin_s < computed_s),
             kv_sent_bytes=log.sent_bytes,

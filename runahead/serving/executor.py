@@ -231,7 +231,9 @@ class Executor:
         if self._leads and prefilled.is_cancelled:
             self._report(Tokens(tokens={}, ended={(item.number, row): "cancelled" for row in range(len(item.prompts))}))
         report.memory = self._engine.model.memory_after(
-            kv_bytes=report.kv_peak_bytes, num_tokens=len(prompts) * report.chunk_tokens
+            kv_bytes=report.kv_peak_bytes,
+            num_tokens=len(prompts) * report.chunk_tokens,
+            in_blocks_of=None if report.row_tokens is None else len(prompts) * report.row_tokens,
         )
         self._report(
             Part(

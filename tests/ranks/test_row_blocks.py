@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +34,7 @@ from tests.ranks.test_exactness import PROMPT_TOKENS, TOLERANCE
 from tests.ranks.test_prompt_scores import COMMON, NUMBER, require_scores
 
 ALL = {**FAMILIES, **SHARING, **HYBRIDS}
+ROOT = Path(__file__).parents[2]
 PADDED = [prompt(40), prompt(23, seed=1), prompt(9, seed=2)]
 
 
@@ -106,3 +111,25 @@ def test_a_single_stage_has_blocks_too(rank_pools: RankPools) -> None:
     single = PrefillOptions(name=PrefillName.single, row_tokens=16)
     for batch, _ in rank_pools.run(2, tasks.generate, "mistral", [ids], options, None, single):
         assert batch.generations[0].new_token_ids == oracle_tokens("mistral", tuple(ids), 4)
+
+
+@pytest.mark.slow
+def test_peak_memory_is_as_predicted_and_activations_are_less_than_half(tmp_path: Path) -> None:
+    """The first rank of two, whose chunk is almost all of the prompt; by the whole process, in processes of its own."""
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "hidden_size": 576}
+    config |= {"intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "launch/infer.py"]
+    command += ["model=random", f"model.config={tmp_path}", "model.dtype=float32", "prompt.random_tokens=12544"]
+    command += ["partition=ratios", "partition.ratios=[0.9796,0.0204]", "generation.max_new_tokens=1", "ranks=cpu"]
+    command += ["ranks.threads=1", f"report={tmp_path / 'report.json'}"]
+    activations = []
+    for row_tokens in (0, 512, 2048):
+        subprocess.run([*command, f"prefill.row_tokens={row_tokens}"], cwd=ROOT, check=True, capture_output=True)
+        rank = json.loads((tmp_path / "report.json").read_text())["ranks"][0]
+        memory = rank["memory"]
+        if row_tokens:
+            assert memory["peak_bytes"] == pytest.approx(memory["predicted_peak_bytes"], rel=0.05)
+        held = memory["base_bytes"] + memory["weights_bytes"] + rank["kv_peak_bytes"]
+        activations.append(memory["peak_bytes"] - held)
+    assert max(activations[1:]) < 0.5 * activations[0]
