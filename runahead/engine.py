@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
+from policies.row_values import row_values
 from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate
 from runahead.context import ContextPartition, KnowsAlone, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.batch import decode_batch
@@ -19,7 +22,7 @@ from runahead.decoding.row import row_options
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.decoding.token_stream import OnTokens, TokenStream
-from runahead.features.facts import SEGMENTS, Setup
+from runahead.features.facts import DYNAMIC_CACHE, SEGMENTS, Setup
 from runahead.features.refused import check
 from runahead.features.slower import Way, slower, takes
 from runahead.kv_transfer.gathering import Gathering
@@ -35,6 +38,11 @@ from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+    from transformers.generation import GenerateOutput
+
+    from runahead.dynamic_cache.checked import CheckedCache
     from runahead.reuse.prefix_tree import PrefixTree
     from runahead.reuse.prefixes import Prefixes, RowPrefix
     from runahead.reuse.reuse import Reuse
@@ -395,6 +403,77 @@ class Engine:
                     is_sharded=plan.shards is not None,
                     step_s=result.step_s,
                 )
+
+    def to_cache(self, prompts: Sequence[list[int]]) -> CheckedCache | None:
+        """Compute prompts for transformers: `model.generate(ids, past_key_values=engine.to_cache([prompt]))`.
+
+        All ranks call it. Prompts are computed whole, whatever a tree has of them.
+
+        Returns:
+            a `DynamicCache` of the prompts without their last tokens, padded on the left, on the rank that decodes;
+            None on the others.
+
+        Raises:
+            ValueError: as `generate`, or the keys and values are not all on one rank, or not as they were computed.
+        """
+        assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
+        setup = replace(self._setup, options={DYNAMIC_CACHE: True})
+        check(replace(setup, segments=SEGMENTS) if reuse_segments(prompts) else setup)
+        options = GenerationOptions(max_new_tokens=1)
+        self.check(prompts, [options] * len(prompts))
+        self._agree(prompts, options)
+        plan = replace(self.plan(prompts, may_be_alone=self._lends), reuses=False, shards=None)
+        with self.ranks.announcing_failure():
+            ready = self.prefills.ready(plan)
+            self.ranks.barrier("all ranks to hold the prompt")
+            with self.ranks.lending(plan.partition.chain if self._lends else []):
+                prefilled = self.prefills.run(ready)
+            if prefilled.cache is None:
+                return None
+            from runahead.dynamic_cache.checked import checked_cache
+
+            batch = ready.job.batch
+            with self.ranks.busy():
+                return checked_cache(
+                    prefilled.cache,
+                    num_tokens=batch.num_tokens,
+                    pads=batch.pads,
+                    key_dim=[shape.key_dim for shape in self.model.kv_shapes],
+                    config=self.model.module.config,
+                )
+
+    def generate_with(
+        self, module: PreTrainedModel | None, prompts: Sequence[list[int]], **options: Any
+    ) -> Tensor | GenerateOutput | None:
+        """Compute prompts on all ranks, and let transformers answer them on the rank that decodes.
+
+        Args:
+            module: transformers' model with the same weights and dtype, on the device of that rank; None: the model of
+                this engine, with transformers' own attention meanwhile.
+            options: of `module.generate`: `max_new_tokens`, `do_sample`, `num_beams`, ...
+
+        Returns:
+            what `module.generate` returns for prompts padded on the left, on the rank that decodes; None on the others.
+
+        Raises:
+            ValueError: as `to_cache`, or another model gives other keys.
+        """
+        cache = self.to_cache(prompts)
+        if cache is None:
+            return None
+        from runahead.model.logits_check import transformers_attention
+        from runahead.model.seam import ATTENTION_NAME
+
+        batch = PromptBatch.from_prompts(list(prompts), self.ranks.device)
+        places_S = torch.arange(batch.num_tokens, device=self.ranks.device)
+        mask_BS = (places_S >= row_values(batch.pads, self.ranks.device)[:, None]).long()
+        is_own = module is None or module.config._attn_implementation == ATTENTION_NAME
+        module = self.model.module if module is None else module
+        with self.ranks.busy(), transformers_attention(module) if is_own else nullcontext():
+            answer: Tensor | GenerateOutput = module.generate(
+                batch.ids_BS, attention_mask=mask_BS, past_key_values=cache, **options
+            )
+            return answer
 
     def prefill(self, plan: PrefillPlan, meanwhile: InterleavedWork | None = None) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.

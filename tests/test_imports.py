@@ -52,7 +52,7 @@ ROOMS = {
         ("report",),
         ("cache",),
         ("kv_transfer", "model"),
-        ("retrieval", "reuse"),
+        ("retrieval", "reuse", "dynamic_cache"),
         ("thinning",),
         ("prefill", "decoding"),
         ("engine",),

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from policies.row_values import row_values
 from runahead.attention.answers import Answers
@@ -29,7 +30,7 @@ from runahead.decoding.row import Row, RowId, batch_ids
 from runahead.decoding.rows import Choose, Decoded, choose_alone, decode
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
-from runahead.features.facts import Setup
+from runahead.features.facts import DYNAMIC_CACHE, Setup
 from runahead.features.refused import check
 from runahead.model.model import Model
 from runahead.report import SpeculationReport
@@ -157,6 +158,54 @@ class Conversation:
             every[:, -1] = self.logits_BV
             logits = every
         return logits[:, -given:]
+
+    @torch.inference_mode()
+    def take(self, cache: Cache, ids_BC: Tensor, *, pads: list[int] | None = None) -> None:
+        """Begin with what transformers computed: the `past_key_values` that its model or `generate` returns.
+
+        The first layer's keys and values of all tokens are compared with those of the ids, and the last token's in all
+        layers up to the first one with a window that has lost tokens. Tokens that the cache lacks are fed, such as the
+        last one of an answer.
+
+        Args:
+            cache: a `DynamicCache`, which is copied.
+            ids_BC: the text, which begins with the tokens of the cache.
+            pads: left padding of each row.
+
+        Raises:
+            ValueError: the conversation has begun, the cache is not one of this text and model, or not of a form that
+                goes with this conversation.
+        """
+        check(replace(self._setup, options={DYNAMIC_CACHE: True}))
+        if self.cache is not None:
+            raise ValueError("this conversation has begun; take the cache into a new one")
+        num_tokens, num_given = cache.get_seq_length(), ids_BC.shape[1]
+        if not 0 < num_tokens <= num_given:
+            raise ValueError(
+                f"the cache has {num_tokens} tokens and {num_given} ids were given; give the ids of all of its tokens, "
+                "and then those that it lacks"
+            )
+        pads = self._checked_pads(ids_BC, pads)
+        if max(pads) >= num_tokens:
+            raise ValueError(f"pads={pads}: each row has a token in the cache, which has {num_tokens} with padding")
+        from runahead.dynamic_cache.taken import kv_of_last, require_same, require_same_ids, taken
+
+        made = taken(cache, self.model, num_tokens=num_tokens, pads=pads)
+        require_same_ids(made, self.model, ids_BC[:, :num_tokens].to(self.model.device), pads)
+        self.pads, self.rows, self.cache = pads, [[] for _ in pads], made
+        with self._advancing():
+            ids_BS = self._taken_in(ids_BC[:, :num_tokens], pads)
+            given = [each.clone() for each in kv_of_last(made)]
+            made.take_back(1)
+            self.num_tokens = num_tokens - 1
+            logits_BV = self._forward(ids_BS[:, -1:], all_logits=False, cut_back=True)
+            computed = kv_of_last(made)
+            is_compared = require_same(computed, given, made, self.model, pads)
+            for mine_BKX, theirs_BKX in zip(computed, given, strict=True):
+                mine_BKX.copy_(theirs_BKX)
+        self.logits_BV = logits_BV if is_compared else None
+        if num_given > num_tokens:
+            self.feed(ids_BC[:, num_tokens:])
 
     def peek(self, ids_BC: Tensor) -> Tensor:
         """Logits (B, C, V) after each of these tokens if they came next, without changing the conversation.
@@ -289,6 +338,8 @@ class Conversation:
         policies = self.rank_policies
         is_plain = policies.storage.bits is None and policies.retriever is None and policies.merging is None
         forgets = self.model.held is None  # a state forgets no tokens
+        if self.cache is not None and any(layer.first for layer in self.cache.layers):
+            return False  # an earlier token would see what a layer with a window has lost
         return is_plain and forgets and not policies.ragged and not self._between_turns
 
     @torch.inference_mode()

@@ -108,6 +108,7 @@ class Setup:
         return f"model {self.model.name} ({self.model.config.model_type})"
 
 
+DYNAMIC_CACHE = "a DynamicCache"
 SEGMENTS = "reuse of segments"
 """Name of the reuse of segments in messages, where no option asks for it."""
 
@@ -476,6 +477,7 @@ FACTS: dict[str, Fact] = {
     "prompt.random_tokens": _option("prompt.random_tokens"),
     "prompt.chat": _option("prompt.chat"),
     "a server": _option("a server"),
+    DYNAMIC_CACHE: lambda setup: _if(setup.options.get(DYNAMIC_CACHE), DYNAMIC_CACHE),
     "serve.decode_ranks": _option("serve.decode_ranks"),
     # of texts
     "reuse of prefixes": lambda setup: setup.prefixes,

@@ -18,6 +18,7 @@ MARKED = "{1} marks tokens that it evicts (DMS), which {0} does not support"
 REENCODED = "{1}, so its positions cannot be re-encoded"
 CHAIN = "use prefill=kv_runahead or prefill=single"
 OTHER_POLICY = "use another policy, such as snapkv"
+ALL_ON_ONE_RANK = "{0} has all keys and values as they were computed, on one rank"
 NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
 
 
@@ -455,6 +456,32 @@ REFUSED = (
         ("serve.decode_ranks", "one stage"),
         "serve.decode_ranks=1 needs a second stage, which computes the prompts",
         "start more ranks",
+    ),
+    # a cache of transformers
+    Refused(("a DynamicCache", "a policy"), ALL_ON_ONE_RANK + ", and {1} may leave some out", "use policy=full"),
+    Refused(("a DynamicCache", "cache.bits"), ALL_ON_ONE_RANK + ", not with {1}", "use cache.bits=null"),
+    Refused(
+        ("a DynamicCache", "policy=prompt_cache"),
+        ALL_ON_ONE_RANK + " at positions without gaps, which prompts of {1} may have",
+        "give token ids",
+    ),
+    Refused(
+        ("a DynamicCache", "decode=sharded"),
+        ALL_ON_ONE_RANK + ", and with {1} each has a part",
+        "use decode=last or decode=auto",
+    ),
+    Refused(("a DynamicCache", "ranks.tensor"), ALL_ON_ONE_RANK + ", and with {1} each has some heads", NO_SHARES),
+    Refused(("a DynamicCache", "shared KV layers"), OTHERS_KV, "let Runahead answer"),
+    Refused(("a DynamicCache", "marks"), MARKED, "let Runahead answer"),
+    Refused(
+        ("a DynamicCache", "states"),
+        "{1} hold states, which are not taken into {0} or from it",
+        "let Runahead answer",
+    ),
+    Refused(
+        ("a DynamicCache", "angles by length"),
+        "{1} rotates keys by angles that depend on the length of the text, which {0} does not know",
+        "let Runahead answer",
     ),
     # a policy and a model
     Refused(

@@ -370,6 +370,13 @@ def transformers_logits(
     if keeps:
         keywords["logits_to_keep"] = torch.tensor(wanted, device=ids_1S.device)
     places: Any = slice(None) if keeps else -1 if wanted is None else list(wanted)
+    with transformers_attention(module):
+        return in_step(torch.inference_mode()(lambda: module(input_ids=ids_1S, **keywords).logits[:, places]))
+
+
+@contextmanager
+def transformers_attention(module: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which a model computes with transformers' own attention and code."""
     model_type = decoder_config(module.config).model_type
     modules = module.modules() if model_type in ADAPTERS else []
     adapted = {child: vars(child).pop("forward") for child in modules if "forward" in vars(child)}
@@ -377,7 +384,7 @@ def transformers_logits(
     set_attention(module, "sdpa" if model_type == "falcon" else "eager")
     try:
         with apart(module):
-            return in_step(torch.inference_mode()(lambda: module(input_ids=ids_1S, **keywords).logits[:, places]))
+            yield
     finally:
         set_attention(module, ATTENTION_NAME)
         for child, forward in adapted.items():

@@ -209,7 +209,10 @@ def attention_function(
     family = type(module).__name__
     forward: SeamCache | None = getattr(key, "runahead", None) if runahead is None else runahead
     if forward is None:
-        raise ValueError(f"{family} passes neither keywords nor cached keys on to attention; it is not supported")
+        raise ValueError(
+            f"{family} passes neither keywords nor cached keys on to attention; it is not supported (a model of an "
+            "engine runs by itself in Engine.generate_with alone)"
+        )
     if attention_mask is not None and not isinstance(attention_mask, MaskRule):
         raise ValueError(f"{family} builds its own attention mask ({type(attention_mask).__name__}); not supported")
     unknown = {name for name, val in keywords.items() if val is not None} - HARMLESS_KEYWORDS

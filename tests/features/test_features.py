@@ -135,6 +135,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "a prompt in several chunks": lambda: {"num_chunks": 2},
     "a server": lambda: {"options": {"a server": True}},
+    "a DynamicCache": lambda: {"options": {"a DynamicCache": True}},
     "prompt.question": lambda: {"options": {"prompt.question": "why?"}},
     "prompt.ids_file": lambda: {"options": {"prompt.ids_file": "ids.json"}},
     "prompt.random_tokens": lambda: {"options": {"prompt.random_tokens": 9}},

@@ -1,0 +1,1 @@
+"""KV caches of transformers: given to its `generate`, and taken from it."""
