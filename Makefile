@@ -81,7 +81,7 @@ test-versions: $(STAMP)
 check: $(STAMP)
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m ruff format --check .
-	$(IN_VENV) -m mypy $(PACKAGES) tests/gpu tests/virtual
+	$(IN_VENV) -m mypy $(PACKAGES) integrations/vllm/runahead_vllm tests/gpu tests/virtual
 
 setup: $(STAMP)
 

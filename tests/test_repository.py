@@ -80,7 +80,7 @@ def test_commands_name_modules_that_are_there(page: str) -> None:
     assert not gone or re.search(r"(?:at commit|git switch --detach) [0-9a-f]{7}\b", text), f"{page} names {gone}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "examples/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "examples/README.md", "integrations/vllm/README.md"])
 def test_links_lead_to_files_and_headings(page: str) -> None:
     assert not dead_links(ROOT / page)
 

@@ -25,7 +25,7 @@ def opened(options: Namespace) -> Iterator[tuple[str, Answer]]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    import vllm  # type: ignore[import-not-found]
+    import vllm
 
     engine = vllm.LLM(
         model=str(options.model),
