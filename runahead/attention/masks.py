@@ -49,6 +49,7 @@ class MaskRule:
         self._plain: dict[tuple[int, int, int], bool] = {}
         self._first_key: dict[int, int] = {}
         self._first_keys: dict[tuple[int, int], Tensor | None] = {}
+        self._windows: dict[tuple[int, int], int | None] = {}
 
     def to(self, *_args: Any, **_kwargs: Any) -> MaskRule:
         return self
@@ -110,6 +111,28 @@ class MaskRule:
         firsts_C = keys[allowed_CS.to(torch.uint8).argmax(dim=1)]
         seen_CS = (keys[None] >= firsts_C[:, None]) & (keys[None] <= queries[:, None])
         return firsts_C if bool((allowed_CS == seen_CS).all()) else None
+
+    def window(self, start: int, end: int) -> int | None:
+        """How many keys the queries [start, end) see, of which the last is at their own position.
+
+        Decided from a few rows, as `is_causal`, and their neighbours, of which a rule in chunks sees other keys.
+
+        Returns:
+            None, if they see others, or a GPU would be waited for.
+        """
+        if torch.device(self._device).type != "cpu":
+            return None
+        if (start, end) not in self._windows:
+            middle = (start + end) // 2
+            rows = {max(start, row) for row in (start, start + 1, middle, middle + 1, end - 2, end - 1) if row < end}
+            size = end - self.first_key(end - 1)
+            queries = torch.tensor(sorted(rows))
+            keys = torch.arange(max(0, min(self.first_key(start), start - size + 1) - 1), end)
+            distances_CS = queries[:, None] - keys[None, :]
+            seen_CS = (distances_CS >= 0) & (distances_CS < size)
+            is_window = bool((self.allowed(queries, keys) == seen_CS).all())
+            self._windows[start, end] = size if is_window else None
+        return self._windows[start, end]
 
     def is_causal(self, start: int, end: int, first: int = 0) -> bool:
         """Whether queries [start, end) see exactly the keys [first, own position].

@@ -98,6 +98,10 @@ def attend(
         if firsts_C is not None:
             is_causal = k_end == q_end and num_queries > 1
             return operators.attend(q_BNCH, k_BKSH, v_BKSV, is_causal, terms.scaling, firsts_C, k_start)
+    if kernel is _cuda_flash and terms.rule is not None:
+        window = terms.rule.window(q_start, q_end)
+        if window is not None:
+            return _cuda_flash_of_window(q_BNCH, k_BKSH, v_BKSV, window, q_end - k_end, terms.scaling)
     return blockwise_attention(q_BNCH, k_BKSH, v_BKSV, terms, q_start=q_start, k_start=k_start)
 
 
@@ -339,6 +343,34 @@ def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scaling: float) -
     """Flash attention on a GPU: half precision, from Ampere on."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scaling)
     return out, lse
+
+
+def _cuda_flash_of_window(
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, window: int, num_later: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """`_cuda_flash`, where each query sees the `window` keys that end with its own position.
+
+    Args:
+        num_later: tokens from the last key's position to the last query's: 0, or no query has its own key here.
+    """
+    num_queries = q_BNCH.shape[2]
+    num_seeing = min(num_queries, num_queries - num_later + window - 1)  # those after them see later keys alone
+    if num_seeing <= 0:
+        return _no_keys(q_BNCH, v_BKSH)
+    q_BCNH, k_BSKH, v_BSKH = (x.transpose(1, 2) for x in (q_BNCH[:, :, :num_seeing], k_BKSH, v_BKSH))
+    # The kernel counts from the last query, as if it had the last key's position. Below 0 is no limit to it.
+    left = window - 1 - (num_later - (num_queries - num_seeing))
+    is_causal = num_later == 0 and num_seeing > 1
+    out_BCNH, lse_BNC, *_ = torch.ops.aten._flash_attention_forward(
+        *(q_BCNH, k_BSKH, v_BSKH, None, None, num_seeing, k_BKSH.shape[2], 0.0, is_causal, False),
+        scale=scaling,
+        window_size_left=left,
+    )
+    out_BNCH = out_BCNH.transpose(1, 2)
+    if num_seeing == num_queries:
+        return out_BNCH, lse_BNC
+    rest = _no_keys(q_BNCH[:, :, num_seeing:], v_BKSH)
+    return torch.cat((out_BNCH, rest[0]), dim=2), torch.cat((lse_BNC, rest[1]), dim=2)
 
 
 def cuda_efficient(

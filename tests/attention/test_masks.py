@@ -86,6 +86,24 @@ def test_is_causal_looks_at_every_query_and_key(name: str, data: st.DataObject) 
     assert MaskRule(FUNCTIONS[name]).is_causal(start, end, first) == bool((seen == causal).all())
 
 
+@every_function
+@given(data=st.data())
+def test_a_window_holds_for_every_query(name: str, data: st.DataObject) -> None:
+    """window() samples a few rows, too. Of chunks it may say so only where queries of one chunk, or one query, ask."""
+    start = data.draw(st.integers(0, 39))
+    end = data.draw(st.integers(start + 1, 40))
+    size = MaskRule(FUNCTIONS[name]).window(start, end)
+    distances = torch.arange(start, end)[:, None] - torch.arange(40)[None]
+    if size is not None:
+        assert torch.equal(MASKS[name][start:end], (distances >= 0) & (distances < size))
+    assert size is not None or name.startswith("chunks")
+
+
+def test_a_rule_that_may_hold_a_gpu_s_tensors_tells_no_window() -> None:
+    assert MaskRule(packed_sequence_mask_function(torch.zeros(1, 8)), "meta").window(0, 8) is None
+    assert MaskRule(bidirectional_mask_function).window(0, 8) is None
+
+
 @pytest.mark.parametrize(
     ("create", "name"),
     [

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.masking_utils import sliding_window_causal_mask_function
 
+from runahead.attention.masks import MaskRule
 from runahead.attention.partial import AttentionTerms, attend, attend_sequences, blockwise_attention, merge
 from runahead.cache.attention import CausalAttention
 from runahead.cache.fixed import in_fixed_shape
@@ -30,6 +32,30 @@ def test_fused_kernels_equal_the_fallback(dtype: torch.dtype, num_queries: int, 
     out, lse = merge(*own, *prefix)
     assert torch.allclose(out.float(), expected.float(), atol=TOLERANCE[dtype], rtol=0)
     assert torch.allclose(lse.float(), expected_lse.float(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [1, 2, 40, 131, 200, 201, 240, 241, 260, 350, 5000])
+@pytest.mark.parametrize("keys", [range(300, 500), range(150, 300), range(110, 260)], ids=["own", "before", "a gap"])
+def test_windows_are_one_call_of_the_kernel(
+    dtype: torch.dtype, window: int, keys: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own keys, and earlier ones, of which only some queries or none see any: the softmax in float64, by hand."""
+    torch.manual_seed(1)
+    terms = AttentionTerms(scaling=0.125, rule=MaskRule(sliding_window_causal_mask_function(window)))
+    q = torch.randn(2, 200, 8, 64, device="cuda", dtype=dtype).transpose(1, 2)
+    slab = torch.randn(len(keys), 2, 2, 128, device="cuda", dtype=dtype).permute(1, 2, 0, 3)
+    monkeypatch.setattr("runahead.attention.partial.blockwise_attention", lambda *given, **how: pytest.fail("blocks"))
+    out, lse = attend(q, slab[..., :64], slab[..., 64:], terms, q_start=300, k_start=keys.start)
+    k, v = slab.cpu().double().repeat_interleave(4, dim=1).split(64, dim=-1)
+    distances = torch.arange(300, 500)[:, None] - torch.tensor(keys)
+    seen = (distances >= 0) & (distances < window)
+    scores = (0.125 * (q.cpu().double() @ k.transpose(-1, -2))).masked_fill(~seen, -torch.inf)
+    expected, sees = scores.softmax(dim=-1).nan_to_num(0.0) @ v, seen.any(dim=1)
+    assert (out.cpu() - expected).abs().max() < TOLERANCE[dtype]
+    apart = (lse.cpu() - scores.logsumexp(dim=-1))[:, :, sees].abs()
+    assert not apart.numel() or apart.max() < TOLERANCE[dtype]
+    assert bool((lse.cpu()[:, :, ~sees] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8], ids=["grouped", "ungrouped"])
