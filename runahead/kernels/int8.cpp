@@ -2,7 +2,7 @@
 //
 // Legend: R rows, I input features, O output features, G = ceil(I / 64) groups of a row.
 //
-// A weight is a code from -127 to 127 times the scale of its output feature. The numbers of a row are codes, too, from -127
+// A weight is a code from -128 to 127 times the scale of its output feature. The numbers of a row are codes, too, from -127
 // to 127, times the scale of 64 of them: an outlier costs accuracy in its own group alone. They are multiplied as
 // unsigned bytes, 128 larger, by which processors multiply several at a time; what that adds to a sum is 128 times that of
 // the weights. Sums of a group are exact integers; groups are added in float32, in order. So the result for a row depends
@@ -46,15 +46,16 @@ inline Ints dot(Ints sum, Ints row, Ints weights) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)weights);
 #elif !defined(__AVX512BW__) && defined(__AVXVNNI__)
   return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)row, (__m256i)weights);
-#elif defined(__AVX512BW__)  // products of bytes are added in pairs of 16 bits, so the row's are signed and at most 127
+#elif defined(__AVX512BW__)  // products of bytes are added in pairs of 16 bits, so the row's are signed and at most 127;
+                             // weights give them their sign, since -128 has no opposite
   const __m512i codes = _mm512_xor_si512((__m512i)row, _mm512_set1_epi8(-128));
-  const __mmask64 negative = _mm512_movepi8_mask(codes);
-  const __m512i turned = _mm512_mask_sub_epi8((__m512i)weights, negative, _mm512_setzero_si512(), (__m512i)weights);
-  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(codes), turned);
+  const __mmask64 negative = _mm512_movepi8_mask((__m512i)weights);
+  const __m512i turned = _mm512_mask_sub_epi8(codes, negative, _mm512_setzero_si512(), codes);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)weights), turned);
   return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #else
   const __m256i codes = _mm256_xor_si256((__m256i)row, _mm256_set1_epi8(-128));
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8((__m256i)weights, codes));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), _mm256_sign_epi8(codes, (__m256i)weights));
   return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #endif
 }

@@ -224,7 +224,13 @@ class Model(ModelLayers):
             model.stored_as = f"{loaded.stored_as}, dequantised to {str(loaded.dtype).removeprefix('torch.')}"
         if model.weights is Weights.int8:
             rounded = f"int8 ({encoded_share(model.module):.0%} of the parameters)"
-            model.stored_as = f"{model.stored_as}, then {rounded}" if model.stored_as else rounded
+            if loaded.num_coded:
+                layers = len(encoded_layers(model.module))
+                model.stored_as = (
+                    f"{loaded.stored_as}, as {rounded}; codes of {loaded.num_coded} of {layers} layers as stored"
+                )
+            else:
+                model.stored_as = f"{model.stored_as}, then {rounded}" if model.stored_as else rounded
         return model
 
     def name_ranges(self, ranges: Ranges) -> None:

@@ -9,7 +9,7 @@ token its outliers cost SmolLM2 3 % of perplexity where these cost 0.4 %.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,20 +60,29 @@ class EncodedWeight:
     def of(cls, weight_OI: Tensor) -> EncodedWeight:
         """Round a weight, each number to the nearest code."""
         if len(weight_OI) > MOST_OUTPUTS:
-            parts = [cls.of(part) for part in weight_OI.split(MOST_OUTPUTS)]
-            names = ("codes", "sums", "scales_O")
-            return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
-        num_outputs, num_inputs = weight_OI.shape
-        blocks, quads, groups = -(-num_outputs // BLOCK), -(-num_inputs // QUAD), -(-num_inputs // GROUP)
+            return cls.joined([cls.of(part) for part in weight_OI.split(MOST_OUTPUTS)])
         weight_OI = weight_OI.float()
         scales_O = weight_OI.abs().amax(dim=1) / LARGEST
         codes_OI = weight_OI.div(torch.where(scales_O > 0, scales_O, 1)[:, None]).round_().to(torch.int8)
+        return cls.of_codes(codes_OI, scales_O)
+
+    @classmethod
+    def of_codes(cls, codes_OI: Tensor, scales_O: Tensor) -> EncodedWeight:
+        """Lay out codes (O, I) in int8, with their scales in float32."""
+        num_outputs, num_inputs = codes_OI.shape
+        blocks, quads, groups = -(-num_outputs // BLOCK), -(-num_inputs // QUAD), -(-num_inputs // GROUP)
         codes_OI = F.pad(codes_OI, (0, quads * QUAD - num_inputs, 0, blocks * BLOCK - num_outputs))
         in_quads = codes_OI.view(torch.int32).view(blocks, BLOCK, quads)  # four numbers are moved as one
         codes = in_quads.transpose(1, 2).contiguous().view(torch.int8).view(blocks, quads, BLOCK, QUAD)
         grouped = F.pad(codes_OI, (0, groups * GROUP - quads * QUAD)).view(blocks, BLOCK, groups, GROUP)
         sums = grouped.sum(dim=-1, dtype=torch.int16).transpose(1, 2).contiguous()
         return cls(codes=codes, sums=sums, scales_O=scales_O)
+
+    @classmethod
+    def joined(cls, parts: Sequence[EncodedWeight]) -> EncodedWeight:
+        """One weight of the output features of several, all but the last of which have multiples of `BLOCK`."""
+        names = ("codes", "sums", "scales_O")
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
     def decoded(self, num_inputs: int) -> Tensor:
         """The weight (O, I) in float32."""
@@ -98,7 +107,8 @@ class EncodedWeight:
 class DecodedWeight(Tensor):
     """The numbers (O, I) of a weight in 8 bits, decoded for each operation on them; its shape and dtype cost nothing.
 
-    So a family's code may ask a layer for its weight's dtype in each forward.
+    So a family's code may ask a layer for its weight's dtype in each forward, and a weight that is stored in 8 bits may
+    be loaded as if it were numbers.
     """
 
     encoded: EncodedWeight
@@ -140,10 +150,10 @@ class Int8Linear(nn.Linear):
 
     @classmethod
     def take(cls, layer: nn.Linear) -> None:
-        """Make a linear layer one of these, in place."""
+        """Make a linear layer one of these, in place; a weight that is in 8 bits stays as it is."""
         weight = layer._parameters.pop("weight")
         assert weight is not None
-        encoded = EncodedWeight.of(weight.detach())
+        encoded = weight.encoded if isinstance(weight, DecodedWeight) else EncodedWeight.of(weight.detach())
         layer.__class__ = cls
         assert isinstance(layer, cls)
         layer.weight_dtype, layer.is_exact = weight.dtype, False

@@ -27,6 +27,8 @@ from runahead.model.loading import overrides as config_overrides
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor
 from runahead.model.loading.kernels import load_if_built
 from runahead.model.loading.memory import Footprint, PeakMemory, available_bytes, give_back, require_room
+from runahead.model.loading.quantised import in_8_bits
+from runahead.model.loading.quantised.packed import PackedWeight
 from runahead.model.loading.sharing import Shares
 from runahead.report import MemoryReport
 
@@ -50,6 +52,7 @@ class LoadedWeights:
         shares: the ranks that hold the model together; None if `module` is all of it.
         overrides: what its config has in place of the checkpoint's, as one line; "" for nothing.
         stored_as: format and bits of quantised weights, which were decoded to `dtype`; "" for plain ones.
+        num_coded: linear layers in 8 bits whose codes and scales are those of the files.
         is_mapped: whether weights are in the page cache of the checkpoint's files.
         fuse: as of `ModelOptions`.
         memory: memory of this rank while it loaded.
@@ -68,6 +71,7 @@ class LoadedWeights:
     shares: Shares | None = None
     overrides: str = ""
     stored_as: str = ""
+    num_coded: int = 0
     is_mapped: bool
     fuse: Fuse
     memory: MemoryReport
@@ -155,7 +159,8 @@ def load(
             make = replace(make, checkpoint=checkpoint)
     elif not is_random:
         if source.form is not None:
-            checkpoint, stored_as = _dequantised(make, empty, progress=progress)
+            changed = merging.weights if merging else frozenset()
+            checkpoint, stored_as = _dequantised(make, empty, changed, progress=progress)
             stored, make = checkpoints.stored_tensors(checkpoint), replace(make, checkpoint=checkpoint)
         sentence = stored_forms.unused(empty, stored, source)
         if sentence is not None and progress:
@@ -184,10 +189,13 @@ def load(
         footprint.whole = max(footprint.whole, _merging_bytes(merging, place, checkpoint.label, ranks_on_host))
         if options.weights is Weights.int8:
             given_bytes, encoded_bytes, largest_bytes = int8.bytes_of_linears(empty)
+            coded = [each for each in stored.values() if each.held_bytes]
+            given_bytes -= sum(each.num_elements * dtype.itemsize for each in coded)
+            encoded_bytes -= sum(each.held_bytes for each in coded)
             if footprint.mapped:
                 footprint.copied += encoded_bytes
                 footprint.read += given_bytes
-            else:  # each layer's memory is freed before the next is encoded
+            elif given_bytes > 0:  # each layer's memory is freed before the next is encoded
                 footprint.copied += largest_bytes
                 footprint.read += max(0, given_bytes - encoded_bytes) + largest_bytes
         require_room(footprint, place, label=checkpoint.label, ranks_on_host=ranks_on_host)
@@ -224,6 +232,7 @@ def load(
         shares=shares,
         overrides=config_overrides.fact(config, options.overrides),
         stored_as=stored_as,
+        num_coded=len(checkpoint.form.coded) if checkpoint.form else 0,
         is_mapped=footprint.mapped > 0,
         fuse=options.fuse,
         memory=MemoryReport(
@@ -298,8 +307,15 @@ def _forms_of_gguf(source: Checkpoint) -> str:
     return f"gguf, {' and '.join(forms)}" if forms else ""
 
 
-def _dequantised(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool) -> tuple[Checkpoint, str]:
+def _dequantised(
+    make: hf.ModelMaker, empty: PreTrainedModel, changed: Collection[str], *, progress: bool
+) -> tuple[Checkpoint, str]:
     """A checkpoint of which quantised weights are decoded, as they are read or before; and what a report says of it.
+
+    With `model.weights=int8` those that are stored so are not.
+
+    Args:
+        changed: parameters that adapters change.
 
     Raises:
         ValueError: a weight lacks a part.
@@ -308,8 +324,16 @@ def _dequantised(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool)
     assert source.form is not None
     parts = checkpoints.stored_parts(source)
     form = replace(source.form, left_out=stored_forms.empty_biases(empty, parts))
+    if make.options.weights is Weights.int8:
+        form = replace(form, coded=_coded(empty, parts, changed))
     source, stored_as = replace(source, form=form), form.about(parts)
-    if make.options.keep_dequantized:
+    if make.options.keep_dequantized and form.coded:
+        warnings.warn(
+            f"model.keep_dequantized has no effect on {source.label}: with model.weights=int8 its weights are taken in "
+            "8 bits, as they are stored",
+            stacklevel=2,
+        )
+    elif make.options.keep_dequantized:
         from runahead.model.loading.quantised.kept import kept
 
         try:
@@ -317,6 +341,18 @@ def _dequantised(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool)
         except OSError as error:
             warnings.warn(f"{error}; until then every process dequantises them at every start", stacklevel=2)
     return source, stored_as
+
+
+def _coded(empty: PreTrainedModel, parts: Mapping[str, Any], changed: Collection[str]) -> frozenset[str]:
+    """Names of stored weights that linear layers in 8 bits can have as they are: no other weight is made of them."""
+    layers, ties = set(int8.linears(empty)), getattr(empty, "all_tied_weights_keys", {})
+    places = {f"{name}.weight" for name, layer in empty.named_modules() if layer in layers}
+    places -= {*ties, *ties.values(), *changed}
+    return frozenset(
+        name
+        for name, target in stored_forms.weights_as_stored(empty, parts).items()
+        if target in places and isinstance(parts[name], PackedWeight) and in_8_bits.fits(parts[name])
+    )
 
 
 def _as_stored(make: hf.ModelMaker, small: Checkpoint) -> hf.ModelMaker:
@@ -439,14 +475,16 @@ def _footprint(
         return Footprint(copied=sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters()))
     parameters, prefix = empty.state_dict(), empty.base_model_prefix
     footprint = Footprint(copied=0)
-    packed = [tensor.packed_bytes for tensor in stored.values()]
-    if any(packed):  # nothing is mapped; transformers' threads decode a weight each
+    packed = [tensor.packed_bytes * (2 if tensor.held_bytes else 1) for tensor in stored.values()]
+    if any(packed):  # nothing is mapped; transformers' threads decode a weight each, or lay its codes out, in parts
         footprint.whole = LOADING_THREADS * max(packed)
     for name, tensor in stored.items():
         known = next((each for each in sharing.names_in_model(name, prefix) if each in parameters), None)
         parameter = None if known is None else parameters[known]
         if parameter is not None and parameter.dtype == tensor.dtype and known not in changed and not footprint.whole:
             footprint.mapped += tensor.num_elements * parameter.element_size()
+        elif tensor.held_bytes:
+            footprint.copied += tensor.held_bytes
         else:
             footprint.copied += tensor.num_elements * (parameter.dtype if parameter is not None else dtype).itemsize
             footprint.read += 0 if footprint.whole else tensor.num_elements * (tensor.dtype or dtype).itemsize

@@ -20,6 +20,7 @@ from runahead.config import ModelOptions
 from runahead.files import read_user_file
 from runahead.model.loading.gguf_header import GGUFHeader, read_header
 from runahead.model.loading.quantised import Form
+from runahead.model.loading.quantised.in_8_bits import CodedWeight
 from runahead.model.loading.quantised.packed import FLOATS, PackedWeight
 from runahead.model.loading.quiet import one_line, quiet
 
@@ -107,12 +108,14 @@ class StoredTensor:
     """A tensor in a safetensors file: the file's name of its type; `dtype` is None if that is not in `FLOATS`.
 
     One that is decoded has the dtype that it is decoded to; `packed_bytes` is what it has in the file then, else 0.
+    `held_bytes` is what one has in memory that stays in 8 bits, else 0.
     """
 
     code: str
     dtype: torch.dtype | None
     num_elements: int
     packed_bytes: int = 0
+    held_bytes: int = 0
 
 
 def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
@@ -357,6 +360,7 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
             dtype=FLOATS.get(part.get_dtype()),
             num_elements=torch.Size(part.get_shape()).numel(),
             packed_bytes=part.stored_bytes if isinstance(part, PackedWeight) else 0,
+            held_bytes=part.held_bytes if isinstance(part, CodedWeight) else 0,
         )
         for name, part in stored_parts(checkpoint).items()
     }

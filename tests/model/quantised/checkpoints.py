@@ -25,9 +25,9 @@ Packer = Callable[[tuple[int, int], torch.Generator], tuple[Parts, Tensor]]
 """Makes the parts of a random weight [R, C], by the endings of their names, and the weight itself in float64."""
 
 
-def pack(codes: Tensor) -> Tensor:
-    """Codes of 4 bits [..., n] as words [..., n / 8]."""
-    words = (codes.long().unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+def pack(codes: Tensor, bits: int = 4) -> Tensor:
+    """Codes of 4 (or 8) bits [..., n] as words [..., n / 8] (or n / 4)."""
+    words = (codes.long().unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
@@ -76,6 +76,25 @@ def int8(shape: tuple[int, int], generator: torch.Generator) -> tuple[Parts, Ten
     codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
     scales = (torch.rand(shape[0], 1, generator=generator) * 0.005 + 0.001).bfloat16()
     return {".weight": codes, ".weight_scale": scales}, codes.double() * scales.double()
+
+
+def of_rows(shape: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Codes of 8 bits [R, C], from -128 on, and a scale per row [R, 1]."""
+    codes = torch.randint(-128, 128, shape, generator=generator)
+    return codes, (torch.rand(shape[0], 1, generator=generator) * 0.005 + 0.001).half()
+
+
+def int8_packed(shape: tuple[int, int], generator: torch.Generator) -> tuple[Parts, Tensor]:
+    codes, scales = of_rows(shape, generator)
+    parts = {".weight_packed": pack(codes + 128, 8), ".weight_scale": scales, ".weight_shape": torch.tensor(shape)}
+    return parts, codes.double() * scales.double()
+
+
+def gptq_8(shape: tuple[int, int], generator: torch.Generator) -> tuple[Parts, Tensor]:
+    codes, scales = of_rows(shape, generator)
+    zeros = torch.full((1, shape[0]), 127)
+    parts = {".qweight": pack(codes + 128, 8).T, ".qzeros": pack(zeros, 8), ".scales": scales.T}
+    return parts, codes.double() * scales.double()
 
 
 def in_8_bits(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -130,14 +149,25 @@ def bnb_int8(shape: tuple[int, int], generator: torch.Generator) -> tuple[Parts,
     return parts, (codes * scales[:, None]).double() / 127
 
 
-GROUPS = {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": GROUP}, "targets": ["Linear"]}}
+IN_GROUPS = {"num_bits": 4, "strategy": "group", "group_size": GROUP, "symmetric": False}
+GROUPS = {"group_0": {"weights": IN_GROUPS, "targets": ["Linear"]}}
 ROWWISE = {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}, "targets": ["Linear"]}}
 FORMS: dict[str, tuple[Packer, dict[str, Any], str]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}, "gptq, 4 bits"),
-    "gptq_act_order": (gptq_act_order, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}, "gptq, 4 bits"),
+    "gptq_act_order": (
+        gptq_act_order,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+        "gptq, 4 bits",
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "awq, 4 bits"),
     "int4": (int4, {"quant_method": "compressed-tensors", "config_groups": GROUPS}, "compressed-tensors, 4 bits"),
     "int8": (int8, {"quant_method": "compressed-tensors", "config_groups": ROWWISE}, "compressed-tensors, 8 bits"),
+    "int8_packed": (
+        int8_packed,
+        {"quant_method": "compressed-tensors", "config_groups": ROWWISE},
+        "compressed-tensors, 8 bits",
+    ),
+    "gptq_8": (gptq_8, {"quant_method": "gptq", "bits": 8, "group_size": -1}, "gptq, 8 bits"),
     "fp8_rows": (
         fp8_rows,
         {"quant_method": "compressed-tensors", "config_groups": ROWWISE},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from runahead.config import Table
+from runahead.model.loading.quantised.in_8_bits import CodedWeight
 from runahead.model.loading.quantised.packed import PackedWeight, Stored
 
 Settings = Mapping[str, Any]
@@ -43,11 +44,13 @@ class Form:
         name: of the format, in `FORMATS`.
         settings: of the checkpoint's config.
         left_out: names of tensors that are not loaded.
+        coded: names of weights that are not decoded, but handed on in 8 bits (`CodedWeight`).
     """
 
     name: str
     settings: Settings
     left_out: frozenset[str] = frozenset()
+    coded: frozenset[str] = frozenset()
 
     def weights(self, stored: Stored, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """The checkpoint's tensors by the names that they have without quantisation, decoded as they are read.
@@ -61,9 +64,10 @@ class Form:
         """
         found = FORMATS[self.name](stored, self.settings)
         found = {name: part for name, part in found.items() if name not in self.left_out}
-        for each in found.values():
+        found |= {name: CodedWeight.of(found[name]) for name in self.coded}
+        for name, each in found.items():
             if isinstance(each, PackedWeight):
-                each.dtype = dtype or each.natural
+                each.dtype, each.name = dtype or each.natural, name
         return found
 
     def about(self, weights: Mapping[str, Any]) -> str:

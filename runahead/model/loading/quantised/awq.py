@@ -20,7 +20,8 @@ from runahead.model.loading.quantised.parts import (
     columns_of_group,
     dtype_of,
     gathered,
-    require_numbers,
+    require_matrices,
+    require_scales,
     require_shape,
 )
 
@@ -35,13 +36,14 @@ def weights(stored: Stored, settings: Any) -> dict[str, Any]:
         raise ValueError(f"its AWQ weights are in version {version} with {bits} bits; take one in version gemm, 4 bits")
     owners, found = gathered(stored, PARTS)
     for owner, parts in owners.items():
-        require_numbers(owner, parts, PARTS)
+        require_matrices(owner, parts, PARTS, words=PARTS[:2])
         found[f"{owner}.weight"] = _weight(owner, parts, settings)
     return found
 
 
 def _weight(owner: str, parts: dict[str, Any], settings: Any) -> PackedWeight:
     qweight, qzeros, scales = (parts[name] for name in PARTS)
+    require_scales(f"{owner}.scales", scales)
     num_groups, num_rows = scales.get_shape()
     num_cols = qweight.get_shape()[0]
     group_size = columns_of_group(settings, num_cols, "group_size", "q_group_size")

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from runahead.model.loading.quantised.bits import as_stored, looked_up, pairs_of
 from runahead.model.loading.quantised.packed import At, PackedWeight, Stored
-from runahead.model.loading.quantised.parts import bytes_of, require, require_shape, within
+from runahead.model.loading.quantised.parts import (
+    bytes_of,
+    require,
+    require_dims,
+    require_number,
+    require_scales,
+    require_shape,
+    within,
+)
 from runahead.model.loading.quantised.scales import Coded, scaled
 
 STATE = re.compile(r"(.+)\.quant_state\.bitsandbytes__(\w+)")
@@ -53,6 +61,9 @@ def _in_8_bits(owner: str, found: dict[str, Any], scale: Any) -> PackedWeight:
     weight, order = found.get(f"{owner}.weight"), found.pop(f"{owner}.weight_format", None)
     if weight is None or weight.get_dtype() != "I8":
         raise ValueError(f"{owner}.SCB is stored without {owner}.weight in 8 bits")
+    require_dims(f"{owner}.weight", weight, most=2)
+    if order is not None:
+        require_number(f"{owner}.weight_format", order)
     if order is not None and int(within(order).reshape(-1)[0]) != ROW_MAJOR:
         raise ValueError(f"{owner}.weight is laid out for a kernel (weight_format); save it with a newer bitsandbytes")
     shape = tuple(weight.get_shape())
@@ -62,6 +73,7 @@ def _in_8_bits(owner: str, found: dict[str, Any], scale: Any) -> PackedWeight:
 
 
 def _in_4_bits(name: str, parts: dict[str, Any], state: Any) -> PackedWeight:
+    require_number(f"{name}.quant_state", state)
     try:
         about = json.loads(bytes(within(state).tolist()))
         shape, group = tuple(int(each) for each in about["shape"]), int(about["blocksize"])
@@ -79,6 +91,8 @@ def _in_4_bits(name: str, parts: dict[str, Any], state: Any) -> PackedWeight:
     require_shape(name, packed, [ceil(prod(shape) / 2), 1], f"{name}.quant_state")
     require_shape(f"{name}.absmax", absmax, [num_groups], f"{name}.quant_state")
     require_shape(f"{name}.quant_map", parts[".quant_map"], [16], f"{name}.quant_state")
+    for part in (*PARTS[:2], *(PARTS[2:] if nested else ())):
+        require_scales(f"{name}{part}", parts[part])
     if nested:
         wanted = [ceil(num_groups / size_of_group)]
         require_shape(f"{name}.nested_absmax", parts[".nested_absmax"], wanted, f"{name}.quant_state")

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from runahead.model.loading.quantised.bits import FP4, along_columns, as_stored, from_table, unpack
 from runahead.model.loading.quantised.packed import At, Codes, PackedWeight, Stored
-from runahead.model.loading.quantised.parts import FP8, gathered, require, require_shape, within
+from runahead.model.loading.quantised.parts import (
+    FP8,
+    gathered,
+    require,
+    require_dims,
+    require_scales,
+    require_shape,
+    require_words,
+    within,
+)
 from runahead.model.loading.quantised.scales import Coded, blockwise, scaled
 
 PARTS = (
@@ -34,12 +43,13 @@ def weights(stored: Stored, settings: Any) -> dict[str, Any]:
     for owner, parts in owners.items():
         name = f"{owner}.weight"
         if ".weight_packed" in parts:
-            require(owner, parts, (".weight_packed", ".weight_scale"))
+            require(owner, parts, (".weight_packed", ".weight_scale", *_needed(schemes)))
             packed = _of_floats if parts[".weight_packed"].get_dtype() == "U8" else _of_integers
             found[name] = packed(owner, parts, schemes)
         elif name not in found:
             raise ValueError(f"{owner}{next(iter(parts))} is stored without {name}")
         else:
+            require(owner, {".weight": found[name]} | parts, (".weight_scale", *_needed(schemes)))
             found[name] = _in_bytes(owner, found[name], parts, schemes)
     raw = [
         name for name, part in found.items() if not isinstance(part, PackedWeight) and part.get_dtype() in (*FP8, "I8")
@@ -58,8 +68,15 @@ def _require_plain(settings: Any) -> None:
         raise ValueError("its activations are transformed (transform_config), which is not done; take another one")
 
 
+def _needed(schemes: list[Any]) -> list[str]:
+    """Parts that a weight has by each of the schemes: without them its numbers would be others."""
+    has_zeros = schemes and all(scheme.get("symmetric") is False for scheme in schemes)
+    is_ordered = schemes and all(scheme.get("actorder") in ("group", "dynamic") for scheme in schemes)
+    return [*([".weight_zero_point"] if has_zeros else []), *([".weight_g_idx"] if is_ordered else [])]
+
+
 def _in_bytes(owner: str, weight: Any, parts: dict[str, Any], schemes: list[Any]) -> PackedWeight:
-    require(owner, {".weight": weight} | parts, (".weight_scale",))
+    require_dims(f"{owner}.weight", weight)
     if weight.get_dtype() not in (*FP8, "I8"):
         raise ValueError(f"{owner}.weight is stored as {weight.get_dtype()} beside a scale, which it is not in need of")
     name = f"{owner}.weight"
@@ -76,6 +93,9 @@ def _in_bytes(owner: str, weight: Any, parts: dict[str, Any], schemes: list[Any]
 def _of_integers(owner: str, parts: dict[str, Any], schemes: list[Any]) -> PackedWeight:
     require(owner, parts, (".weight_packed", ".weight_shape"))
     packed, scale, name = parts[".weight_packed"], parts[".weight_scale"], f"{owner}.weight_packed"
+    require_dims(name, packed, most=2)
+    require_words(name, packed)
+    require_shape(f"{owner}.weight_shape", parts[".weight_shape"], [2], name)
     num_rows, num_cols = (int(each) for each in within(parts[".weight_shape"]))
     known = sorted({int(each["num_bits"]) for each in schemes if each.get("num_bits")})
     fitting = [each for each in known if packed.get_shape() == [num_rows, ceil(num_cols * each / 32)]]
@@ -100,6 +120,7 @@ def _of_integers(owner: str, parts: dict[str, Any], schemes: list[Any]) -> Packe
     num_groups = ceil(num_cols / weight.group_size)
     if ".weight_zero_point" in parts:
         wanted = [ceil(num_rows * bits / 32), num_groups]
+        require_words(f"{owner}.weight_zero_point", parts[".weight_zero_point"])
         require_shape(f"{owner}.weight_zero_point", parts[".weight_zero_point"], wanted, name)
     return weight
 
@@ -107,6 +128,7 @@ def _of_integers(owner: str, parts: dict[str, Any], schemes: list[Any]) -> Packe
 def _of_floats(owner: str, parts: dict[str, Any], schemes: list[Any]) -> PackedWeight:
     """4-bit floating point: NVFP4 (scales in 8 bits, divided by one of the tensor) and MXFP4 (exponents)."""
     packed, scale = parts[".weight_packed"], parts[".weight_scale"]
+    require_dims(f"{owner}.weight_packed", packed)
     *lead, half = packed.get_shape()
     codes: Codes = from_table(packed, torch.tensor(FP4))
     shape = (*lead, half * 2)
@@ -114,6 +136,7 @@ def _of_floats(owner: str, parts: dict[str, Any], schemes: list[Any]) -> PackedW
     weight = scaled(coded, f"{owner}.weight_scale", scale, _block(coded, scale, schemes))
     if ".weight_global_scale" in parts:
         of_groups, divisor = weight.scales, parts[".weight_global_scale"]
+        require_scales(f"{owner}.weight_global_scale", divisor)
         weight.scales = lambda at, rows: of_groups(at, rows) / within(divisor).float().reshape(1, 1)
     return weight
 
@@ -131,10 +154,13 @@ def _block(coded: Coded, scale: Any, schemes: list[Any]) -> tuple[int, ...]:
 
     Where none fits, the first one is what the error names; empty where scales are per tensor or row.
     """
-    shape = scale.get_shape()
-    if len(shape) < 2 or shape[-2:] in ([1, 1], [coded.shape[-2], 1]):
+    shape, strategies = scale.get_shape(), {scheme.get("strategy") for scheme in schemes}
+    rowwise, (num_rows, num_cols) = strategies <= {"channel", "token"} and bool(strategies), coded.shape[-2:]
+    if shape[-2:] == [num_rows, 1] or shape == [num_rows]:
         return ()
-    found = []
+    if shape in ([], [1]) or shape[-2:] == [1, 1]:
+        return (1, num_cols) if rowwise else ()
+    found = [(1, num_cols)] if rowwise else []
     for scheme in schemes:
         height, width = 1, scheme.get("group_size")
         structure = scheme.get("block_structure")

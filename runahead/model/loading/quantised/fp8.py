@@ -14,7 +14,7 @@ import torch
 
 from runahead.model.loading.quantised.bits import FP4, as_stored, from_table
 from runahead.model.loading.quantised.packed import PackedWeight, Stored
-from runahead.model.loading.quantised.parts import FP8, gathered, is_float
+from runahead.model.loading.quantised.parts import FP8, gathered, is_float, require_dims
 from runahead.model.loading.quantised.scales import Coded, scaled
 
 SCALES = ("_scale_inv", ".qscale_weight", ".scale")
@@ -59,8 +59,11 @@ def with_scales(stored: Stored, endings: tuple[str, ...], block: tuple[int, ...]
 
 def coded(name: str, weight: Any) -> Coded:
     """The codes of a weight: 8-bit floating point, or in integers of 8 bits two of 4-bit floating point each."""
+    require_dims(name, weight)
     *lead, num_cols = weight.get_shape()
-    if weight.get_dtype() not in ("I8", "U8"):
+    if weight.get_dtype() not in (*FP8, "I8", "U8"):
+        raise ValueError(f"{name} is stored as {weight.get_dtype()} beside a scale, and is read in 8 bits alone")
+    if weight.get_dtype() in FP8:
         return Coded(name=name, shape=(*lead, num_cols), bits=8, codes=as_stored(weight), stored=(weight,))
     codes = from_table(weight, torch.tensor(FP4))
     return Coded(name=name, shape=(*lead, num_cols * 2), bits=4, codes=codes, steps=(1, 2), stored=(weight,))

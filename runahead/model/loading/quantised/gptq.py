@@ -21,7 +21,9 @@ from runahead.model.loading.quantised.parts import (
     columns_of_group,
     dtype_of,
     gathered,
-    require_numbers,
+    require,
+    require_matrices,
+    require_scales,
     require_shape,
     whole_number,
 )
@@ -35,13 +37,14 @@ def weights(stored: Stored, settings: Any) -> dict[str, Any]:
         raise ValueError(f"its GPTQ weights are laid out for a kernel ({layout}); take one with checkpoint_format=gptq")
     owners, found = gathered(stored, PARTS)
     for owner, parts in owners.items():
-        require_numbers(owner, parts, PARTS[:3])
+        require_matrices(owner, parts, PARTS[:3], words=PARTS[:2])
         found[f"{owner}.weight"] = _weight(owner, parts, settings, 1 if layout == "gptq" else 0)
     return found
 
 
 def _weight(owner: str, parts: dict[str, Any], settings: Any, offset: int) -> PackedWeight:
     qweight, qzeros, scales = (parts[name] for name in PARTS[:3])
+    require_scales(f"{owner}.scales", scales)
     num_groups, num_rows = scales.get_shape()
     bits = qzeros.get_shape()[1] * 32 // num_rows  # a module may have others than the config says
     if bits not in (2, 3, 4, 8):
@@ -58,6 +61,8 @@ def _weight(owner: str, parts: dict[str, Any], settings: Any, offset: int) -> Pa
     g_idx = parts.get(".g_idx")
     if g_idx is not None:
         require_shape(f"{owner}.g_idx", g_idx, [num_cols], f"{owner}.qweight")
+    elif settings.get("desc_act") and num_groups > 1:
+        require(owner, parts, PARTS)
 
     def codes(at: At, rows: range, cols: range) -> Any:
         words = qweight[cols.start * bits // 32 : cols.stop * bits // 32, rows.start : rows.stop].T.contiguous()

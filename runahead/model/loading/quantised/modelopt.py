@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runahead.model.loading.quantised.fp8 import coded, with_scales
 from runahead.model.loading.quantised.packed import PackedWeight, Stored
-from runahead.model.loading.quantised.parts import FP8, within
+from runahead.model.loading.quantised.parts import FP8, require_scales, within
 from runahead.model.loading.quantised.scales import scaled
 
 SECOND = ".weight_scale_2"
@@ -68,6 +68,7 @@ def _nvfp4(owner: str, weight: Any, first: Stored, second: Stored) -> PackedWeig
     if scale is None or owner not in second or scale.get_dtype() not in FP8:
         raise ValueError(f"{owner}.weight is stored in 4 bits without its scales, {scale_name} and its {SECOND[1:]}")
     of_tensor = second[owner]
+    require_scales(f"{owner}{SECOND}", of_tensor)
     codes = coded(f"{owner}.weight", weight)
     packed = scaled(codes, scale_name, scale, (1, 16))
     of_groups = packed.scales

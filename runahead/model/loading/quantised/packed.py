@@ -49,6 +49,7 @@ class PackedWeight:
         natural: the dtype in which the format's own library has the weight.
         stored_bytes: of its parts in the file.
         dtype: of what is read.
+        name: in the file, for error messages.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +64,7 @@ class PackedWeight:
     natural: torch.dtype = torch.float32
     stored_bytes: int
     dtype: torch.dtype = torch.float32
+    name: str = ""
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -105,7 +107,7 @@ class PackedWeight:
         groups, num_cols = self.order().long(), self.shape[-1]
         num_groups = ceil(num_cols / self.group_size)
         if groups.min() < 0 or groups.max() >= num_groups:
-            raise ValueError(f"its g_idx names group {int(groups.max())}, and it has {num_groups} groups")
+            raise ValueError(f"{self.name}: its g_idx names group {int(groups.max())}, and it has {num_groups} groups")
         return None if torch.equal(groups, torch.arange(num_cols) // self.group_size) else groups
 
 

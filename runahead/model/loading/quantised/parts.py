@@ -52,12 +52,40 @@ def require_shape(name: str, part: Any, shape: Sequence[int], of: str) -> None:
         raise ValueError(f"{name} has shape {list(part.get_shape())}, and {of} needs {list(shape)}")
 
 
-def require_numbers(owner: str, parts: dict[str, Any], names: Sequence[str]) -> None:
-    """Check that a weight has all of these parts, and that they are not empty. Raises: ValueError."""
+def require_matrices(owner: str, parts: dict[str, Any], names: Sequence[str], words: Sequence[str]) -> None:
+    """Check that a weight has all of these parts, as matrices, and some of words of 32 bits. Raises: ValueError."""
     require(owner, parts, names)
     for name in names:
-        if 0 in parts[name].get_shape():
-            raise ValueError(f"{owner}{name} has shape {list(parts[name].get_shape())}, and holds no numbers")
+        require_dims(f"{owner}{name}", parts[name], most=2)
+        if name in words:
+            require_words(f"{owner}{name}", parts[name])
+
+
+def require_dims(name: str, part: Any, most: int | None = None) -> None:
+    """Check that a part has two dims or more, and at most so many, and that it is not empty. Raises: ValueError."""
+    shape = list(part.get_shape())
+    if len(shape) < 2 or 0 in shape or (most is not None and len(shape) > most):
+        raise ValueError(f"{name} has shape {shape}, which is no weight's")
+
+
+def require_words(name: str, part: Any) -> None:
+    """Check that a part is of words of 32 bits. Raises: ValueError."""
+    if part.get_dtype() not in ("I32", "U32"):
+        raise ValueError(f"{name} is stored as {part.get_dtype()}, and holds codes in words of 32 bits (I32)")
+
+
+def require_scales(name: str, part: Any) -> None:
+    """Check that a part is of floating-point numbers, or exponents in bytes, and not empty. Raises: ValueError."""
+    if 0 in part.get_shape():
+        raise ValueError(f"{name} has shape {list(part.get_shape())}, and holds no number")
+    if part.get_dtype() not in (*FLOATS, *FP8, "F8_E8M0", "U8"):
+        raise ValueError(f"{name} is stored as {part.get_dtype()}, and holds scales, which are floating-point numbers")
+
+
+def require_number(name: str, part: Any) -> None:
+    """Check that a part is not empty. Raises: ValueError."""
+    if 0 in part.get_shape():
+        raise ValueError(f"{name} has shape {list(part.get_shape())}, and holds no number")
 
 
 def whole_number(settings: Mapping[str, Any], *names: str) -> int:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from runahead.model.loading.quantised.packed import At, Codes, PackedWeight
-from runahead.model.loading.quantised.parts import bytes_of, dtype_of, exponents, require_shape, rows_of, within
+from runahead.model.loading.quantised.parts import (
+    bytes_of,
+    dtype_of,
+    exponents,
+    require_number,
+    require_scales,
+    require_shape,
+    rows_of,
+    within,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,7 @@ def scaled(coded: Coded, scale_name: str, scale: Any, block: tuple[int, ...] = (
     Raises:
         ValueError: the scales have another shape.
     """
+    require_scales(scale_name, scale)
     scales, group_size = blockwise(coded, scale_name, scale, block)
     return PackedWeight(
         shape=coded.shape,
@@ -59,7 +69,8 @@ def blockwise(
 ) -> tuple[Callable[[At, range], Tensor], int]:
     """A function that reads scales (or zero points) of rows, [R, G], and the columns of a group. Raises: ValueError."""
     shape, (*lead, num_rows, num_cols) = numbers.get_shape(), coded.shape
-    if len(shape) < 2:
+    require_number(name, numbers)
+    if len(shape) < 2 and not block:
         if shape not in ([], [1]):
             require_shape(name, numbers, [num_rows], coded.name)
         of_row = len(shape) == 1 and shape[0] == num_rows
@@ -70,7 +81,7 @@ def blockwise(
 
         return of_rows, num_cols
     sizes, grid = (num_rows, num_cols), shape[-2:]
-    if not block or _grid(sizes, block) != grid:
+    if not block or shape[:-2] != lead or _grid(sizes, block) != grid:
         if block or shape[:-2] != lead or any(size % count for size, count in zip(sizes, grid, strict=True)):
             require_shape(name, numbers, [*lead, *_grid(sizes, block or (1, num_cols))], coded.name)
         block = tuple(size // count for size, count in zip(sizes, grid, strict=True))
