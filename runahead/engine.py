@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from transformers.generation import GenerateOutput
 
     from runahead.dynamic_cache.checked import CheckedCache
+    from runahead.reuse.handover import Handover
     from runahead.reuse.prefix_tree import PrefixTree
     from runahead.reuse.prefixes import Prefixes, RowPrefix
     from runahead.reuse.reuse import Reuse
@@ -475,7 +477,12 @@ class Engine:
             )
             return answer
 
-    def prefill(self, plan: PrefillPlan, meanwhile: InterleavedWork | None = None) -> Prefilled:
+    def prefill(
+        self,
+        plan: PrefillPlan,
+        meanwhile: InterleavedWork | None = None,
+        handovers: Mapping[int, Handover] = MappingProxyType({}),
+    ) -> Prefilled:
         """Run this rank's part of a prefill that all ranks were told, for a server.
 
         In contrast to `generate` nothing is compared, and no rank waits for another one but for its keys and values:
@@ -485,10 +492,11 @@ class Engine:
 
         Args:
             meanwhile: what this rank does besides.
+            handovers: number of a prompt -> what hands it over, on the last rank, which has all keys and values.
         """
         if len(plan.partition.chain) > 1:
             self._check_chain(plan.partition)
-        ready = self.prefills.ready(plan, meanwhile=meanwhile)
+        ready = self.prefills.ready(plan, meanwhile=meanwhile, handovers=handovers)
         reuse = ready.reuse
         if reuse is not None and ready.job.partition.chunk(self.ranks.stage):
             reuse.encode_missing(in_stage=True)

@@ -13,9 +13,10 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 MOST_BYTES = 2**30
 """Size of the largest file that is read."""
@@ -25,6 +26,9 @@ PART = ".part"
 """End of the names of files that are not finished."""
 EMPTY_S = 60.0
 """Age in seconds from which an unfinished file that is empty belongs to no process."""
+
+Content: TypeAlias = str | bytes | Callable[[BinaryIO], object]
+"""Content of a file, text as UTF-8, or what writes it: at its own pace, and anew if it is called again."""
 
 
 def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:
@@ -97,25 +101,26 @@ def ensure_writable(path: str | os.PathLike[str], *, option: str = "report") -> 
         raise ValueError(f"{name} cannot be written: {error.strerror}; name another file") from error
 
 
-def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666) -> None:
-    """Write `content` (text as UTF-8) to `path` atomically: if that fails, an existing file keeps its content.
+def write_whole(path: str | os.PathLike[str], content: Content, *, mode: int = 0o666) -> None:
+    """Write `content` to `path` atomically: if that fails, an existing file keeps its content.
 
     Args:
         mode: most permissions of a new file.
 
     Raises:
         OSError: the file cannot be written.
+        Exception: whatever `content` raises.
     """
-    data = content.encode() if isinstance(content, str) else content
     # Follows links, so that they stay links. Devices and pipes (report=/dev/stderr) must not be replaced by a file.
     target = Path(os.path.realpath(path))
     part = _beside(target)
     try:
         if target.exists() and not target.is_file():
-            Path(path).write_bytes(data)
-        elif not _write_unnamed(target, part, data, mode):
+            with open(path, "wb") as file:
+                _write(file, content)
+        elif not _write_unnamed(target, part, content, mode):
             with os.fdopen(_create(part, mode), "wb") as file:
-                _fill(file, data, target)
+                _fill(file, content, target)
                 os.replace(part, target)  # while the file is locked
     except BaseException as error:
         with suppress(OSError):
@@ -125,7 +130,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int
         raise
 
 
-def _write_unnamed(target: Path, part: Path, data: bytes, mode: int) -> bool:
+def _write_unnamed(target: Path, part: Path, content: Content, mode: int) -> bool:
     """Write a file without a name, and name it at the end, so that a killed process leaves no partial file.
 
     Only if it replaces another file, the temporary name `part` exists for the moment between two system calls.
@@ -138,7 +143,7 @@ def _write_unnamed(target: Path, part: Path, data: bytes, mode: int) -> bool:
     except (AttributeError, OSError):  # an error of the folder occurs again when `part` is created
         return False
     with os.fdopen(handle, "wb") as file:
-        _fill(file, data, target)
+        _fill(file, content, target)
         for path in (target, part):
             try:
                 # src_dir_fd makes Python follow the symbolic link in /proc; it has no effect on an absolute path
@@ -167,14 +172,21 @@ def remove_partial_files(folder: Path) -> None:
                 part.unlink()
 
 
-def _fill(file: BinaryIO, data: bytes, target: Path) -> None:
+def _fill(file: BinaryIO, content: Content, target: Path) -> None:
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)
-    file.write(data)
+    _write(file, content)
     file.flush()
     os.fsync(file.fileno())
     if target.exists():
         os.fchmod(file.fileno(), target.stat().st_mode & 0o777)
+
+
+def _write(file: BinaryIO, content: Content) -> None:
+    if callable(content):
+        content(file)
+    else:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def _beside(target: Path) -> Path:

@@ -28,6 +28,7 @@ from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.trace import TraceSpan
 
 if TYPE_CHECKING:
+    from runahead.reuse.handover import Handover
     from runahead.reuse.prefixes import RowPrefix
     from runahead.reuse.reused_kv import ReusedKV
     from runahead.reuse.stored_prefix import StoredPrefix
@@ -152,6 +153,7 @@ class PrefillJob:
         gives_new: fill `given` of the result on the rank that decodes.
         texts: whole prompts, if some of their tokens are reused and policies decide on all.
         scorer: of this rank's part of the tokens; None: they are not scored.
+        handovers: row -> what hands its prompt over, on a rank that has all keys and values.
         record: record the timeline of this rank.
         meanwhile: what the rank does besides; None is nothing.
     """
@@ -172,6 +174,7 @@ class PrefillJob:
     gives_new: bool = False
     texts: PromptBatch | None = None
     scorer: PromptScorer | None = None
+    handovers: Mapping[int, Handover] = field(default_factory=dict)
     record: bool = False
     meanwhile: InterleavedWork | None = None
 

@@ -67,10 +67,15 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     began_s, clock = time.perf_counter(), clock_for(ranks.device)
     marks = [clock.mark()]
     logits_BV, stops = None, job.stops
-    inside = [] if states is None else [KeptStates(stops, states, model.state_shapes, ranks.device)]
+    kept_states = [] if states is None else [KeptStates(stops, states, model.state_shapes, ranks.device)]
+    inside = list[LayerHook](kept_states)
     for start, end in pairwise(edges):
         tokens = NewTokens(start, pads)
         is_last = end == num_tokens
+        if job.handovers and is_last and isinstance(seen, KVCache):
+            from runahead.prefill.handing import HandsOver
+
+            inside.append(HandsOver(job, seen))
         if kept is None or (texts is not None and not is_last):
             attention = CausalAttention(seen, start=start, pads=pads, hooks=inside, on_layer=after_layer, stops=stops)
         else:
@@ -136,7 +141,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
         logits_BV=logits_BV,
         cache=cache,
         report=report,
-        states=inside[0].rows if inside else {},
+        states=kept_states[0].rows if kept_states else {},
         spans=spans if job.record else [],
     )
     if job.gives_new and kept is not None:

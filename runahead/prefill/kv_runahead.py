@@ -114,6 +114,10 @@ def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Pr
             mean_over_shares=model.mean_over_shards,
         )
         hooks.append(blend)
+    if job.handovers and run.is_last:
+        from runahead.prefill.handing import HandsOver
+
+        hooks.append(HandsOver(job, cache))
     if kept is not None or policies.narrows or policies.on_rank(is_last=run.is_last):
         hooks.append(ChainPolicies(run, tokens, by_layer, ranks.stage, kept, reused))
     if kept is not None:

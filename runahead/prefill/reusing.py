@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ from runahead.reuse.state_rows import state_rows, states_of
 from runahead.thinning.rank_policies import RankPolicies
 
 if TYPE_CHECKING:
+    from runahead.reuse.handover import Handover
     from runahead.reuse.prefixes import Prefixes, RowPrefix
     from runahead.reuse.reuse import Reuse
     from runahead.reuse.reused_kv import ReusedKV
@@ -90,13 +92,19 @@ class ReusingPrefill:
         self.store = store
 
     def ready(
-        self, plan: PrefillPlan, *, meanwhile: InterleavedWork | None = None, found: list[RowPrefix] | None = None
+        self,
+        plan: PrefillPlan,
+        *,
+        meanwhile: InterleavedWork | None = None,
+        found: list[RowPrefix] | None = None,
+        handovers: Mapping[int, Handover] = MappingProxyType({}),
     ) -> ReadyPrefill:
         """Make ready what a prefill needs before its clock starts. All ranks call it.
 
         Args:
             meanwhile: what this rank does besides.
             found: prefix of each row on this stage, where they were looked up.
+            handovers: as of `PrefillJob`.
         """
         ranks = self._ranks
         reuse = self._reuse(plan.prompts, nothing if meanwhile is None else meanwhile.after_segment_layer)
@@ -141,6 +149,7 @@ class ReusingPrefill:
             stops=stops,
             gives_new=bool(prefixes),
             texts=PromptBatch.from_prompts(ids, ranks.device) if prefixes and self._policies.deciding else None,
+            handovers=handovers,
             record=plan.record,
         )
         with ranks.busy():

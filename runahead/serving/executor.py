@@ -19,13 +19,15 @@ from runahead.context import ContextPartition
 from runahead.decoding.lanes import Lane, Lanes
 from runahead.decoding.row import NewToken, Row
 from runahead.decoding.rows import Rows
+from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.decoding.speculative.drafts import LookupDrafter
 from runahead.decoding.speculative.lead import lead_among
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
 from runahead.features.slower import Way
-from runahead.prefill.base import NeverCancelled, PrefillCancelled, PrefillPlan
+from runahead.prefill.base import NeverCancelled, PrefillCancelled, Prefilled, PrefillPlan
+from runahead.reuse.handover import Handover, HandoverFolder, Outcome
 from runahead.reuse.prefixes import RowPrefix, store_prompts
 from runahead.serving.items import (
     PROGRESS_S,
@@ -33,6 +35,7 @@ from runahead.serving.items import (
     Check,
     End,
     Generate,
+    Handed,
     Inbox,
     Item,
     Part,
@@ -79,6 +82,7 @@ class Executor:
         clock_offset_s: seconds to add to this rank's `time.perf_counter` to get rank 0's.
         reuses: reuse prefixes, if the engine does.
         room: of which rows may leave memory to stored prefixes; by default these have a limit of their own.
+        handover: where the last stage puts prompts that are handed over; None: none are.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Executor:
         clock_offset_s: float = 0.0,
         reuses: bool = True,
         room: Room | None = None,
+        handover: HandoverFolder | None = None,
     ) -> None:
         self._engine, self._ranks, self._inbox, self._report = engine, engine.ranks, inbox, report
         self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
@@ -104,6 +109,7 @@ class Executor:
         self._num_anew = 0  # rows that were computed anew
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
+        self._handover = handover
         self._stores = reuses and self._leads and engine.prefixes is not None
         if engine.prefixes is not None and self._stores:
             engine.prefixes.tree.listen(report)
@@ -187,12 +193,15 @@ class Executor:
             scores=item.scores,
             record=item.record_timeline,
         )
-        prefilled = self._engine.prefill(plan, self)
+        handovers = self._handovers(item, prompt_of) if item.handovers and self._leads else {}
+        prefilled = self._engine.prefill(plan, self, handovers)
         if self._stores and self._inbox.is_stopped(self._under_way[-1].number):
             # Other stages may have stopped, and what was computed from their zeros must not be found as a prefix.
             prefilled.cache, prefilled.is_cancelled = None, True
         self._inbox.done(self._under_way.pop().number)
         aside_s, waited_s = self._aside_s - aside_s, self._waited_s - waited_s
+        for number, handover in handovers.items():
+            handover.end(_why_not_handed_over(prefilled, number))
         if prefilled.cache is not None:
             assert prefilled.logits_BV is not None
             self._await_guides(item)
@@ -251,6 +260,22 @@ class Executor:
                 spans=[span.shifted(self._clock_offset_s) for span in prefilled.spans if span.kind != "send"],
             )
         )
+
+    def _handovers(self, item: PrefillItem, prompt_of: Sequence[int]) -> dict[int, Handover]:
+        """What hands over each of the different prompts of an item that some row asks for."""
+        assert self._handover is not None, "serve.handover is on all ranks or on none"
+        handovers, folder = dict[int, Handover](), self._handover
+        for number in dict.fromkeys(number for number, name in zip(prompt_of, item.handovers, strict=True) if name):
+            rows = [row for row, name in enumerate(item.handovers) if name and prompt_of[row] == number]
+            name, num_tokens = item.handovers[rows[0]], len(ids_of(item.prompts[rows[0]]))
+
+            def tell(outcome: Outcome, name: str = name, rows: Sequence[int] = rows) -> None:
+                where: dict[str, Any] = {"folder": folder.path, "host": folder.host}
+                for row in rows:
+                    self._report(Handed(row=(item.number, row), name=name, **where, **vars(outcome)))
+
+            handovers[number] = folder.begin(name, num_tokens, self._ranks.device, tell)
+        return handovers
 
     def _prefix_facts(self) -> dict[str, Any]:
         if self._engine.prefixes is None or not self._stores:
@@ -507,6 +532,13 @@ class Executor:
         if self._leads and dropped:
             self._report(Tokens(tokens={}, ended=dict.fromkeys(dropped, "cancelled")))
         return chosen
+
+
+def _why_not_handed_over(prefilled: Prefilled, number: int) -> str:
+    """Why the n-th prompt of a prefill is not handed over; "" if it is."""
+    if prefilled.cache is None or prefilled.logits_BV is None:
+        return "cancelled"
+    return NOT_NUMBERS if bool(prefilled.logits_BV[number].isnan().any()) else ""
 
 
 def _guides(item: PrefillItem) -> list[Guide]:

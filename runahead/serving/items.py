@@ -60,6 +60,7 @@ class PrefillItem(RowsItem):
             heard of it last; none where that one computes alone, which looks itself.
         is_short: the last stage computes it alone, and may do so between two layers of another prefill.
         scores: as of `PrefillPlan`.
+        handovers: of each row, the name of the file in which its prompt is handed over, "" for none; () is none of all.
         record_timeline: ranks report from inside it, and when they were in which layer.
         to_prefetch: what is stored of prompts that will come after it, each with its salt.
     """
@@ -68,6 +69,7 @@ class PrefillItem(RowsItem):
     stored: Sequence[int] = ()
     is_short: bool = False
     scores: int | None = None
+    handovers: Sequence[str] = ()
     record_timeline: bool = True
     to_prefetch: Sequence[tuple[Sequence[int], str]] = ()
 
@@ -183,6 +185,25 @@ class Alive:
     asked_to_end: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """What has become of a row's prompt that was to be handed over to another engine.
+
+    Attributes:
+        name: of the file.
+        folder, host: where it is.
+        num_bytes, is_new, error: as of `Outcome` in `runahead/reuse/handover.py`.
+    """
+
+    row: RowId
+    name: str
+    folder: str = ""
+    host: str = ""
+    num_bytes: int = 0
+    is_new: bool = False
+    error: str = ""
+
+
 @dataclass(frozen=True)
 class Stopping:
     """The last stage will neither store nor decode what comes of a prefill, so that other stages may stop it."""
@@ -190,7 +211,7 @@ class Stopping:
     number: int
 
 
-Report = Tokens | Part | Progress | Change | Alive | Stopping
+Report = Tokens | Part | Progress | Handed | Change | Alive | Stopping
 
 
 class Inbox:

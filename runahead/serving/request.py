@@ -11,6 +11,7 @@ from policies.base import GivenPrompt
 from runahead.config import GenerationOptions
 from runahead.report import PromptLogprobs
 from runahead.reuse.forks import each_once
+from runahead.serving.items import Handed
 
 
 class Listener(Protocol):
@@ -24,6 +25,9 @@ class Listener(Protocol):
 
     def on_end(self) -> None:
         """All rows have ended."""
+
+    def on_handed(self, handed: Handed) -> None:
+        """Its prompt is handed over, or is not, before or after all rows have ended."""
 
     def on_failure(self, reason: str) -> None:
         """It will not be answered, or not further."""
@@ -41,6 +45,7 @@ class Request:
         salt: its prompts reuse, and are reused by, those of requests with the same salt alone.
         scores: number of most likely tokens that are given with the log-probabilities of the prompts' tokens; None
             asks for none. Such prompts are computed whole.
+        handover: name of the file in which its one prompt is handed over to another engine; "": it is not.
         cancelled: nobody wants the answer any more; written by `Scheduler.cancel`.
         arrived_s: `time.monotonic` of its arrival.
         rows_left: rows that have not ended; written by the scheduler.
@@ -58,6 +63,7 @@ class Request:
     client: str = ""
     salt: str = ""
     scores: int | None = None
+    handover: str = ""
     cancelled: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
     rows_left: int = field(init=False)

@@ -21,6 +21,7 @@ from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.engine import Engine
 from runahead.failures import first_line
 from runahead.features.slower import Way
+from runahead.reuse.handover import HandoverFolder
 from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving.arrangement import chunks
 from runahead.serving.batch import Batch
@@ -33,6 +34,7 @@ from runahead.serving.items import (
     Check,
     End,
     Generate,
+    Handed,
     Inbox,
     Item,
     Part,
@@ -72,6 +74,7 @@ class Scheduler:
         estimate: of times; learns from every request.
         room: as of `RequestQueue`.
         when_draining: called once, when no more requests are taken.
+        handover: as of `Executor`.
 
     Attributes:
         busy_s: seconds that ranks have spent so far, by rank and "prefill", "waiting" (for keys and values in a
@@ -86,13 +89,15 @@ class Scheduler:
         *,
         room: Room | None = None,
         when_draining: Callable[[], object] = lambda: None,
+        handover: HandoverFolder | None = None,
     ) -> None:
         self._engine, self._ranks, self.limits = engine, engine.ranks, limits
-        self.estimate, self._room = estimate or TimeEstimate(), room
+        self.estimate, self._room, self._handover = estimate or TimeEstimate(), room, handover
         self._queue = RequestQueue(engine, limits, self.estimate, room=room)
         self._lock = threading.Lock()
         self._numbers = count()
         self._unread: dict[int, Batch] = {}  # of whose prefill some rank has not reported its part
+        self._handing: dict[RowId, Request] = {}  # whose prompts are not handed over yet
         self._last_recorded: PrefillState | None = None
         self._parts: dict[int, Part] = {}  # the last one of each rank
         self._unchecked: set[int] = set()
@@ -229,7 +234,9 @@ class Scheduler:
                 if self._ranks.size > 1:
                     self._mail = Mail(self._ranks, self._events.put, self._inbox.fail)
                 threading.Thread(target=self._decide, name="scheduler", daemon=True).start()
-                executor = Executor(self._engine, self._inbox, self._events.put, self.limits, room=self._room)
+                executor = Executor(
+                    self._engine, self._inbox, self._events.put, self.limits, room=self._room, handover=self._handover
+                )
                 executor.run(self._await)
                 if self._mail is not None:
                     self._mail.close()
@@ -241,7 +248,7 @@ class Scheduler:
         """Wait for an item. While other ranks are at work, one that falls silent ends the server."""
 
         def is_busy() -> bool:
-            return bool(self._queue.batches or self._unread or self._unchecked)
+            return bool(self._queue.batches or self._unread or self._handing or self._unchecked)
 
         look_s = min(LOOK_S, self._ranks.timeout_s / 4)
         while not ready(0.0):
@@ -258,8 +265,8 @@ class Scheduler:
     def _fail(self, reason: str) -> None:
         with self._lock:
             self._failure = reason
-            requests = [*self._queue.running, *self._queue.waiting]
-            self._queue.running, self._queue.waiting = [], []
+            requests = list(dict.fromkeys([*self._queue.running, *self._queue.waiting, *self._handing.values()]))
+            self._queue.running, self._queue.waiting, self._handing = [], [], {}
         for request in requests:
             request.listener.on_failure(reason)
 
@@ -279,7 +286,8 @@ class Scheduler:
                     self._hear(report)
                     while requests := self._queue.choose():
                         self._begin(requests)
-                    is_over = self._draining and not (self._queue.waiting or self._queue.batches or self._unchecked)
+                    is_busy = self._queue.waiting or self._queue.batches or self._handing or self._unchecked
+                    is_over = self._draining and not is_busy
                 while self._lessons:  # without the lock: what is learned may be written to a file
                     self._engine.learn(*self._lessons.pop(0))
                 if is_over:
@@ -318,6 +326,7 @@ class Scheduler:
                     stored=stored,
                     is_short=is_short,
                     scores=requests[0].scores,
+                    handovers=[each.handover for each, _ in some] if any(each.handover for each, _ in some) else (),
                     record_timeline=not is_short or predicted_s >= PROGRESS_S,  # else it costs more than it tells
                     to_prefetch=queue.to_prefetch(),
                     salts=salts,
@@ -331,6 +340,7 @@ class Scheduler:
                 shares_prompts=self._engine.takes(Way.shared_prompt),
             )
             queue.batches[number] = self._unread[number] = batch
+            self._handing |= {(number, row): each for row, (each, _) in enumerate(some) if each.handover}
             queue.note_encoded(prompts)
             self._tell(item)
 
@@ -372,6 +382,9 @@ class Scheduler:
             self._hear_part(self._unread[report.number], report)
         elif isinstance(report, Progress):
             self._unread[report.number].progress[report.rank] = report
+        elif isinstance(report, Handed):
+            if (request := self._handing.pop(report.row, None)) is not None:
+                request.listener.on_handed(report)
         elif isinstance(report, Stored | Dropped):
             self._queue.stored.apply(report)
         elif isinstance(report, Stopping):

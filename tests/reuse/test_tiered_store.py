@@ -29,6 +29,7 @@ from runahead.reuse.tiers import files as tier_files
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import Tier
 from runahead.reuse.tiers.layer_rows import LostRows
+from runahead.reuse.tiers.writing import TRIES
 from tests.families import prompt, throughout
 from tests.ranks.tasks import tiny_model
 from tests.reuse import prefix_tasks
@@ -339,14 +340,14 @@ def test_a_disk_that_something_else_fills_costs_a_few_files_and_is_told(
         kept.put(6)
         kept.save()
         kept.wait_for_copies()
-        assert len(stored_by(kept)) == 6 - tier_files.TRIES and len(refused) == 1 + tier_files.TRIES
+        assert len(stored_by(kept)) == 6 - TRIES and len(refused) == 1 + TRIES
         assert [kept.tier(number) for number in (0, 1, 2)] == ["-"] * 3
         refused.clear()
         for number in (7, 8):  # no more of them go in vain
             kept.put(number)
             kept.save()
             kept.wait_for_copies()
-        assert len(stored_by(kept)) == 6 - tier_files.TRIES and refused
+        assert len(stored_by(kept)) == 6 - TRIES and refused
         assert kept.store.files is not None
         assert kept.store.files.num_bytes == sum(each.stat().st_size for each in tmp_path.glob("*.safetensors"))
         for room[0] in (9, 3):  # once a file was written, they make room again

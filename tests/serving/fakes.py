@@ -179,7 +179,7 @@ class FakeEngine:
     def learn(self, *_: object) -> None:
         pass
 
-    def prefill(self, plan: PrefillPlan, meanwhile: Any) -> Prefilled:
+    def prefill(self, plan: PrefillPlan, meanwhile: Any, handovers: Any = None) -> Prefilled:
         prompts = [ids_of(prompt) for prompt in plan.prompts]
         uses = [use for prompt in plan.prompts if isinstance(prompt, ReusingPrompt) for use in prompt.uses]
         encoded = {use.segment.content_key for use in uses} - self.stored

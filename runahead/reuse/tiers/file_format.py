@@ -2,7 +2,7 @@
 
 A file is in safetensors format with one tensor per layer, and is read by mapping. Its metadata have a checksum of each
 layer, and name the model and the tokens that it was made for. A damaged file, or one of another model or other tokens,
-counts as absent.
+counts as absent. Layers are written one by one, as soon as each is there; the file's name comes last.
 """
 
 # Legend: T stored tokens, K kv heads, X = H + V key and value dims.
@@ -10,20 +10,38 @@ counts as absent.
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
+
+from runahead.attention.op import nothing
 
 from runahead.cache.slabs import KVShape
 from runahead.files import write_whole
 
 FORMAT = "runahead segment 1"
+
+DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.uint8: "U8", torch.int8: "I8"},
+}
+"""Names of dtypes in a header: of keys and values, of records and of states."""
+
+LENGTH_BYTES = 8
+"""Bytes of the header's length, before it."""
+
+ALIGNED = 8
+"""Bytes of whose multiple the header's length is, so that mapped numbers are aligned."""
+
+LARGEST_SUM = 2**32 - 1
+"""The checksum with the most digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,26 +61,79 @@ class StoredLayers:
 
 def checksum(layer: Tensor) -> int:
     """CRC-32 of a contiguous tensor on the host."""
-    return zlib.crc32(layer.flatten().view(torch.uint8).numpy().data)
+    return zlib.crc32(_bytes_of(layer))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Shape and dtype of a layer in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_layers(
-    path: Path, layers_TKX: Sequence[Tensor], *, key: str, name: str, more: Mapping[str, str], mode: int
+    path: Path,
+    layers_TKX: Iterable[Tensor],
+    *,
+    shapes: Sequence[LayerShape],
+    key: str,
+    name: str,
+    more: Mapping[str, str],
+    mode: int,
+    approve: Callable[[], object] = nothing,
 ) -> None:
     """Write a file, completely or not at all.
 
     Args:
+        layers_TKX: read one by one, and again from the first one if the file has to be written another way.
+        shapes: of these, which are known before.
         name: for people.
         more: other metadata.
         mode: its permissions.
+        approve: called once all layers are written, before the file has its name. If it raises, there is none.
 
     Raises:
         OSError: it cannot be written.
+        Exception: what reading a layer or `approve` raises.
     """
-    tensors = {f"layer.{number}": layer.contiguous().cpu() for number, layer in enumerate(layers_TKX)}
-    sums = json.dumps([checksum(layer) for layer in tensors.values()])
-    about = {"format": FORMAT, "key": key, "segment": name, "crc32": sums}
-    write_whole(path, save(tensors, metadata=about | dict(more)), mode=mode)
+
+    def header(sums: Sequence[int]) -> bytes:
+        about = {"format": FORMAT, "key": key, "segment": name, "crc32": json.dumps(sums)}
+        described: dict[str, object] = {"__metadata__": about | dict(more)}
+        at = 0
+        for number, each in enumerate(shapes):
+            end = at + each.num_bytes
+            offsets = {"dtype": DTYPES[each.dtype], "shape": each.shape, "data_offsets": [at, end]}
+            described[f"layer.{number}"], at = offsets, end
+        return json.dumps(described, separators=(",", ":")).encode()
+
+    most = len(header([LARGEST_SUM] * len(shapes)))
+    length = most + -most % ALIGNED  # known before the checksums are
+
+    def fill(file: BinaryIO) -> None:
+        sums = list[int]()
+        file.seek(LENGTH_BYTES + length)
+        for layer_TKX, expected in zip(layers_TKX, shapes, strict=True):
+            assert (tuple(layer_TKX.shape), layer_TKX.dtype) == (expected.shape, expected.dtype), (layer_TKX, expected)
+            data = _bytes_of(layer_TKX.contiguous().cpu())
+            sums.append(zlib.crc32(data))
+            file.write(data)
+        file.seek(0)
+        file.write(length.to_bytes(LENGTH_BYTES, "little") + header(sums).ljust(length))
+        approve()
+
+    write_whole(path, fill, mode=mode)
+
+
+def _bytes_of(layer: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, as they are there."""
+    data: memoryview = layer.flatten().view(torch.uint8).numpy().data
+    return data
 
 
 def read_metadata(path: Path) -> dict[str, str] | None:

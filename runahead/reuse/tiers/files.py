@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 
 from runahead.cache.quantised.records import whole_groups
 from runahead.ranks.worker import SubmittedCall, Worker
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import FileRows
-from runahead.reuse.tiers.file_format import StoredLayers, checksum, read_layers, read_metadata, write_layers
+from runahead.reuse.tiers.file_format import (
+    LayerShape,
+    StoredLayers,
+    checksum,
+    read_layers,
+    read_metadata,
+    write_layers,
+)
 from runahead.reuse.tiers.folder import StoredFile, TierFolder
 from runahead.reuse.tiers.layer_rows import CopiedMemory, LayerRows, LostRows
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of the errors of a disk without room, and of a user without more of it."""
-
-TRIES = 3
-"""Times that the oldest files make room for one on a full disk. After that something else fills it."""
+from runahead.reuse.tiers.writing import FolderWriter
 
 BACKLOG_BYTES = 2**30
 """Most bytes that wait to be written, beside a single file. What comes while there are more has to wait or to go."""
@@ -57,7 +59,6 @@ class TierFiles:
         keep: names of files that are removed last.
         num_bytes: of all files, whoever wrote them.
         errors: the first file that could not be written, and the first that could not be used, and why.
-        told: what else is to be told, by kind.
         write_error: the first one of writing.
     """
 
@@ -72,9 +73,13 @@ class TierFiles:
         self.keep: frozenset[str] = frozenset()
         self.num_bytes = sum(file.num_bytes for file in folder.files())
         self.errors: dict[str, str] = {}
-        self.told: dict[str, str] = {}
         self.write_error: OSError | None = None
-        self._removes = True  # files make room for others on a full disk
+        self._writer = FolderWriter(folder, lost)
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What else is to be told, by kind."""
+        return {"full": self._writer.told} if self._writer.told else {}
 
     @cached_property
     def _writing(self) -> Worker:
@@ -147,31 +152,14 @@ class TierFiles:
         self._unwritten[about.name] = self._writing.submit(write), rows.num_bytes
 
     def _write(self, about: FileAbout, rows: LayerRows) -> None:
-        """Write a file that is not there. On a full disk those that were not used for longest make room for it.
+        """Write a file that is not there. Raises: LostRows, OSError: it cannot be written."""
 
-        Once that was in vain, as something else fills the disk, no more of them do until a file could be written.
+        def write(path: Path) -> None:
+            layers, mode = list(rows), self._folder.file_mode
+            shapes = [LayerShape(shape=tuple(layer.shape), dtype=layer.dtype) for layer in layers]
+            write_layers(path, layers, shapes=shapes, key=about.name, name=about.title, more=about.metadata, mode=mode)
 
-        Raises:
-            OSError: it cannot be written.
-        """
-        path, mode = self._folder.path(about.name), self._folder.file_mode
-        for num_tries in range(TRIES + 1):
-            if path.exists():
-                return
-            try:
-                write_layers(path, list(rows), key=about.name, name=about.title, more=about.metadata, mode=mode)
-                self._removes = True
-                return
-            except OSError as error:
-                self._removes = self._removes and num_tries < TRIES
-                if error.errno not in FULL or not self._removes:
-                    raise
-                removed = self._folder.make_room(rows.num_bytes, keep=self.keep)
-                if not removed:
-                    raise
-                for name in removed:
-                    self._lost(name)
-                self.told["full"] = f"{error.strerror} ({path.parent}): what was not used for longest makes room there"
+        self._writer.write(about.name, write, rows.num_bytes, keep=self.keep)
 
     def read(self, rows: FileRows, num_tokens: int, copies: TierCopies) -> LayerRows | None:
         """Begin to read rows of a file into host memory, layer by layer; None if the file is gone or cut off.

@@ -31,6 +31,7 @@ from runahead.serving.items import (
     Check,
     End,
     Generate,
+    Handed,
     Part,
     PrefillItem,
     Progress,
@@ -44,7 +45,7 @@ CLASSES: Mapping[str, type] = {
     each.__name__: each
     for each in (
         *(PrefillItem, Generate, Cancel, Stop, Check, End),
-        *(Tokens, Part, Progress, Stored, Dropped, Alive, Stopping),
+        *(Tokens, Part, Progress, Handed, Stored, Dropped, Alive, Stopping),
         *(GenerationOptions, Speculate, ReusingPrompt, SegmentUse, Segment, TraceSpan),
         *(RankReport, RetrievalReport, ReuseReport, SpeculationReport, MemoryReport, TokenLogprobs),
         PromptLogprobs,

@@ -1,0 +1,274 @@
+"""Prompts that are handed over to other engines: one file of keys and values for each, in a folder that both sides see.
+
+A file is written while the prompt is computed, each layer as soon as it is complete. It has its name once all layers
+are there and the prompt is known to be computed to its end.
+"""
+
+# Legend: T tokens, K kv heads, X = H + V key and value dims.
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runahead.cache.host.copy_stream import copies_for
+from runahead.cache.host.memory import host_empty
+from runahead.failures import first_line
+from runahead.ranks.accelerator import Event
+from runahead.reuse.tiers.file_format import LayerShape, read_metadata, write_layers
+from runahead.reuse.tiers.folder import TierFolder
+from runahead.reuse.tiers.layer_rows import Layers, LostRows
+from runahead.reuse.tiers.writing import FolderWriter
+
+BACKLOG_BYTES = 2**30
+"""Most bytes of computed prompts that wait to be written, beside a single one."""
+
+LATE_S = 10.0
+"""Seconds for which a prompt waits until there are fewer. After that it is computed, but not handed over."""
+
+TITLE = "handover"
+"""Name of these files for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What has become of a prompt that was to be handed over.
+
+    Attributes:
+        num_bytes: of its file.
+        is_new: the file was not there before.
+        error: why there is no file; "" if there is.
+    """
+
+    num_bytes: int = 0
+    is_new: bool = False
+    error: str = ""
+
+
+def file_name(key: str, salt: str, ids: Sequence[int]) -> str:
+    """Name of the file of a prompt, 64 hexadecimal digits: no text is on disk in clear.
+
+    Args:
+        key: of the model, as `model_key` gives it.
+        salt: of those who share prompts.
+    """
+    about = f"runahead handover 1\0{key}\0{salt}\0".encode()
+    return hashlib.sha256(about + torch.tensor(ids).numpy().astype("<i8").tobytes()).hexdigest()
+
+
+class HandoverFolder:
+    """The files of prompts in a folder of this host. Those that were not used for longest make room for others.
+
+    Args:
+        folder: created if it is missing; for this user alone.
+        limit_bytes: most bytes of all files.
+        key: of the model.
+
+    Raises:
+        ValueError: the folder cannot be created or written to, or others may read it.
+
+    Attributes:
+        path: of the folder.
+        host: name of this host.
+        limit_bytes: most bytes of all files.
+    """
+
+    def __init__(self, folder: str, limit_bytes: int, key: str) -> None:
+        self.key = key
+        self._folder = TierFolder(folder, limit_bytes, option="serve.handover", is_private=True)
+        self.path, self.host, self.limit_bytes = os.path.abspath(folder), socket.gethostname(), limit_bytes
+        self._writer = FolderWriter(self._folder, lambda name: None)
+        self._late_bytes = 0
+        self._changed = threading.Condition()
+
+    @property
+    def told(self) -> str:
+        """What is to be told of a disk that was full; "" if none was."""
+        return self._writer.told
+
+    def found(self, name: str) -> int | None:
+        """Bytes of the file of this name, which counts as used now; None if it is not there, or damaged."""
+        path = self._folder.path(name)
+        about = read_metadata(path)
+        if about is None or about.get("key") != name:
+            return None
+        try:
+            num_bytes = path.stat().st_size
+        except OSError:
+            return None
+        self._folder.touch(name)
+        return num_bytes
+
+    def begin(self, name: str, num_tokens: int, device: torch.device, on_end: Callable[[Outcome], object]) -> Handover:
+        """Begin to hand a prompt over, once what was computed before is written but for a few.
+
+        Args:
+            device: that computes it.
+            on_end: called once, in any thread, with what has become of it.
+        """
+        with self._changed:
+            is_late = not self._changed.wait_for(lambda: self._late_bytes <= BACKLOG_BYTES, LATE_S)
+        handover = Handover(self, name, num_tokens, device, on_end)
+        if is_late:
+            handover.end(f"{self._folder.folder} takes bytes too slowly: more than {BACKLOG_BYTES:,} wait for it")
+        return handover
+
+    def note_late(self, num_bytes: int) -> None:
+        """Note that so many more bytes of computed prompts wait to be written."""
+        with self._changed:
+            self._late_bytes += num_bytes
+            self._changed.notify_all()
+
+    def write(self, handover: Handover, shapes: Sequence[LayerShape], approve: Callable[[], None]) -> Outcome:
+        """Write a file as its layers come, and let others make room for it.
+
+        Args:
+            approve: as of `write_layers`.
+        """
+        name, num_bytes = handover.name, sum(each.num_bytes for each in shapes)
+        more = {
+            "first": json.dumps([handover.num_tokens - each.shape[0] for each in shapes]),
+            "tokens": str(handover.num_tokens),
+            "model": self.key,
+        }
+
+        def write(path: Path) -> None:
+            write_layers(
+                path,
+                handover,
+                shapes=shapes,
+                key=name,
+                name=TITLE,
+                more=more,
+                mode=self._folder.file_mode,
+                approve=approve,
+            )
+
+        try:
+            is_new = self._writer.write(name, write, num_bytes)
+            self._folder.touch(name)
+            self._folder.make_room(keep=[name])
+            num_written = self._folder.path(name).stat().st_size
+        except LostRows as error:
+            return Outcome(error=str(error))
+        except OSError as error:
+            return Outcome(error=f"{error.strerror or error} ({self._folder.folder})")
+        return Outcome(num_bytes=num_written, is_new=is_new)
+
+
+class Handover(Layers):
+    """Keys and values of one prompt on their way to a file: layers are put in by the thread that computes, in order.
+
+    Args:
+        folder: that the file will be in.
+        name: of the file.
+        num_tokens: of the prompt.
+        device, on_end: as of `HandoverFolder.begin`.
+    """
+
+    def __init__(
+        self,
+        folder: HandoverFolder,
+        name: str,
+        num_tokens: int,
+        device: torch.device,
+        on_end: Callable[[Outcome], object],
+    ) -> None:
+        self._folder, self.name, self.num_tokens, self._on_end = folder, name, num_tokens, on_end
+        self._device, self._stream = device, copies_for(device)
+        self._shapes: Sequence[LayerShape] | None = None
+        self._layers: list[tuple[list[Tensor], Event | None]] = []
+        self._error: str | None = None  # "": it is computed to its end
+        self._changed = threading.Condition()
+
+    def begin(self, shapes: Sequence[LayerShape]) -> None:
+        """Say how large the layers are, each (T, K, H + V): those of a window may lack the prompt's first tokens."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._shapes = shapes
+        threading.Thread(target=self._run, name="prompt to a file", daemon=True).start()
+
+    def put(self, parts_TKX: Sequence[Tensor]) -> None:
+        """The next layer is complete, in parts that follow each other. They must not change any more."""
+        parts, mark = list(parts_TKX), None
+        if self._error is not None:  # nobody reads it
+            return
+        if self._stream is not None:
+            with self._stream.copying(*parts):
+                parts = [self._on_host(part) for part in parts]
+            mark = self._stream.mark()
+        with self._changed:
+            self._layers.append((parts, mark))
+            self._changed.notify_all()
+
+    def _on_host(self, part_TKX: Tensor) -> Tensor:
+        """A copy in host memory, which is there with the next mark of the stream."""
+        block = host_empty((part_TKX.nbytes,), torch.uint8, self._device)
+        return block.view(part_TKX.dtype).view(part_TKX.shape).copy_(part_TKX, non_blocking=True)
+
+    def end(self, error: str = "") -> None:
+        """Let the file have its name once all layers are written, or leave it away. Later calls change nothing.
+
+        Args:
+            error: why the prompt is not handed over; "": it is computed to its end.
+        """
+        with self._changed:
+            if self._error is not None:
+                return
+            is_short = self._shapes is not None and len(self._layers) < len(self._shapes)
+            self._error = error or ("not all layers were computed here" if is_short else "")
+            if not self._error and self._shapes is not None:
+                self._folder.note_late(self._num_bytes)
+            self._changed.notify_all()
+        if self._shapes is None:
+            self._on_end(Outcome(error=error or "it was not computed here"))
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._shapes or ())
+
+    def __len__(self) -> int:
+        return len(self._shapes or ())
+
+    def layer(self, number: int) -> Tensor:
+        with self._changed:
+            self._changed.wait_for(lambda: number < len(self._layers) or self._error)
+            if self._error:
+                raise LostRows(self._error)
+            parts, mark = self._layers[number]
+        if mark is not None:
+            mark.synchronize()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _approve(self) -> None:
+        """Wait until the prompt is computed to its end. Raises: LostRows: it is not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None)
+            if self._error:
+                raise LostRows(self._error)
+
+    def _run(self) -> None:
+        assert self._shapes is not None
+        outcome = Outcome(error="the file could not be written")
+        try:
+            with torch.inference_mode():
+                outcome = self._folder.write(self, self._shapes, self._approve)
+        except Exception as error:
+            outcome = Outcome(error=f"{type(error).__name__}: {first_line(error)}")
+        finally:
+            with self._changed:
+                was_late, self._error = self._error == "", "it is written" if self._error is None else self._error
+                self._layers = []
+            if was_late:
+                self._folder.note_late(-self._num_bytes)
+            self._on_end(outcome)

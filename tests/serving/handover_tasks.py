@@ -1,0 +1,68 @@
+"""Tasks of ranks that hand prompts over to other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runahead import Engine, GenerationOptions, PrefillOptions
+from runahead.config import DecodeName, DecodeOptions
+from runahead.ranks.ranks import Ranks
+from runahead.reuse.handover import HandoverFolder, file_name
+from runahead.reuse.prefix_tree import PrefixTree
+from runahead.reuse.store import model_key
+from runahead.serving.arrangement import chunks
+from runahead.serving.executor import Executor
+from runahead.serving.items import Handed, Inbox, PrefillItem, Report
+from runahead.serving.limits import QueueLimits
+from tests.families import throughout
+from tests.ranks.tasks import tiny_model
+from tests.waiting import until
+
+OPTIONS = GenerationOptions(max_new_tokens=1, ignore_eos=True)
+
+
+def hand_over(
+    ranks: Ranks,
+    family: str,
+    batches: Sequence[Sequence[list[int]]],
+    folder: str,
+    stored: Sequence[int] = (),
+    chunk_tokens: int | None = None,
+) -> list[Handed]:
+    """Prefill batches of prompts one after another, and hand all prompts over.
+
+    Args:
+        stored: by batch, number of first tokens of each of its prompts that all stages reuse.
+    """
+    model, reports = tiny_model(family), list[Report]()
+    tree = PrefixTree(1 << 40) if stored else None
+    engine = Engine(
+        model,
+        ranks,
+        prefill=PrefillOptions(chunk_tokens=chunk_tokens),
+        decode=DecodeOptions(name=DecodeName.last),
+        tree=tree,
+    )
+    key, is_last = model_key(model), ranks.stage == ranks.num_stages - 1
+    handover = HandoverFolder(folder, 1 << 30, key) if is_last else None
+    executor = Executor(engine, Inbox(), reports.append, QueueLimits(itl_s=1e3), handover=handover)
+    with throughout(model.dtype):
+        for number, prompts in enumerate(batches):
+            num = stored[number] if stored else 0
+            item = PrefillItem(
+                number=number,
+                prompts=prompts,
+                options=[OPTIONS] * len(prompts),
+                boundaries=chunks(engine, max(map(len, prompts)) - num, 1.0, (0.0, 0.0)).boundaries,
+                stored=[num] * len(prompts) if num else (),
+                handovers=[file_name(key, "", ids) for ids in prompts],
+            )
+            executor.carry_out(item)
+            executor.decode_all()
+            if is_last:
+                until(lambda: len(_handed(reports)) == sum(map(len, batches[: number + 1])))
+    return _handed(reports)
+
+
+def _handed(reports: Sequence[Report]) -> list[Handed]:
+    return [each for each in reports if isinstance(each, Handed)]
