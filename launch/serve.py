@@ -41,6 +41,7 @@ KV-Runahead. It needs the extra serve: pip install -e '.[serve]'. docs/server.md
                                the answers leave unused of their memory
   serve.prefix_host_bytes=0    of those in host memory that have no room there
   serve.prefix_folder=<folder> serve.prefix_disk_bytes=68719476736   of those on disk, which later servers find
+  serve.handover=<folder>      serve.handover_bytes=17179869184   for prompts that other engines go on with
   serve.prefix_share=false     true: holders of different keys reuse each other's prefixes, and can learn of them
   serve.snapshot_tokens=0          of hybrid models, keep states after every so many tokens of a prompt, too
   cache.tier_bits=8|4|2        of each number in host memory and on disk, of modules too; null: the model's dtype

@@ -27,17 +27,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from launch.server.answer.answering import Answering
+from launch.server.answer.form import Form
 from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.answer.parser import BEGIN_REASONING, END_REASONING, Parts
 from launch.server.answer.row_text import RowText
+from launch.server.answer.usage import Usage
 from launch.server.dialects.base import Dialect
 from launch.server.dialects.messages import CountedMessages, Messages
 from launch.server.dialects.openai import Chats as ChatDialect
-from launch.server.dialects.openai import Completions
+from launch.server.dialects.openai import Completions, usage_of
+from launch.server.dialects.prefill import PATH as PREFILL
+from launch.server.dialects.prefill import Prefills, found, prefill_id
 from launch.server.dialects.responses import CountedResponses, Responses
 from launch.server.dialects.translating import Translated
 from launch.server.errors import APIError, dumps, shown, too_long, wrong
+from launch.server.handover import PromptFiles
 from launch.server.keys import NO_KEY, Key, Keys
 from launch.server.metrics import Metrics, prefix_lines
 from launch.server.options import ServeOptions, UnknownFields, without_port
@@ -46,7 +51,7 @@ from launch.server.page.state import state_json
 from launch.server.process import process_lines
 from launch.server.request.bodies import Bodies
 from launch.server.request.chats import Chats
-from launch.server.request.fields import ChatRequest, CompletionRequest
+from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay
 from launch.server.request.prompts import prompts_of
 from launch.server.request.reader import compressed, read_json, unknown
 from launch.server.request.readers import Readers, rested
@@ -58,6 +63,7 @@ from runahead.config import GenerationOptions
 from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
 from runahead.model.grammars import Grammars
+from runahead.serving.items import Handed
 from runahead.serving.request import Request
 from runahead.serving.scheduler import RequestRefused, Scheduler
 
@@ -66,6 +72,7 @@ DIALECTS: dict[str, Callable[[], Dialect]] = {
     "/v1/completions": Completions,
     "/v1/responses": Responses,
     "/v1/messages": Messages,
+    PREFILL: Prefills,
 }
 """How answers are asked for, by path."""
 COUNTS: dict[str, Callable[[], Translated]] = {
@@ -94,6 +101,7 @@ class API:
         schemas: for prompts that reuse modules; None if there are none.
         slower: a sentence for each faster way that is not taken, for the state.
         setup: version, policy and partition, likewise.
+        files: of prompts that are handed over; None: none are.
     """
 
     def __init__(
@@ -111,11 +119,12 @@ class API:
         schemas: Schemas | None = None,
         slower: Sequence[str] = (),
         setup: Mapping[str, Any] | None = None,
+        files: PromptFiles | None = None,
     ) -> None:
         self.scheduler, self.options, self.metrics = scheduler, options, Metrics()
         self.model, self._names, self._adapters = names[0], names, list(adapters)
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
-        self._schemas, self._slower, self._setup = schemas, list(slower), setup or {}
+        self._schemas, self._slower, self._setup, self._files = schemas, list(slower), setup or {}, files
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
         self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._grammars.warm_up()
@@ -136,6 +145,7 @@ class API:
             Route("/state", self._safely(self._state)),
             Route("/v1/models", self._safely(self._models)),
             Route("/v1/models/{name:path}", self._safely(self._one_model)),
+            Route(PREFILL, self._safely(self._about_prefill), methods=["GET"]),
             *(
                 Route(path, self._safely(self._generate, dialect), methods=["POST"])
                 for path, dialect in DIALECTS.items()
@@ -195,6 +205,10 @@ class API:
         self._check_model(request.path_params["name"])
         return _json(self._about_model())
 
+    async def _about_prefill(self, request: HTTPRequest) -> Response:
+        files, salt = self._prompt_files(HandoverWay.prefill), self._keys.salt(request.state.key, None)
+        return _json(files.told(model=self.model, salt=salt, max_model_len=self.scheduler.longest_text))
+
     async def _tokenize(self, request: HTTPRequest) -> ASGIApp:
         def read(body: bytes) -> dict[str, Any]:
             ids, texts, asked = tokenized(
@@ -248,6 +262,12 @@ class API:
                     await asyncio.get_running_loop().run_in_executor(self._compiler, self._check_options, read)
                 prompts, rows = await self._readers.run(len(body), partial(self._rows, read, chat, client))
         rows = [self._with_seed(options, read.chose_seed) for options in rows]
+        salt, name = self._keys.salt(request.state.key, read.cache_salt), ""
+        if read.handover is not None:
+            files, ids = self._checked_files(read.handover, prompts[0]), ids_of(prompts[0])
+            name = files.name(salt, ids)
+            if not read.gives_token and (handed := await asyncio.to_thread(files.found, name)) is not None:
+                return self._found(request, handed, len(ids))
         queued = Request(
             prompts=prompts,
             options=rows,
@@ -256,18 +276,26 @@ class API:
                     [RowText(self._tokenizer, self._eos_ids, options, read.parts) for options in rows],
                     self.metrics,
                     num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts[:: len(read.options)]),
+                    awaits_file=bool(name),
                 )
             ),
             client=client,
-            salt=self._keys.salt(request.state.key, read.cache_salt),
+            salt=salt,
             scores=read.scores if isinstance(read, CompletionRequest) else None,
+            handover=name,
         )
-        with _refusals():
-            self.scheduler.submit(queued)
+        form = dialect.form(request.state.identity, self.model, read, self._texts)
+        try:
+            with _refusals():
+                self.scheduler.submit(queued)
+        except APIError as error:
+            if error.status != 429 or read.handover in (None, HandoverWay.prefill):
+                raise
+            return self._without_file(request, error, read.handover, form, listener)
         return Answering(
             queued,
             listener,
-            dialect.form(request.state.identity, self.model, read, self._texts),
+            form,
             read,
             request,
             scheduler=self.scheduler,
@@ -275,6 +303,56 @@ class API:
             log=self._log,
             ping_s=self.options.ping_s,
         )
+
+    def _prompt_files(self, way: HandoverWay) -> PromptFiles:
+        """The files of prompts that are handed over. Raises: APIError: none are."""
+        if self._files is None:
+            message = "this server hands no prompts over; start it with serve.handover=<folder>"
+            if way is HandoverWay.prefill:
+                raise APIError(404, message, code="handover_off")
+            raise wrong(way.field, f"asks for the prompt alone, and {message}", code="unsupported_value")
+        return self._files
+
+    def _checked_files(self, way: HandoverWay, prompt: GivenPrompt) -> PromptFiles:
+        """Likewise, where there is room for this prompt's."""
+        files, num_tokens = self._prompt_files(way), len(ids_of(prompt))
+        if (num_bytes := num_tokens * files.token_bytes) > files.limit_bytes:
+            what = f"has keys and values of {num_bytes:,} bytes, and serve.handover_bytes={files.limit_bytes}"
+            raise wrong(way.field, what)
+        return files
+
+    def _found(self, request: HTTPRequest, handed: Handed, num_tokens: int) -> Response:
+        """The answer to a request for a prompt that is handed over already."""
+        key, state = request.state.key.name, request.state
+        self.metrics.counters["handover_found_total"] += 1
+        self.metrics.ended("stop", key)
+        self._log.ended(request, f"found, {num_tokens} tokens, {handed.num_bytes} bytes", state.began_s)
+        usage = usage_of(Usage(prompt=num_tokens, cached=num_tokens))
+        ready_s = time.monotonic() - state.began_s
+        told = found(
+            prefill_id(state.identity), self.model, handed, num_tokens=num_tokens, ready_s=ready_s, usage=usage
+        )
+        return _json(told, headers={"x-request-id": state.identity})
+
+    def _without_file(
+        self, request: HTTPRequest, error: APIError, way: HandoverWay, form: Form, listener: RequestListener
+    ) -> Response:
+        """The answer to a proxy whose request is not taken, so that the engine behind it computes the prompt.
+
+        One that waits for parameters does so after a 503, and gives a 429 to its client. One that looks for a file
+        gives every error to its client.
+
+        Raises:
+            APIError: 503.
+        """
+        if way is HandoverWay.params:
+            raise APIError(503, str(error), headers=error.headers) from error
+        self.metrics.ended("429", request.state.key.name)
+        self._log.ended(request, f"without a file: {error}", request.state.began_s)
+        told = form.whole(listener.rows, Usage(prompt=0))
+        for choice in told["choices"]:
+            choice["finish_reason"] = "length"
+        return _json(told, headers={"x-request-id": request.state.identity})
 
     @asynccontextmanager
     async def _body(self, request: HTTPRequest) -> AsyncIterator[bytes]:
@@ -407,6 +485,7 @@ class API:
             request.state.dialect = dialect()
             request.state.identity, request.state.key = uuid.uuid4().hex, NO_KEY
             began_s, tell = time.monotonic(), self._log.refused
+            request.state.began_s = began_s
             try:
                 if not is_open:
                     request.state.key = self._admitted(request)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+KINDS = {401: "authentication_error", 429: "rate_limit_error", **dict.fromkeys((500, 503, 507), "server_error")}
 """Type of an error by status; all others are invalid_request_error."""
 
 QUOTING = (

@@ -50,6 +50,10 @@ class Metrics:
         "generation_tokens_total": "New tokens.",
         "prefix_cache_queries_total": "Tokens of prompts, of requests that have ended after their first token.",
         "prefix_cache_hits_total": "Of these, tokens that were not computed, as their keys and values were stored.",
+        "handover_files_total": "Prompts that were handed over to other engines.",
+        "handover_found_total": "Requests for prompts whose file was there already.",
+        "handover_bytes_total": "Bytes of their files, of those that were not there before.",
+        "handover_failures_total": "Prompts that were computed or begun, and could not be handed over.",
         "wrong_keys_total": "Requests that came without a right key.",
         "unrouted_requests_total": "Requests for a path or method that the server does not have.",
     }

@@ -71,6 +71,8 @@ class ServeOptions(QueueLimits):
         prefix_folder: where it keeps what has no room in host memory, and what is left at the end, for later servers
             too; None: nowhere.
         prefix_disk_bytes: most bytes of prefixes in this folder, and in that of each stage that keeps a part.
+        handover: folder in which the last stage hands prompts over to other engines; None: none are.
+        handover_bytes: most bytes of all its files, of which those that were not used for longest go first.
         prefix_share: requests of different keys reuse each other's prefixes, and so can learn of them.
         snapshot_tokens: of models whose layers hold states, keep these after every so many tokens of a prompt, too; 0:
             after prompts and answers alone.
@@ -102,6 +104,8 @@ class ServeOptions(QueueLimits):
     prefix_host_bytes: int = 0
     prefix_folder: str | None = None
     prefix_disk_bytes: int = 64 * 2**30
+    handover: str | None = None
+    handover_bytes: int = 16 * 2**30
     prefix_share: bool = False
     snapshot_tokens: int = 0
     unknown_fields: UnknownFields = UnknownFields.ignore
@@ -143,6 +147,8 @@ class ServeOptions(QueueLimits):
         rule = "must be a number of tokens; 0 keeps states after prompts and answers alone"
         require(self.snapshot_tokens >= 0, "serve.snapshot_tokens", self.snapshot_tokens, rule)
         require(self.prefix_folder != "", "serve.prefix_folder", "", "must name a folder; leave it out to keep none")
+        require(self.handover != "", "serve.handover", "", "must name a folder; leave it out to hand no prompts over")
+        require(self.handover_bytes >= 1, "serve.handover_bytes", self.handover_bytes, "must be at least 1")
         if not self.prefix_cache_bytes:
             rule = "has no effect with serve.prefix_cache_bytes=0, as prefixes are there first; leave one of them out"
             require(not self.prefix_host_bytes, "serve.prefix_host_bytes", self.prefix_host_bytes, rule)
@@ -220,7 +226,11 @@ class ServeRun:
     @cached_property
     def setup(self) -> Setup:
         """Facts that the options give of the run. Its policies are made once."""
-        options: dict[str, Any] = {"a server": True, "serve.decode_ranks": self.serve.decode_ranks}
+        options: dict[str, Any] = {
+            "a server": True,
+            "serve.decode_ranks": self.serve.decode_ranks,
+            "serve.handover": self.serve.handover,
+        }
         return replace(setup_of(self, options), prefixes=self.serve.prefixes)
 
 

@@ -26,6 +26,7 @@ from launch.inputs.prompts import use_template
 from launch.program.ending import end_with, say
 from launch.program.signals import Terminated, first_signal
 from launch.server.api import API
+from launch.server.handover import prompt_files
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.key_file import KeyFile
 from launch.server.keys import Keys, secret_in
@@ -44,8 +45,9 @@ from runahead.model.shares import check_shares
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.ranks import Ranks
 from runahead.report import package_version
+from runahead.reuse.handover import HandoverFolder
 from runahead.reuse.prefix_tree import PrefixTree
-from runahead.reuse.store import SegmentStore, StoreLimits
+from runahead.reuse.store import SegmentStore, StoreLimits, model_key
 from runahead.serving.arrangement import chunks
 from runahead.serving.estimate import PrefillTimes, TimeEstimate
 from runahead.serving.executor import Executor
@@ -98,6 +100,8 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     no_tree = None if run.serve.prefixes is not None else in_the_way(run.setup, model, ranks, policies)
     tree = None if no_tree is not None else _tree(run, ranks)
 
+    handover, where = _handover(run, model, ranks)
+
     def check_options(engine: Engine) -> None:
         engine.check_speculation([run.generation.resolved(model.module.generation_config)], [])
         if store is not None:
@@ -141,9 +145,23 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
             [(bound, keys, tokenizer, schemas)] = front
-            _serve_clients(run, engine, estimate, room, bound, keys, tokenizer, schemas, told, asked, no_tree=no_tree)
+            _serve_clients(
+                run,
+                engine,
+                estimate,
+                room,
+                bound,
+                keys,
+                tokenizer,
+                schemas,
+                told,
+                asked,
+                no_tree=no_tree,
+                handover=handover,
+                where=where,
+            )
         else:
-            follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s, room=room)
+            follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s, room=room, handover=handover)
         with ranks.busy():
             if tree is not None and run.serve.prefix_folder is not None:
                 tree.save(SAVE_S)
@@ -347,6 +365,27 @@ def room_in_memory(
     return room
 
 
+def _handover(run: ServeRun, model: Model, ranks: Ranks) -> tuple[HandoverFolder | None, tuple[str, str]]:
+    """The folder of handed-over prompts on the last rank, and on rank 0 of the same host; path and host of it.
+
+    Raises:
+        ValueError: the folder cannot be created or written to, or this model's prompts cannot be handed over.
+    """
+    name, is_last = run.serve.handover, ranks.rank == ranks.size - 1
+    if name is None:
+        return None, ("", "")
+    setup = replace(run.setup, model=model, num_stages=ranks.num_stages, num_shares=ranks.num_shares)
+    is_here = is_last or (ranks.rank == 0 and ranks.local_size == ranks.size)
+
+    def made() -> HandoverFolder | None:
+        check(setup)
+        return HandoverFolder(name, run.serve.handover_bytes, model_key(model)) if is_here else None
+
+    folder = ranks.on_all_ranks("the folder of serve.handover", made)
+    own = ("", "") if folder is None else (folder.path, folder.host)
+    return folder, ranks.gather(own, "the folder of serve.handover")[-1]
+
+
 def _about_prefixes(engine: Engine, room: Room, no_tree: str | None) -> str:
     """The sentence of the start about the reuse of prefixes."""
     if engine.prefixes is None:
@@ -369,12 +408,16 @@ def _serve_clients(
     asked: threading.Event,
     *,
     no_tree: str | None = None,
+    handover: HandoverFolder | None = None,
+    where: tuple[str, str] = ("", ""),
 ) -> None:
     """Answer requests on rank 0 until a signal, which `asked` says if it came before, and the last answer.
 
     Args:
         slower: the faster ways that are not taken, for the state.
         no_tree: why no prefixes are reused, where they would be; None if they are, or are not to be.
+        handover: the folder of prompts that are handed over, if it is on this host.
+        where: path and host of that folder.
     """
     options, model = run.serve, engine.model
     # A thread, as the main one may be in a long call.
@@ -387,7 +430,11 @@ def _serve_clients(
         end.start()
 
     limits = replace(options, max_tokens=room.max_tokens)
-    scheduler = Scheduler(engine, limits, estimate, room=room, when_draining=when_draining)
+    scheduler = Scheduler(engine, limits, estimate, room=room, when_draining=when_draining, handover=handover)
+    files = None
+    if options.handover is not None:
+        source = loading.FINDERS[run.model.name](run.model, weights=True, progress=False)
+        files = prompt_files(model, handover, *where, options.handover_bytes, source)
     api = API(
         scheduler,
         tokenizer=tokenizer,
@@ -401,6 +448,7 @@ def _serve_clients(
         schemas=schemas,
         slower=slower,
         setup=setup_json(run),
+        files=files,
     )
     http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
     with first_signal(scheduler.drain):

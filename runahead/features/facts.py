@@ -479,6 +479,7 @@ FACTS: dict[str, Fact] = {
     "a server": _option("a server"),
     DYNAMIC_CACHE: lambda setup: _if(setup.options.get(DYNAMIC_CACHE), DYNAMIC_CACHE),
     "serve.decode_ranks": _option("serve.decode_ranks"),
+    "serve.handover": _option("serve.handover"),
     # of texts
     "reuse of prefixes": lambda setup: setup.prefixes,
     "echo with logprobs": lambda setup: None if setup.scores is None else _if(setup.scores, "echo with logprobs"),

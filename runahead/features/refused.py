@@ -17,6 +17,8 @@ OTHERS_KV = "{1} read the keys and values of other layers, which {0} does not su
 MARKED = "{1} marks tokens that it evicts (DMS), which {0} does not support"
 REENCODED = "{1}, so its positions cannot be re-encoded"
 CHAIN = "use prefill=kv_runahead or prefill=single"
+ON_ONE_RANK = "{0}: prefill for other engines needs all keys and values on one rank"
+AS_THEY_ARE = "set policy=full, decode=last, ranks.tensor=1"
 OTHER_POLICY = "use another policy, such as snapkv"
 ALL_ON_ONE_RANK = "{0} has all keys and values as they were computed, on one rank"
 NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
@@ -482,6 +484,28 @@ REFUSED = (
         ("a DynamicCache", "angles by length"),
         "{1} rotates keys by angles that depend on the length of the text, which {0} does not know",
         "let Runahead answer",
+    ),
+    # serve.handover
+    Refused(("serve.handover", "a policy"), ON_ONE_RANK + ", of which {1} drops or leaves out some", AS_THEY_ARE),
+    Refused(("serve.handover", "cache.bits"), ON_ONE_RANK + ", as they are, not with {1}", "use cache.bits=null"),
+    Refused(
+        ("serve.handover", "policy=prompt_cache"),
+        ON_ONE_RANK + ", and those of segments have positions that other engines do not know",
+        AS_THEY_ARE,
+    ),
+    Refused(
+        ("serve.handover", "decode other than last on several stages"),
+        ON_ONE_RANK + ", and with {1} several may have a part",
+        AS_THEY_ARE,
+    ),
+    Refused(("serve.handover", "ranks.tensor"), ON_ONE_RANK + ", and with {1} each has some heads", AS_THEY_ARE),
+    Refused(("serve.handover", "prefill=tsp or zigzag"), ON_ONE_RANK + " as soon as each layer is computed", CHAIN),
+    Refused(("serve.handover", "shared KV layers"), OTHERS_KV, "use a model whose layers have their own"),
+    Refused(("serve.handover", "marks"), MARKED, "use a model without marks"),
+    Refused(
+        ("serve.handover", "states"),
+        "{1} hold states, which {0} does not hand over",
+        "use a model whose layers have keys and values alone",
     ),
     # a policy and a model
     Refused(

@@ -1,10 +1,15 @@
-"""Fingerprint of a model's weights, from samples of them; shares of a model find the whole model's together."""
+"""Fingerprint of a model's weights, from samples of them; shares of a model find the whole model's together.
+
+A checkpoint has a digest of its own, which other engines can compute from its files.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +20,10 @@ from runahead.model.parts import is_laid_out, local_part
 
 FINGERPRINT_SAMPLES = 64
 """Number of values of each parameter that the fingerprint covers, spread evenly over the parameter."""
+
+
+SAMPLE_BYTES = 64
+"""Bytes at each of three places of a stored tensor that the digest of a checkpoint covers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,32 @@ def with_changes(weights: str, *changes: str) -> str:
     for change in filter(None, changes):
         weights = hashlib.sha256(f"{weights} {change}".encode()).hexdigest()[:32]
     return weights
+
+
+def checkpoint_digest(files: Sequence[Path]) -> str:
+    """Digest of the safetensors files of a checkpoint: 64 hexadecimal digits, the same however they are cut.
+
+    It covers each tensor's name, dtype, shape and 64 bytes at its beginning, middle and end.
+
+    Raises:
+        OSError, ValueError: a file cannot be read.
+    """
+    tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        tensors |= {name: (path, 8 + length, each) for name, each in header.items() if name != "__metadata__"}
+    digest = hashlib.sha256()
+    for name in sorted(tensors, key=str.encode):
+        path, first, about = tensors[name]
+        start, end = about["data_offsets"]
+        digest.update(f"{name} {about['dtype']} {json.dumps(about['shape'])}\n".encode())
+        with path.open("rb") as file:
+            for at in (0, (end - start) // 2, max(0, end - start - SAMPLE_BYTES)):
+                file.seek(first + start + at)
+                digest.update(file.read(min(SAMPLE_BYTES, end - start - at)))
+    return digest.hexdigest()
 
 
 def _places(num_elements: int) -> Tensor:

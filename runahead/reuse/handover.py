@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,9 @@ class HandoverFolder:
         self._folder = TierFolder(folder, limit_bytes, option="serve.handover", is_private=True)
         self.path, self.host, self.limit_bytes = os.path.abspath(folder), socket.gethostname(), limit_bytes
         self._writer = FolderWriter(self._folder, lambda name: None)
-        self._late_bytes = 0
+        self._folder.make_room()
+        self._late_bytes, self._is_told = 0, False
         self._changed = threading.Condition()
-
-    @property
-    def told(self) -> str:
-        """What is to be told of a disk that was full; "" if none was."""
-        return self._writer.told
 
     def found(self, name: str) -> int | None:
         """Bytes of the file of this name, which counts as used now; None if it is not there, or damaged."""
@@ -162,6 +159,9 @@ class HandoverFolder:
             return Outcome(error=str(error))
         except OSError as error:
             return Outcome(error=f"{error.strerror or error} ({self._folder.folder})")
+        if self._writer.told and not self._is_told:
+            self._is_told = True
+            warnings.warn(self._writer.told, stacklevel=2)
         return Outcome(num_bytes=num_written, is_new=is_new)
 
 

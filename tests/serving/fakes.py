@@ -15,6 +15,7 @@ import torch
 from openai import OpenAI
 
 from launch.server.api import API
+from launch.server.handover import PromptFiles
 from launch.server.http import HTTPServer, bound_socket
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions, ServeRun
@@ -32,6 +33,8 @@ from runahead.prefill import Prefilled, PrefillPlan
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.ranks.ranks import Ranks
 from runahead.report import PromptLogprobs, RankReport
+from runahead.reuse.handover import HandoverFolder
+from runahead.reuse.tiers.file_format import LayerShape
 from runahead.serving.limits import QueueLimits
 from runahead.serving.request import Request
 from runahead.serving.scheduler import Scheduler
@@ -42,6 +45,8 @@ from tests.tokenizers_for_tests import byte_level
 from tests.waiting import until
 
 POSITIONS = 4096
+TOKEN_BYTES = 8
+"""Of a token in a file of the fake model: its id in two layers, in the second one more by 1."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -194,6 +199,11 @@ class FakeEngine:
         def note(num_made: int) -> None:
             self.steps[number] = max(self.steps[number], num_made)
 
+        for row, handover in (handovers or {}).items():
+            layers = [torch.tensor(prompts[row], dtype=torch.float32)[:, None, None] + layer for layer in range(2)]
+            handover.begin([LayerShape(shape=tuple(layer.shape), dtype=layer.dtype) for layer in layers])
+            for layer in layers:
+                handover.put([layer])
         answers = prompts
         if self.says is not None:
             answers = [[self.tokenizer.eos_token_id, *reversed(self.says)]] * len(prompts)
@@ -252,7 +262,20 @@ class Served:
         schemas: Schemas | None = None,
     ) -> None:
         self.engine, self.options = engine, options
-        self.scheduler = Scheduler(engine, limits)
+        handover = files = None
+        if options.handover is not None:
+            handover = HandoverFolder(options.handover, options.handover_bytes, "the fake model")
+            files = PromptFiles(
+                key=handover.key,
+                folder=handover,
+                path=handover.path,
+                host=handover.host,
+                limit_bytes=options.handover_bytes,
+                token_bytes=TOKEN_BYTES,
+                about={"dtype": "float32"},
+            )
+        self.handover = handover
+        self.scheduler = Scheduler(engine, limits, handover=handover)
         submit = self.scheduler.submit
 
         def noted(request: Request) -> None:
@@ -272,6 +295,7 @@ class Served:
             keys=keys,
             schemas=schemas,
             setup=setup_json(ServeRun(policy={"name": "full"})),
+            files=files,
         )
         bound = bound_socket("127.0.0.1", 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # which the system may not make larger

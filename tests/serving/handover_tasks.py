@@ -46,6 +46,7 @@ def hand_over(
     key, is_last = model_key(model), ranks.stage == ranks.num_stages - 1
     handover = HandoverFolder(folder, 1 << 30, key) if is_last else None
     executor = Executor(engine, Inbox(), reports.append, QueueLimits(itl_s=1e3), handover=handover)
+    num_asked = 0
     with throughout(model.dtype):
         for number, prompts in enumerate(batches):
             num = stored[number] if stored else 0
@@ -60,7 +61,8 @@ def hand_over(
             executor.carry_out(item)
             executor.decode_all()
             if is_last:
-                until(lambda: len(_handed(reports)) == sum(map(len, batches[: number + 1])))
+                num_asked += len(prompts)
+                until(lambda so_far=num_asked: len(_handed(reports)) == so_far)
     return _handed(reports)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import gzip
 import json
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -149,6 +151,27 @@ def late(common: Served) -> Answer:
         return response.status_code, response.json()
 
 
+def handed_over(prepare: Callable[[Served], object], body: dict[str, Any], path: str) -> Ask:
+    """A request to a server that hands prompts over, and to which something was done."""
+
+    def ask(common: Served) -> Answer:
+        limits = QueueLimits(max_ttft_s=5.0)
+        with tempfile.TemporaryDirectory() as folder, serving(handover=f"{folder}/a", limits=limits) as served:
+            prepare(served)
+            response = post(served, path, body)
+        return response.status_code, response.json()
+
+    return ask
+
+
+def without_folder(served: Served) -> None:
+    shutil.rmtree(str(served.options.handover))
+
+
+def busy(served: Served) -> None:
+    served.scheduler.estimate.alone.learn([1], 100.0)
+
+
 def too_many_connections(common: Served) -> Answer:
     with serving(max_connections=1) as served, ExitStack() as opened:
         for _ in range(2):
@@ -259,6 +282,18 @@ ERRORS: dict[str, tuple[Ask, tuple[int, str, str | None, str | None]]] = {
     "token ids and a long text": (asked({"prompt": [2**30] * POSITIONS}), (400, INVALID, "invalid_value", "prompt")),
     # the server
     "queue": (late, (429, LIMITED, "rate_limit_exceeded", None)),
+    "no prefill for others": (
+        asked({"prompt": "hello"}, "/v1/prefill"),
+        (404, INVALID, "handover_off", None),
+    ),
+    "a folder that has gone": (
+        handed_over(without_folder, {"prompt": "hello"}, "/v1/prefill"),
+        (507, SERVER, "handover_failed", None),
+    ),
+    "a proxy's prompt in the queue": (
+        handed_over(busy, {"prompt": "hello", "kv_transfer_params": {"do_remote_decode": True}}, TEXT),
+        (503, SERVER, None, None),
+    ),
     "shutting down": (draining, (503, SERVER, None, None)),
     "shutting down while it is read": (draining_after_the_first_look, (503, SERVER, None, None)),
     "connections": (too_many_connections, (503, SERVER, None, None)),

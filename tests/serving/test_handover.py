@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 from functools import cache
 from pathlib import Path
@@ -9,13 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from runahead.reuse.tiers.file_format import FORMAT, checksum
-from tests.families import largest_difference, prompt, rounded, throughout
+from launch.server.keys import Keys
+from runahead.decoding.sampling import NOT_NUMBERS
+from runahead.model.fingerprint import checkpoint_digest
+from runahead.reuse import handover
+from runahead.reuse.handover import HandoverFolder, Outcome, file_name
+from runahead.reuse.tiers.file_format import FORMAT, LayerShape, checksum
+from runahead.serving.limits import QueueLimits
 from tests.conftest import RankPools
+from tests.families import largest_difference, prompt, rounded, throughout
 from tests.serving import handover_tasks
+from tests.serving.fakes import TOKEN_BYTES, serving
+from tests.serving.test_api import CLIENT, TEXT, post
+from tests.waiting import until
+
+PREFILL = "/v1/prefill"
 
 PROMPTS = [prompt(40, seed=1), prompt(33, seed=2)]
 """Longer than the windows of the families, which are of 8 tokens."""
@@ -94,3 +108,153 @@ def test_a_prompt_that_is_computed_in_pieces_is_handed_over(rank_pools: RankPool
     [handed] = rank_pools.run(1, handover_tasks.hand_over, "llama", [PROMPTS], str(tmp_path / "a"), (), 7)
     for each, ids in zip(sorted(handed, key=lambda each: each.row), PROMPTS, strict=True):
         require_same(tmp_path / "a", each.name, "llama", ids)
+
+
+def test_a_prompt_is_handed_over_by_the_server_and_found_again(tmp_path: Path) -> None:
+    ids = [5, 6, 7, 8]
+    with serving(handover=str(tmp_path / "a")) as served:
+        about = CLIENT.get(served.url + PREFILL).json()
+        name = file_name(about["key"], about["salt"], ids)
+        asked = [post(served, PREFILL, {"prompt": ids, "first_token": wanted}) for wanted in (False, True, False)]
+        new, again, found = (each.json() for each in asked)
+        for each in (new, again, found):
+            assert each["object"] == "prefill" and each["num_tokens"] == len(ids)
+            assert each["file"] == f"{name}.safetensors" and each["path"] == f"{about['folder']}/{each['file']}"
+            assert each["num_bytes"] == Path(each["path"]).stat().st_size
+        assert [each["is_new"] for each in (new, again, found)] == [True, False, False]
+        assert [each["first_token"] for each in (new, again, found)] == [None, 8, None]
+        assert [each["usage"]["completion_tokens"] for each in (new, again, found)] == [0, 1, 0]
+        assert new["ready_s"] >= new["ttft_s"] > 0 and found["ttft_s"] is None
+        assert len(served.engine.batches) == 2, "what is in the folder is not computed unless its token is asked for"
+        _, layers = read(tmp_path / "a", name)
+        assert [layer.flatten().tolist() for layer in layers] == [[5, 6, 7, 8], [6, 7, 8, 9]]
+        metrics = CLIENT.get(served.url + "/metrics").text
+        assert "runahead:handover_files_total 2" in metrics and "runahead:handover_found_total 1" in metrics
+
+
+def test_a_damaged_file_is_no_answer(tmp_path: Path) -> None:
+    with serving(handover=str(tmp_path / "a")) as served:
+        path = Path(post(served, PREFILL, {"prompt": [5, 6]}).json()["path"])
+        path.write_bytes(path.read_bytes()[:-1])
+        assert served.handover.found(path.stem) is None
+        path.unlink()
+        assert post(served, PREFILL, {"prompt": [5, 6]}).json()["is_new"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": [5], "stream": True}, "stream"),
+        ({"prompt": [5], "n": 2}, "n"),
+        ({"prompt": [5], "max_tokens": 2}, "max_tokens"),
+        ({"prompt": [[5], [6]]}, "prompt"),
+        ({"prompt": [5], "first_token": 1}, "first_token"),
+        ({"prompt": [5] * 100}, "prompt"),  # more bytes than the folder may have
+    ],
+)
+def test_what_cannot_be_handed_over_is_refused(tmp_path: Path, body: dict[str, object], field: str) -> None:
+    with serving(handover=str(tmp_path / "a"), handover_bytes=99 * TOKEN_BYTES) as served:
+        response = post(served, PREFILL, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+        assert not served.engine.batches
+
+
+def test_proxies_get_what_they_pass_on(tmp_path: Path) -> None:
+    asks = {"prompt": [5, 6], "max_tokens": 1}
+    with serving(handover=str(tmp_path / "a"), limits=QueueLimits(max_ttft_s=5.0)) as served:
+        params = asks | {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+        answer = post(served, TEXT, params).json()
+        told = answer["kv_transfer_params"]
+        assert told["do_remote_prefill"] and (tmp_path / "a" / told["runahead_file"]).exists()
+        assert post(served, TEXT, asks | {"cache_hit_threshold": 0, "prompt": [7, 8]}).status_code == 200
+        assert len(list((tmp_path / "a").glob("*.safetensors"))) == 2
+        for field, value in (("cache_hit_threshold", 0.5), ("kv_transfer_params", {"do_remote_prefill": True})):
+            refused = post(served, TEXT, asks | {field: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    with serving(handover=str(tmp_path / "a"), limits=QueueLimits(max_ttft_s=5.0)) as served:
+        served.scheduler.estimate.alone.learn([1], 100.0)
+        empty = post(served, TEXT, asks | {"cache_hit_threshold": 0, "prompt": [9]})
+        assert empty.status_code == 200 and empty.json()["choices"][0]["finish_reason"] == "length"
+        assert post(served, PREFILL, {"prompt": [9]}).status_code == 429
+    with serving() as served:
+        assert post(served, TEXT, asks | {"cache_hit_threshold": 0}).status_code == 400
+
+
+def test_a_prompt_of_another_key_has_another_file(tmp_path: Path) -> None:
+    names = []
+    with serving(handover=str(tmp_path / "a"), keys=Keys(["first:" + "a" * 16, "second:" + "b" * 16])) as served:
+        for key in ("a" * 16, "b" * 16):
+            headers = {"authorization": f"Bearer {key}"}
+            names.append(post(served, PREFILL, {"prompt": [5, 6]}, headers=headers).json()["file"])
+            about = CLIENT.get(served.url + PREFILL, headers=headers).json()
+            assert names[-1].startswith(file_name(about["key"], about["salt"], [5, 6]))
+    assert len(set(names)) == 2
+
+
+def test_files_that_were_not_used_for_longest_make_room(tmp_path: Path) -> None:
+    folder, ended = HandoverFolder(str(tmp_path / "a"), 20_000, "model"), list[Outcome]()
+    for number in range(4):
+        hand_over(folder, f"{number:064x}", torch.full((1000, 1, 1), float(number)), ended)
+        if number == 2:
+            assert folder.found(f"{1:064x}") is not None
+    until(lambda: len(ended) == 4)
+    assert [each.error for each in ended] == [""] * 4
+    assert {path.stem for path in (tmp_path / "a").glob("*.safetensors")} == {f"{number:064x}" for number in (1, 3)}
+
+
+@pytest.mark.parametrize("error", ["cancelled", NOT_NUMBERS])
+def test_a_prompt_that_is_not_computed_to_its_end_leaves_nothing(tmp_path: Path, error: str) -> None:
+    folder, ended = HandoverFolder(str(tmp_path / "a"), 1 << 20, "model"), list[Outcome]()
+    hand_over(folder, "0" * 64, torch.ones(3, 1, 1), ended, error)
+    until(lambda: bool(ended))
+    assert ended == [Outcome(error=error)]
+    assert not [path for path in (tmp_path / "a").iterdir() if path.name != ".lock"]
+
+
+def test_a_full_disk_is_told_and_leaves_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, ended = HandoverFolder(str(tmp_path / "a"), 1 << 20, "model"), list[Outcome]()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(handover, "write_layers", full)
+    hand_over(folder, "0" * 64, torch.ones(3, 1, 1), ended)
+    until(lambda: bool(ended))
+    assert "No space left on device" in ended[0].error and folder.path in ended[0].error
+
+
+def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match="serve.handover=.* other users may read or write in it"):
+        HandoverFolder(str(tmp_path), 1, "model")
+
+
+def hand_over(
+    folder: HandoverFolder, name: str, layer: Tensor, ended: list[Outcome], error: str = "", num_layers: int = 2
+) -> None:
+    """Hand the same layer over several times, and wait for the outcome."""
+    before = len(ended)
+    given = folder.begin(name, len(layer), torch.device("cpu"), ended.append)
+    given.begin([LayerShape(shape=tuple(layer.shape), dtype=layer.dtype)] * num_layers)
+    for _ in range(num_layers):
+        given.put([layer])
+    given.end(error)
+    until(lambda: len(ended) > before)
+
+
+def test_the_digest_of_a_checkpoint_does_not_depend_on_its_files(tmp_path: Path) -> None:
+    tensors = {"b": torch.arange(100.0), "a": torch.ones(2, 3, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "both")
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / name)
+    plain = hashlib.sha256()
+    for name, dtype in (("a", "BF16"), ("b", "F32")):
+        data = tensors[name].view(torch.uint8).numpy().tobytes()
+        plain.update(f"{name} {dtype} {json.dumps(list(tensors[name].shape))}\n".encode())
+        for at in (0, len(data) // 2, max(0, len(data) - 64)):
+            plain.update(data[at : at + 64])
+    assert checkpoint_digest([tmp_path / "both"]) == plain.hexdigest()
+    assert checkpoint_digest([tmp_path / "b", tmp_path / "a"]) == plain.hexdigest()
+    tensors["b"][99] = 0
+    save_file(tensors, tmp_path / "both")
+    assert checkpoint_digest([tmp_path / "both"]) != plain.hexdigest()

@@ -17,7 +17,7 @@ from launch.server.errors import APIError, dumps
 from launch.server.metrics import Metrics
 from launch.server.page.recent import EndedRequest
 from launch.server.request.bodies import disconnected
-from launch.server.request.fields import ChatRequest, CompletionRequest
+from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay
 from launch.server.request_log import RequestLog
 from policies.reuse import ids_of
 from runahead.decoding.sampling import NOT_NUMBERS
@@ -83,8 +83,11 @@ class Answering:
     def _log_end(self, ended: str) -> None:
         usage, listener = self._usage, self._listener
         first = "" if listener.first_token_s is None else f", TTFT {listener.first_token_s - listener.arrived_s:.2f} s"
-        counts = f"{usage.prompt} + {usage.new} tokens"
-        self._log.ended(self._request, f"{ended}, {counts}{first}{self._log.prompt(self._read)}", listener.arrived_s)
+        counts, handed = f"{usage.prompt} + {usage.new} tokens", ""
+        if (found := listener.handed) is not None:
+            handed = f", not handed over: {found.error}" if found.error else f", handed over {found.num_bytes} bytes"
+        told = f"{ended}, {counts}{first}{handed}{self._log.prompt(self._read)}"
+        self._log.ended(self._request, told, listener.arrived_s)
 
     def _recent(self, ended: str) -> EndedRequest:
         listener, usage, per_s = self._listener, self._usage, None
@@ -106,6 +109,7 @@ class Answering:
     def _usage(self) -> Usage:
         """The usage so far."""
         is_answered = not isinstance(self._read, CompletionRequest) or self._read.is_answered
+        is_answered = is_answered and self._read.gives_token
         rows = self._listener.rows if is_answered else []
         return Usage.of(self._num_prompt_tokens, rows, self._of_prompts(self._queued.cached_tokens))
 
@@ -116,8 +120,7 @@ class Answering:
     async def _whole(self) -> None:
         while not self._listener.is_over:
             await self._listener.changed(None)
-        if self._listener.failure is not None:
-            error = _error(self._listener.failure)
+        if (error := self._failure()) is not None:
             await self._start(error.status, "application/json", error.headers)
             await self._write(dumps(self._request.state.dialect.error(error)), more=False)
             return
@@ -128,7 +131,18 @@ class Answering:
 
     def _encoded(self, body: dict[str, Any]) -> bytes:
         """The body of a whole answer, with its prompts if they are wanted."""
-        return dumps(self._form.with_prompts(body, list(map(ids_of, self._queued.prompts)), self._queued))
+        prompts = list(map(ids_of, self._queued.prompts))
+        return dumps(self._form.finished(body, prompts, self._queued, self._listener))
+
+    def _failure(self) -> APIError | None:
+        """Why there is no answer; None if there is one."""
+        listener = self._listener
+        if listener.failure is not None:
+            return _error(listener.failure)
+        if self._read.handover is HandoverWay.prefill and listener.handed is not None and listener.handed.error:
+            message = f"the prompt was computed, but could not be handed over: {listener.handed.error}"
+            return APIError(507, message, code="handover_failed")
+        return None
 
     async def _stream(self) -> None:
         listener, form, rows = self._listener, self._form, self._listener.rows

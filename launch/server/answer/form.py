@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import Scored
 from launch.server.answer.pieces import Piece
 from launch.server.answer.row_text import RowText
@@ -29,8 +30,10 @@ class Form(ABC):
     def whole(self, rows: Sequence[RowText], usage: Usage) -> Event:
         """The answer of a request that does not stream."""
 
-    def with_prompts(self, answer: Event, prompts: Sequence[Sequence[int]], queued: Request) -> Event:
-        """A whole answer, with each prompt before its answers if they were asked for.
+    def finished(
+        self, answer: Event, prompts: Sequence[Sequence[int]], queued: Request, listener: RequestListener
+    ) -> Event:
+        """A whole answer, with each prompt before its answers, or where its prompt is handed over, if that was asked.
 
         Args:
             prompts: token ids of each row.

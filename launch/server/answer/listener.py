@@ -10,6 +10,7 @@ from contextlib import suppress
 from launch.server.answer.pieces import Piece, joined
 from launch.server.answer.row_text import RowText
 from launch.server.metrics import Metrics
+from runahead.serving.items import Handed
 
 
 class RequestListener:
@@ -23,10 +24,19 @@ class RequestListener:
         failure: why there is no answer; None so far.
         first_token_s: `time.monotonic` of the first token; None before it.
         last_token_s: likewise of the last one so far.
+        first_token: id of it, of the first row; None before it.
+        handed: what has become of its prompt that is to be handed over; None so far, or if it is not.
+        handed_s: `time.monotonic` of that.
     """
 
-    def __init__(self, rows: list[RowText], metrics: Metrics, *, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, rows: list[RowText], metrics: Metrics, *, num_prompt_tokens: int, awaits_file: bool = False
+    ) -> None:
         self.rows, self._metrics, self._num_prompt_tokens = rows, metrics, num_prompt_tokens
+        self._awaits_file = awaits_file
+        self.first_token: int | None = None
+        self.handed: Handed | None = None
+        self.handed_s: float | None = None
         self.arrived_s = time.monotonic()
         self.started_s: float | None = None
         self.failure: str | None = None
@@ -39,7 +49,7 @@ class RequestListener:
     @property
     def is_over(self) -> bool:
         """Whether nothing will change any more."""
-        return self.failure is not None or all(row.finish_reason is not None for row in self.rows)
+        return self._has_ended and (self.failure is not None or not self._awaits_file or self.handed is not None)
 
     async def changed(self, timeout_s: float | None) -> bool:
         """Wait until something has changed since the last call; False after `timeout_s`."""
@@ -66,7 +76,10 @@ class RequestListener:
         self._post(lambda: self._add(tokens, now))
 
     def on_end(self) -> None:
-        self._post(lambda: None if self.is_over else self._fail("the answer has no end"))
+        self._post(lambda: None if self._has_ended else self._fail("the answer has no end"))
+
+    def on_handed(self, handed: Handed) -> None:
+        self._post(lambda: self._hand(handed, time.monotonic()))
 
     def on_failure(self, reason: str) -> None:
         self._post(lambda: None if self.is_over else self._fail(reason))
@@ -87,7 +100,7 @@ class RequestListener:
             return
         histograms, counters = self._metrics.histograms, self._metrics.counters
         if self.last_token_s is None:
-            self.first_token_s = now
+            self.first_token_s, self.first_token = now, tokens[0]
             histograms["time_to_first_token_seconds"].add(now - self.arrived_s)
             counters["prompt_tokens_total"] += self._num_prompt_tokens
         else:
@@ -97,9 +110,23 @@ class RequestListener:
             if token is not None:
                 counters["generation_tokens_total"] += 1
                 self._unsent[index] += self.rows[index].add(token)
+        self._note_end(now)
+
+    def _hand(self, handed: Handed, now: float) -> None:
+        counters, self.handed, self.handed_s = self._metrics.counters, handed, now
+        counters["handover_failures_total" if handed.error else "handover_files_total"] += 1
+        counters["handover_bytes_total"] += handed.num_bytes if handed.is_new else 0
+        self._note_end(now)
+
+    def _note_end(self, now: float) -> None:
         if self.is_over:
-            histograms["e2e_request_latency_seconds"].add(now - self.arrived_s)
+            self._metrics.histograms["e2e_request_latency_seconds"].add(now - self.arrived_s)
         self._changed.set()
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all rows have ended, or failed."""
+        return self.failure is not None or all(row.finish_reason is not None for row in self.rows)
 
     def _fail(self, reason: str) -> None:
         self.failure = reason

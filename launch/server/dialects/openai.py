@@ -8,14 +8,16 @@ from typing import Any
 
 from launch.server.answer.echo import with_prompt
 from launch.server.answer.form import Event, Form
+from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import Scored, TokenTexts, chat_logprobs, text_logprobs
 from launch.server.answer.pieces import Kind, Piece
 from launch.server.answer.row_text import RowText
 from launch.server.answer.usage import Usage
 from launch.server.dialects.base import Dialect
 from launch.server.errors import APIError
-from launch.server.request.fields import ChatRequest, CompletionRequest, read_completion
+from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay, read_completion
 from runahead.config import GenerationOptions
+from runahead.reuse.tiers.folder import SUFFIX
 from runahead.serving.request import Request
 
 
@@ -58,10 +60,22 @@ class CompletionForm(Form):
             said: dict[str, Any] = {"message": _message(row)} if self._is_chat else {"text": row.content}
             logprobs = self._logprobs(row.take_scored())
             choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": row.finish_reason})
-        return {**self._head, "object": self._whole, "choices": choices, "usage": _usage(usage)}
+        return {**self._head, "object": self._whole, "choices": choices, "usage": usage_of(usage)}
 
-    def with_prompts(self, answer: Event, prompts: Sequence[Sequence[int]], queued: Request) -> Event:
-        read = self._read
+    def finished(
+        self, answer: Event, prompts: Sequence[Sequence[int]], queued: Request, listener: RequestListener
+    ) -> Event:
+        read, handed = self._read, listener.handed
+        if read.handover is HandoverWay.params and handed is not None:
+            params = {
+                "do_remote_prefill": not handed.error,
+                "do_remote_decode": False,
+                "runahead_file": None if handed.error else f"{handed.name}{SUFFIX}",
+                "runahead_folder": handed.folder,
+                "runahead_host": handed.host,
+                "runahead_tokens": len(prompts[0]),
+            }
+            return answer | {"kv_transfer_params": params}
         if not isinstance(read, CompletionRequest) or not read.echo:
             return answer
         choices = [
@@ -100,13 +114,13 @@ class CompletionForm(Form):
         """The chunk with the usage alone, if it was asked for."""
         if not self._read.include_usage:
             return []
-        return [{**self._head, "object": self._chunk, "choices": [], "usage": _usage(usage)}]
+        return [{**self._head, "object": self._chunk, "choices": [], "usage": usage_of(usage)}]
 
     def failed(self, error: APIError) -> list[Event]:
         return [error.body]
 
     def _with_usage(self, chunk: Event, usage: Usage) -> Event:
-        return chunk | {"usage": _usage(usage)} if self._read.continuous_usage else chunk
+        return chunk | {"usage": usage_of(usage)} if self._read.continuous_usage else chunk
 
     def _of(
         self, index: int, said: dict[str, Any] | str, reason: str | None = None, scored: Sequence[Scored] = ()
@@ -151,7 +165,8 @@ def _call(piece: Piece) -> dict[str, Any]:
     return {"id": piece.identity, "type": "function", "function": function}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Numbers of tokens in the words of this API."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.new,

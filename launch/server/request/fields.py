@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from launch.server.answer.parser import NO_PARTS, Parts
@@ -27,6 +28,19 @@ class PromptCacheFields:
     schema: str | None = None
 
 
+class HandoverWay(Enum):
+    """How a request asks for its prompt to be handed over to another engine."""
+
+    prefill = "prompt"  # POST /v1/prefill
+    params = "kv_transfer_params"  # by the proxy of an engine that goes on, which needs the answer's parameters
+    threshold = "cache_hit_threshold"  # by one that looks for the file itself
+
+    @property
+    def field(self) -> str:
+        """The field that is wrong where it cannot be."""
+        return self.value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Common:
     """The fields that both kinds of requests have.
@@ -43,6 +57,8 @@ class Common:
         prompt_cache: modules that stand before the messages or the prompt; None if there are none.
         guided_by: the field by which answers are JSON, follow a grammar, or call a tool; None if none says so.
         parts: what its answers may consist of beside content, which is known when its prompt is.
+        handover: how it asks for its prompt to be handed over; None: it does not.
+        gives_token: the answer has the first token, where that is not all that there is to it.
         cache_salt: prompts of other salts share no prefixes with this one's; None if the client gave none.
         unknown: names of fields that nobody knows.
     """
@@ -58,6 +74,8 @@ class Common:
     prompt_cache: PromptCacheFields | None
     guided_by: str | None
     cache_salt: str | None
+    handover: HandoverWay | None
+    gives_token: bool = True
     parts: Parts = NO_PARTS
     unknown: list[str]
 
@@ -130,6 +148,8 @@ def read_completion(body: Mapping[str, Any], defaults: GenerationOptions) -> Com
         if isinstance(each, str):
             check_unicode(each, "prompt")
     common = _common(fields, defaults, least_new=0 if echo else 1)
+    if common["handover"] is not None and (echo or len(prompts) > 1):
+        raise wrong(common["handover"].field, "is for one prompt, without 'echo'")
     return CompletionRequest(prompts=prompts, echo=echo, is_answered=is_answered, prompt_cache=prompt_cache, **common)
 
 
@@ -145,6 +165,9 @@ def _common(
         raise wrong("return_progress", "is for 'stream': true only")
     options, length_field, chose_seed, guided_by = read_generation(fields, defaults, tools=tools, least_new=least_new)
     n = fields.number("n", 1, 128, whole=True) or 1
+    handover = _handover(fields, has_one_token=options.max_new_tokens == 1)
+    if handover is not None and (stream or n > 1):
+        raise wrong(handover.field, "is for one answer that does not stream")
     rows = [replace(options, seed=(options.seed + number) % (MAX_SEED + 1)) for number in range(n)]
     return {
         "model": model,
@@ -156,9 +179,25 @@ def _common(
         "include_usage": include_usage,
         "continuous_usage": continuous_usage,
         "return_progress": progress,
+        "handover": handover,
         "cache_salt": fields.take("cache_salt", _is_salt, f"must be a text of 1 to {MOST_SALT} characters"),
         "unknown": fields.end(),
     }
+
+
+def _handover(fields: Fields, *, has_one_token: bool) -> HandoverWay | None:
+    """How a proxy between a prefill engine and another one asks for a prompt alone. Raises: APIError."""
+    params = fields.take("kv_transfer_params", lambda value: isinstance(value, dict), "must be an object") or {}
+    threshold = fields.number("cache_hit_threshold", 0, 1)
+    if params.get("do_remote_prefill"):
+        rule = "has 'do_remote_prefill', and this server goes on with no prompt that another engine has computed"
+        raise wrong("kv_transfer_params", rule, code="unsupported_value")
+    if threshold:
+        rule = "must be 0, with which a proxy asks for a prompt alone: this server computes what it lacks"
+        raise wrong("cache_hit_threshold", rule, code="unsupported_value")
+    if params.get("do_remote_decode"):
+        return HandoverWay.params
+    return HandoverWay.threshold if threshold is not None and has_one_token else None
 
 
 def _prompt_cache(fields: Fields) -> PromptCacheFields | None:

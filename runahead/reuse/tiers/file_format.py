@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runahead.attention.op import nothing
-
 from runahead.cache.slabs import KVShape
 from runahead.files import write_whole
 

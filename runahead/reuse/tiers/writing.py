@@ -28,9 +28,7 @@ class FolderWriter:
         self.told = ""
         """What is to be told of a disk that was full; "" if none was."""
 
-    def write(
-        self, name: str, write: Callable[[Path], object], num_bytes: int, *, keep: Collection[str] = ()
-    ) -> bool:
+    def write(self, name: str, write: Callable[[Path], object], num_bytes: int, *, keep: Collection[str] = ()) -> bool:
         """Write a file, unless it is there. On a full disk those that were not used for longest make room for it.
 
         Once that was in vain, as something else fills the disk, no more of them do until a file could be written.
