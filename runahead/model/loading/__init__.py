@@ -149,9 +149,13 @@ def load(
 
         stored_forms.require_taken_of_gguf(empty, checkpoints.read_gguf(source), source)
         try:
-            checkpoint = gguf_cache.converted(_as_stored(make, small), empty, progress=progress)
+            stored_make, stored_empty = _as_stored(make, small), empty
+            if merging is not None:  # what adapters add to it is rounded once
+                stored_make = replace(stored_make, dtype=torch.float32)
+                stored_empty = hf.empty_model(config, torch.float32, options, label=source.label)
+            checkpoint = gguf_cache.converted(stored_make, stored_empty, progress=progress)
         except OSError as error:
-            if shares is not None:
+            if shares is not None or (merging is not None and dtype is not torch.float32):
                 raise
             warnings.warn(f"{error}; until then every process unpacks the file at every start", stacklevel=2)
         else:

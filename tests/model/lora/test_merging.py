@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from tests.conftest import RankPools
 from tests.families import prompt
 from tests.model.lora import rank_tasks as tasks
 from tests.model.lora.made import adapt, base, edit_settings, edit_tensors, need_peft, options, peft_logits, peft_model
+from tests.model.test_loading_gguf import write_gguf
 from tests.model.test_loading_hf import CPU, edit_weights, load_hf
 from tests.ranks.share_tasks import differences
 from tests.ranks.tensor_tasks import SIZES
@@ -132,6 +134,35 @@ def test_weights_are_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
     added = merged[name] - module.get_parameter(name)
     twice = (module.get_parameter(name).bfloat16().float() + added).bfloat16()
     assert not torch.equal(loaded[name], twice)
+
+
+@pytest.mark.parametrize("form", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.F32])
+def test_weights_of_a_gguf_file_are_rounded_once(
+    form: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "m.gguf", form=form, hidden_size=64, intermediate_size=96)
+    module = load_hf(tmp_path / "m.gguf", dtype="float32").module
+    module.save_pretrained(tmp_path / "model")
+    adapter = adapt(tmp_path / "model", tmp_path / "adapter")
+    merged = peft_model(tmp_path / "model", [adapter]).merge_and_unload().state_dict()
+    loaded = load_hf(tmp_path / "m.gguf", adapter=str(adapter), dtype="bfloat16").module.state_dict()
+    assert loaded.keys() == merged.keys()
+    assert all(torch.equal(loaded[name], merged[name].bfloat16()) for name in merged)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    added = merged[name] - module.get_parameter(name)
+    assert not torch.equal(loaded[name], (module.get_parameter(name).bfloat16().float() + added).bfloat16())
+
+
+def test_a_gguf_file_that_cannot_be_kept_is_not_rounded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m.gguf").save_pretrained(tmp_path / "model")
+    adapter = adapt(tmp_path / "model", tmp_path / "adapter")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="m.gguf as safetensors"):
+        load_hf(tmp_path / "m.gguf", adapter=str(adapter), dtype="bfloat16")
+    with pytest.warns(UserWarning, match="until then every process unpacks the file"):
+        load_hf(tmp_path / "m.gguf", adapter=str(adapter), dtype="float32")
 
 
 def test_mapped_weights_are_not_written(tmp_path: Path) -> None:
