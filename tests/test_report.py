@@ -112,8 +112,8 @@ def test_report_of_one_prompt_has_every_field_on_top():
     assert set(fields_of_one["versions"]) == {"python", "torch", "transformers", "runahead"}
     assert [rank["chunk_tokens"] for rank in fields_of_one["ranks"]] == [6, 4]
     # Of policies that retrieve, of prompts that reuse K,V, of ranks that share a model, of
-    # drafts, and of models that were loaded.
-    optional = {"retrieval", "kv_host_bytes", "reuse", "stage", "share", "memory", "speculation"}
+    # drafts, of models that were loaded, and of layers in blocks of rows.
+    optional = {"row_tokens", "retrieval", "kv_host_bytes", "reuse", "stage", "share", "memory", "speculation"}
     assert set(fields_of_one["ranks"][0]) == {field.name for field in fields(RankReport)} - optional
 
 
