@@ -47,10 +47,14 @@ class Block(NamedTuple):
     Attributes:
         first: number of the first of them.
         is_last: no new token comes after them.
+        stores: keys and values are to be stored.
+        attends: queries are to attend; if not, the layer is called again for the same tokens.
     """
 
     first: int = 0
     is_last: bool = True
+    stores: bool = True
+    attends: bool = True
 
 
 ALL_ROWS = Block()

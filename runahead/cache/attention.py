@@ -177,14 +177,16 @@ class CausalAttention(LayerAttention):
         """Store the new tokens of a layer. Attention to what the call has `seen` follows, and `attended`."""
         block = self.block
         call = LayerCall(layer, layer, q_BNCH, k_BKCH, v_BKCV, terms, self._tokens_of_block(), self._taken_input())
-        if block.first == 0:
+        if block.first == 0 and block.stores:
             _call_all(self._before_save, call)
         call.store = self.cache.open(layer, call.q_BNCH, call.terms, call.tokens)
-        if call.stores:
+        if call.stores and block.stores:
             call.store.append(call.k_BKCH, call.v_BKCV, call.tokens)
-        if block.is_last:
+        if block.is_last and block.stores:
             _call_all(self._save, call)
         self._end_at(layer, "saved")
+        if not block.attends:
+            raise BlockEndsHere
         call.seen = call.store.seen(call.q_BNCH, call.tokens)
         if self._attend is not None:
             call.seen.attend_to = self._attend

@@ -476,6 +476,7 @@ class Model(ModelLayers):
         logits_of: Sequence[int] = (),
         all_hidden: bool = False,
         row_tokens: int | None = None,
+        stores_first: bool = False,
     ) -> Tensor:
         """Run the model on the tokens [start, start + C) of a left-padded batch.
 
@@ -492,6 +493,7 @@ class Model(ModelLayers):
             logits_of: places of some of these tokens, whose logits are returned.
             all_hidden: compute all tokens in all layers, as a `Head` keeps the hidden states.
             row_tokens: most tokens that a layer computes at a time; None is all. Only for a `CausalAttention`.
+            stores_first: with these layers store all keys and values before any token attends.
 
         Returns:
             Logits of the last token (B, V), or of all or some tokens (B, C, V), in at least float32.
@@ -521,6 +523,7 @@ class Model(ModelLayers):
             one_by_one=self.gives_one_by_one,
             block_ends=self._block_ends(num_new, row_tokens),
             in_place=self._writes_in_place,
+            stores_first=stores_first,
         )
         keywords: dict[str, Any] = {self._cache_name: forward, "use_cache": True}
         if self.held is not None and max(pads) > start:  # layers with states leave out padding by this alone
@@ -568,7 +571,10 @@ class Model(ModelLayers):
             ValueError: they give other logits.
         """
         self._has_blocks, held, layers = True, self.held, enumerate(self._layers)
-        give_in_blocks(each for number, each in layers if held is None or not self._is_whole(held, number))
+        kv_layers = set(self.kv_layers)
+        give_in_blocks(
+            (each, number in kv_layers) for number, each in layers if held is None or not self._is_whole(held, number)
+        )
         if routes_to_experts(self.module) and self.dtype.itemsize < 4:  # rounding exchanges experts
             return
         ids_1C, off = check_text(self.vocab_size, self.device), ""

@@ -73,6 +73,7 @@ class SeamCache(Cache):
         pads, one_by_one: as of `StatesOfForward`, for layers that hold states.
         block_ends: of the blocks of rows in which layers are computed; () is all at once.
         in_place: layers may write the output for a block over their input.
+        stores_first: layers store the keys and values of all blocks before any block attends.
 
     Attributes:
         width: number of tokens that a layer's modules are given.
@@ -93,6 +94,7 @@ class SeamCache(Cache):
         one_by_one: bool = False,
         block_ends: Sequence[int] = (),
         in_place: bool = False,
+        stores_first: bool = False,
     ) -> None:
         self.states: StatesOfForward | None = None
         if held is not None:
@@ -109,6 +111,7 @@ class SeamCache(Cache):
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
         self.block_ends, self.in_place, self.width = block_ends, in_place, num_new
+        self._stores_first = stores_first
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
@@ -124,12 +127,19 @@ class SeamCache(Cache):
         skipped = self.width - q_BNCH.shape[2]
         return self.attention.attend_shared(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, skipped=skipped)
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """The blocks of rows [first, end), for each of which a layer is to be called."""
+    def blocks(self, *, has_kv: bool) -> Iterator[tuple[int, int]]:
+        """The blocks of rows [first, end), for each of which a layer is to be called.
+
+        Args:
+            has_kv: the layer stores keys and values.
+        """
+        passes = [(True, False), (False, True)] if has_kv and self._stores_first else [(True, True)]
         try:
-            for first, end in pairwise((0, *self.block_ends)):
-                self.attention.block, self.width = Block(first, end == self.num_new), end - first
-                yield first, end
+            for stores, attends in passes:
+                for first, end in pairwise((0, *self.block_ends)):
+                    self.attention.block = Block(first, end == self.num_new, stores, attends)
+                    self.width = end - first
+                    yield first, end
         finally:
             self.attention.block, self.width = ALL_ROWS, self.num_new
 

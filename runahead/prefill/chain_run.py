@@ -19,6 +19,7 @@ from runahead.kv_transfer import KVTransfer, NoTransfer
 from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, PrefillJob
 from runahead.prefill.kept_states import StatePlaces
+from runahead.prefill.row_blocks import chunk_projects_twice
 from runahead.prefill.stage_run import StageRun
 from runahead.reuse.state_rows import row_shape
 from runahead.rotary import Rotary
@@ -109,6 +110,10 @@ class ChainRun(StageRun, LayerHook):
     @property
     def slab_bytes(self) -> int:
         return self._carried.num_bytes + self.transfer.fed_bytes
+
+    def stores_first(self, chunk: range) -> bool:
+        chain = self.job.partition.chain
+        return not self.is_last and chunk_projects_twice(self.job.model, chunk, len(chain))
 
     def _begin(self) -> None:
         self._feed(range(self.transfer.lead))

@@ -132,6 +132,7 @@ class StageRun:
                         tokens=tokens if narrows else None,
                         all_hidden=job.scorer is not None,
                         row_tokens=row_tokens,
+                        stores_first=row_tokens is not None and self.stores_first(runs[0]),
                     )
                 if job.scorer is not None:
                     self.await_device()
@@ -173,6 +174,10 @@ class StageRun:
             is_cancelled=is_cancelled,
             spans=spans,
         )
+
+    def stores_first(self, chunk: range) -> bool:
+        """Whether layers in blocks of rows store all keys and values before any token attends: others wait for them."""
+        return False
 
     def _begin(self) -> None:
         """Called before the forward."""

@@ -28,15 +28,19 @@ from runahead.attention.states import StateLayer
 from runahead.model.seam import SeamCache
 
 
-def give_in_blocks(layers: Iterable[nn.Module]) -> None:
-    """Have decoder layers compute the tokens of a forward in its blocks (`SeamCache.block_ends`), from now on."""
-    for layer in layers:
+def give_in_blocks(layers: Iterable[tuple[nn.Module, bool]]) -> None:
+    """Have decoder layers compute the tokens of a forward in its blocks (`SeamCache.block_ends`), from now on.
+
+    Args:
+        layers: each with whether it stores keys and values.
+    """
+    for layer, has_kv in layers:
         own = vars(layer).get("forward")
         if not isinstance(own, partial) or own.func is not _in_blocks:
-            layer.forward = update_wrapper(partial(_in_blocks, layer.forward), layer.forward)
+            layer.forward = update_wrapper(partial(_in_blocks, layer.forward, has_kv), layer.forward)
 
 
-def _in_blocks(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+def _in_blocks(forward: Callable[..., Any], has_kv: bool, *args: Any, **keywords: Any) -> Any:
     """Call the forward of a decoder layer for each block of its tokens."""
     seam = SeamCache.among(args, keywords)
     if seam is None or not seam.block_ends:
@@ -45,7 +49,7 @@ def _in_blocks(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     if hidden.shape[-2] != seam.num_new:  # the last token alone
         return forward(*args, **keywords)
     whole: Any = None
-    for first, end in seam.blocks():
+    for first, end in seam.blocks(has_kv=has_kv):
         block = hidden[..., first:end, :]
         rest, named = (_cut(each, seam.num_new, first, end) for each in (args[1:], keywords))
         given, named = ((block, *rest), named) if args else ((), named | {"hidden_states": block})
