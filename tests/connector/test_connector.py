@@ -17,7 +17,7 @@ import torch
 from runahead_vllm.checkpoint import digest
 from tests.connector import vllm_stubs as stubs
 from tests.connector.fake_server import Answer, FakeServer, serving
-from tests.connector.requests import request
+from tests.connector.request import request
 from tests.connector.test_loading import Layer
 from tests.connector.written import KEY, SALT, numbers, write
 

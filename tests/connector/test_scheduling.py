@@ -14,7 +14,7 @@ from runahead_vllm.asking import Asking, Source
 from runahead_vllm.scheduling import Load, Report, SchedulerSide
 from runahead_vllm.server import Server
 from tests.connector.fake_server import Answer, FakeServer, serving
-from tests.connector.requests import request
+from tests.connector.request import request
 from tests.connector.written import KEY, SALT, numbers, write
 
 IDS = list(range(20))

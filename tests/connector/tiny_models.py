@@ -32,7 +32,7 @@ def config(family: str, kv_heads: int = 6) -> Any:
     from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
 
     sizes: dict[str, Any] = {
-        "vocab_size": 640,
+        "vocab_size": 576,  # ranks of vLLM share it: a multiple of 64 and of their number
         "hidden_size": 96,
         "intermediate_size": 192,
         "num_hidden_layers": 6,

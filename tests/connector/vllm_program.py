@@ -43,6 +43,14 @@ def main() -> None:
 
 def answer(vllm: Any, engine: Any, scheduler: Any, asked: dict[str, Any], number: int, answers: Any) -> int:
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
+    preempted: list[str] = []
+    preempt = type(scheduler)._preempt_request
+
+    def noted(request: Any, *given: Any, **more: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(scheduler, request, *given, **more)
+
+    scheduler._preempt_request = noted
     names = [str(number + place) for place in range(len(asked["ids"]))]
     for name, ids in zip(names, asked["ids"], strict=True):
         engine.add_request(name, {"prompt_token_ids": ids}, sampling)
@@ -71,6 +79,7 @@ def answer(vllm: Any, engine: Any, scheduler: Any, asked: dict[str, Any], number
     found = {
         "answers": [done.get(name) for name in names],
         "hung": hung,
+        "preempted": len(preempted),
         "steps": steps,
         "left": len(scheduler.requests),
         "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
