@@ -60,11 +60,16 @@ class Block(NamedTuple):
 ALL_ROWS = Block()
 
 
+class LastTokenAlone(Exception):
+    """Raised by attention to end the run of a layer that runs again, for the last new token alone. Not an error."""
+
+
 class LayerAttention(ABC):
     """Base class of the attention of one forward pass. Each of the model's attention layers calls it once.
 
     It calls `attend`, or `attend_shared` if it reads the keys and values of an earlier layer. Where a layer is computed
-    in blocks of rows it is called once for each block, in order.
+    in blocks of rows it is called once for each block, in order. The last layer that stores keys and values calls
+    `attend_last` where nobody needs other tokens after it, then perhaps `attend_again`.
 
     Args:
         start: index of the first new token in the left-padded batch.
@@ -117,6 +122,20 @@ class LayerAttention(ABC):
             ForwardEndsHere: the rest of the forward is not needed.
             BlockEndsHere: the rest of the layer is not needed for this block.
         """
+
+    def attend_last(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        """As `attend`, of a layer whose output is needed for the last new token alone.
+
+        Raises:
+            LastTokenAlone: the keys and values are stored. The layer is to run again for the last token, whose
+                attention is `attend_again`.
+            BlockEndsHere: those of a block are stored that is not the last one.
+        """
+        return self.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+
+    def attend_again(self, q_BN1H: Tensor, terms: AttentionTerms) -> Tensor:
+        """Output (B, N, 1, V) of the last new token in the layer for which `attend_last` raised `LastTokenAlone`."""
+        raise AssertionError("this attention raises no LastTokenAlone")
 
     def attend_shared(
         self,

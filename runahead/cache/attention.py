@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from policies.base import Phase
-from runahead.attention.base import BlockEndsHere, ForwardEndsHere, LayerAttention, LayerInput
+from runahead.attention.base import BlockEndsHere, ForwardEndsHere, LastTokenAlone, LayerAttention, LayerInput
 from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.states import StateLayer
@@ -136,6 +136,7 @@ class CausalAttention(LayerAttention):
             self._keep_state = _verbs(hooks, "keep_state")
         self._closed, self._attended = _verbs(hooks[::-1], "closed"), _verbs(hooks[::-1], "attended")
         self._unread: dict[int, LayerCall] = {}
+        self._stored: LayerCall | None = None  # of the layer that runs again for the last token
         self._input_BCD: Tensor | None = None
 
     def positions_BC(self, index_C: Tensor) -> Tensor | None:  # noqa: N802
@@ -166,12 +167,37 @@ class CausalAttention(LayerAttention):
         self._on_layer()
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        await_prefix = partial(_call_all, self._loads, call) if self._loads and self.block.first == 0 else nothing
-        keeps_lse = self._waits_for_readers(layer)
+        return self._output(self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms))
+
+    def _output(self, call: LayerCall) -> Tensor:
+        await_prefix = self._awaiting(call) if self.block.first == 0 else nothing
+        keeps_lse = self._waits_for_readers(call.layer)
         out_BNCV = call.seen.output(call.terms, await_prefix, gather=self.cache.gather, keeps_lse=keeps_lse)
         self.attended(call)
         return out_BNCV
+
+    def _awaiting(self, call: LayerCall) -> Callable[[], None]:
+        """What returns once the tokens of earlier ranks are there."""
+        return partial(_call_all, self._loads, call) if self._loads else nothing
+
+    def attend_last(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        if self._attend is not None or self.cache.gather is not None or not call.store.sees_last_alone:
+            return self._output(call)
+        if not self.block.is_last:
+            raise BlockEndsHere
+        self._stored = call
+        raise LastTokenAlone
+
+    def attend_again(self, q_BN1H: Tensor, terms: AttentionTerms) -> Tensor:
+        """As of the base class. Hooks are called with what was stored: all queries, of which these are the last."""
+        call, self._stored, self._input_BCD = self._stored, None, None
+        assert call is not None, "the layer has stored its keys and values"
+        seen = call.store.seen(q_BN1H, call.tokens.after(call.q_BNCH.shape[2] - q_BN1H.shape[2]))
+        out_BN1V = seen.output(terms, self._awaiting(call))
+        call.seen.not_attended = call.terms
+        self.attended(call)
+        return out_BN1V
 
     def stored(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> LayerCall:
         """Store the new tokens of a layer. Attention to what the call has `seen` follows, and `attended`."""

@@ -70,6 +70,7 @@ class SeenKV:
         of_all: the same queries with all slots of the layer, where they see some of them that were chosen.
         attend_to: in place of `op.attend`.
         readers: the layers that have read this one since.
+        not_attended: terms of queries whose output nobody needs; all keys are here.
     """
 
     q_BNCH: Tensor
@@ -82,6 +83,7 @@ class SeenKV:
     of_all: Callable[[], SeenKV] | None = None
     attend_to: Callable[..., Part] = attend
     readers: list[Reader] = field(default_factory=list, init=False, repr=False)
+    not_attended: AttentionTerms | None = field(default=None, init=False, repr=False)
     _lse_BNC: Tensor | None = field(default=None, init=False, repr=False)
     _lse_PBNC: Tensor | None = field(default=None, init=False, repr=False)
 
@@ -137,6 +139,8 @@ class SeenKV:
 
         Where ranks gather, it is asked for before they do so the next time, unless `output` keeps it.
         """
+        if self.not_attended is not None and self._lse_BNC is None:
+            self._lse_BNC = self.attend(self.not_attended)[1]
         if self._lse_BNC is not None:
             return self._lse_BNC
         assert self._lse_PBNC is not None, "output() comes first"
@@ -144,7 +148,13 @@ class SeenKV:
 
 
 class LayerStore(ABC):
-    """Keys and values of one layer, for all rows of a batch."""
+    """Keys and values of one layer, for all rows of a batch.
+
+    Attributes:
+        sees_last_alone: `seen` may be called for the last of the new tokens alone, too.
+    """
+
+    sees_last_alone: bool = True
 
     @abstractmethod
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor, tokens: NewTokens) -> None:

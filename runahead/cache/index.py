@@ -65,6 +65,7 @@ class SlabIndex:
         is_part: whether a part of the text alone lies there, so that rows are not told apart.
         repeats_steps: whether a decoding step is the same operations on the same tensors every time; see `advance`.
         numbers: on the device, which say where tokens lie, where a repeated step reads them.
+        sees_last_alone: as of `LayerStore`.
         prefix: memory of earlier tokens that belongs to the same cache.
         shard: the tokens that lie there, if the others are on other ranks.
     """
@@ -73,6 +74,7 @@ class SlabIndex:
     is_part: bool = False
     repeats_steps: bool = False
     numbers: Sequence[Tensor] = ()
+    sees_last_alone: bool = True
     prefix: Slabs | None = None
     shard: Shard | None = None
 

@@ -109,6 +109,10 @@ class SlabLayer(LayerStore):
         for write in self.index.writes(tokens, k_BKCH.shape[2]):
             self.slab.write(write.slot, write.select(k_BKCH), write.select(v_BKCV))
 
+    @property
+    def sees_last_alone(self) -> bool:  # type: ignore[override]
+        return self.index.sees_last_alone
+
     def seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab = self.slab
         steps = self.index.steps(self.number, slab, tokens, q_BNCH.shape[2])

@@ -74,9 +74,10 @@ class NewTokens:
         return self.part is None or self.part.takes(self.start, num_new)
 
     def after(self, num: int) -> NewTokens:
-        """These tokens without the first ones."""
-        assert self.left_Bc is None, "the tokens that are left may be any of them"
-        tokens = NewTokens(self.start + num, self.row_pads, self.phase)
+        """These tokens without the first ones of those that are left."""
+        tokens = NewTokens(self.start + (num if self.left_Bc is None else 0), self.row_pads, self.phase)
+        if self.left_Bc is not None:
+            tokens.left_Bc, tokens.chunk_tokens = self.left_Bc[:, num:], self.chunk_tokens
         tokens.part = self.part
         return tokens
 

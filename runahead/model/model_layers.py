@@ -21,6 +21,7 @@ from runahead.cache.slabs import KVShape
 from runahead.model.held import Held, Place
 from runahead.model.layer_kinds import decoder_config, unsupported_calls
 from runahead.model.layers.attention_input import show_attention_inputs
+from runahead.model.layers.marks import Marks
 from runahead.model.layers.narrowing import decoder_layers
 from runahead.model.layers.output_projection import find_output_projections
 from runahead.model.layers.query_prediction import QueryPrediction
@@ -50,9 +51,13 @@ class ModelLayers(ABC):
         num_query_heads: most query heads of a layer.
         rules: mask rule per layer that stores keys and values; None is plain causal attention.
         has_key_bias: attention adds a bias per key, as ALiBi does.
+        last_layer: the last one that stores keys and values, where forwards of which only the last token's logits are
+            wanted run the rest of it for that token alone; None: they compute all tokens.
         shares: as given.
     """
 
+    marks: Marks | None
+    last_layer: int | None = None
     _rotaries: list[LengthRotary]
     _optional: set[str]
 
@@ -290,5 +295,15 @@ class ModelLayers(ABC):
         self.num_query_heads = max((q.shape[1] for _, q, *_ in calls), default=0)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self.kv_sources = sources
-        if sources:
-            end_with_last(self._layers[self.num_layers :])
+        self._end_with_last()
+
+    def _end_with_last(self) -> None:
+        """Let what comes behind the last stored keys and values or state compute the last token alone, if asked to."""
+        self.last_layer = None
+        if not self.has_layers or self.marks is not None:  # what is not compared with transformers stays whole
+            return
+        kind, number = self.order[-1]
+        layer = self.places[-1][1] if self.places else number
+        if kind == "kv" and (self.held is None or layer not in self.held.state_of):
+            self.last_layer = number
+        end_with_last(self._layers[layer + 1 :], None if self.last_layer is None else self._layers[layer])

@@ -10,20 +10,22 @@ the interface have an adapter each (`runahead/model/adapters/`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
-from runahead.attention.base import ALL_ROWS, Block, LayerAttention
+from runahead.attention.base import ALL_ROWS, Block, LastTokenAlone, LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule, rule_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.held import Held, StatesOfForward
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.marks import Marker
+
+T = TypeVar("T")
 
 ATTENTION_NAME = "runahead"
 
@@ -66,7 +68,8 @@ class SeamCache(Cache):
         start: index of the first new token.
         num_new: number of new tokens.
         tokens: those that are left, if layers may compute fewer of them from layer to layer.
-        ends_with_last: layers that store no keys and values compute the last token alone.
+        ends_with_last: layers behind the last one that stores compute the last token alone.
+        last_layer: the last one that stores keys and values, if it may run again for the last token alone.
         sources: layer that stores no keys and values -> the earlier one whose it reads.
         marker: marks tokens, in a model that was trained for it.
         held: what the layers hold; None: keys and values alone.
@@ -87,6 +90,7 @@ class SeamCache(Cache):
         num_new: int = 0,
         tokens: NewTokens | None = None,
         ends_with_last: bool = False,
+        last_layer: int | None = None,
         sources: Mapping[int, int] | None = None,
         marker: Marker | None = None,
         held: Held | None = None,
@@ -112,6 +116,7 @@ class SeamCache(Cache):
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
         self.block_ends, self.in_place, self.width = block_ends, in_place, num_new
         self._stores_first = stores_first
+        self._last_layer, self._run = last_layer, 0
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
@@ -122,6 +127,10 @@ class SeamCache(Cache):
         if self._marker is not None:
             q_BNCH, k_BKCH, terms = self._marker.marked(layer, q_BNCH, k_BKCH, terms)
         source = self._sources.get(layer)
+        if layer == self._last_layer and self._run == 1:
+            return self.attention.attend_last(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+        if layer == self._last_layer and self._run == 2:
+            return self.attention.attend_again(q_BNCH, terms)
         if source is None:
             return self.attention.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
         skipped = self.width - q_BNCH.shape[2]
@@ -142,6 +151,23 @@ class SeamCache(Cache):
                     yield first, end
         finally:
             self.attention.block, self.width = ALL_ROWS, self.num_new
+
+    def run_last(self, run: Callable[[], T], run_again: Callable[[], T]) -> T:
+        """Run the last layer that stores keys and values.
+
+        Args:
+            run: runs it for all tokens.
+            run_again: runs it for the last one alone; called if its attention has ended that run.
+        """
+        try:
+            self._run = 1
+            try:
+                return run()
+            except LastTokenAlone:
+                self._run = 2
+            return run_again()
+        finally:
+            self._run = 0
 
     @staticmethod
     def among(args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:

@@ -24,7 +24,7 @@ from runahead.prefill.exchanging import ExchangeRun, ExchangingPrefill
 class GatheredIndex(SlabIndex):
     """Index of the gathered prompt, of which nothing is read before all is there."""
 
-    is_whole = False
+    is_whole = sees_last_alone = False
 
     def __init__(self, run: ExchangeRun, schedule: ExchangeSchedule) -> None:
         self._run, self._schedule = run, schedule

@@ -33,7 +33,7 @@ class ZigzagIndex(SlabIndex):
     so with these each chunk attends alone.
     """
 
-    is_whole = False
+    is_whole = sees_last_alone = False
 
     def __init__(self, run: ExchangeRun, schedule: ExchangeSchedule) -> None:
         self._run, self._schedule, self._own = run, schedule, schedule.own

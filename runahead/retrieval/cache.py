@@ -132,6 +132,8 @@ class RetrievedCache(KeptCache):
 class RetrievedLayer(LayerStore):
     """One layer as new tokens see it: the tokens that are retrieved for them, and they themselves."""
 
+    sees_last_alone = False  # they are retrieved for all new tokens
+
     def __init__(
         self, cache: RetrievedCache, layer: int, q_BNCH: Tensor, terms: AttentionTerms, tokens: NewTokens
     ) -> None:

@@ -37,7 +37,7 @@ def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
 def narrow(layers: Sequence[nn.Module]) -> None:
     """Let all decoder layers, in order, compute only the tokens that are left in the forward that runs them."""
     for layer in layers:
-        hook_before(layer, _narrowed)
+        hook_before(layer, _narrowed, first=True)  # others cut what is left to the last token
     # Modules after the layers may expect the whole chunk. Zeros do no harm: only the last token's output is used.
     hook_after(layers[-1], _widened)
 
