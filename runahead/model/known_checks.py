@@ -19,7 +19,7 @@ from runahead.files import read_user_file, write_whole
 from runahead.model.layers.cpu_linear import library
 from runahead.ranks.agreement import library_facts
 
-FORMAT, VERSION = "runahead checked model", 2
+FORMAT, VERSION = "runahead checked model", 3
 MOST_BYTES = 2**20
 """Largest file that is read; one has a few hundred bytes."""
 

@@ -206,6 +206,22 @@ class LogitsCheck:
             f"{transformers.__version__}; {found}), as each chunk of a prompt but the first does; use another model"
         )
 
+    def require_last_alone(self) -> None:
+        """Check that a text whose last layers compute the last token alone has the logits that it has in all layers.
+
+        Raises:
+            ValueError: they are others. The message has no remedy.
+        """
+        if not self._is_precise and routes_to_experts(self.module):  # rounding may exchange the experts of the token
+            return
+        num_tokens = sum(CHECK_TOKENS)
+        ids_1S = check_text(int(self._config.vocab_size), self.module.device, num_tokens)
+        whole_1V = self._logits(ids_1S, self.empty_cache(num_tokens), 0, num_tokens, [num_tokens - 1])
+        attention = CausalAttention(self.empty_cache(num_tokens), start=0, pads=[0])
+        alone_1V = self.forward(ids_1S, attention, start=0, pads=[0])
+        if off := differ(alone_1V, whole_1V, self.module.dtype):
+            raise ValueError(f"its last layer gives other logits for the last token alone ({off})")
+
     def reads_late(self) -> bool:
         """Whether layers that are given several tokens read a given state only after they have updated a part of it.
 

@@ -637,7 +637,7 @@ class Model(ModelLayers):
         """`_compare_logits`, unless a run before did so for a model made from the same."""
         if self.marks is not None:  # transformers has no attention that leaves out what is marked
             return
-        known, fused = None, is_fused(self.module)
+        known, fused, last = None, is_fused(self.module), self.last_layer
         if made_from and self.held is None:
             uses_kernels = KERNELS.in_use or self.weights is Weights.int8
             kernels = library_folder().name if uses_kernels else ""  # of what computes attention, or products
@@ -647,7 +647,8 @@ class Model(ModelLayers):
         self.check = "kept" if known is not None and known.is_kept() else "done"
         if self.check == "done":
             self._compare_logits()
-            if known is not None and is_fused(self.module) == fused:  # otherwise each run says what it has found
+            is_as_before = is_fused(self.module) == fused and self.last_layer == last  # or each run says what it found
+            if known is not None and is_as_before:
                 known.keep()
 
     def _compare_logits(self) -> None:
@@ -657,22 +658,49 @@ class Model(ModelLayers):
             ValueError: they are others.
         """
         try:
-            check = self._logits_check()
-            with unrounded(self.module):
-                if self.held is None:
-                    check.require(*check.expected(), "transformers' own")
-                else:
-                    self._require_states(check, self.held)
-            if self.weights is Weights.int8:
-                check.require_products()
+            self._require_logits()
         except PeerFailure:
             raise
         except Exception as error:  # the family's code may change in place what it has given to several modules
-            if _lacks_memory(error) or not unfuse(self.module):
+            if _lacks_memory(error):
+                raise
+            if self._is_right_whole():
+                warnings.warn(
+                    f"{self.family} computes all tokens of a prompt in its last layer ({one_line(error)})", stacklevel=2
+                )
+                return
+            if not unfuse(self.module):
                 raise
             self.gives_one_by_one = False
             self._compare_logits()
             warnings.warn(f"{self.family} is computed as with model.fuse=off ({one_line(error)})", stacklevel=2)
+
+    def _require_logits(self) -> None:
+        check = self._logits_check()
+        with unrounded(self.module):
+            if self.held is None:
+                check.require(*check.expected(), "transformers' own")
+            else:
+                self._require_states(check, self.held)
+                check.require_last_alone()
+        if self.weights is Weights.int8:
+            check.require_products()
+
+    def _is_right_whole(self) -> bool:
+        """Whether logits are right if the last layer computes all tokens, as it does from now on in that case."""
+        last, self.last_layer = self.last_layer, None
+        if last is None:
+            return False
+        try:
+            self._require_logits()
+        except PeerFailure:
+            raise
+        except Exception as error:
+            if _lacks_memory(error):
+                raise
+            self.last_layer, self.gives_one_by_one = last, False
+            return False
+        return True
 
     def _require_states(self, check: LogitsCheck, held: Held) -> None:
         """Check that layers begin from given states, if need be with tokens one by one, and see when they read these.
