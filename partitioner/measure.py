@@ -132,6 +132,8 @@ def probe_compute(
     head_s = max(0.0, last_s - (between[shortest] - first[shortest]))
     # After the last place come the rest of its layer, without the next layer's projections, and the logits.
     last = {chunk: max(0.0, between[chunk] - first[chunk]) + head_s for chunk in chunks}
+    if model.last_layer is not None:  # it computes that for the last token alone, whatever the chunk
+        last = dict.fromkeys(chunks, last_s)
     return MeasuredCost(
         first_s=first,
         between_s=between,
