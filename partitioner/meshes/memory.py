@@ -10,6 +10,7 @@ from heapq import heapify, heapreplace
 
 from partitioner.meshes.model_size import ModelSize
 from runahead.context import ContextPartition
+from runahead.model.memory import LEAST_ROW_TOKENS, ROWS_SHARE
 
 WIDE_BYTES = 4
 """Bytes of a number in float32, in which norms are computed."""
@@ -66,12 +67,14 @@ class MeshMemory:
     Attributes:
         sharded: whether decoding is sharded.
         piece_tokens: `prefill.chunk_tokens` of a single stage; None for the whole prompt at a time.
+        row_tokens: most tokens that a layer computes at a time, as `prefill.row_tokens` is by default.
         memory: peak of a rank of each stage.
         room: bytes that are left on the fullest rank; negative if it does not fit.
     """
 
     sharded: bool
     piece_tokens: int | None
+    row_tokens: int
     memory: list[RankMemory]
     room: int
 
@@ -141,6 +144,11 @@ def activation_bytes(size: ModelSize, num_shares: int, num_tokens: int, batch: i
     return int(batch * num_tokens * (2 * D * item + max(attention, norm, mlp)))
 
 
+def row_tokens_of(size: ModelSize, memory_bytes: int, work: Workload, num_shares: int) -> int:
+    """Most tokens of a prompt that a layer computes at a time, as ranks choose it by their memory."""
+    return max(LEAST_ROW_TOKENS, int(memory_bytes * ROWS_SHARE / activation_bytes(size, num_shares, 1, work.batch)))
+
+
 def rank_memory(
     size: ModelSize,
     work: Workload,
@@ -149,19 +157,26 @@ def rank_memory(
     *,
     sharded: bool,
     piece_tokens: int | None = None,
+    row_tokens: int | None = None,
 ) -> list[RankMemory]:
-    """Peak memory of a rank of each stage."""
+    """Peak memory of a rank of each stage. In blocks of rows the layers' input alone is of all tokens of a chunk."""
     held = kv_bytes(size, work, num_shares, partition, sharded=sharded)
     weights = size.weight_bytes(num_shares)
     computed = [piece_tokens or len(partition.chunk(stage)) for stage in range(partition.num_ranks)]
+    hidden, found = work.batch * size.shape.model_dim * size.item_bytes, list[int]()
+    for tokens in computed:
+        at_once = tokens if row_tokens is None else min(tokens, row_tokens)
+        found.append(
+            activation_bytes(size, num_shares, at_once, work.batch) + (hidden * tokens if at_once < tokens else 0)
+        )
     return [
         RankMemory(
             weights=weights,
             kv=kv,
-            activations=activation_bytes(size, num_shares, tokens, work.batch),
+            activations=activations,
             reserve=work.reserve,
         )
-        for kv, tokens in zip(held, computed, strict=True)
+        for kv, activations in zip(held, found, strict=True)
     ]
 
 
@@ -169,7 +184,7 @@ def ways(
     size: ModelSize, memory_bytes: int, work: Workload, num_shares: int, partition: ContextPartition
 ) -> Iterator[MeshMemory]:
     """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
-    is_single = len(partition.chain) == 1
+    is_single, rows = len(partition.chain) == 1, row_tokens_of(size, memory_bytes, work, num_shares)
     # Only the last stage has the states of the whole prompt.
     either = [False, True] if work.sharded is None and not size.places.states else [work.sharded or False]
     for sharded in [False] if is_single else either:
@@ -177,10 +192,13 @@ def ways(
         if is_single:
             pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < work.tokens]
         for piece in pieces:
-            memory = rank_memory(size, work, num_shares, partition, sharded=sharded, piece_tokens=piece)
+            memory = rank_memory(
+                size, work, num_shares, partition, sharded=sharded, piece_tokens=piece, row_tokens=rows
+            )
             held = MeshMemory(
                 sharded=sharded,
                 piece_tokens=piece,
+                row_tokens=rows,
                 memory=memory,
                 room=memory_bytes - max(each.total for each in memory),
             )

@@ -21,6 +21,7 @@ from partitioner.searches.equal_work import equal_work
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition, even
+from runahead.prefill.row_blocks import projects_twice, share_twice
 
 EFFORT = Effort(
     links_matter=0.002,
@@ -191,7 +192,7 @@ def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: in
         partition=partition,
         held=held,
         is_best_split=is_best,
-        ttft=_ttft(partition, cluster, held.piece_tokens) if held.room >= 0 else None,
+        ttft=_ttft(partition, cluster, held, size, num_shares) if held.room >= 0 else None,
         last_s=last_s,
         sharded_s=None if size.places.states else sharded_s,
     )
@@ -230,20 +231,47 @@ def _fitting(
     return min(ways(size, machine.device.memory_bytes, work, num_shares, partition), key=order)
 
 
-def _ttft(partition: ContextPartition, cluster: Cluster, piece_tokens: int | None) -> Seconds:
-    """TTFT of a prompt and its parts on the last stage; a single stage may compute pieces one after another."""
-    compute, last = cluster.compute, partition.chain[-1]
+def _ttft(partition: ContextPartition, cluster: Cluster, held: MeshMemory, size: ModelSize, num_shares: int) -> Seconds:
+    """TTFT of a prompt and its parts on the last stage; a single stage may compute pieces one after another.
+
+    A stage that computes layers in blocks of rows makes the next one later by almost a layer, or computes queries, keys
+    and values twice (runahead/prefill/row_blocks.py).
+    """
+    compute, last, piece_tokens = cluster.compute, partition.chain[-1], held.piece_tokens
     if piece_tokens is None:
         simulated = simulate(partition, cluster)
         allreduce_s = _allreduce_s(compute, len(partition.chunk(last)))
         wait_s = simulated.wait_s[last]
-        return Seconds(compute=simulated.ttft_s - wait_s - allreduce_s, allreduce=allreduce_s, wait=wait_s)
+        own_s, again_s, later_s = simulated.ttft_s - wait_s - allreduce_s, 0.0, 0.0
+        for stage in partition.chain[:-1]:
+            chunk = partition.chunk(stage)
+            if len(chunk) <= held.row_tokens:
+                continue
+            share = _share_twice(size, num_shares, chunk)
+            if projects_twice(share, num_layers=compute.num_places, num_stages=len(partition.chain)):
+                again_s = max(again_s, share * own_s)
+            else:
+                num_blocks = -(-len(chunk) // held.row_tokens)
+                later_s += simulated.compute_s[stage] / compute.num_places * (1 - 1 / num_blocks)
+        return Seconds(compute=own_s + again_s, allreduce=allreduce_s, wait=wait_s + later_s)
     total_s = allreduce_s = 0.0
     for start, end in pairwise([*range(0, partition.num_tokens, piece_tokens), partition.num_tokens]):
         c, layers = end - start, compute.num_places
         total_s += compute.first(c) + layers * layer_s(compute, c, start) - compute.between(c) + compute.last(c)
         allreduce_s += _allreduce_s(compute, c)
     return Seconds(compute=total_s - allreduce_s, allreduce=allreduce_s, wait=0.0)
+
+
+def _share_twice(size: ModelSize, num_shares: int, chunk: range) -> float:
+    """`share_twice` of a share's chunk."""
+    shape = size.shape
+    return share_twice(
+        model_dim=shape.model_dim,
+        mlp_dim=int(max(0.0, size.mlp_dim(num_shares))),
+        query_dim=shape.num_heads // num_shares * shape.head_dim,
+        kv_dim=2 * size.kv_heads(num_shares) * shape.head_dim,
+        num_keys=(chunk.start + chunk.stop) / 2,
+    )
 
 
 def _allreduce_s(compute: ComputeCost, num_tokens: int) -> float:

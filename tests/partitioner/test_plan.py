@@ -478,9 +478,9 @@ def best_s(plan: MeshPlan) -> float:
 
 def test_infinite_links_give_the_perfect_split() -> None:
     size = size_of("llama-8b")
-    plan = make_plan(size, machine(4, inside=FREE), Workload(tokens=32768, tensor=1))
+    plan = make_plan(size, machine(4, inside=FREE), Workload(tokens=24576, tensor=1))  # chunks at once
     best = plan.candidates[0]
-    assert best.partition == equal_work(32768, 4, machine(4).compute(size, 1))
+    assert best.partition == equal_work(24576, 4, machine(4).compute(size, 1))
     assert best.ttft is not None and best.ttft.wait < 1e-3 * best.ttft.total
 
 
@@ -523,7 +523,7 @@ def test_decoding_is_sharded_where_the_keys_and_values_do_not_fit_or_are_most_of
 
 
 def test_a_single_stage_computes_pieces_if_its_activations_do_not_fit() -> None:
-    plan = make_plan(size_of("llama-8b"), machine(1), Workload(tokens=393216))
+    plan = make_plan(size_of("llama-8b"), machine(1, memory=66), Workload(tokens=393216))
     assert plan.best is not None and plan.best.held.piece_tokens is not None
     assert plan.best.held.room >= 0 and plan.best.ttft is not None
     whole = machine(1).compute(size_of("llama-8b"), 1)
