@@ -27,9 +27,13 @@ def activation_bytes(config: Any, dtype: torch.dtype, num_shares: int = 1) -> in
     queries while they are rotated, and gate, up and their product; and what the allocator keeps between layers.
     """
     width = int(config.hidden_size)
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    inner = int(max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one for each layer
-    return (11 * width + 4 * inner // num_shares) * dtype.itemsize
+    return (11 * width + 4 * mlp_dim(config) // num_shares) * dtype.itemsize
+
+
+def mlp_dim(config: Any) -> int:
+    """Width of the widest MLP."""
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one for each layer
 
 
 def token_bytes(model: Any) -> int:

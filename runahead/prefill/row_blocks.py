@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from runahead.model.memory import mlp_dim
+
 
 def share_twice(*, model_dim: int, mlp_dim: int, query_dim: int, kv_dim: int, num_keys: float) -> float:
     """Share of a layer's operations that come before its attention.
@@ -30,12 +32,10 @@ def chunk_projects_twice(model: Any, chunk: range, num_stages: int) -> bool:
     """`projects_twice` for a chunk of tokens of a `Model`."""
     if not model.kv_shapes:
         return False
-    config = model.config
-    inner = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    shape = model.kv_shapes[0]
+    config, shape = model.config, model.kv_shapes[0]
     share = share_twice(
         model_dim=int(config.hidden_size),
-        mlp_dim=inner // model.num_shards,
+        mlp_dim=mlp_dim(config) // model.num_shards,
         query_dim=model.num_query_heads * shape.key_dim,
         kv_dim=shape.num_kv_heads * (shape.key_dim + shape.value_dim),
         num_keys=(chunk.start + chunk.stop) / 2,
