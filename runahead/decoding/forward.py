@@ -245,8 +245,8 @@ class FixedForward:
         if _is_recorded(cache, model):
             index, slabs = cache.slab_index, cache.slabs
             assert index is not None and slabs is not None, "a step is recorded over slabs"
-            memory = [self._ids_B1, *index.numbers, *(slab.slab_TBKX for slab in slabs.by_layer)]
-            self._recorded, leave = take_step(model, _weakly(self._step), memory, type(index).__name__)
+            numbers, by_layer = [self._ids_B1, *index.numbers], [slab.slab_TBKX for slab in slabs.by_layer]
+            self._recorded, leave = take_step(model, _weakly(self._step), numbers, by_layer, type(index).__name__)
             weakref.finalize(self, leave).atexit = False
         self._num_steps = 0
         self._replay: Callable[[], Tensor] | None = None

@@ -35,6 +35,10 @@ FAR = 100
 MOST_STEPS = 8
 """Recorded steps that a model keeps between prompts: for so many numbers of rows, one prompt's or a server's."""
 
+MOST_STEP_BYTES = 32 << 20
+"""Memory of all these, which no plan counts. One that takes more, of many rows and a large vocabulary, goes with its
+prompt."""
+
 COMPARED_ROOMS = 2
 """Sizes of later prompts' memory in which a program is compared before it is trusted in any."""
 
@@ -161,6 +165,11 @@ class RecordedStep:
         self._is_again = self._has_moved = self._is_of_one_prompt = False
         self._rooms = set[tuple[int, ...]]()
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what it computes, besides that of its prompt."""
+        return 0 if self._program is None else self._program.num_bytes
+
     def leave(self) -> bool:
         """Hold nothing of the prompt and the model, after its last step. False: no other prompt can have this step."""
         self._step, self._model, self._memory = None, None, ()
@@ -237,28 +246,34 @@ class RecordedStep:
 
 
 def take_step(
-    model: Model, step: Callable[[], Tensor], memory: Sequence[Tensor], kind: str
+    model: Model, step: Callable[[], Tensor], numbers: Sequence[Tensor], slabs: Sequence[Tensor], kind: str
 ) -> tuple[RecordedStep, Callable[[], None]]:
     """A recorded step for a prompt: one that an earlier prompt has left, or a new one.
 
     Args:
-        step, memory: as of `RecordedStep`.
+        step: as of `RecordedStep`.
+        numbers: its memory of a size that is the same in all prompts of as many rows.
+        slabs: its memory that has more or less slots in another prompt.
         kind: steps of the same kind compute the same in such memory, whatever prompt it is of.
 
     Returns:
         the step, and what leaves it to later prompts.
     """
-    key = (kind, *((each.dtype, each.stride(), each.shape[1:]) for each in memory))
+    sizes = [*(each.shape for each in numbers), *(each.shape[1:] for each in slabs)]
+    memory = [*numbers, *slabs]
+    key = (kind, *((each.dtype, each.stride(), size) for each, size in zip(memory, sizes, strict=True)))
     kept: RecordedStep | None = model.recorded_steps.pop(key, None)
     found = kept if kept is not None and kept.enter(step, model, memory) else RecordedStep(step, model, memory)
     of_model = weakref.ref(model)
 
     def leave() -> None:
-        if found.leave() and (known := of_model()) is not None and not known.unrecordable:
-            known.recorded_steps.pop(key, None)
-            known.recorded_steps[key] = found
-            if len(known.recorded_steps) > MOST_STEPS:
-                del known.recorded_steps[next(iter(known.recorded_steps))]
+        can_leave = found.leave() and found.num_bytes <= MOST_STEP_BYTES
+        if can_leave and (known := of_model()) is not None and not known.unrecordable:
+            steps: dict[Any, RecordedStep] = known.recorded_steps
+            steps.pop(key, None)
+            steps[key] = found
+            while len(steps) > MOST_STEPS or sum(each.num_bytes for each in steps.values()) > MOST_STEP_BYTES:
+                del steps[next(iter(steps))]
 
     return found, leave
 

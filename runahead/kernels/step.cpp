@@ -1023,6 +1023,13 @@ int64_t recorded(const std::optional<Tensor>& result, Tensors memory) {
   return num_programs;
 }
 
+// While it lives nothing is a part of the step that this thread records, if it does: Python's collector may free another
+// prompt in the midst of it.
+struct Aside {
+  c10::InferenceMode inference;
+  c10::impl::ExcludeDispatchKeyGuard excluded{KEY};
+};
+
 void replay(int64_t number) {
   c10::InferenceMode guard;
   const auto found = program(number);
@@ -1031,7 +1038,7 @@ void replay(int64_t number) {
 
 // Give a program the memory of another prompt; false, and it is as before, if it cannot compute there.
 bool move_to(int64_t number, const Tensors& memory) {
-  c10::InferenceMode guard;
+  const Aside aside;
   const auto found = program(number);
   if (!can_exchange(*found, memory)) return false;
   exchange(*found, memory, true);
@@ -1040,7 +1047,7 @@ bool move_to(int64_t number, const Tensors& memory) {
 
 // Let go of a prompt's memory: the program cannot be replayed before it is given another one. False if it cannot be.
 bool let_go(int64_t number) {
-  c10::InferenceMode guard;
+  const Aside aside;
   const auto found = program(number);
   Tensors to;
   for (const Tensor& x : found->memory) to.push_back(hollow(x));
@@ -1076,6 +1083,7 @@ TORCH_LIBRARY_FRAGMENT(runahead, library) {
   });
   library.def("num_bytes(int program) -> int", [](int64_t number) { return program(number)->num_bytes; });
   library.def("difference(int program, int again) -> str", [](int64_t number, int64_t again) {
+    const Aside aside;
     return Recordings(*program(number), *program(again)).difference();
   });
   library.def("changed(int program) -> Tensor[]", [](int64_t number) { return changed_by(*program(number)); });

@@ -177,9 +177,49 @@ def test_a_step_outlives_its_prompt_and_is_right_in_the_memory_of_another(rows: 
     assert found == [ANEW, 1, 0, 1, 0, 0]
 
 
-def test_steps_of_other_numbers_of_rows_are_other_steps() -> None:
-    found = forwards_of_prompts(model_of("llama"), [[0], [0, 0], [0], [0, 0]], [TOKENS] * 4)
+@pytest.mark.parametrize("rows", [([0], [0, 0]), ([0], [0, 4, 2]), ([0, 4], [0, 4, 2])])
+def test_steps_of_other_numbers_of_rows_are_other_steps(rows: tuple[list[int], list[int]]) -> None:
+    """Padded rows lie one after another in slabs of one shape, however many they are."""
+    one, other = rows
+    found = forwards_of_prompts(model_of("llama"), [one, other, one, other], [TOKENS] * 4)
     assert found == [ANEW, ANEW, 1, 1]
+
+
+def test_a_step_that_takes_much_memory_goes_with_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plans do not count has a bound: the oldest go first, and one that is larger alone is not kept."""
+    model, rows = model_of("llama"), [[0], [0, 0], [0, 0, 0]]
+    forwards_of_prompts(model, rows, [TOKENS] * 3)
+    sizes = [each.num_bytes for each in model.recorded_steps.values()]
+    assert sizes == sorted(sizes) and sizes[0] > 0 and len(sizes) == 3
+    model.recorded_steps.clear()
+    monkeypatch.setattr("runahead.decoding.recorded.MOST_STEP_BYTES", sizes[0] + sizes[1])
+    found = forwards_of_prompts(model, [[0], [0, 0], [0], [0, 0], [0, 0, 0], [0]], [TOKENS] * 6)
+    assert found == [ANEW, ANEW, 1, 1, ANEW, 1 if sizes[0] + sizes[2] <= sizes[0] + sizes[1] else ANEW]
+    assert sum(each.num_bytes for each in model.recorded_steps.values()) <= sizes[0] + sizes[1]
+
+
+def test_a_prompt_that_is_freed_while_another_step_is_recorded_is_no_part_of_it() -> None:
+    """As by Python's collector, which comes at any moment; the step is x times 2, and can be replayed."""
+    x, y = torch.ones(5, 4), torch.full((5, 4), 3.0)
+    (_, left), (_, moved), (_, gone) = [
+        recorded(lambda: x.index_copy(0, torch.tensor([1]), x[:1]), [x]) for _ in range(3)
+    ]
+    programs = [left, moved, gone]
+    assert all(isinstance(each, Program) for each in programs)
+
+    def step() -> Tensor:
+        doubled = y * 2
+        programs[0].difference(programs[1])
+        assert programs[0].let_go() and programs[1].move_to([torch.ones(5, 4)])
+        del programs[2]
+        return doubled
+
+    del gone
+    _, program = recorded(step, [y])
+    assert isinstance(program, Program), program
+    assert program.names == ["aten::mul.Tensor"]
+    y.fill_(5)
+    assert torch.equal(program(), torch.full((5, 4), 10.0))
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2, 3], ids=["starts", "lengths", "slots", "positions"])
