@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -182,9 +182,10 @@ def _model_words(model: ModelOptions) -> list[str]:
     words = [f"model={model.name.name}"]
     for each in fields(model):
         value = getattr(model, each.name)
-        if each.name != "name" and value not in (each.default, {}):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if each.name != "name" and value != default:
             told = value.name if isinstance(value, Enum) else str(value).lower() if isinstance(value, bool) else value
-            told = hydra_text(told) if isinstance(told, dict) else told
+            told = hydra_text(told) if isinstance(told, dict | list) else told
             words.append(f"model.{each.name}={told}")
     return words
 
