@@ -17,7 +17,7 @@ from partitioner.cost.link import Link
 from runahead.failures import first_line
 from runahead.files import read_user_file, write_whole
 
-FORMAT, VERSION = "runahead learned split", 1
+FORMAT, VERSION = "runahead learned split", 2
 MOST_LOG = 20.0
 """Largest log slowness of a rank that a file may hold; no rank is so slow."""
 MOST_S, MOST_TOKENS, LEAST_BPS, MOST_BPS = 1e6, 1 << 40, 1.0, 1e18

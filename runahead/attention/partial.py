@@ -88,7 +88,8 @@ def attend(
         return _no_keys(q_BNCH, v_BKSV)
     own = k_start == q_start and num_keys == num_queries
     q_end, k_end = q_start + num_queries, k_start + num_keys
-    assert own or k_end <= q_start or k_end == q_end, (q_start, q_end, k_start, k_end)
+    joined = k_end == q_end and (num_queries == 1 or takes_own_with_earlier(q_BNCH, v_BKSV.shape[-1], terms))
+    assert own or k_end <= q_start or joined, (q_start, q_end, k_start, k_end)
     plain = terms.rule is None or terms.rule.is_causal(q_start, q_end, min(k_start, q_start))
     kernel = None if terms.needs_scores else fused_kernel(q_BNCH, k_BKSH, v_BKSV)
     if plain and kernel is not None:

@@ -700,6 +700,7 @@ class Model(ModelLayers):
                 raise
             self.last_layer, self.gives_one_by_one = last, False
             return False
+        self._is_whole_only = True
         return True
 
     def _require_states(self, check: LogitsCheck, held: Held) -> None:

@@ -58,6 +58,7 @@ class ModelLayers(ABC):
 
     marks: Marks | None
     last_layer: int | None = None
+    _is_whole_only = False
     _rotaries: list[LengthRotary]
     _optional: set[str]
 
@@ -300,7 +301,8 @@ class ModelLayers(ABC):
     def _end_with_last(self) -> None:
         """Let what comes behind the last stored keys and values or state compute the last token alone, if asked to."""
         self.last_layer = None
-        if not self.has_layers or self.marks is not None:  # what is not compared with transformers stays whole
+        # What is not compared with transformers stays whole, and what was found to be wrong.
+        if not self.has_layers or self.marks is not None or self._is_whole_only:
             return
         kind, number = self.order[-1]
         layer = self.places[-1][1] if self.places else number

@@ -54,12 +54,13 @@ def test_keys_and_values_are_bit_by_bit_those_of_the_whole_layer(family: str) ->
         assert torch.equal(*(cache.tokens(layer, 0, NUM_TOKENS) for cache in caches))
 
 
-def test_what_is_saved_is_all_of_the_layer_but_its_projections() -> None:
+def test_what_is_saved_is_all_of_the_layer_but_its_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: 2 FLOPs for each weight of the output projection and the MLP, and 4 N H for each pair that attends."""
     model = tiny_model("llama")
+    assert model.last_layer is not None
     counts = []
     for last in (model.last_layer, None):
-        model.last_layer = last
+        monkeypatch.setattr(model, "last_layer", last)
         with FlopCounterMode(display=False) as counter:
             logits(model)
         counts.append(counter.get_total_flops())
@@ -99,20 +100,21 @@ class Noting(LayerHook):
 def test_hooks_see_all_tokens_once() -> None:
     """Also the log-sum-exp of queries whose output nobody needs."""
     model, noting = tiny_model("llama"), Noting()
+    assert model.last_layer is not None
     logits(model, CausalAttention(model.empty_cache(NUM_TOKENS), start=0, pads=[0], hooks=[noting]))
     names = ["before_save", "wait_for_load", "attended"]
     assert noting.found == [(name, NUM_TOKENS, NUM_TOKENS) for name in names]
 
 
-def test_policies_keep_what_they_keep_of_the_whole_layer() -> None:
+def test_policies_keep_what_they_keep_of_the_whole_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """SnapKV looks at the queries of its window, of which the last layer computes one to the end."""
     model, kept = tiny_model("llama"), []
+    assert model.last_layer is not None
     for last in (model.last_layer, None):
-        model.last_layer = last
+        monkeypatch.setattr(model, "last_layer", last)
         run = Run(model, [SnapKV(budget=16, window=8, kernel=3)], [prompt(40), prompt(23, seed=1)])
         run.prefill()
         kept.append([layer.positions_BKn() for layer in run.kept.layers])
-    model.last_layer = model.num_layers - 1
     assert all(torch.equal(*pair) for pair in zip(*kept, strict=True))
 
 
@@ -146,5 +148,7 @@ def test_a_model_that_is_wrong_for_the_last_token_alone_computes_all(monkeypatch
         pytest.warns(UserWarning, match="computes all tokens of a prompt in its last layer"),
     ):
         model = Model(build("llama"))
+    assert model.last_layer is None
+    model._look_at_layers()  # as for its shares
     assert model.last_layer is None
     assert largest_difference(logits(model), oracle_logits("llama", tuple(prompt(NUM_TOKENS)))) < TOLERANCE

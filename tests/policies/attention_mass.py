@@ -167,6 +167,8 @@ class _Asking(CausalAttention):
             self._ask(layer, q_BNCH[0], k_BKCH[0], terms.scaling)
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
+    attend_last = attend  # the last layer is whole, too
+
     def _ask(self, layer: int, q_NSH: Tensor, k_KSH: Tensor, scaling: float) -> None:
         heads = len(k_KSH)
         own_KGPH = q_NSH[:, self.asking_P].unflatten(0, (heads, -1)) * scaling

@@ -30,7 +30,7 @@ from tests.families import build, prompt, throughout
 from tests.policies.made_up_kvzap import MadeUpKVzap, made_up_scores
 from tests.policies.running import Run, prompts
 from tests.policies.test_adakv import kept_by
-from tests.policies.test_kvzip import attention_inputs
+from tests.policies.test_kvzip import Noting, attention_inputs
 from tests.ranks.tasks import tiny_model
 
 SINKS, RECENT, EVERY, THRESHOLD = 2, 5, 4, 0.5
@@ -43,7 +43,7 @@ def scores_by_hand(model: Model, ids: list[int]) -> list[Tensor]:
     """Scores (K, n) of each layer, from what the family's attention modules are given."""
     with throughout(torch.float64):
         ids_1S = torch.tensor([ids])
-        attention = CausalAttention(model.empty_cache(len(ids)), start=0, pads=[0])
+        attention = Noting(model.empty_cache(len(ids)), start=0, pads=[0])  # which computes the last layer whole
         inputs = attention_inputs(model, attention, ids_1S)
     heads = [shape.num_kv_heads for shape in model.kv_shapes]
     return [made_up_scores(layer, heads[layer], x_SD[None])[0] for layer, x_SD in enumerate(inputs)]

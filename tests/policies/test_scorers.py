@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from policies.keydiff import KeyDiff
 from policies.scorer import Scorer
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
+from runahead.cache.attention import CausalAttention
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
@@ -194,7 +196,10 @@ class TestExpectedAttention:
             run.prefill(chunks)
             for row, ids in enumerate(rows):
                 alone = Run(model, [], [ids])
-                with unrotated_queries(model) as queries:
+                with (
+                    unrotated_queries(model) as queries,
+                    mock.patch.object(CausalAttention, "attend_last", CausalAttention.attend),
+                ):
                     alone.prefill()
                 for layer, stored in enumerate(run.kept.layers):
                     slab = alone.kept.layers[layer].slab()

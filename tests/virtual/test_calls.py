@@ -55,7 +55,7 @@ CALLS: dict[str, Calls] = {
     "slabs": Calls(10, 3, 0),
     "sharded": Calls(20, 7, 0),
     "4 tokens in turn, 4 bits": Calls(409.75, 148.25, 20),
-    "64 tokens after 128": Calls(15, 8, 0),
+    "64 tokens after 128": Calls(15, 8, -5),
     "snapkv": Calls(10, 3, 5),
     "h2o": Calls(87.5, 36.25, 5),
     "quest": Calls(82, 36, -139),

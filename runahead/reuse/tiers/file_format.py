@@ -29,9 +29,10 @@ FORMAT = "runahead segment 1"
 
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.uint8: "U8", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"},
+    torch.bool: "BOOL",
 }
-"""Names of dtypes in a header: of keys and values, of records and of states."""
+"""Names of dtypes in a header: of keys and values, of records, of states and of clusters."""
 
 LENGTH_BYTES = 8
 """Bytes of the header's length, before it."""
