@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, MistralForCausalLM
 
 from runahead import Model, Ranks
 
@@ -16,11 +16,17 @@ MOST_TOKEN, NUM_LAYERS = 210, 4
 
 
 def model(
-    device: torch.device, dtype: torch.dtype = torch.float32, *, num_positions: int = 4096, **sizes: Any
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_positions: int = 4096,
+    window: int | None = None,
+    **sizes: Any,
 ) -> Model:
-    """Small, with two query heads per KV head; the same weights on every call."""
+    """Small, with two query heads per KV head; the same weights on every call. With a window it is a Mistral."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    kind = LlamaForCausalLM if window is None else MistralForCausalLM
+    config = kind.config_class(
         **{
             "vocab_size": MOST_TOKEN + 1,
             "hidden_size": 256,
@@ -30,9 +36,10 @@ def model(
             "num_key_value_heads": 2,
             "max_position_embeddings": num_positions,
         }
+        | ({} if window is None else {"sliding_window": window})
         | sizes,
     )
-    return Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval())
+    return Model(kind(config).to(device=device, dtype=dtype).eval())
 
 
 def ids(num_tokens: int, seed: int = 3) -> list[int]:

@@ -109,11 +109,12 @@ def densely(loaded: Model, lengths: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way from a prompt to logits. On `capability` None it is the GPU's own."""
+    """A way from a prompt to logits, of a model without a window or with one. On `capability` None it is the GPU's."""
 
     dtype: torch.dtype
     run: Callable[[Model, tuple[int, ...]], Tensor]
     lengths: tuple[int, ...] = LENGTHS
+    window: int | None = None
     capability: tuple[int, int] | None = None
 
 
@@ -124,6 +125,7 @@ WAYS = {
     "fixed shapes, rows": Way(dtype=torch.bfloat16, run=partial(by_steps, fixed=True), lengths=LENGTHS[:1] * 2),
     "fixed shapes, padded rows": Way(dtype=torch.bfloat16, run=partial(by_steps, fixed=True)),
     "fixed shapes, float16": Way(dtype=torch.float16, run=partial(by_steps, fixed=True)),
+    "a window": Way(dtype=torch.bfloat16, run=by_steps, lengths=LENGTHS[:1], window=50),
     "a shard": Way(dtype=torch.bfloat16, run=partial(by_steps, shard=True)),
     "a shard of fixed shape": Way(dtype=torch.bfloat16, run=partial(by_steps, shard=True, fixed=True)),
     "heads of different lengths": Way(dtype=torch.bfloat16, run=by_heads_of_different_lengths),
@@ -135,9 +137,9 @@ WAYS = {
 
 
 @cache
-def sharp_model(dtype: torch.dtype) -> Model:
+def sharp_model(dtype: torch.dtype, window: int | None = None) -> Model:
     """A model whose attention is far from uniform, so that a wrong scale or a key too few shows in the logits."""
-    loaded = model(CUDA, dtype)
+    loaded = model(CUDA, dtype, window=window)
     with torch.no_grad():
         for name, parameter in loaded.module.named_parameters():
             if "q_proj" in name:
@@ -154,7 +156,7 @@ def outcome(name: str, *, fused: bool) -> tuple[Tensor, set[KernelCall]]:
             changed.setattr(torch.cuda, "get_device_capability", lambda *_: way.capability)
         if not fused:
             changed.setattr(attention, "_kernel", lambda *_: None)
-        logits = way.run(sharp_model(way.dtype), way.lengths)
+        logits = way.run(sharp_model(way.dtype, way.window), way.lengths)
     return logits.float().cpu(), noting.made
 
 
