@@ -56,7 +56,7 @@ class Place:
             "rope": {"rope_theta": 10000, "rope_type": "default"},
             "layers": [shape, shape | {"window": 5}, shape],
         }
-        self.extra: dict[str, Any] = {"server": server.url, "min_tokens": 4, "start_s": 0.1}
+        self.extra: dict[str, Any] = {"server": server.url, "min_tokens": 4, "start_s": 20.0}
 
     def make(self, role: stubs.Role, groups: Any = GROUPS, **more: Any) -> Any:
         config = stubs.config(str(self.model), self.extra, **more)
@@ -118,10 +118,13 @@ def test_a_prompt_comes_from_the_server_into_the_cache(place: Place, damaged: bo
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3], [0, 5, 4]))
     scheduler.update_state_after_alloc(asked, blocks, 12)
     found: Counter[str] = Counter()
-    for _ in range(200):
+    steps_left = 50  # once it is reported: it must not be again
+    while steps_left:
         results = step(scheduler, worker)
         found.update(results.finished_recving)
         assert results.failed_recving == (results.finished_recving if damaged else set())
+        steps_left -= bool(found)
+        assert time.monotonic() < end + 20
         time.sleep(0.001)
     assert found == {"a": 1}
     if damaged:
@@ -161,14 +164,15 @@ def test_metrics_are_counted_by_outcome(place: Place) -> None:
     kinds = {"counter": Metric, "histogram": Metric}
     metrics = place.module.RunaheadConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
     happened = {"waited_s": 2.0, "num_tokens": 7, "num_bytes": 9, "load_s": 0.5}
-    metrics.observe({"happened": [happened | {"kind": kind} for kind in ("loaded", "given_up", "alone")]}, 0)
+    metrics.observe({"happened": [happened | {"kind": kind} for kind in ("loaded", "given_up", "dropped", "alone")]}, 0)
     assert seen == {
         "prompts:0:loaded": 1,
         "prompts:0:given_up": 1,
+        "prompts:0:dropped": 1,
         "prompts:0:alone": 1,
         "tokens_loaded:0": 7,
         "bytes_loaded:0": 9,
-        "wait_seconds:0": 4,
+        "wait_seconds:0": 6,
         "load_seconds:0": 0.5,
     }
 
@@ -192,6 +196,9 @@ ROPE = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_
         ({"cache_config__cache_dtype": "fp8"}, f"runahead: a KV cache in fp8 {OTHERS}"),
         ({"model_config__quantization": "awq"}, f"runahead: weights quantised by awq {OTHERS}"),
         ({"load_config__load_format": "dummy"}, f"runahead: load_format=dummy {OTHERS}"),
+        ({"model_config__hf_overrides": {"rms_norm_eps": 1e-3}}, "--hf-overrides {'rms_norm_eps': 0.001} .* leave it"),
+        ({"model_config__hf_overrides": lambda config: config}, "--hf-overrides .* set trust_weights"),
+        ({"model_config__hf_config_path": "/other"}, "--hf-config-path /other gives vLLM another config"),
         (
             {"model_config__hf_text_config__rope_parameters": {"rope_type": "dynamic"}},
             f"runahead: RoPE that depends on the text's length {OTHERS}",
@@ -258,10 +265,10 @@ def test_a_server_with_another_model_is_refused_at_start(place: Place, about: di
         place.make(stubs.Role.SCHEDULER)
 
 
-def test_weights_that_cannot_be_compared_are_taken_on_trust_alone(place: Place) -> None:
+def test_what_cannot_be_compared_is_taken_on_trust_alone(place: Place) -> None:
     place.server.about |= {"checkpoint": None}
     place.extra["trust_weights"] = True
-    place.make(stubs.Role.SCHEDULER)
+    place.make(stubs.Role.SCHEDULER, model_config__hf_overrides={"rms_norm_eps": 1e-3})
 
 
 @pytest.mark.parametrize(
@@ -273,6 +280,8 @@ def test_weights_that_cannot_be_compared_are_taken_on_trust_alone(place: Place) 
 )
 def test_a_server_that_hands_nothing_over_is_refused_at_start(place: Place, answer: Answer, words: str) -> None:
     place.server.about = answer
+    if answer[0] == 503:
+        place.extra["start_s"] = 0.1
     with pytest.raises(ValueError, match=words):
         place.make(stubs.Role.SCHEDULER)
 
@@ -286,6 +295,8 @@ def test_a_server_that_hands_nothing_over_is_refused_at_start(place: Place, answ
         ({"wait_s": "5"}, "wait_s='5' of kv_connector_extra_config must be a number"),
         ({"wait_s": 0}, "wait_s=0 of kv_connector_extra_config must be above 0"),
         ({"wait_s": float("nan")}, "must be above 0"),
+        ({"wait_s": float("inf")}, "wait_s=inf of kv_connector_extra_config must be at most 10000000 seconds"),
+        ({"start_s": 1e300}, "start_s=1e[+]300 of kv_connector_extra_config must be at most 10000000 seconds"),
         ({"server": "127.0.0.1:8000"}, "must be the address of Runahead's server"),
         ({"server": ""}, "must be the address of Runahead's server"),
         ({"api_key_file": "/nowhere"}, "api_key_file=/nowhere cannot be read"),
@@ -306,7 +317,7 @@ def test_a_digest_does_not_depend_on_the_files(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "one" / "model.safetensors")
     weight_map = {}
     for name, tensor in tensors.items():
-        save_file({name: tensor, "left out": tensor.clone()}, tmp_path / "two" / f"{name}.safetensors")
+        save_file({name: tensor}, tmp_path / "two" / f"{name}.safetensors")
         weight_map[name] = f"{name}.safetensors"
     (tmp_path / "two" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     save_file(tensors | {"b": tensors["b"] + 1}, tmp_path / "other" / "model.safetensors")
@@ -325,6 +336,97 @@ def test_a_digest_is_what_the_page_says(tmp_path: Path) -> None:
         for at in (0, len(data) // 2, max(0, len(data) - 64)):
             made.update(data[at : at + 64])
     assert digest(folder) == made.hexdigest()
+
+
+def both_digests(folder: Path) -> tuple[str, str]:
+    """The connector's and the server's."""
+    from runahead.model.fingerprint import checkpoint_digest
+    from runahead.model.loading.checkpoint import Checkpoint, weight_files
+
+    source = Checkpoint(folder=folder, name="m", label="model.path=m", remedy="copy it again")
+    return digest(folder), checkpoint_digest(weight_files(source))
+
+
+def test_a_digest_is_that_of_the_server(tmp_path: Path) -> None:
+    """Of every folder that both engines read the same weights of."""
+    from safetensors.torch import save_file
+
+    first, second, third = ({name: torch.arange(100.0) * number} for number, name in enumerate("abc"))
+
+    def folder(name: str, files: dict[str, dict[str, torch.Tensor]], index: Any = None, **config: Any) -> Path:
+        made = tmp_path / name
+        made.mkdir()
+        for file, tensors in files.items():
+            save_file(tensors, made / file, metadata={"format": "pt"})
+        if index is not None:
+            (made / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        (made / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+        return made
+
+    whole = {"model.safetensors": first | second}
+    folders = [
+        folder("one file", whole),
+        folder(
+            "beside others",
+            whole | {"consolidated.safetensors": third, "adapter_model.safetensors": {"d": second["b"]}},
+        ),
+        folder(
+            "index", {"x.safetensors": first, "y.safetensors": second}, {"a": "x.safetensors", "b": "y.safetensors"}
+        ),
+        folder("index of the one file", whole, {"a": "model.safetensors", "b": "model.safetensors"}),
+        folder("named by the config", {"z.safetensors": first | second}, transformers_weights="z.safetensors"),
+    ]
+    found = {each for made in folders for each in both_digests(made)}
+    assert len(found) == 1
+    # A tensor that the index leaves out is in the file all the same: both engines read it.
+    more = folder(
+        "more", {"x.safetensors": first | second, "y.safetensors": third}, {"a": "x.safetensors", "c": "y.safetensors"}
+    )
+    ours, servers = both_digests(more)
+    assert ours == servers and ours not in found
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (
+            {"model.safetensors": "a", "x.safetensors": "b", "index": "x.safetensors"},
+            "server reads .*/model.safetensors and",
+        ),
+        (
+            {"model.safetensors": "ab", "model.fp16.safetensors": "b"},
+            "also reads .*/model.fp16.safetensors, which has b",
+        ),
+    ],
+)
+def test_a_folder_with_two_sets_of_weights_has_no_digest(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    """vLLM and the server would each take another one."""
+    from safetensors.torch import save_file
+
+    for file, names in files.items():
+        if file == "index":
+            text = json.dumps({"weight_map": {"b": names}})
+            (tmp_path / "model.safetensors.index.json").write_text(text)
+        else:
+            save_file({name: torch.ones(3) for name in names}, tmp_path / file)
+    with pytest.raises(ValueError, match=words):
+        digest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header", ["[1]", "{", '{"a": 1}', '{"a": {"dtype": "F32"}}', '{"a": {"data_offsets": [0, 4]}}']
+)
+def test_a_damaged_checkpoint_is_named_in_words(tmp_path: Path, header: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(4))
+    with pytest.raises(ValueError, match="model.safetensors is no readable safetensors file"):
+        digest(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["[", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_named_in_words(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json (cannot be read|holds no|has no weight_map)"):
+        digest(tmp_path)
 
 
 def test_the_package_imports_nothing_of_runahead() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,3 +167,50 @@ def test_memory_is_that_of_one_layer(tmp_path: Path) -> None:
     worker = worker_of([Layer(HEADS) for _ in NAMES])
     loaded(worker, load_of(write(tmp_path, IDS, numbers(IDS)), ([1, 2, 3],)))
     assert len(worker._buffer) == len(IDS) * HEADS * DIMS * 4
+
+
+class Order:
+    """What streams are told and what is written, in their order; no GPU is needed for that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        runner = SimpleNamespace(record_event=lambda: self.seen.append("runner: record") or "event")
+        reader = SimpleNamespace(
+            wait_event=lambda event: self.seen.append(f"reader: wait for {event}"),
+            synchronize=lambda: self.seen.append("reader: synchronize"),
+        )
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: runner)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: reader)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        self.seen.append("write")
+        yield
+
+
+class OnGpu(Layer):
+    """A layer whose cache says that it is on a GPU; tensors stay where they are."""
+
+    def __init__(self) -> None:
+        super().__init__(HEADS)
+        cache = self.kv_cache
+        self.kv_cache = SimpleNamespace(device=SimpleNamespace(type="cuda"))  # type: ignore[assignment]
+        self.impl = SimpleNamespace(do_kv_cache_update=lambda *given: self.update(*given[:3], cache, given[4]))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_gpu_writes_behind_what_the_runner_has_queued_and_before_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Else a kernel of the block's last request could write later, or a load over what vLLM computes anew."""
+    path, order = write(tmp_path, IDS, numbers(IDS)), Order(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *given: self)
+    if damaged:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    report = loaded(worker_of([OnGpu() for _ in NAMES]), load_of(path, ([1, 2, 3],)))
+    assert report.error == ("the checksum of layer 2 differs" if damaged else "")
+    writes = ["write"] * (2 if damaged else 3)
+    assert order.seen == ["runner: record", "reader: wait for event", *writes, "reader: synchronize"]

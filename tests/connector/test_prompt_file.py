@@ -29,6 +29,15 @@ def test_the_name_is_a_hash_of_model_salt_and_tokens() -> None:
     assert file_name(KEY, SALT, IDS) == hashlib.sha256(text).hexdigest() + ".safetensors"
 
 
+@pytest.mark.parametrize("salt", ["", SALT, "é"])
+@pytest.mark.parametrize("ids", [[], IDS, [2**31, 0, 5]])
+def test_the_name_is_that_of_the_server(ids: list[int], salt: str) -> None:
+    from runahead.reuse.handover import file_name as servers_name
+    from runahead.reuse.tiers.folder import SUFFIX
+
+    assert file_name(KEY, salt, ids) == servers_name(KEY, salt, ids) + SUFFIX
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_layers_are_read_as_they_were_written(tmp_path: Path, dtype: torch.dtype) -> None:
     written = [layer.to(dtype) for layer in numbers(IDS)]

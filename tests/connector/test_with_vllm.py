@@ -94,6 +94,7 @@ FAULTS = (
     "gone later",
     "foreign",
     "other prompt",
+    "shorter prompt",
     "aborted",
 )
 
@@ -126,8 +127,10 @@ class Faulty:
                 return 0, None
             case "late" | "aborted":
                 closed(self.chance.random() * 0.3)
-            case "other prompt":
+            case "shorter prompt":
                 return 200, {"file": self._write(ids, ids[:-1]).name}
+            case "other prompt":
+                return 200, {"file": self._write(ids, [ids[0] ^ 1, *ids[1:]]).name}
         path = self._write(ids, ids)
         match fault:
             case "cut off":

@@ -125,6 +125,8 @@ def config(model: str, extra: dict[str, Any], **more: Any) -> Any:
             revision=None,
             dtype="torch.float32",
             quantization=None,
+            hf_overrides={},
+            hf_config_path=None,
             get_vocab_size=lambda: 640,
             hf_text_config=SimpleNamespace(model_type="llama", rope_parameters={"rope_theta": 10000.0}),
         ),

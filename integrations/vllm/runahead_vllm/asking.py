@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runahead_vllm.prompt_file import FILE_NAME, PromptFile, file_name
+from runahead_vllm.prompt_file import PromptFile, file_name
 from runahead_vllm.server import Call, Server
 
 
@@ -72,7 +72,7 @@ class Source:
     Attributes:
         folder: as this machine sees it; None: as the server says.
         key: the server's word for its model.
-        salt: of its files' names.
+        salt: of its files' names, the server's word for who asks.
     """
 
     server: Server
@@ -99,26 +99,29 @@ class Asking:
                 raise ValueError(f"it is not there within {self.wait_s:g} s")
             return str(self._source.server.prefill(ids, left_s, asked._call).get("file"))
 
-        return self._ask(len(ids), answer)
+        return self._ask(ids, answer)
 
     def look(self, ids: list[int], name: str | None = None) -> Asked:
-        """Take a file that should be there, under its own name or this one."""
-        name = name or file_name(self._source.key, self._source.salt, ids)
-        return self._ask(len(ids), lambda _: name)
+        """Take a file that should be there.
+
+        Args:
+            name: what somebody else says is its name; another one is not taken.
+        """
+        return self._ask(ids, lambda _: name)
 
     def close(self) -> None:
         """End the threads once they are idle; they do not keep the process alive."""
         for _ in self._threads:
             self._jobs.put(None)
 
-    def _ask(self, num_tokens: int, answer: Callable[[Asked], str]) -> Asked:
-        asked = Asked(num_tokens, time.monotonic())
+    def _ask(self, ids: list[int], answer: Callable[[Asked], str | None]) -> Asked:
+        asked = Asked(len(ids), time.monotonic())
 
         def job() -> None:
             if asked.outcome is not None:
                 return
             try:
-                asked.end(self._found(answer(asked), num_tokens))
+                asked.end(self._found(answer(asked), ids))
             except Exception as error:  # whatever it is: the request must not wait for a thread that has ended
                 asked.end(GivenUp(str(error) or type(error).__name__))
 
@@ -133,11 +136,19 @@ class Asking:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _found(self, name: str, num_tokens: int) -> Ready | GivenUp:
-        """What is under a name of the folder."""
-        if not FILE_NAME.fullmatch(name):
-            return GivenUp(f"the server names the file {name[:80]!r}, which is none of its names")
-        source, path = self._source, self._source.folder / name
+    def _found(self, said: str | None, ids: list[int]) -> Ready | GivenUp:
+        """A prompt's file. `said`: its name, as the server or a proxy has it; None: nobody has said one.
+
+        A file knows its tokens by its name alone, so that no other name is opened, whoever says it.
+        """
+        source = self._source
+        name, num_tokens = file_name(source.key, source.salt, ids), len(ids)
+        if said not in (None, name):
+            return GivenUp(
+                f"the file {str(said)[:80]!r} is not that of these {num_tokens} tokens: the prompt, its chat template, "
+                "the model or the key of serve.keys was another one"
+            )
+        path = source.folder / name
         try:
             with PromptFile(path) as file:
                 file.require(num_tokens=num_tokens, num_layers=source.num_layers, model=source.key)

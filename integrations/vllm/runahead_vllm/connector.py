@@ -67,7 +67,8 @@ class RunaheadConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config)
-        check_config(vllm_config, [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups])
+        kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+        check_config(vllm_config, kinds, trust_weights=settings.trust_weights)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._reports: dict[str, list[Report]] = {}

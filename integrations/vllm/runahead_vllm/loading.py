@@ -73,9 +73,15 @@ class WorkerSide:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, loads: Iterable[Load]) -> None:
+        """Begin loads, in the model runner's thread.
+
+        Blocks may still be in use by kernels that the runner has queued: steps of the request that had them before,
+        or the zeroing of new blocks. Each load is written behind those.
+        """
+        queued = self._queued()
         for load in loads:
             assert load.request_id not in self._running, load
-            self._running[load.request_id] = self._reader.submit(self._load, load)
+            self._running[load.request_id] = self._reader.submit(self._load, load, queued)
 
     def ended(self) -> dict[str, Report]:
         """Loads that have ended since the last call, by request."""
@@ -85,12 +91,17 @@ class WorkerSide:
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, load: Load) -> Report:
+    def _queued(self) -> torch.cuda.Event | None:
+        """What the model runner has queued on its stream by now; None where it queues nothing, as on a CPU."""
+        device = next(iter(self.layers.values())).kv_cache.device
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def _load(self, load: Load, queued: torch.cuda.Event | None) -> Report:
         """Load a file; an error is its report, since vLLM waits for one."""
         began_s = time.monotonic()
         try:
             with torch.inference_mode():
-                num_bytes = self._read(load)
+                num_bytes = self._read(load, queued)
         except FileNotFoundError:
             error = "it is gone"
         except Exception as found:  # also one of vLLM's kernels
@@ -99,7 +110,7 @@ class WorkerSide:
             return Report(num_bytes, time.monotonic() - began_s)
         return Report(0, time.monotonic() - began_s, error)
 
-    def _read(self, load: Load) -> int:
+    def _read(self, load: Load, queued: torch.cuda.Event | None) -> int:
         """Raises: OSError, ValueError: the file is not usable; what was written by then is computed anew by vLLM."""
         with PromptFile(Path(load.path)) as file:
             self._make_room(max(layer.num_bytes for layer in file.layers))
@@ -111,12 +122,16 @@ class WorkerSide:
                 for number, name in group.layers.items():
                     self._require(file, number, name, tokens)
                     places[number] = name, tokens, slots
-            for number in sorted(places):
-                name, tokens, slots = places[number]
-                layer_TKX = file.read(number, self._buffer)
-                self._write(self.layers[name], layer_TKX, tokens - file.layers[number].first, slots)
-            if self._stream is not None:
-                self._stream.synchronize()
+            if queued is not None:
+                self._own_stream().wait_event(queued)
+            try:
+                for number in sorted(places):
+                    name, tokens, slots = places[number]
+                    layer_TKX = file.read(number, self._buffer)
+                    self._write(self.layers[name], layer_TKX, tokens - file.layers[number].first, slots)
+            finally:  # after an error, too: vLLM then computes the same blocks
+                if queued is not None:
+                    self._own_stream().synchronize()
             return file.num_bytes
 
     def _require(self, file: PromptFile, number: int, name: str, tokens: Tensor) -> None:
@@ -144,16 +159,16 @@ class WorkerSide:
         begin, end = int(rows[0]), int(rows[-1]) + 1
         part = layer_TKX[begin:end] if end - begin == len(rows) else layer_TKX[rows]
         device = layer.kv_cache.device
-        with self._on_stream(device):
+        with torch.cuda.stream(self._own_stream() if device.type == "cuda" else None):
             part = part[:, heads].to(device)
             key, value = part.split([layer.head_size, layer.head_size_v], dim=-1)
             layer.impl.do_kv_cache_update(layer, key.contiguous(), value.contiguous(), layer.kv_cache, slots.to(device))
 
-    def _on_stream(self, device: torch.device) -> torch.cuda.StreamContext:
-        """A stream of this thread's own, which is waited for before a load is reported; nothing on a CPU."""
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return torch.cuda.stream(self._stream)
+    def _own_stream(self) -> torch.cuda.Stream:
+        """The reading thread's, which is waited for before a load is reported."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(next(iter(self.layers.values())).kv_cache.device)
+        return self._stream
 
     def _make_room(self, num_bytes: int) -> None:
         if len(self._buffer) < num_bytes:

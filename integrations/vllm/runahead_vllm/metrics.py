@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from runahead_vllm.scheduling import Happened
 
-KINDS = ("loaded", "given_up", "alone")
+KINDS = ("loaded", "given_up", "dropped", "alone")
 
 
 @dataclass
@@ -57,7 +57,10 @@ class RunaheadPromMetrics(KVConnectorPromMetrics):
         super().__init__(*args)
         prompts = self._counter_cls(
             name="vllm:runahead_prompts",
-            documentation="Prompts by outcome: loaded, given_up (vLLM computed them), alone (never asked for).",
+            documentation=(
+                "Prompts by outcome: loaded, given_up (vLLM computes them), dropped (no longer wanted), alone (never "
+                "asked for)."
+            ),
             labelnames=[*self._labelnames, "outcome"],
         )
         values = self.per_engine_labelvalues
@@ -66,7 +69,9 @@ class RunaheadPromMetrics(KVConnectorPromMetrics):
         }
         self._tokens = self._made("tokens_loaded", "Prompt tokens loaded from files.", self._counter_cls)
         self._bytes = self._made("bytes_loaded", "Bytes of files read, by all workers.", self._counter_cls)
-        self._waits = self._made("wait_seconds", "From asking to a file, or to giving up.", self._histogram_cls)
+        self._waits = self._made(
+            "wait_seconds", "From asking to a file, or to its end without one.", self._histogram_cls
+        )
         self._loads = self._made("load_seconds", "Reading a file into the KV cache.", self._histogram_cls)
 
     def _made(self, name: str, documentation: str, kind: Any) -> dict[int, Any]:

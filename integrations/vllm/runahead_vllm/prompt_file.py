@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import sys
 import zlib
 from array import array
@@ -29,7 +28,6 @@ from torch import Tensor
 
 FORMAT = "runahead segment 1"
 NAMED_AS = b"runahead handover 1\0"
-FILE_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MOST_HEADER_BYTES = 16 << 20
 """A header of 1,000 layers has 150 KB."""

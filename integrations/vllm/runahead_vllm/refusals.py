@@ -15,12 +15,13 @@ def refuse(what: str) -> ValueError:
     return ValueError(f"runahead: {what} cannot take K,V of another engine; start vLLM without this connector")
 
 
-def check_config(config: Any, kinds_of_caches: list[str]) -> None:
+def check_config(config: Any, kinds_of_caches: list[str], *, trust_weights: bool) -> None:
     """Refuse what would give wrong answers.
 
     Args:
         config: vLLM's.
         kinds_of_caches: names of the classes of the KV cache groups' specs.
+        trust_weights: the user says that both sides have the same model.
 
     Raises: ValueError: in one sentence.
     """
@@ -51,6 +52,17 @@ def check_config(config: Any, kinds_of_caches: list[str]) -> None:
         raise refuse(f"a KV cache in {config.cache_config.cache_dtype}")
     if config.model_config.quantization is not None:
         raise refuse(f"weights quantised by {config.model_config.quantization}")
+    model = config.model_config
+    for option, value, none in (
+        ("--hf-overrides", model.hf_overrides, {}),
+        ("--hf-config-path", model.hf_config_path, model.model),
+    ):
+        if value and value != none and not trust_weights:
+            raise ValueError(
+                f"runahead: {option} {value} gives vLLM another config than the checkpoint's, of which RoPE and shapes "
+                "alone are compared with the server's; leave it out, or, if the server has the same values, set "
+                "trust_weights to true in kv_connector_extra_config"
+            )
     if config.load_config.load_format == "dummy":
         raise refuse("load_format=dummy")
 

@@ -37,7 +37,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Happened:
-    """What became of a prompt, for the metrics. `kind`: loaded, given_up or alone."""
+    """What became of a prompt, for the metrics. `kind`: loaded, given_up, dropped or alone."""
 
     kind: str
     waited_s: float = 0.0
@@ -94,7 +94,7 @@ class SchedulerSide:
         if num_external == 0:
             if asked is not None and asked.outcome is None:
                 asked.give_up("vLLM's own cache has most of it by now")
-                self._say_given_up(name, asked, "vLLM's own cache has most of it by now")
+                self._say_dropped(name, asked, "vLLM's own cache has most of it by now")
             return
         assert asked is not None and isinstance(asked.outcome, Ready), (name, asked)
         stop = request.num_prompt_tokens - 1
@@ -139,7 +139,7 @@ class SchedulerSide:
         asked = self._asked.pop(request_id, None)
         if asked is not None and (asked.outcome is None or request_id in self._promised):
             asked.cancel()
-            self._say_given_up(request_id, asked, "the request ended")
+            self._say_dropped(request_id, asked, "the request ended")
         self._alone.discard(request_id)
         self._told.discard(request_id)
 
@@ -173,3 +173,13 @@ class SchedulerSide:
                 name, asked.num_tokens, asked.waited_s, why,
             )  # fmt: skip
             self.happened.append(Happened("given_up", asked.waited_s))
+
+    def _say_dropped(self, name: str, asked: Asked, why: str) -> None:
+        """Nobody wants it any more, which is no failure."""
+        if name not in self._told:
+            self._told.add(name)
+            logger.info(
+                "runahead: %s: asked for %d tokens, waited %.2f s, dropped: %s",
+                name, asked.num_tokens, asked.waited_s, why,
+            )  # fmt: skip
+            self.happened.append(Happened("dropped", asked.waited_s))

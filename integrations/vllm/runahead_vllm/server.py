@@ -29,23 +29,28 @@ class Unavailable(ServerError):
 class Call:
     """A question that can be ended from another thread: closing the connection has the server cancel it."""
 
-    _connection: http.client.HTTPConnection | None = None
+    _socket: socket.socket | None = None
     _cancelled: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, connection: http.client.HTTPConnection) -> None:
+    def begin(self, connected: socket.socket) -> None:
         """Raises: ServerError: it was cancelled before."""
         with self._lock:
             if self._cancelled:
                 raise ServerError("cancelled")
-            self._connection = connection
+            self._socket = connected  # a connection forgets its own once it has read "Connection: close"
+
+    def end(self) -> None:
+        """Forget the socket, which is about to be closed."""
+        with self._lock:
+            self._socket = None
 
     def cancel(self) -> None:
         with self._lock:
             self._cancelled = True
-            if self._connection is not None and self._connection.sock is not None:
+            if self._socket is not None:
                 with suppress(OSError):  # it has ended by itself
-                    self._connection.sock.shutdown(socket.SHUT_RDWR)
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Server:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
             connection.connect()
-            call.begin(connection)
+            call.begin(connection.sock)
             connection.sock.settimeout(max(end - time.monotonic(), 0.01))
             text = None if body is None else json.dumps(body)
             connection.request(method, url.path.rstrip("/") + PATH, text, headers)
@@ -99,6 +104,7 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{type(error).__name__}: {error}") from error
         finally:
+            call.end()
             connection.close()
         try:
             found = json.loads(answer)

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
+LONGEST_S = 10**7
+"""A socket's timeout cannot be infinite, nor some numbers of seconds that JSON can hold."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -54,6 +57,10 @@ class Settings:
             value = getattr(made, each.name)
             if each.type in ("int", "float") and not value > 0:
                 raise ValueError(f"runahead: {each.name}={value!r} of kv_connector_extra_config must be above 0")
+            if each.type == "float" and value > LONGEST_S:
+                raise ValueError(
+                    f"runahead: {each.name}={value!r} of kv_connector_extra_config must be at most {LONGEST_S} seconds"
+                )
         url = urlsplit(made.server)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(
