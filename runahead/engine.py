@@ -420,11 +420,12 @@ class Engine:
         """
         assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
         setup = replace(self._setup, options={DYNAMIC_CACHE: True})
-        check(replace(setup, segments=SEGMENTS) if reuse_segments(prompts) else setup)
+        setup = replace(setup, segments=SEGMENTS) if reuse_segments(prompts) else setup
+        check(setup)
         options = GenerationOptions(max_new_tokens=1)
         self.check(prompts, [options] * len(prompts))
         self._agree(prompts, options)
-        plan = replace(self.plan(prompts, may_be_alone=self._lends), reuses=False, shards=None)
+        plan = replace(self.plan(prompts, asked=[setup], may_be_alone=self._lends), reuses=False)
         with self.ranks.announcing_failure():
             ready = self.prefills.ready(plan)
             self.ranks.barrier("all ranks to hold the prompt")

@@ -125,7 +125,7 @@ def require_same_ids(cache: KeptCache, model: Model, ids_BS: Tensor, pads: Seque
         ValueError: the ids or the padding are others, or the weights.
     """
     layer = cache.layers[0]
-    for start in range(layer.first, layer.end, PIECE_TOKENS):
+    for start in range(max(layer.first, min(pads)), layer.end, PIECE_TOKENS):
         ids_BC = ids_BS[:, start : start + PIECE_TOKENS]
         given_BKCX = layer.slab_TBKX[start - layer.first :][: ids_BC.shape[1]].permute(1, 2, 0, 3)
         index_C = torch.arange(start, start + ids_BC.shape[1], device=model.device)

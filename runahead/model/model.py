@@ -569,9 +569,17 @@ class Model(ModelLayers):
         Layers write over their input, so that a forward needs memory for one, unless the model's code reads it again.
 
         Raises:
-            ValueError: they give other logits.
+            ValueError: they give other logits. The next time they are compared again.
         """
-        self._has_blocks, held, layers = True, self.held, enumerate(self._layers)
+        self._has_blocks = True
+        try:
+            self._require_same_in_blocks()
+        except BaseException:
+            self._has_blocks = False
+            raise
+
+    def _require_same_in_blocks(self) -> None:
+        held, layers = self.held, enumerate(self._layers)
         kv_layers = set(self.kv_layers)
         give_in_blocks(
             (each, number in kv_layers) for number, each in layers if held is None or not self._is_whole(held, number)

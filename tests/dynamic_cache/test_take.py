@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache
 
 from policies.snapkv import SnapKV
 from runahead import Conversation, GenerationOptions
+from runahead.dynamic_cache import taken
 from runahead.thinning.rank_policies import RankPolicies
 from tests.dynamic_cache import tasks
 from tests.families import VOCAB_SIZE, largest_difference, oracle_logits, prompt, throughout
@@ -62,6 +64,21 @@ def test_padded_rows_go_on_after_an_answer_of_transformers(family: str) -> None:
         ours = take(family, first.past_key_values, first.sequences, pads=[20, 0])
         answer = ours.generate(GenerationOptions(max_new_tokens=6, ignore_eos=True))
     assert [row.new_ids for row in answer.rows] == expected[:, -6:].tolist()
+
+
+def test_pieces_that_are_padding_of_all_rows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rows are padded to a length that all of them are below."""
+    monkeypatch.setattr(taken, "PIECE_TOKENS", 8)
+    rows, module = [SHORTER, SHORTER[5:]], tasks.reference("llama")
+    ids, mask = (F.pad(each, (20, 0)) for each in tasks.padded(rows))
+    with throughout(torch.float64):
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+        first = module.generate(ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, **options)
+        ours = take("llama", first.past_key_values, first.sequences, pads=[20, 25])
+        answer = ours.generate(GenerationOptions(max_new_tokens=3, ignore_eos=True))
+        mask = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], dim=1)
+        expected = module.generate(first.sequences, attention_mask=mask, max_new_tokens=3, **options)
+    assert [row.new_ids for row in answer.rows] == expected[:, -3:].tolist()
 
 
 def test_the_cache_that_was_taken_stays_as_it_was() -> None:
