@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from policies.base import Phase
-from runahead.attention.base import BlockEndsHere, ForwardEndsHere, LastTokenAlone, LayerAttention, LayerInput
+from runahead.attention.base import ALL_ROWS, BlockEndsHere, ForwardEndsHere, LastTokenAlone, LayerAttention, LayerInput
 from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.states import StateLayer
@@ -55,7 +55,12 @@ class LayerHook:
     """Something to do beside the attention of each layer. A method that is not overridden costs nothing.
 
     Of a layer in blocks of rows `before_save` and `wait_for_load` come with the first block, all else with the last.
+
+    Attributes:
+        takes_blocks: layers may be computed in blocks of rows, so that a call has the queries of one of these alone.
     """
+
+    takes_blocks = False
 
     def before_save(self, call: LayerCall) -> None:
         """Called before a layer's new keys and values are stored: may wait for memory, or replace them."""
@@ -129,6 +134,7 @@ class CausalAttention(LayerAttention):
         self.states, self.rotates = cache.states, cache.rotates
         self.tokens.part = cache.part
         self._ends, self._attend, self._on_layer = ends, attend, on_layer
+        self._needs_all_rows = [type(each).__name__ for each in hooks if not each.takes_blocks]
         self._before_save, self._save = _verbs(hooks, "before_save"), _verbs(hooks, "save")
         self._loads = _verbs(hooks, "wait_for_load")
         if self.states is not None:
@@ -256,6 +262,7 @@ class CausalAttention(LayerAttention):
     def _tokens_of_block(self) -> NewTokens:
         """The new tokens from those of the block on, the same for all layers."""
         first = self.block.first
+        assert not self._needs_all_rows or self.block == ALL_ROWS, f"{self._needs_all_rows} look at all rows of a layer"
         return self.tokens.once(("from", first), partial(self.tokens.after, first)) if first else self.tokens
 
     def _taken_input(self) -> Tensor | None:

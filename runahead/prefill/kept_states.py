@@ -34,6 +34,8 @@ class KeptStates(LayerHook):
         rows: (stop, row) -> of each layer a token (1, 1, Z), all in one memory.
     """
 
+    takes_blocks = True
+
     def __init__(
         self, stops: Mapping[int, Sequence[int]], states: States, shapes: Sequence[StateShape], device: torch.device
     ) -> None:

@@ -87,12 +87,13 @@ class StageRun:
             cache: the cache of this run as its tokens see it, if they see more.
             tokens, attend: as of `CausalAttention`.
             narrows: policies leave fewer of the tokens in each layer.
-            hooks: inside those of its own. They look at all tokens of a layer, which then computes these at once.
+            hooks: inside those of its own. Where one looks at all tokens of a layer, it computes these at once.
             store: KV cache for decoding, on the rank that decodes.
             finish: called on the last rank once it has computed its tokens, as a part of the prefill.
         """
         job, start, pads = self.job, runs[0].start, self.job.batch.pads
-        num_tokens, row_tokens = sum(map(len, runs)), job.row_tokens if self.takes_blocks and not hooks else None
+        takes_blocks = self.takes_blocks and all(hook.takes_blocks for hook in hooks)
+        num_tokens, row_tokens = sum(map(len, runs)), job.row_tokens if takes_blocks else None
         row_tokens = None if row_tokens is None or row_tokens >= num_tokens else row_tokens
         if job.stops and self.is_last:
             assert self.cache.states is not None

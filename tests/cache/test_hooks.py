@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -53,6 +53,21 @@ def test_hooks_nest_like_brackets() -> None:
     of_layer += [("inner", "closed"), ("outer", "closed"), ("inner", "attended"), ("outer", "attended")]
     expected = [(*each, layer) for layer in range(3) for each in of_layer]
     assert noted("llama", "outer", "inner") == expected
+
+
+@pytest.mark.parametrize("takes_blocks", [False, True])
+def test_a_hook_that_looks_at_all_rows_of_a_layer_is_not_given_blocks_of_them(takes_blocks: bool) -> None:
+    """It would see the queries of the last block alone, as if they were all."""
+
+    class Looking(Noting):
+        pass
+
+    Looking.takes_blocks = takes_blocks
+    model, calls = tiny_model("llama"), list[tuple[str, str, int]]()
+    attention = CausalAttention(model.empty_cache(3), start=0, pads=[0], hooks=[Looking("it", calls)])
+    with nullcontext() if takes_blocks else pytest.raises(AssertionError, match="'Looking'.* look at all rows"):
+        model.forward(IDS, attention, start=0, pads=[0], row_tokens=2)
+    assert sorted(calls) == (sorted(noted("llama", "it")) if takes_blocks else [])
 
 
 def test_a_layer_is_closed_once_the_last_one_that_reads_it_has_attended() -> None:

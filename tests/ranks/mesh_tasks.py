@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from partitioner.auto.partition import AutoPartition
 from partitioner.search import SEARCH, search
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, even
 from runahead.config import DecodeName
-from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
+from runahead.prefill import PREFILLS, PrefillJob, PromptBatch, chain_run
 from runahead.report import GenerationBatch, ReuseReport
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.store import SegmentStore
@@ -31,11 +32,22 @@ Case = tuple[PrefillOptions, tuple[int, ...] | None]
 
 
 def first_logits(
-    ranks: Ranks, num_shares: int, family: str, ids: list[int], cases: Sequence[Case], **sizes: Any
+    ranks: Ranks,
+    num_shares: int,
+    family: str,
+    ids: list[int],
+    cases: Sequence[Case],
+    stores_first: bool | None = None,
+    **sizes: Any,
 ) -> list[tuple[list[float] | None, int, int, int]]:
-    """This rank's logits (V) after the prompt of each case, if it decodes; bytes sent, received and held at most."""
+    """This rank's logits (V) after the prompt of each case, if it decodes; bytes sent, received and held at most.
+
+    Args:
+        stores_first: what a stage decides on blocks of rows; None: as it does.
+    """
     outcomes = []
-    with arranged(ranks, num_shares):
+    decided = chain_run.chunk_projects_twice if stores_first is None else lambda *_: stores_first
+    with arranged(ranks, num_shares), patch.object(chain_run, "chunk_projects_twice", decided):
         model = shared_model(ranks, family, torch.float64, num_shares, **sizes)
         batch = PromptBatch.from_prompts([ids], ranks.device)
         for options, boundaries in cases:
@@ -49,6 +61,11 @@ def first_logits(
             done = strategy.run(job)
             logits = None if done.logits_BV is None else done.logits_BV[0].tolist()
             report = done.report
+            assert (
+                options.row_tokens is None
+                or report.row_tokens == options.row_tokens
+                or (report.chunk_tokens <= options.row_tokens)
+            )
             outcomes.append((logits, report.kv_sent_bytes, report.kv_received_bytes, report.kv_peak_bytes))
     return outcomes
 

@@ -82,16 +82,37 @@ def expected(family: str, **sizes: Any) -> torch.Tensor:
 
 
 def check(
-    rank_pools: RankPools, stages: int, shares: int, family: str, cases: list[mesh_tasks.Case], **sizes: Any
+    rank_pools: RankPools,
+    stages: int,
+    shares: int,
+    family: str,
+    cases: list[mesh_tasks.Case],
+    stores_first: bool | None = None,
+    **sizes: Any,
 ) -> None:
-    """Every rank of the last stage has transformers' logits, and the same bits as the others of it."""
-    task = partial(mesh_tasks.first_logits, **sizes)
+    """Every rank of the last stage has transformers' logits, and the same bits as the others of it.
+
+    Args:
+        stores_first: what stages decide on blocks of rows; None: as they do.
+    """
+    task = partial(mesh_tasks.first_logits, stores_first=stores_first, **sizes)
     outcomes = rank_pools.run(stages * shares, task, shares, family, prompt(PROMPT_TOKENS), cases)
     for case, of_ranks in zip(cases, zip(*outcomes, strict=True), strict=True):
         found = [logits for logits, *_ in of_ranks if logits is not None]
         assert len(found) == shares, case
         assert largest_difference(found[0], expected(family, **sizes)) < TOLERANCE, case
         assert all(logits == found[0] for logits in found), case
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("stores_first", [False, True])
+def test_shares_compute_blocks_of_rows(rank_pools: RankPools, family: str, stores_first: bool) -> None:
+    """They add up each block's products; a stage of which others wait stores all keys and values first, or does not."""
+    cases: list[mesh_tasks.Case] = [
+        (PrefillOptions(row_tokens=row_tokens), bounds) for row_tokens, bounds in ((7, (0, 30, 50)), (1, (0, 3, 50)))
+    ]
+    check(rank_pools, 2, 2, family, cases, stores_first)
+    check(rank_pools, 1, 2, family, [(PrefillOptions(name=PrefillName.tensor, row_tokens=7), (0, 50))])
 
 
 OFTEN = ("llama", "llama_dynamic_ntk", "qwen3", "phi3", "gemma2", "gemma3_text", "llama4_text", "mixtral")
