@@ -150,6 +150,8 @@ class HandoverFolder:
                 approve=approve,
             )
 
+        if self.found(name) is None:  # also a damaged one, which nobody would ever write anew
+            self._folder.path(name).unlink(missing_ok=True)
         try:
             is_new = self._writer.write(name, write, num_bytes)
             self._folder.touch(name)
@@ -204,9 +206,13 @@ class Handover(Layers):
         if self._error is not None:  # nobody reads it
             return
         if self._stream is not None:
-            with self._stream.copying(*parts):
-                parts = [self._on_host(part) for part in parts]
-            mark = self._stream.mark()
+            try:
+                with self._stream.copying(*parts):
+                    parts = [self._on_host(part) for part in parts]
+                mark = self._stream.mark()
+            except ValueError as error:  # no page-locked memory: this prompt alone is not handed over
+                self.end(str(error))
+                return
         with self._changed:
             self._layers.append((parts, mark))
             self._changed.notify_all()

@@ -68,6 +68,18 @@ def test_all_ranks_are_started_by_one_command_with_the_variables_of_the_controll
         assert f" --{option} " in leader["command"][2]
 
 
+def test_a_pod_is_asked_only_at_ports_where_it_listens_and_no_service_takes_the_name_of_the_set() -> None:
+    leader, last = pods("leader_worker_set.yaml")
+    [probe] = {container(spec)["readinessProbe"]["exec"]["command"][2] for spec in (leader, last)}
+    for number, is_ready in (("0", False), ("1", True)):  # nobody listens here
+        done = subprocess.run(["sh", "-c", probe], env=os.environ | {"LWS_WORKER_INDEX": number}, capture_output=True)
+        assert (done.returncode == 0) == is_ready
+    assert container(last, "vllm")["readinessProbe"] == {"tcpSocket": {"port": 8001}}
+    objects = list(yaml.safe_load_all((KUBERNETES / "leader_worker_set.yaml").read_text()))
+    names = {each["kind"]: each["metadata"]["name"] for each in objects}
+    assert names["Service"] != names["LeaderWorkerSet"]
+
+
 @pytest.mark.usefixtures("netns")
 @pytest.mark.slow
 def test_two_hosts_with_the_variables_of_the_controller_serve_what_one_rank_does(tmp_path: Path) -> None:

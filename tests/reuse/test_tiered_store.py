@@ -382,6 +382,14 @@ def test_a_folder_of_texts_that_others_may_enter_is_refused(tmp_path: Path, mode
     PrefixTree(2**30, folder=folder)
 
 
+def test_a_private_folder_of_another_user_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that somebody has made in /dev/shm before."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match="is of another user .* name another folder"):
+        PrefixTree(2**30, folder=tmp_path)
+
+
 @pytest.mark.parametrize("has_names", [False, True], ids=["without a name at first", "named"])
 def test_files_of_texts_are_for_this_user_alone(
     tmp_path: Path, has_names: bool, finder: type[Kept], monkeypatch: pytest.MonkeyPatch

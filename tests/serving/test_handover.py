@@ -137,8 +137,8 @@ def test_a_damaged_file_is_no_answer(tmp_path: Path) -> None:
         path = Path(post(served, PREFILL, {"prompt": [5, 6]}).json()["path"])
         path.write_bytes(path.read_bytes()[:-1])
         assert served.handover.found(path.stem) is None
-        path.unlink()
         assert post(served, PREFILL, {"prompt": [5, 6]}).json()["is_new"]
+        assert served.handover.found(path.stem) is not None
 
 
 @pytest.mark.parametrize(

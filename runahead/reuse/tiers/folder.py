@@ -76,7 +76,13 @@ class TierFolder:
             raise ValueError(
                 f"{option}={os.fspath(folder)} is not a writable folder: {error.strerror}; name another"
             ) from error
-        mode = stat.S_IMODE(self.folder.stat().st_mode)
+        found = self.folder.stat()
+        mode = stat.S_IMODE(found.st_mode)
+        if is_private and found.st_uid != os.geteuid():
+            raise ValueError(
+                f"{option}={os.fspath(folder)} is of another user (uid {found.st_uid}), who could exchange its files; "
+                "name another folder"
+            )
         if is_private and mode & 0o077:
             raise ValueError(
                 f"{option}={os.fspath(folder)} holds what clients have asked, and other users may read or write in it "
