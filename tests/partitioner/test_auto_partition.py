@@ -169,7 +169,7 @@ def damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "spoil",
     [
-        damage(lambda kept: kept.update(version=2)),
+        damage(lambda kept: kept.update(version=1)),  # of before
         damage(lambda kept: kept.update(purpose="elsewhere")),
         damage(lambda kept: kept.pop("cost")),
         damage(lambda kept: kept["cost"].update(own_s=[-1, 0, 0])),
