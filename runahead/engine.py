@@ -379,11 +379,12 @@ class Engine:
 
     def _note_memory(self, job: PrefillJob, prefilled: Prefilled) -> None:
         """Report the memory of this rank, once it has decoded."""
-        report, batch = prefilled.report, len(job.batch.pads)
+        report = prefilled.report
         report.memory = self.model.memory_after(
             kv_bytes=max(report.kv_peak_bytes, self._placement.timed_bytes),
-            num_tokens=batch * min(report.chunk_tokens, job.chunk_tokens or report.chunk_tokens),
-            in_blocks_of=None if report.row_tokens is None else batch * report.row_tokens,
+            batch=len(job.batch.pads),
+            num_tokens=min(report.chunk_tokens, job.chunk_tokens or report.chunk_tokens),
+            row_tokens=report.row_tokens,
         )
 
     def _conclude(self, plan: PrefillPlan, reuse: Reuse | None, prefilled: Prefilled, result: GenerationBatch) -> None:

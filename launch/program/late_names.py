@@ -33,7 +33,7 @@ KNOWN: dict[str, tuple[type, Callable[..., bool]]] = {
     "sym_eq": (int, lambda one, other: one == other),
     "is_nested_int": (int, lambda number: False),
 }
-"""What functions of it return of plain numbers of a type, and tuples of them, for which they need no algebra."""
+"""Results of its functions for plain numbers of a type, and tuples of them, for which they need no algebra."""
 
 LATE = {
     "torch": ALGEBRA,
@@ -49,7 +49,7 @@ LATE = {
     "transformers.loss.": SHARED,
     "transformers.modeling_utils": SHARED,
 }
-"""What comes late to a module, or to all modules of a package."""
+"""Packages whose names come late to a module, or to all modules of a package."""
 
 
 class LateNames(MetaPathFinder):

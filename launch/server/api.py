@@ -337,7 +337,7 @@ class API:
     def _without_file(
         self, request: HTTPRequest, error: APIError, way: HandoverWay, form: Form, listener: RequestListener
     ) -> Response:
-        """The answer to a proxy whose request is not taken, so that the engine behind it computes the prompt.
+        """The answer to a proxy whose request is not taken, so that its own engine computes the prompt.
 
         One that waits for parameters does so after a 503, and gives a 429 to its client. One that looks for a file
         gives every error to its client.

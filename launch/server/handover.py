@@ -1,4 +1,4 @@
-"""What a server tells of the prompts that it hands over, and what other engines compare before they take one."""
+"""The prompts that a server hands over, as it tells of them, with what other engines compare before they take one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from heapq import heapify, heapreplace
 
 from partitioner.meshes.model_size import ModelSize
 from runahead.context import ContextPartition
-from runahead.model.memory import LEAST_ROW_TOKENS, ROWS_SHARE
+from runahead.model.memory import row_tokens_in
 
 WIDE_BYTES = 4
 """Bytes of a number in float32, in which norms are computed."""
@@ -144,11 +144,6 @@ def activation_bytes(size: ModelSize, num_shares: int, num_tokens: int, batch: i
     return int(batch * num_tokens * (2 * D * item + max(attention, norm, mlp)))
 
 
-def row_tokens_of(size: ModelSize, memory_bytes: int, work: Workload, num_shares: int) -> int:
-    """Most tokens of a prompt that a layer computes at a time, as ranks choose it by their memory."""
-    return max(LEAST_ROW_TOKENS, int(memory_bytes * ROWS_SHARE / activation_bytes(size, num_shares, 1, work.batch)))
-
-
 def rank_memory(
     size: ModelSize,
     work: Workload,
@@ -184,7 +179,8 @@ def ways(
     size: ModelSize, memory_bytes: int, work: Workload, num_shares: int, partition: ContextPartition
 ) -> Iterator[MeshMemory]:
     """Memory of the ranks under each way to decode. A single stage has one way, and computes pieces if it has to."""
-    is_single, rows = len(partition.chain) == 1, row_tokens_of(size, memory_bytes, work, num_shares)
+    is_single = len(partition.chain) == 1
+    rows = row_tokens_in(memory_bytes, activation_bytes(size, num_shares, 1, work.batch))
     # Only the last stage has the states of the whole prompt.
     either = [False, True] if work.sharded is None and not size.places.states else [work.sharded or False]
     for sharded in [False] if is_single else either:

@@ -124,7 +124,7 @@ class LayerAttention(ABC):
         """
 
     def attend_last(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        """As `attend`, of a layer whose output is needed for the last new token alone.
+        """Attend as `attend` does, in a layer whose output is needed for the last new token alone.
 
         Raises:
             LastTokenAlone: the keys and values are stored. The layer is to run again for the last token, whose

@@ -183,7 +183,7 @@ class CausalAttention(LayerAttention):
         return out_BNCV
 
     def _awaiting(self, call: LayerCall) -> Callable[[], None]:
-        """What returns once the tokens of earlier ranks are there."""
+        """A call that returns once the tokens of earlier ranks are there."""
         return partial(_call_all, self._loads, call) if self._loads else nothing
 
     def attend_last(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
@@ -196,7 +196,7 @@ class CausalAttention(LayerAttention):
         raise LastTokenAlone
 
     def attend_again(self, q_BN1H: Tensor, terms: AttentionTerms) -> Tensor:
-        """As of the base class. Hooks are called with what was stored: all queries, of which these are the last."""
+        """Attend again, as the base class says. Hooks are called with all queries, of which these are the last."""
         call, self._stored, self._input_BCD = self._stored, None, None
         assert call is not None, "the layer has stored its keys and values"
         seen = call.store.seen(q_BN1H, call.tokens.after(call.q_BNCH.shape[2] - q_BN1H.shape[2]))

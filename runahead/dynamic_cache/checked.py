@@ -70,7 +70,7 @@ class CheckedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any
     ) -> tuple[Tensor, Tensor]:
-        """As `DynamicCache.update`.
+        """Store new keys and values, as `DynamicCache.update` does.
 
         Raises:
             ValueError: the first token that the model is given is not the prompt's last one, or it attends differently.

@@ -160,7 +160,7 @@ def require_same(
         pads: left padding of each row.
 
     Returns:
-        whether all layers were compared: those behind such a layer are not.
+        whether all layers were compared: those after such a layer are not.
 
     Raises:
         ValueError: they differ.

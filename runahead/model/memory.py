@@ -65,7 +65,12 @@ def row_tokens(model: Any, batch: int, ranks_on_host: int) -> int | None:
     if not model.computes_blocks:
         return None
     each = batch * activation_bytes(model.config, model.dtype, model.num_shards)
-    return max(LEAST_ROW_TOKENS, int(_memory_bytes(model.device, ranks_on_host) * ROWS_SHARE / each))
+    return row_tokens_in(_memory_bytes(model.device, ranks_on_host), each)
+
+
+def row_tokens_in(memory_bytes: float, token_bytes: float) -> int:
+    """`row_tokens` of a rank with so much memory, if activations take so many bytes for a token of each row."""
+    return max(LEAST_ROW_TOKENS, int(memory_bytes * ROWS_SHARE / token_bytes))
 
 
 def row_state_bytes(model: Any, *, in_chain: bool = False, drafts: bool = False, stores: bool = False) -> int:

@@ -316,20 +316,24 @@ class Model(ModelLayers):
         """Run a call in which the ranks that share the model wait for each other, such as a forward."""
         return call() if self.shares is None else self.shares.run(call)
 
-    def memory_after(self, *, kv_bytes: int, num_tokens: int, in_blocks_of: int | None = None) -> MemoryReport | None:
+    def memory_after(
+        self, *, kv_bytes: int, batch: int, num_tokens: int, row_tokens: int | None
+    ) -> MemoryReport | None:
         """`memory` with the peak of a call; None if the weights were given.
 
         Args:
             kv_bytes: peak of the call's KV cache.
-            num_tokens: most tokens that it computed at a time, of all rows.
-            in_blocks_of: of these, most tokens that a layer computed at a time; None is all.
+            batch: number of rows.
+            num_tokens: most tokens of a row that it computed at a time.
+            row_tokens: of these, most tokens that a layer computed at a time; None is all.
         """
         if self.memory is None or self._peak is None:
             return None
-        activations = (in_blocks_of or num_tokens) * activation_bytes(self.config, self.dtype, self.num_shards)
-        if in_blocks_of is not None:  # the layers' input, which else is beside their output and the embeddings
+        activations = (row_tokens or num_tokens) * activation_bytes(self.config, self.dtype, self.num_shards)
+        if row_tokens is not None:  # the layers' input, which else is beside their output and the embeddings
             copies = 1 if self._writes_in_place else 3
             activations += copies * num_tokens * int(self.config.hidden_size) * self.dtype.itemsize
+        activations *= batch
         return memory_after_call(self.memory, self._peak, self.device, kv_bytes=kv_bytes, activations=activations)
 
     @property

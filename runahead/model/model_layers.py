@@ -299,7 +299,7 @@ class ModelLayers(ABC):
         self._end_with_last()
 
     def _end_with_last(self) -> None:
-        """Let what comes behind the last stored keys and values or state compute the last token alone, if asked to."""
+        """Let what comes after the last stored keys and values or state compute the last token alone, if asked to."""
         self.last_layer = None
         # What is not compared with transformers stays whole, and what was found to be wrong.
         if not self.has_layers or self.marks is not None or self._is_whole_only:

@@ -55,6 +55,16 @@ HARMLESS_KEYWORDS = frozenset(
 """Keywords that attention may ignore: inference has no dropout; window and causality are in the mask rule."""
 
 
+def for_tokens(value: Any, num_tokens: int, take: Callable[[Tensor], Tensor]) -> Any:
+    """A module's argument or output in which every tensor (B or 1, C, ...) of so many tokens is what `take` returns."""
+    if isinstance(value, tuple):
+        return tuple(for_tokens(part, num_tokens, take) for part in value)
+    if isinstance(value, dict):
+        return {name: for_tokens(part, num_tokens, take) for name, part in value.items()}
+    is_by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_tokens
+    return take(value) if is_by_token else value
+
+
 class SeamCache(Cache):
     """One forward, as a KV cache for transformers that stores nothing: it tells how many tokens came before.
 
@@ -68,7 +78,7 @@ class SeamCache(Cache):
         start: index of the first new token.
         num_new: number of new tokens.
         tokens: those that are left, if layers may compute fewer of them from layer to layer.
-        ends_with_last: layers behind the last one that stores compute the last token alone.
+        ends_with_last: layers after the last one that stores compute the last token alone.
         last_layer: the last one that stores keys and values, if it may run again for the last token alone.
         sources: layer that stores no keys and values -> the earlier one whose it reads.
         marker: marks tokens, in a model that was trained for it.

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ TITLE = "handover"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What has become of a prompt that was to be handed over.
+    """The end of handing a prompt over.
 
     Attributes:
         num_bytes: of its file.
@@ -138,18 +138,16 @@ class HandoverFolder:
             "model": self.key,
         }
 
-        def write(path: Path) -> None:
-            write_layers(
-                path,
-                handover,
-                shapes=shapes,
-                key=name,
-                name=TITLE,
-                more=more,
-                mode=self._folder.file_mode,
-                approve=approve,
-            )
-
+        write = partial(
+            write_layers,
+            layers_TKX=handover,
+            shapes=shapes,
+            key=name,
+            name=TITLE,
+            more=more,
+            mode=self._folder.file_mode,
+            approve=approve,
+        )
         if self.found(name) is None:  # also a damaged one, which nobody would ever write anew
             self._folder.path(name).unlink(missing_ok=True)
         try:

@@ -241,8 +241,9 @@ class Executor:
             self._report(Tokens(tokens={}, ended={(item.number, row): "cancelled" for row in range(len(item.prompts))}))
         report.memory = self._engine.model.memory_after(
             kv_bytes=report.kv_peak_bytes,
-            num_tokens=len(prompts) * report.chunk_tokens,
-            in_blocks_of=None if report.row_tokens is None else len(prompts) * report.row_tokens,
+            batch=len(prompts),
+            num_tokens=report.chunk_tokens,
+            row_tokens=report.row_tokens,
         )
         self._report(
             Part(
@@ -262,7 +263,7 @@ class Executor:
         )
 
     def _handovers(self, item: PrefillItem, prompt_of: Sequence[int]) -> dict[int, Handover]:
-        """What hands over each of the different prompts of an item that some row asks for."""
+        """Begin to hand over each of the different prompts of an item that some row asks for, by its number."""
         assert self._handover is not None, "serve.handover is on all ranks or on none"
         handovers, folder = dict[int, Handover](), self._handover
         for number in dict.fromkeys(number for number, name in zip(prompt_of, item.handovers, strict=True) if name):

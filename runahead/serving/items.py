@@ -13,6 +13,7 @@ from runahead.decoding.row import RowId
 from runahead.report import PromptLogprobs, RankReport
 from runahead.reuse.forks import each_once
 from runahead.reuse.prefix_tree import Change
+from runahead.reuse.tiers.folder import SUFFIX
 from runahead.timeline.trace import TraceSpan
 
 PROGRESS_S = 0.5
@@ -187,10 +188,10 @@ class Alive:
 
 @dataclass(frozen=True, kw_only=True)
 class Handed:
-    """What has become of a row's prompt that was to be handed over to another engine.
+    """The end of handing a row's prompt over to another engine.
 
     Attributes:
-        name: of the file.
+        name: of the file, without the suffix that `file` has.
         folder, host: where it is.
         num_bytes, is_new, error: as of `Outcome` in `runahead/reuse/handover.py`.
     """
@@ -202,6 +203,11 @@ class Handed:
     num_bytes: int = 0
     is_new: bool = False
     error: str = ""
+
+    @property
+    def file(self) -> str:
+        """Name of the file in its folder."""
+        return f"{self.name}{SUFFIX}"
 
 
 @dataclass(frozen=True)

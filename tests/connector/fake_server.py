@@ -17,7 +17,7 @@ Answer = tuple[int, Any]
 
 @dataclass
 class FakeServer:
-    """What it answers, and what it was asked.
+    """The answers that it gives, and the questions that it was asked.
 
     Attributes:
         prefill: the answer to a prompt; it may wait for `closed`, which says whether the client has gone.

@@ -348,7 +348,7 @@ def both_digests(folder: Path) -> tuple[str, str]:
 
 
 def test_a_digest_is_that_of_the_server(tmp_path: Path) -> None:
-    """Of every folder that both engines read the same weights of."""
+    """Both sides have the same digest of every folder of which they read the same weights."""
     from safetensors.torch import save_file
 
     first, second, third = ({name: torch.arange(100.0) * number} for number, name in enumerate("abc"))

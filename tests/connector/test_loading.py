@@ -170,7 +170,7 @@ def test_memory_is_that_of_one_layer(tmp_path: Path) -> None:
 
 
 class Order:
-    """What streams are told and what is written, in their order; no GPU is needed for that."""
+    """Calls of streams and writes, in their order; no GPU is needed for that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []

@@ -288,7 +288,7 @@ def test_a_proxy_names_the_file(made: Side, tmp_path: Path) -> None:
 def test_a_proxy_that_names_the_file_of_another_prompt_gets_no_answer_from_it(
     made: Side, tmp_path: Path, other: str, caplog: Any
 ) -> None:
-    """Of as many tokens, as where two templates differ in a word; or one whose owner shares with nobody."""
+    """Another prompt of as many tokens, as if two templates differ in a word; or one whose owner shares with nobody."""
     theirs = [*IDS[:5], 99, *IDS[6:]] if other == "prompt" else IDS
     path = write(tmp_path, theirs, numbers(theirs))
     if other == "salt":

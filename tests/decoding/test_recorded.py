@@ -186,7 +186,7 @@ def test_steps_of_other_numbers_of_rows_are_other_steps(rows: tuple[list[int], l
 
 
 def test_a_step_that_takes_much_memory_goes_with_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What plans do not count has a bound: the oldest go first, and one that is larger alone is not kept."""
+    """Memory that plans do not count has a bound: the oldest go first, and one that is larger alone is not kept."""
     model, rows = model_of("llama"), [[0], [0, 0], [0, 0, 0]]
     forwards_of_prompts(model, rows, [TOKENS] * 3)
     sizes = [each.num_bytes for each in model.recorded_steps.values()]
@@ -199,7 +199,7 @@ def test_a_step_that_takes_much_memory_goes_with_its_prompt(monkeypatch: pytest.
 
 
 def test_a_prompt_that_is_freed_while_another_step_is_recorded_is_no_part_of_it() -> None:
-    """As by Python's collector, which comes at any moment; the step is x times 2, and can be replayed."""
+    """Python's collector may do so at any moment; the step is x times 2, and can be replayed."""
     x, y = torch.ones(5, 4), torch.full((5, 4), 3.0)
     (_, left), (_, moved), (_, gone) = [
         recorded(lambda: x.index_copy(0, torch.tensor([1]), x[:1]), [x]) for _ in range(3)
@@ -224,7 +224,7 @@ def test_a_prompt_that_is_freed_while_another_step_is_recorded_is_no_part_of_it(
 
 @pytest.mark.parametrize("left_out", [0, 1, 2, 3], ids=["starts", "lengths", "slots", "positions"])
 def test_a_step_that_reads_other_memory_of_its_prompt_is_recorded_anew(left_out: int) -> None:
-    """What it changes there is known at once; what it only reads is found as it is compared."""
+    """Memory that it changes is known at once; memory that it only reads is found as it is compared."""
     make = DeviceIndex.__init__
 
     def without(index: DeviceIndex, *args: object, **more: object) -> None:
@@ -376,7 +376,7 @@ def test_a_program_that_leaves_something_out_is_found(left_out: str, told: str) 
 
 @pytest.mark.parametrize("compares_calls", [True, False])
 def test_a_number_of_the_host_that_changes_logits_little_is_found(compares_calls: bool) -> None:
-    """As in bfloat16 a far position is, nearly, the one before: logits alone do not show it."""
+    """In bfloat16 a far position is, nearly, the one before: logits alone do not show it."""
     model, numbers = model_of("llama", torch.bfloat16), count()
     forward, following = replaying(model, [0])
     mlp = model.module.model.layers[1].mlp

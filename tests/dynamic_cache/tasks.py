@@ -67,7 +67,7 @@ def generate_with(
     *,
     is_own: bool = False,
 ) -> list[Answer | None]:
-    """What transformers answers by each of these options, with this seed, after prompts that all ranks compute.
+    """Answers of transformers by each of these options, with this seed, after prompts that all ranks compute.
 
     Args:
         is_own: let the engine's model answer, rather than another one.

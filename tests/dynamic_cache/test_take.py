@@ -67,7 +67,7 @@ def test_padded_rows_go_on_after_an_answer_of_transformers(family: str) -> None:
 
 
 def test_pieces_that_are_padding_of_all_rows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where rows are padded to a length that all of them are below."""
+    """Rows are padded to a length that all of them are below."""
     monkeypatch.setattr(taken, "PIECE_TOKENS", 8)
     rows, module = [SHORTER, SHORTER[5:]], tasks.reference("llama")
     ids, mask = (F.pad(each, (20, 0)) for each in tasks.padded(rows))

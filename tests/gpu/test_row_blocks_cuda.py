@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64}
 """With heads that fused kernels take."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Of the largest logit: some roundings in each layer."""
+"""Part of the largest logit: some roundings in each layer."""
 
 
 def model_on(device: torch.device, family: str, dtype: torch.dtype, holds: torch.dtype) -> Model:

@@ -1,4 +1,4 @@
-"""The last layer behind its keys and values, which computes the last token alone where nobody needs others."""
+"""The last layer after its keys and values, which computes the last token alone where nobody needs others."""
 
 from __future__ import annotations
 

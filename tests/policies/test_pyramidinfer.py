@@ -113,7 +113,7 @@ def test_dropped_tokens_are_not_computed_deeper() -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    assert widths == [*policy.lengths(50, 3)[:-1], 1], "behind the last attention the last token alone is computed"
+    assert widths == [*policy.lengths(50, 3)[:-1], 1], "after the last attention the last token alone is computed"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode", "qwen3", "deepseek_v3", "opt"])

@@ -383,7 +383,7 @@ def test_a_folder_of_texts_that_others_may_enter_is_refused(tmp_path: Path, mode
 
 
 def test_a_private_folder_of_another_user_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that somebody has made in /dev/shm before."""
+    """Somebody may have made one in /dev/shm before."""
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(ValueError, match="is of another user .* name another folder"):

@@ -46,7 +46,7 @@ from tests.waiting import until
 
 POSITIONS = 4096
 TOKEN_BYTES = 8
-"""Of a token in a file of the fake model: its id in two layers, in the second one more by 1."""
+"""Numbers of a token in a file of the fake model: its id in two layers, in the second one more by 1."""
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where files come from.
+    """The server and folder that files come from.
 
     Attributes:
         folder: as this machine sees it; None: as the server says.

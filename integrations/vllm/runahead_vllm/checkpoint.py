@@ -10,7 +10,7 @@ from typing import Any
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAMPLE_BYTES = 64
-"""Of each tensor, at its begin, middle and end: all bytes of large weights would take minutes."""
+"""Bytes that are read of each tensor, at its begin, middle and end: to read large weights whole would take minutes."""
 
 
 def digest(folder: Path) -> str:

@@ -39,14 +39,14 @@ logger = init_logger("vllm.runahead")
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """What workers begin to load in this step."""
+    """The loads that workers begin in this step."""
 
     loads: list[Load] = field(default_factory=list)
 
 
 @dataclass
 class Reports(KVConnectorWorkerMetadata):
-    """What workers say of loads, by request."""
+    """The reports of workers about loads, by request."""
 
     by_request: dict[str, list[Report]] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class RunaheadConnector(KVConnectorBase_V1, SupportsHMA):
         return SchedulerSide(asking, min_tokens=settings.min_tokens, look_only=settings.look_only)
 
     def _wanted(self, *, needs_digest: bool) -> Wanted:
-        """What vLLM has loaded, to compare with the server's."""
+        """The model that vLLM has loaded, to compare with the server's."""
         model, loading = self._vllm_config.model_config, self._vllm_config.load_config
         by_number = {
             number: LayerShape(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.sliding_window)
@@ -209,7 +209,7 @@ class RunaheadConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     def get_kv_connector_stats(self) -> RunaheadStats | None:
-        """What happened since the last call; the scheduler's side knows all of it."""
+        """Prompts that have ended since the last call; the scheduler's side knows all of them."""
         if self._scheduler is None or not self._scheduler.happened:
             return None
         happened, self._scheduler.happened = self._scheduler.happened, []

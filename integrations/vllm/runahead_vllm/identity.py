@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runahead_vllm.prompt_file import FORMAT
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -25,7 +27,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What vLLM has loaded.
+    """The model that vLLM has loaded.
 
     Attributes:
         checkpoint: digest of its weights (`checkpoint.digest`).
@@ -47,8 +49,8 @@ def compare(url: str, about: Mapping[str, Any], wanted: Wanted, *, trust_weights
 
     Raises: ValueError: names the first thing that differs, with both values.
     """
-    if about.get("format") != "runahead segment 1":
-        raise _differs(url, "the file format", about.get("format"), "runahead segment 1")
+    if about.get("format") != FORMAT:
+        raise _differs(url, "the file format", about.get("format"), FORMAT)
     if about.get("checkpoint") is None:
         if not trust_weights:
             why = about.get("why_no_checkpoint") or "it does not say why"

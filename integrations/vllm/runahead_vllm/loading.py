@@ -76,7 +76,7 @@ class WorkerSide:
         """Begin loads, in the model runner's thread.
 
         Blocks may still be in use by kernels that the runner has queued: steps of the request that had them before,
-        or the zeroing of new blocks. Each load is written behind those.
+        or the zeroing of new blocks. Each load is written after those.
         """
         queued = self._queued()
         for load in loads:
@@ -92,7 +92,7 @@ class WorkerSide:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _queued(self) -> torch.cuda.Event | None:
-        """What the model runner has queued on its stream by now; None where it queues nothing, as on a CPU."""
+        """An event after what the model runner has queued by now; None where it queues nothing, as on a CPU."""
         device = next(iter(self.layers.values())).kv_cache.device
         return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 

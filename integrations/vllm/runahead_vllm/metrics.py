@@ -14,7 +14,7 @@ KINDS = ("loaded", "given_up", "dropped", "alone")
 
 @dataclass
 class RunaheadStats(KVConnectorStats):
-    """What became of prompts since the last report: `data["happened"]` is a list of `Happened` as dicts."""
+    """Prompts that have ended since the last report: `data["happened"]` is a list of `Happened` as dicts."""
 
     def __post_init__(self) -> None:
         self.data.setdefault("happened", [])

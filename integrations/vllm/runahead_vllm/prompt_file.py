@@ -44,7 +44,7 @@ def file_name(key: str, salt: str, ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Layer:
-    """Where a layer lies.
+    """The place of a layer in a file.
 
     Attributes:
         at: its first byte in the file.

@@ -1,4 +1,4 @@
-"""What vLLM does that keys and values of another engine do not go with: at start, and by request."""
+"""Refusals of what vLLM does that keys and values of another engine do not go with: at start, and by request."""
 
 from __future__ import annotations
 

@@ -6,12 +6,15 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from runahead_vllm.asking import Asked, Asking, GivenUp, Ready
 from runahead_vllm.refusals import why_alone
 
 logger = logging.getLogger("vllm.runahead")
+
+ENDS = {"given_up": (logging.WARNING, "given up", "; vLLM computes it"), "dropped": (logging.INFO, "dropped", "")}
+"""Ends of a prompt without a file: the log's level, and its words before and after the reason."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of a load: `error` is "" if all was well."""
+    """A worker's report of a load: `error` is "" if all was well."""
 
     num_bytes: int
     seconds: float
@@ -37,7 +40,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Happened:
-    """What became of a prompt, for the metrics. `kind`: loaded, given_up, dropped or alone."""
+    """The end of a prompt, for the metrics. `kind`: loaded, given_up, dropped or alone."""
 
     kind: str
     waited_s: float = 0.0
@@ -57,14 +60,14 @@ class SchedulerSide:
         self._asking, self._min_tokens, self._look_only = asking, min_tokens, look_only
         self._asked: dict[str, Asked] = {}
         self._alone: set[str] = set()  # requests of which the log has said so
-        self._told: set[str] = set()  # likewise, of those given up
+        self._told: set[str] = set()  # likewise, of those given up or dropped
         self._promised: dict[str, Load] = {}
         self._reports: dict[str, list[Report]] = {}
         self._loads: list[Load] = []
         self.happened: list[Happened] = []
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Tokens to load behind the first `num_computed`, and whether that is asynchronous; (None, False): ask later.
+        """Tokens to load after the first `num_computed`, and whether that is asynchronous; (None, False): ask later.
 
         vLLM computes the last token itself, for its logits. The question may come in each step, also after it was
         answered, and again once a request was pre-empted.
@@ -84,7 +87,7 @@ class SchedulerSide:
         if outcome is None:
             return None, False
         if isinstance(outcome, GivenUp):
-            self._say_given_up(name, asked, outcome.why)
+            self._say_without_file("given_up", name, asked, outcome.why)
             return 0, False
         return stop - num_computed, True
 
@@ -93,8 +96,9 @@ class SchedulerSide:
         name, asked = request.request_id, self._asked.get(request.request_id)
         if num_external == 0:
             if asked is not None and asked.outcome is None:
-                asked.give_up("vLLM's own cache has most of it by now")
-                self._say_dropped(name, asked, "vLLM's own cache has most of it by now")
+                why = "vLLM's own cache has most of it by now"
+                asked.give_up(why)
+                self._say_without_file("dropped", name, asked, why)
             return
         assert asked is not None and isinstance(asked.outcome, Ready), (name, asked)
         stop = request.num_prompt_tokens - 1
@@ -108,7 +112,7 @@ class SchedulerSide:
         return loads
 
     def reported(self, reports: Mapping[str, list[Report]]) -> None:
-        """What workers said; with several ranks, those of one load may come in different steps."""
+        """Note the reports of workers; with several ranks, those of one load may come in different steps."""
         for name, each in reports.items():
             self._reports.setdefault(name, []).extend(each)
 
@@ -124,7 +128,7 @@ class SchedulerSide:
             if name in failed or errors:
                 why = f"its file is not usable: {(errors or ['a rank did not say why'])[0]}"
                 asked.give_up(why)
-                self._say_given_up(name, asked, why)
+                self._say_without_file("given_up", name, asked, why)
                 continue
             num_bytes = sum(report.num_bytes for report in reports)
             load_s = max((report.seconds for report in reports), default=0.0)
@@ -139,7 +143,7 @@ class SchedulerSide:
         asked = self._asked.pop(request_id, None)
         if asked is not None and (asked.outcome is None or request_id in self._promised):
             asked.cancel()
-            self._say_dropped(request_id, asked, "the request ended")
+            self._say_without_file("dropped", request_id, asked, "the request ended")
         self._alone.discard(request_id)
         self._told.discard(request_id)
 
@@ -165,21 +169,14 @@ class SchedulerSide:
             logger.info("runahead: %s: not asked for, as %s; vLLM computes its %d tokens", name, why, num_tokens)
             self.happened.append(Happened("alone"))
 
-    def _say_given_up(self, name: str, asked: Asked, why: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            logger.warning(
-                "runahead: %s: asked for %d tokens, waited %.2f s, given up: %s; vLLM computes it",
-                name, asked.num_tokens, asked.waited_s, why,
-            )  # fmt: skip
-            self.happened.append(Happened("given_up", asked.waited_s))
-
-    def _say_dropped(self, name: str, asked: Asked, why: str) -> None:
-        """Nobody wants it any more, which is no failure."""
-        if name not in self._told:
-            self._told.add(name)
-            logger.info(
-                "runahead: %s: asked for %d tokens, waited %.2f s, dropped: %s",
-                name, asked.num_tokens, asked.waited_s, why,
-            )  # fmt: skip
-            self.happened.append(Happened("dropped", asked.waited_s))
+    def _say_without_file(self, kind: Literal["given_up", "dropped"], name: str, asked: Asked, why: str) -> None:
+        """Say once that a prompt is not loaded. `dropped`: nobody wants it any more, which is no failure."""
+        if name in self._told:
+            return
+        self._told.add(name)
+        level, words, then = ENDS[kind]
+        logger.log(
+            level, "runahead: %s: asked for %d tokens, waited %.2f s, %s: %s%s",
+            name, asked.num_tokens, asked.waited_s, words, why, then,
+        )  # fmt: skip
+        self.happened.append(Happened(kind, asked.waited_s))

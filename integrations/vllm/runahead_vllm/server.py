@@ -61,7 +61,7 @@ class Server:
     api_key: str = field(default="", repr=False)
 
     def about(self, wait_s: float, pause_s: float = 0.5) -> dict[str, Any]:
-        """What it has loaded. A server that is still starting is asked again.
+        """Ask what it has loaded. A server that is still starting is asked again.
 
         Raises: ServerError: it is not there in time, or hands over no prompts.
         """

@@ -14,7 +14,7 @@ LONGEST_S = 10**7
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What may be said in `kv_connector_extra_config`.
+    """The fields of `kv_connector_extra_config`.
 
     Attributes:
         server: address of Runahead's server, as `http://127.0.0.1:8000`.

@@ -17,7 +17,6 @@ from launch.server.dialects.base import Dialect
 from launch.server.errors import APIError
 from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay, read_completion
 from runahead.config import GenerationOptions
-from runahead.reuse.tiers.folder import SUFFIX
 from runahead.serving.request import Request
 
 
@@ -70,7 +69,7 @@ class CompletionForm(Form):
             params = {
                 "do_remote_prefill": not handed.error,
                 "do_remote_decode": False,
-                "runahead_file": None if handed.error else f"{handed.name}{SUFFIX}",
+                "runahead_file": None if handed.error else handed.file,
                 "runahead_folder": handed.folder,
                 "runahead_host": handed.host,
                 "runahead_tokens": len(prompts[0]),

@@ -15,7 +15,6 @@ from launch.server.dialects.translating import IDLE
 from launch.server.errors import wrong
 from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay, read_chat, read_completion
 from runahead.config import GenerationOptions
-from runahead.reuse.tiers.folder import SUFFIX
 from runahead.serving.items import Handed
 from runahead.serving.request import Request
 
@@ -29,7 +28,7 @@ ABSENT = (
 """Fields of completions and chats that have no meaning here."""
 
 OF_ONE = ("max_tokens", "max_completion_tokens", "n")
-"""Those of which 1 asks for nothing else."""
+"""Fields of which 1 asks for nothing else."""
 
 
 class Prefills(Chats):
@@ -103,15 +102,14 @@ def found(
     Args:
         ready_s, ttft_s: seconds from the request to the file, and to the first token; None: none was computed.
     """
-    file = f"{handed.name}{SUFFIX}"
     return {
         "id": identity,
         "object": "prefill",
         "created": int(time.time()),
         "model": model,
         "folder": handed.folder,
-        "file": file,
-        "path": f"{handed.folder}/{file}",
+        "file": handed.file,
+        "path": f"{handed.folder}/{handed.file}",
         "host": handed.host,
         "num_tokens": num_tokens,
         "num_bytes": handed.num_bytes,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from runahead.model.layers.hooks import hook_after, hook_before
-from runahead.model.seam import SeamCache
+from runahead.model.seam import SeamCache, for_tokens
 
 
 def decoder_layers(module: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -68,14 +68,8 @@ def _widened(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], outp
 
 
 def _cut(value: Any, num_new: int, left_Bc: Tensor) -> Any:
-    """Select the tokens of every tensor (B or 1, C, ...) in `value`; anything else stays as it is."""
-    if isinstance(value, tuple):
-        return tuple(_cut(part, num_new, left_Bc) for part in value)
-    if isinstance(value, dict):
-        return {name: _cut(part, num_new, left_Bc) for name, part in value.items()}
-    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == num_new:
-        return _taken(value, left_Bc)
-    return value
+    """Select the tokens of what a layer is given."""
+    return for_tokens(value, num_new, lambda x: _taken(x, left_Bc))
 
 
 def _taken(x_BCx: Tensor, index_Bc: Tensor) -> Tensor:

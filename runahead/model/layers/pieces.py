@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from runahead.attention.base import BlockEndsHere, LayerAttention, Recording
 from runahead.attention.states import StateLayer
-from runahead.model.seam import SeamCache
+from runahead.model.seam import SeamCache, for_tokens
 
 
 def give_in_blocks(layers: Iterable[tuple[nn.Module, bool]]) -> None:
@@ -133,13 +133,8 @@ def _in_pieces(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut(value: Any, num_tokens: int, first: int, end: int) -> Any:
-    """Cut every tensor (B or 1, C, ...) in `value` to the tokens [first, end); anything else stays as it is."""
-    if isinstance(value, tuple):
-        return tuple(_cut(part, num_tokens, first, end) for part in value)
-    if isinstance(value, dict):
-        return {name: _cut(part, num_tokens, first, end) for name, part in value.items()}
-    is_by_token = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == num_tokens
-    return value[:, first:end] if is_by_token else value
+    """Cut what a module is given to the tokens [first, end)."""
+    return for_tokens(value, num_tokens, lambda x: x[:, first:end])
 
 
 def _put(whole: Any, part: Any, first: int, num_tokens: int, *, dim: int) -> Any:

@@ -1,10 +1,10 @@
-"""Layers behind the last one that stores keys and values or a state, of which only the last token is needed.
+"""Layers after the last one that stores keys and values or a state, of which only the last token is needed.
 
 Some models end with layers that store none and read those of an earlier layer (Gemma 3n, Gemma 4). They come after all
 layers that store some. So a rank that computes no logits is done with its chunk once these have stored it, and where
 logits are computed, what follows needs the last token alone, as in YOCO (arXiv 2405.05254). In every model that is true
-of the last layer behind its keys and values, too: its code is run until its attention has stored them, and once more
-for the last token.
+of the rest of the last layer, after its keys and values, too: its code is run until its attention has stored them, and
+once more for the last token.
 """
 
 # Legend: B batch, C new tokens, D model dim.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from runahead.attention.partial import AttentionTerms
 from runahead.model.layers.hooks import hook_before
-from runahead.model.seam import SeamCache
+from runahead.model.seam import SeamCache, for_tokens
 
 
 def find_sources(calls: Sequence[tuple[int, Tensor, Tensor, Tensor, AttentionTerms]]) -> dict[int, int]:
@@ -47,7 +47,7 @@ def end_with_last(layers: Sequence[nn.Module], last: nn.Module | None = None) ->
     Hidden states are (..., C, D), all else (B or 1, C, ...).
 
     Args:
-        layers: those behind the last one that stores anything. Forward pre-hooks cut what they are given.
+        layers: those after the last one that stores anything. Forward pre-hooks cut what they are given.
         last: this one, if it stores keys and values alone. Its `forward` is called twice, inside of its hooks.
     """
     for layer in layers:
@@ -96,11 +96,5 @@ def _cut(forward: SeamCache, args: tuple[Any, ...], keywords: dict[str, Any]) ->
 
 
 def _last(value: Any, num_new: int) -> Any:
-    """Cut every tensor (B or 1, C, ...) in `value` to the last token; anything else stays as it is."""
-    if isinstance(value, tuple):
-        return tuple(_last(part, num_new) for part in value)
-    if isinstance(value, dict):
-        return {name: _last(part, num_new) for name, part in value.items()}
-    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == num_new:
-        return value[:, -1:]
-    return value
+    """Cut what a layer is given to the last token."""
+    return for_tokens(value, num_new, lambda x: x[:, -1:])

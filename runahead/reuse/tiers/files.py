@@ -78,7 +78,7 @@ class TierFiles:
 
     @property
     def told(self) -> dict[str, str]:
-        """What else is to be told, by kind."""
+        """Other sentences that are to be told, by kind."""
         return {"full": self._writer.told} if self._writer.told else {}
 
     @cached_property

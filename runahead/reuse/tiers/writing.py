@@ -26,7 +26,7 @@ class FolderWriter:
         self._folder, self._lost = folder, lost
         self._removes = True  # files make room for others on a full disk
         self.told = ""
-        """What is to be told of a disk that was full; "" if none was."""
+        """A sentence to be told of a disk that was full; "" if none was."""
 
     def write(self, name: str, write: Callable[[Path], object], num_bytes: int, *, keep: Collection[str] = ()) -> bool:
         """Write a file, unless it is there. On a full disk those that were not used for longest make room for it.

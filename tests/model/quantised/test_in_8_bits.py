@@ -79,7 +79,7 @@ def test_codes_of_the_formats_libraries_stay_as_they_are(reference: str, tmp_pat
 
 @pytest.mark.parametrize("reference", ["ct_int8_zeros", "ct_fp8_channel", "ct_int4", "gptq_8", "bnb_nf4"])
 def test_others_are_not_taken_as_they_are(reference: str, tmp_path: Path) -> None:
-    """Of zero points, floating-point codes, fewer bits, groups."""
+    """Weights with zero points, floating-point codes, fewer bits, groups."""
     tensors, _ = parts_of(reference)
     assert not fits(read(form_of(reference), tensors, tmp_path)["w.weight"])
 

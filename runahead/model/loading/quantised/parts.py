@@ -76,8 +76,7 @@ def require_words(name: str, part: Any) -> None:
 
 def require_scales(name: str, part: Any) -> None:
     """Check that a part is of floating-point numbers, or exponents in bytes, and not empty. Raises: ValueError."""
-    if 0 in part.get_shape():
-        raise ValueError(f"{name} has shape {list(part.get_shape())}, and holds no number")
+    require_number(name, part)
     if part.get_dtype() not in (*FLOATS, *FP8, "F8_E8M0", "U8"):
         raise ValueError(f"{name} is stored as {part.get_dtype()}, and holds scales, which are floating-point numbers")
 
