@@ -48,12 +48,14 @@ def token_bytes(model: Any) -> int:
 
 @cache
 def _memory_bytes(device: torch.device, ranks_on_host: int) -> float:
-    """Memory of a rank's device, or its part of the host's: the same for all ranks that share a model."""
+    """Memory of a rank's device, or its part of the host's."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes() / ranks_on_host
 
 
 def row_tokens(model: Any, batch: int, ranks_on_host: int) -> int | None:
     """Tokens of each row for which a layer's activations take no more than a small part of the memory.
+
+    They are as many on all ranks that share a model, as these add up each block's outputs. All of them call this alike.
 
     Args:
         model: as of `token_bytes`.
@@ -65,7 +67,7 @@ def row_tokens(model: Any, batch: int, ranks_on_host: int) -> int | None:
     if not model.computes_blocks:
         return None
     each = batch * activation_bytes(model.config, model.dtype, model.num_shards)
-    return row_tokens_in(_memory_bytes(model.device, ranks_on_host), each)
+    return row_tokens_in(model.of_tightest_share(_memory_bytes(model.device, ranks_on_host)), each)
 
 
 def row_tokens_in(memory_bytes: float, token_bytes: float) -> int:

@@ -139,7 +139,9 @@ class Model(ModelLayers):
         self._cache_name = next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
-        self._narrows = self._has_blocks = self._writes_in_place = self.gives_one_by_one = False
+        self._narrows = self._writes_in_place = self.gives_one_by_one = False
+        self._wrong_in_blocks: str | None = None  # not known yet
+        self._least_bytes: float | None = None
         self.check = "none"
         self._marker: Marker | None = None
         try:
@@ -260,10 +262,19 @@ class Model(ModelLayers):
         expected = self._logits_check().expected()
         _ = self.fingerprint  # of the whole model, before this rank's share replaces it
         share_model(self.module, shares.group, self.device)
-        self.shares = shares
+        self.shares, self._wrong_in_blocks, self._least_bytes = shares, None, None
+
+        def require() -> None:
+            self._logits_check().require(*expected, "the whole model")
+
         try:
             self._look_at_layers()
-            self._logits_check().require(*expected, "the whole model")
+            try:
+                require()
+            except ValueError as error:  # on all ranks
+                if _lacks_memory(error) or not self._is_right_whole(require):
+                    raise
+                self._tell_whole(error)
         except (ValueError, PeerFailure):
             raise
         except Exception as error:  # shares may be of other shapes than the family's code expects
@@ -294,6 +305,14 @@ class Model(ModelLayers):
     def kv_head_copies(self) -> int:
         """Number of shares that have the same KV head."""
         return max((copies for copies, _ in copies_of_heads(self.module).values()), default=1)
+
+    def of_tightest_share(self, own_bytes: float) -> float:
+        """The least memory of the ranks that share the model, as of the first call. All of them make that one alike."""
+        if self.shares is None:
+            return own_bytes
+        if self._least_bytes is None:
+            self._least_bytes = min(self.shares.gather(own_bytes))
+        return self._least_bytes
 
     @property
     def shard_number(self) -> int:
@@ -504,6 +523,7 @@ class Model(ModelLayers):
 
         Raises:
             ForwardEndsHere: `attention` raised it.
+            ValueError: layers give other logits in blocks of rows.
         """
         attention.see_ids(ids_BC)
         if index_C is None:
@@ -562,34 +582,47 @@ class Model(ModelLayers):
         """
         if row_tokens is None or num_new <= row_tokens:
             return ()
-        if not self._has_blocks:
-            self._let_layers_compute_blocks()
+        if why := self.wrong_in_blocks():
+            raise ValueError(f"{why}; use prefill.row_tokens=0")
         num_blocks = -(-num_new // row_tokens)
         return [num_new * block // num_blocks for block in range(1, num_blocks + 1)]
 
-    def _let_layers_compute_blocks(self) -> None:
-        """Have layers compute blocks of rows from now on, and compare the logits of a short text.
+    def wrong_in_blocks(self) -> str:
+        """Why layers must not compute blocks of rows, in a sentence; "". All shares of a model call this alike.
+
+        The first call compares logits; the next one, where that failed for lack of memory or was interrupted.
+        """
+        if self._wrong_in_blocks is None:
+            found: str | None = None
+            self._wrong_in_blocks = ""  # for the forwards of the comparison
+            try:
+                found = self._compare_blocks()
+            except PeerFailure:
+                raise
+            except Exception as error:  # the family's code may expect all tokens
+                if _lacks_memory(error):
+                    raise
+                found = one_line(error)
+            finally:
+                self._wrong_in_blocks = found
+        if not self._wrong_in_blocks:
+            return ""
+        return (
+            f"{self.family} gives other logits where layers compute a chunk in blocks of rows ({self._wrong_in_blocks})"
+        )
+
+    def _compare_blocks(self) -> str:
+        """Have layers compute blocks of rows from now on, and say how logits of a short text are off, or "".
 
         Layers write over their input, so that a forward needs memory for one, unless the model's code reads it again.
-
-        Raises:
-            ValueError: they give other logits. The next time they are compared again.
         """
-        self._has_blocks = True
-        try:
-            self._require_same_in_blocks()
-        except BaseException:
-            self._has_blocks = False
-            raise
-
-    def _require_same_in_blocks(self) -> None:
         held, layers = self.held, enumerate(self._layers)
         kv_layers = set(self.kv_layers)
         give_in_blocks(
             (each, number in kv_layers) for number, each in layers if held is None or not self._is_whole(held, number)
         )
         if routes_to_experts(self.module) and self.dtype.itemsize < 4:  # rounding exchanges experts
-            return
+            return ""
         ids_1C, off = check_text(self.vocab_size, self.device), ""
 
         def logits(row_tokens: int | None) -> Tensor:
@@ -602,16 +635,13 @@ class Model(ModelLayers):
             if self.shares is not None:
                 off = next(filter(None, self.shares.gather(off)), "")
             if not off:
-                return
-        raise ValueError(
-            f"{self.family} gives other logits where layers compute a chunk in blocks of rows ({off}); use "
-            "prefill.row_tokens=0"
-        )
+                break
+        return off
 
     @property
     def computes_blocks(self) -> bool:
         """Whether layers can compute their tokens in blocks of rows: see `forward`."""
-        return self.has_layers and self.marks is None
+        return self.has_layers and self.marks is None and not self._wrong_in_blocks
 
     def _is_whole(self, held: Held, layer: int) -> bool:
         """Whether a layer computes all tokens of a forward at once."""
@@ -676,10 +706,8 @@ class Model(ModelLayers):
         except Exception as error:  # the family's code may change in place what it has given to several modules
             if _lacks_memory(error):
                 raise
-            if self._is_right_whole():
-                warnings.warn(
-                    f"{self.family} computes all tokens of a prompt in its last layer ({one_line(error)})", stacklevel=2
-                )
+            if self._is_right_whole(self._require_logits):
+                self._tell_whole(error)
                 return
             if not unfuse(self.module):
                 raise
@@ -698,13 +726,22 @@ class Model(ModelLayers):
         if self.weights is Weights.int8:
             check.require_products()
 
-    def _is_right_whole(self) -> bool:
-        """Whether logits are right if the last layer computes all tokens, as it does from now on in that case."""
+    def _tell_whole(self, error: Exception) -> None:
+        warnings.warn(
+            f"{self.family} computes all tokens of a prompt in its last layer ({one_line(error)})", stacklevel=3
+        )
+
+    def _is_right_whole(self, require: Callable[[], None]) -> bool:
+        """Whether logits are right if the last layer computes all tokens, as it does from now on in that case.
+
+        Args:
+            require: raises an error if they are not.
+        """
         last, self.last_layer = self.last_layer, None
         if last is None:
             return False
         try:
-            self._require_logits()
+            require()
         except PeerFailure:
             raise
         except Exception as error:

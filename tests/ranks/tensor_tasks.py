@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -43,11 +45,15 @@ def arranged(ranks: Ranks, num_shares: int | None = None) -> Iterator[None]:
 def shared_model(ranks: Ranks, family: str, dtype: torch.dtype, num_shares: int, **sizes: Any) -> Model:
     """This rank's share of a family's model. The ranks are arranged so."""
     assert num_shares == ranks.num_shares
-    module = build(family, dtype=dtype, **(SIZES | sizes))
-    module.forward = keeping(module.forward, dtype)
-    model = Model(module, name=family)
+    model = whole_model(family, dtype, **sizes)
     shard_model(model, ranks)
     return model
+
+
+def whole_model(family: str, dtype: torch.dtype = torch.float64, **sizes: Any) -> Model:
+    module = build(family, dtype=dtype, **(SIZES | sizes))
+    module.forward = keeping(module.forward, dtype)
+    return Model(module, name=family)
 
 
 def generate(
@@ -72,6 +78,36 @@ def last_logits(ranks: Ranks, family: str, ids: list[int], dtype: torch.dtype = 
         logits.clear()
         Engine(model, ranks, prefill=TENSOR).generate([ids], GenerationOptions(max_new_tokens=1))
     return logits[0][0].tolist()
+
+
+def in_blocks_by_memory(ranks: Ranks, ids: list[int], memory: list[float]) -> tuple[list[float], int | None]:
+    """Logits behind the last token, and the tokens of a block, where each rank has so many bytes of memory."""
+    logits: list[torch.Tensor] = []
+    with (
+        arranged(ranks),
+        patch("runahead.model.memory._memory_bytes", lambda *_: memory[ranks.rank]),
+        patch("runahead.model.memory.LEAST_ROW_TOKENS", 1),
+    ):
+        model = whole_model("llama")
+        shard_model(model, ranks)
+        with note_logits(logits):
+            batch = Engine(model, ranks, prefill=TENSOR).generate([ids], GenerationOptions(max_new_tokens=1))
+    return logits[-1][0].tolist(), batch.ranks[ranks.rank].row_tokens
+
+
+def logits_of_wrong_single_tokens(ranks: Ranks, ids: list[int]) -> tuple[list[str], list[float]]:
+    """Warnings and logits of a shared model whose last MLP is wrong for one token, once it is shared."""
+    logits: list[torch.Tensor] = []
+    with arranged(ranks), warnings.catch_warnings(record=True) as told, note_logits(logits):
+        warnings.simplefilter("always")
+        model = whole_model("llama")
+        assert model.last_layer is not None
+        mlp = model.module.model.layers[-1].mlp
+        mlp.register_forward_hook(lambda _, __, out: -out if out.shape[-2] == 1 else out)
+        shard_model(model, ranks)
+        assert model.last_layer is None
+        Engine(model, ranks, prefill=TENSOR).generate([ids], GenerationOptions(max_new_tokens=1))
+    return [str(each.message) for each in told], logits[-1][0].tolist()
 
 
 class note_logits:  # noqa: N801 (used like a function)

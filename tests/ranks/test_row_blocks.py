@@ -7,15 +7,20 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from runahead import GenerationOptions, Model, PrefillOptions
+from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
+from runahead.cache.new_tokens import NewTokens
 from runahead.config import PrefillName, Transfer
+from runahead.model import model as model_module
+from runahead.prefill import base
 from tests.conftest import RankPools
 from tests.families import (
     FAMILIES,
@@ -79,17 +84,59 @@ def test_log_probabilities_of_a_prompt(rank_pools: RankPools, family: str) -> No
     require_scores(found, family, texts)
 
 
+def in_blocks(model: Model, row_tokens: int | None = 7) -> Tensor:
+    attention = CausalAttention(model.empty_cache(20), start=0, pads=[0])
+    return model.forward(torch.tensor([prompt(20)]), attention, start=0, pads=[0], row_tokens=row_tokens)
+
+
 def test_blocks_that_do_not_see_those_before_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is compared with itself the first time; here each block attends as if it were the first."""
     with throughout(torch.float64):
         model = Model(build("llama"))
-    monkeypatch.setattr(CausalAttention, "_tokens_of_block", lambda attention: attention.tokens)
-    attention = CausalAttention(model.empty_cache(20), start=0, pads=[0])
-    for _ in range(2):  # a second prompt is not computed so without a word
-        with pytest.raises(
-            ValueError, match=r"other logits where layers compute a chunk in blocks .* prefill.row_tokens=0"
-        ):
-            model.forward(torch.tensor([prompt(20)]), attention, start=0, pads=[0], row_tokens=7)
+        monkeypatch.setattr(CausalAttention, "_tokens_of_block", lambda attention: attention.tokens)
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=r"other logits where layers compute a chunk in blocks .* prefill.row_tokens=0"
+            ):
+                in_blocks(model)
+
+
+def test_a_comparison_that_was_interrupted_is_made_by_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    with throughout(torch.float64):
+        model = Model(build("llama"))
+        with monkeypatch.context() as changed:
+            changed.setattr(model_module, "differ", Mock(side_effect=[KeyboardInterrupt, torch.OutOfMemoryError]))
+            for error in (KeyboardInterrupt, torch.OutOfMemoryError):
+                with pytest.raises(error):
+                    in_blocks(model)
+        with monkeypatch.context() as changed:
+            changed.setattr(model_module, "differ", lambda *_: "off by 1")
+            with pytest.raises(ValueError, match="off by 1"):
+                in_blocks(model)
+
+
+@pytest.mark.parametrize("error", [None, TypeError])
+def test_layers_compute_a_long_chunk_at_once_where_blocks_are_wrong_and_nobody_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    monkeypatch.setattr(base, "row_tokens", lambda model, *_: 16 if model.computes_blocks else None)
+    tokens_of_block = CausalAttention._tokens_of_block
+
+    def broken(attention: CausalAttention) -> NewTokens:
+        if error is not None and attention.block.first > 0:
+            raise error
+        return attention.tokens if error is None else tokens_of_block(attention)
+
+    monkeypatch.setattr(CausalAttention, "_tokens_of_block", broken)
+    ids, greedy = prompt(PROMPT_TOKENS), GenerationOptions(max_new_tokens=4, ignore_eos=True)
+    with Ranks.start(RanksOptions()) as ranks, throughout(torch.float64):
+        engine = Engine(Model(build("llama")), ranks)
+        with pytest.warns(UserWarning, match="other logits .* in blocks of rows .*; they compute it at once") as told:
+            batches = [engine.generate([ids], greedy) for _ in range(2)]
+    assert len([each for each in told if "in blocks of rows" in str(each.message)]) == 1
+    for batch in batches:
+        assert batch.generations[0].new_token_ids == oracle_tokens("llama", tuple(ids), 4)
+        assert batch.ranks[0].row_tokens is None
 
 
 def test_layers_whose_input_is_read_again_do_not_write_over_it() -> None:

@@ -16,6 +16,7 @@ from benchmarks.ttft.references import PlainTransformers
 from runahead import GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.config import ModelName, PrefillName
 from runahead.engine import Engine
+from runahead.model.memory import ROWS_SHARE, activation_bytes
 from runahead.model.shares import allreduce_bytes
 from tests.beat_clock import give_up_silent
 from tests.conftest import RankPools
@@ -100,6 +101,23 @@ def test_left_padded_rows_generate_what_one_rank_generates_for_each_alone(
     expected = [oracle_tokens(family, ids) for ids in prompts]
     for batch, _ in rank_pools.run(size, tasks.generate, family, prompts, GREEDY):
         assert [generation.new_token_ids for generation in batch.generations] == expected
+
+
+def test_blocks_of_rows_are_those_of_the_share_with_the_least_memory(rank_pools: RankPools) -> None:
+    """Blocks of unlike lengths would be added up, or waited for for ever."""
+    ids, with_room_for = prompt(50), [40, 17]
+    each = activation_bytes(build("llama", **tasks.SIZES).config, torch.float64, 2) / ROWS_SHARE
+    memory = [(tokens + 0.5) * each for tokens in with_room_for]
+    for logits, row_tokens in rank_pools.run(2, tasks.in_blocks_by_memory, ids, memory):
+        assert row_tokens == min(with_room_for)
+        assert largest_difference(logits, oracle_logits("llama", ids)) < TOLERANCE
+
+
+def test_shares_that_are_wrong_for_the_last_token_alone_compute_all(rank_pools: RankPools) -> None:
+    ids = prompt(50)
+    for told, logits in rank_pools.run(2, tasks.logits_of_wrong_single_tokens, ids):
+        assert [each for each in told if "computes all tokens of a prompt in its last layer" in each]
+        assert largest_difference(logits, oracle_logits("llama", ids)) < TOLERANCE
 
 
 def test_sampling_is_in_step(rank_pools: RankPools) -> None:
