@@ -139,11 +139,17 @@ class Reply:
         return [b - a for a, b in pairwise(events) if any(begin < b and a < end for begin, end in spans)]
 
 
-async def ask(url: str, ids: list[int], new_tokens: int, key: str | None, outcome: Reply | None = None) -> Reply:
-    """Stream one answer, over a connection of its own. A given outcome is filled in while the answer comes."""
+async def ask(
+    url: str, ids: list[int], new_tokens: int, key: str | None, outcome: Reply | None = None, **fields: Any
+) -> Reply:
+    """Stream one answer, over a connection of its own. A given outcome is filled in while the answer comes.
+
+    Args:
+        fields: more of the request's; with `return_token_ids`, which vLLM takes, a token without text is an event, too.
+    """
     outcome, parts = Reply(len(ids)) if outcome is None else outcome, urlsplit(url)
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    body = json.dumps({"prompt": ids, "max_tokens": new_tokens, "ignore_eos": True, **usage}).encode()
+    body = json.dumps({"prompt": ids, "max_tokens": new_tokens, "ignore_eos": True, **usage, **fields}).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
@@ -170,7 +176,7 @@ async def ask(url: str, ids: list[int], new_tokens: int, key: str | None, outcom
                 if event.get("usage"):
                     outcome.new_tokens = event["usage"]["completion_tokens"]
                     outcome.cached_tokens = event["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
-                elif event["choices"][0]["text"]:
+                elif (choice := event["choices"][0])["text"] or choice.get("token_ids"):
                     outcome.events_s.append(time.perf_counter() - outcome.began_s)
                     outcome.state = "decoding"
             outcome.status = status

@@ -30,6 +30,7 @@ STUDIES = (
     "commits.__main__",
     "cpu_kernels",
     "endurance",
+    "handover",
     "hybrid.__main__",
     "offloading",
     "peers.__main__",
