@@ -4,18 +4,18 @@
     python -m benchmarks.studies.handover --lengths 1024 4096 --rounds 3
     python -m benchmarks.studies.handover --check
 
-SmolLM2 in float32 is served by vLLM alone with --threads threads, by vLLM with the connector and as many ranks of ours of
-one thread, and by ours alone. All three stay loaded, on the same cores, and take turns: what a chain brings on hosts that
-would be idle is not measured here, but what the way through a file costs. In each round each has a new prompt of random
+SmolLM2 in float32 is served by vLLM alone with --threads threads, by vLLM with the connector and as many ranks of ours
+of one thread, and by ours alone. All stay loaded on the same cores and take turns. So the study says what the way
+through a file costs, not what a chain brings on hosts that would be idle. In each round each has a new prompt of random
 tokens of each length, whose first token is awaited through HTTP. The copy's seconds and bytes are those of vLLM's log.
 
-Then a second client has a long answer from vLLM, without and with us, while the first one sends such a prompt: the times
-between the second one's tokens until the first one's first token. The first prompts of each length are not counted.
+Then a second client has a long answer from vLLM, without and with us, while the first one sends such a prompt: the
+times between the second one's tokens until the first one's first token. The first prompts are not counted.
 
 `--check` sends ten prompts of text, of 1,000 to 6,000 tokens, to both vLLMs by the official client of openai, and fails
 unless all answers have the same tokens and nine or more were loaded, as the log says.
 
-vLLM is installed into the cache folder, as for the study of peers. Appends JSON lines to benchmarks/results. It needs
+vLLM is installed into the cache folder, as for the study of peers; what servers say is kept beside it. Appends JSON lines to benchmarks/results. It needs
 cores that are otherwise idle.
 """
 
@@ -41,6 +41,7 @@ from statistics import median
 from typing import IO, Any, Self
 
 import numpy as np
+from tqdm import tqdm
 
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
@@ -49,7 +50,7 @@ from benchmarks.harness.random_prompts import random_ids
 from benchmarks.harness.study import Study, Variant, errors_in_one_line, last_run, option
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.endurance import START_S, Server
-from benchmarks.studies.peers.environment import python_with
+from benchmarks.studies.peers.environment import peers_folder, python_with
 from benchmarks.studies.peers.peer import PEERS
 from benchmarks.studies.serving import Reply, ask, fetched
 from launch.program.launcher import end_with_parent
@@ -204,7 +205,9 @@ def served(options: Namespace) -> Iterator[Served]:
         shared = Path("/dev/shm")
         folder = tempfile.mkdtemp(prefix="runahead-study-", dir=shared if shared.is_dir() else None)
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        logs = [undo.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        peers_folder().mkdir(parents=True, exist_ok=True)
+        names = ("ours", "alone", "connector")  # what they say stays there, for a run that ends early
+        logs = [undo.enter_context((peers_folder() / f"handover-{name}.log").open("w+b")) for name in names]
         handover = [f"serve.handover={folder}", f"serve.handover_bytes={2**31}", f"serve.prefix_cache_bytes={2**30}"]
         given = [*options.server, "ranks.threads=1", "serve.log=false", *handover]
         ours = undo.enter_context(Server(given, options.threads, logs[0])).url
@@ -221,7 +224,8 @@ def served(options: Namespace) -> Iterator[Served]:
 
 def warm(options: Namespace, servers: Served) -> None:
     """Send each server prompts that are not counted."""
-    for length, _, name in product(options.lengths, range(options.warmup), VARIANTS):
+    turns = list(product(options.lengths, range(options.warmup), VARIANTS))
+    for length, _, name in tqdm(turns, desc="warm-up", unit="prompt", disable=None):
         first_token(options, servers, name, new_ids(length))
 
 
@@ -297,9 +301,7 @@ def pauses(options: Namespace, servers: Served, name: str, ids: list[int]) -> Li
     } | next((each for each in log if "waited_s" in each), {})
 
 
-async def _asked(
-    servers: Served, name: str, ids: list[int], new_tokens: int, outcome: Reply | None = None
-) -> Reply:
+async def _asked(servers: Served, name: str, ids: list[int], new_tokens: int, outcome: Reply | None = None) -> Reply:
     fields = {} if name == OURS else {"return_token_ids": True}  # of which ours has none
     return await ask(servers.urls[name], ids, new_tokens, None, outcome, temperature=0.0, **fields)
 

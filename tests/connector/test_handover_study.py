@@ -23,8 +23,14 @@ def test_the_connectors_lines_are_read(caplog: pytest.LogCaptureFixture) -> None
     """The reference is what the connector's own calls of its logger make."""
     source = getsource(SchedulerSide)
     forms = [
-        ('"runahead: %s: asked for %d tokens, waited %.2f s, loaded %d (%.1f MB in %.2f s)"', ("a", 9, 1.5, 8, 2.5, 0.25)),
-        ('"runahead: %s: asked for %d tokens, waited %.2f s, given up: %s; vLLM computes it"', ("b", 9, 1.5, "it is full")),
+        (
+            '"runahead: %s: asked for %d tokens, waited %.2f s, loaded %d (%.1f MB in %.2f s)"',
+            ("a", 9, 1.5, 8, 2.5, 0.25),
+        ),
+        (
+            '"runahead: %s: asked for %d tokens, waited %.2f s, given up: %s; vLLM computes it"',
+            ("b", 9, 1.5, "it is full"),
+        ),
         ('"runahead: %s: not asked for, as %s; vLLM computes its %d tokens"', ("c", "it is short", 9)),
     ]
     with caplog.at_level("INFO", logger=logger.name):
@@ -51,7 +57,9 @@ def test_gaps_are_those_until_the_first_token_of_the_prompt(monkeypatch: pytest.
 
     monkeypatch.setattr(handover, "_beside", beside)
     said = iter(["", "runahead: a: asked for 9 tokens, waited 3.50 s, loaded 8 (2.5 MB in 0.25 s)"])
-    found = handover.pauses(options(rest=0.0), Served(urls={}, said=lambda: next(said), model=handover.ROOT), ALONE, [1])
+    found = handover.pauses(
+        options(rest=0.0), Served(urls={}, said=lambda: next(said), model=handover.ROOT), ALONE, [1]
+    )
     assert found["gaps_s"] == [1.0, 3.0, 2.0] and found["quiet_s"] == 1.0
     assert found["ttft_s"] == 4.0 and found["load_s"] == 0.25
 
@@ -86,7 +94,9 @@ def test_a_check_finds_other_tokens_and_prompts_that_were_computed(change: dict[
     made = list[Line]()
     for length in CHECKED:
         line = PLACE | {"checked": length, "equal": True, "tokens_loaded": length - 1} | change.get(length, {})
-        made.append({name: value for name, value in line.items() if name != "tokens_loaded" or "not_loaded" not in line})
+        made.append(
+            {name: value for name, value in line.items() if name != "tokens_loaded" or "not_loaded" not in line}
+        )
     found = verdict(made, STUDY.parser().parse_args(["--check"]))
     assert found is None if says is None else found is not None
     if says is not None and found is not None:
