@@ -15,8 +15,8 @@ times between the second one's tokens until the first one's first token. The fir
 `--check` sends ten prompts of text, of 1,000 to 6,000 tokens, to both vLLMs by the official client of openai, and fails
 unless all answers have the same tokens and nine or more were loaded, as the log says.
 
-vLLM is installed into the cache folder, as for the study of peers; what servers say is kept beside it. Appends JSON lines to benchmarks/results. It needs
-cores that are otherwise idle.
+vLLM is installed into the cache folder, as for the study of peers; what servers say is kept beside it. Appends JSON
+lines to benchmarks/results. It needs cores that are otherwise idle.
 """
 
 from __future__ import annotations
