@@ -16,7 +16,9 @@ times between the second one's tokens until the first one's first token. The fir
 unless all answers have the same tokens and nine or more were loaded, as the log says.
 
 vLLM is installed into the cache folder, as for the study of peers; what servers say is kept beside it. Appends JSON
-lines to benchmarks/results. It needs cores that are otherwise idle.
+lines to benchmarks/results/handover.jsonl; the same command goes on from them after an interruption, as long as our
+code, the machine and the options are the same. The table is written into docs/engines.md. It needs cores that are
+otherwise idle: about three minutes a round, and two to start.
 """
 
 from __future__ import annotations
@@ -31,23 +33,23 @@ import subprocess
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
 from pathlib import Path
 from statistics import median
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.harness import lines
+from benchmarks.harness import lines, machine
 from benchmarks.harness.lines import Line
 from benchmarks.harness.machine import ROOT, free_port
 from benchmarks.harness.random_prompts import random_ids
-from benchmarks.harness.study import Study, Variant, errors_in_one_line, last_run, option
+from benchmarks.harness.study import Study, Variant, errors_in_one_line, option
 from benchmarks.harness.text_table import Rows, markdown
 from benchmarks.studies.endurance import START_S, Server
 from benchmarks.studies.peers.environment import peers_folder, python_with
@@ -58,6 +60,7 @@ from runahead.config import ModelOptions
 from runahead.model.loading import smollm2
 
 ALONE, WITH_OURS, OURS = "vLLM alone", "vLLM, prompts by ours", "ours alone"
+T = TypeVar("T")
 VARIANTS = (ALONE, WITH_OURS, OURS)
 MIN_TOKENS = 512
 """Shorter prompts are vLLM's alone, such as the second client's; by default those below 1,024 are."""
@@ -70,6 +73,8 @@ CHECKED = tuple(range(1000, 6001, 555))
 CHECKED_NEW, LEAST_LOADED = 32, 9
 FEW = 8
 """New tokens where the first one counts: ours sends no event for one without text."""
+ANSWER_S = 300.0
+"""Seconds within which a first token comes, or the study ends."""
 LOG_S = 5.0
 """Seconds after an answer within which vLLM's log has its line."""
 
@@ -178,11 +183,15 @@ class Served:
         urls: their addresses.
         said: text that vLLM with the connector has printed.
         model: folder of the model.
+        key: of everything that affects a measurement.
+        done: `place` of each line that is there already.
     """
 
     urls: Mapping[str, str]
     said: Callable[[], str]
     model: Path
+    key: str = ""
+    done: Collection[tuple[Any, ...]] = ()
 
     def loaded_since(self, before: int) -> Line:
         """What the log says of the prompt after so many."""
@@ -216,10 +225,24 @@ def served(options: Namespace) -> Iterator[Served]:
         for each in both:
             each.ready()
         urls = {ALONE: both[0].url, WITH_OURS: both[1].url, OURS: ours}
-        measured = Served(urls=urls, said=lambda: both[1].said, model=model)
+        key = key_of(options)
+        done = {place(line) for line in lines.read(options.lines, option="--lines", kind="threads")}
+        measured = Served(urls=urls, said=lambda: both[1].said, model=model, key=key, done=done)
         if not options.check:
             warm(options, measured)
         yield measured
+
+
+def key_of(options: Namespace) -> str:
+    """Key of a run's lines, which go together."""
+    about = {name: getattr(options, name) for name in ("threads", "warmup", "rest", "server", "check")}
+    known = {"code": machine.code(), "hardware": machine.hardware(), "kernels": machine.has_kernels()}
+    return lines.key(about | known)
+
+
+def place(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a line from the others of its key."""
+    return tuple(line.get(name) for name in ("key", "checked", "kind", "server", "length", "round"))
 
 
 def warm(options: Namespace, servers: Served) -> None:
@@ -261,24 +284,26 @@ def variants(options: Namespace) -> Iterator[Variant]:
 
 def measure(options: Namespace, servers: Served, variant: Variant) -> Iterator[Line]:
     """All servers' times of one prompt each."""
-    about = {"threads": options.threads, "given": options.server}
+    about = {"key": servers.key, "threads": options.threads, "given": options.server} | variant
     with errors_in_one_line():
         if options.check:
-            yield about | variant | compared(servers, variant["checked"])
+            if place(about) not in servers.done:
+                yield about | compared(servers, variant["checked"])
             return
         beside = variant["kind"] == "beside"
         names = [name for name in VARIANTS if name != OURS] if beside else list(VARIANTS)
         for name in names if variant["round"] % 2 == 0 else reversed(names):
-            ids = new_ids(variant["length"])
-            found = (pauses if beside else first_token)(options, servers, name, ids)
-            yield {"server": name} | about | variant | found
+            line = about | {"server": name}
+            if place(line) not in servers.done:
+                ids = new_ids(variant["length"])
+                yield line | (pauses if beside else first_token)(options, servers, name, ids)
 
 
 def first_token(options: Namespace, servers: Served, name: str, ids: list[int]) -> Line:
     """TTFT of a prompt, and what the log says of it. Raises: ValueError: there was no answer."""
     time.sleep(options.rest)  # threads of the server before stop spinning
     before = len(loads(servers.said()))
-    found = asyncio.run(_asked(servers, name, ids, FEW))
+    found = asyncio.run(_within(_asked(servers, name, ids, FEW), name))
     if not found.events_s:
         raise ValueError(f"{name} did not answer {len(ids)} tokens: {found.reason or f'status {found.status}'}")
     return {"ttft_s": found.events_s[0]} | (servers.loaded_since(before) if name == WITH_OURS else {})
@@ -288,7 +313,7 @@ def pauses(options: Namespace, servers: Served, name: str, ids: list[int]) -> Li
     """A second client's seconds between tokens, before a prompt comes and until its first token."""
     time.sleep(options.rest)
     before = len(loads(servers.said()))
-    second, first = asyncio.run(_beside(servers, name, ids))
+    second, first = asyncio.run(_within(_beside(servers, name, ids), name))
     if not first.events_s:
         raise ValueError(f"{name} did not answer {len(ids)} tokens: {first.reason or f'status {first.status}'}")
     log = loads(servers.said())[before:]  # the second client's line is before the prompt's
@@ -299,6 +324,14 @@ def pauses(options: Namespace, servers: Served, name: str, ids: list[int]) -> Li
         "gaps_s": [round(gap, 5) for gap in second.gaps_beside_s([first])],
         "quiet_s": median(quiet),
     } | next((each for each in log if "waited_s" in each), {})
+
+
+async def _within(answers: Coroutine[Any, Any, T], name: str) -> T:
+    """Answers that come in time. Raises: ValueError."""
+    try:
+        return await asyncio.wait_for(answers, ANSWER_S)
+    except TimeoutError as error:
+        raise ValueError(f"{name} has not answered within {ANSWER_S:g} s") from error
 
 
 async def _asked(servers: Served, name: str, ids: list[int], new_tokens: int, outcome: Reply | None = None) -> Reply:
@@ -366,12 +399,29 @@ def cell(values: Sequence[float], form: str) -> str:
     return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
+def newest(found: Sequence[Line], *, checks: bool) -> list[Line]:
+    """The lines of the newest key, of a check or of times; none if there are none."""
+    of_kind = [line for line in found if ("checked" in line) == checks]
+    return [line for line in of_kind if line["key"] == of_kind[-1]["key"]]
+
+
 def table(found: list[Line]) -> str:
-    """The last run in Markdown, or what the last check found."""
-    run = last_run(found)
-    if "checked" in run[-1]:
-        same, loaded = (sum(map(bool, each)) for each in ([line["equal"] for line in run], checked_loaded(run)))
-        return f"{same} of {len(run)} answers equal, {loaded} loaded; measured {lines.measured(run)}"
+    """The newest times in Markdown, and what the newest check found."""
+    run, check = newest(found, checks=False), newest(found, checks=True)
+    told = []
+    if run:
+        told.append(times(run))
+    if check:
+        same, loaded = (sum(map(bool, each)) for each in ([line["equal"] for line in check], checked_loaded(check)))
+        told.append(
+            f"Of {len(check)} prompts of {min(CHECKED):,} to {max(CHECKED):,} tokens {same} had the answer of vLLM "
+            f"alone, token by token, and {loaded} were loaded ({lines.measured(check)}).\n"
+        )
+    return "\n".join(told)
+
+
+def times(run: list[Line]) -> str:
+    """Times of one key's lines."""
     lengths = sorted({line["length"] for line in run})
     last = run[-1]
     first: Rows = [("seconds to the first token", *(f"{length:,} tokens" for length in lengths))]
@@ -411,8 +461,8 @@ def checked_loaded(run: Sequence[Line]) -> list[bool]:
 
 def verdict(found: list[Line], options: Namespace) -> str | None:
     """What the last check found wrong."""
-    run = last_run(found)
-    if not options.check or "checked" not in run[-1]:
+    run = newest(found, checks=True)
+    if not options.check or not run:
         return None
     if wrong := [line["checked"] for line in run if not line["equal"]]:
         return f"the answers to prompts of {wrong} tokens differ from plain vLLM's"
@@ -430,6 +480,7 @@ STUDY = Study(
     measure=measure,
     table=table,
     verdict=verdict,
+    page="../engines.md",
     options={
         "lengths": option([1024, 4096, 8000], "tokens of the prompts"),
         "rounds": option(3),

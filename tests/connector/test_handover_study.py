@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator
-from inspect import getsource
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,29 +14,28 @@ from benchmarks.harness.lines import Line
 from benchmarks.studies import handover
 from benchmarks.studies.handover import ALONE, CHECKED, OURS, STUDY, VARIANTS, WITH_OURS, Served, loads, table, verdict
 from benchmarks.studies.serving import Reply
-from runahead_vllm.scheduling import SchedulerSide, logger
+from runahead_vllm.asking import Asked
+from runahead_vllm.scheduling import Load, Report, SchedulerSide, logger
 
-PLACE = {"date": "2026-11-28T06:00:00", "commit": "abc1234", "hardware": {"cpu": "a processor"}, "threads": 2}
+PLACE = {
+    "key": "k",
+    "date": "2026-11-28T06:00:00",
+    "commit": "abc1234",
+    "hardware": {"cpu": "a processor"},
+    "threads": 2,
+}
 
 
 def test_the_connectors_lines_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """The reference is what the connector's own calls of its logger make."""
-    source = getsource(SchedulerSide)
-    forms = [
-        (
-            '"runahead: %s: asked for %d tokens, waited %.2f s, loaded %d (%.1f MB in %.2f s)"',
-            ("a", 9, 1.5, 8, 2.5, 0.25),
-        ),
-        (
-            '"runahead: %s: asked for %d tokens, waited %.2f s, given up: %s; vLLM computes it"',
-            ("b", 9, 1.5, "it is full"),
-        ),
-        ('"runahead: %s: not asked for, as %s; vLLM computes its %d tokens"', ("c", "it is short", 9)),
-    ]
+    """The reference is what the connector itself says of three prompts."""
+    side = SchedulerSide(None, min_tokens=1, look_only=False)  # type: ignore[arg-type]
+    asked = Asked(9, began_s=0.0, waited_s=1.5)
+    side._asked["a"], side._promised["a"] = asked, Load("a", "", 9, 0, 8, ())
     with caplog.at_level("INFO", logger=logger.name):
-        for form, values in forms:
-            assert form in source
-            logger.info(form.strip('"'), *values)
+        side.reported({"a": [Report(2_500_000, 0.25)]})
+        side.received(["a"], [])
+        side._say_without_file("given_up", "b", asked, "it is full")
+        side._say_alone("c", 9, "it is short")
     said = "\n".join(f"(EngineCore pid=1) INFO 11-28 06:00:00 [scheduling.py:1] {each}" for each in caplog.messages)
     loaded, full, short = loads(f"other words\n{said}\n")
     assert loaded == {"waited_s": 1.5, "load_s": 0.25, "tokens_loaded": 8, "loaded_mb": 2.5}
@@ -81,6 +80,26 @@ def test_the_table_has_medians_and_ranges() -> None:
     assert f"| {ALONE}, beside 1,024 tokens | 20 | 500 | 500 | 7.00 (7.00 to 7.00) s |" in told
 
 
+def test_lines_of_other_keys_do_not_count() -> None:
+    found = list(timed())
+    older = [line | {"key": "older", "ttft_s": 9.0} for line in found]
+    check = [PLACE | {"key": "c", "checked": 1000, "equal": True, "tokens_loaded": 999}]
+    assert table([*older, *found, *check]) == table(found) + "\n" + table(check)
+
+
+def test_a_run_goes_on_from_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "new_ids", lambda length: [1] * length)
+    monkeypatch.setattr(handover, "first_token", lambda options, servers, name, ids: {"ttft_s": len(ids)})
+    given, variant = options(), {"kind": "first token", "round": 0, "length": 3}
+    servers = Served(urls={}, said=str, model=handover.ROOT, key="k")
+    made = list(handover.measure(given, servers, variant))
+    assert [line["server"] for line in made] == list(VARIANTS)
+    rest = replace(servers, done={handover.place(line) for line in made[:2]})
+    assert [line["server"] for line in handover.measure(given, rest, variant)] == [OURS]
+    other = replace(rest, key="other")
+    assert len(list(handover.measure(given, other, variant))) == len(VARIANTS)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -101,7 +120,7 @@ def test_a_check_finds_other_tokens_and_prompts_that_were_computed(change: dict[
     assert found is None if says is None else found is not None
     if says is not None and found is not None:
         assert re.search(says, found)
-    assert "of 10 answers equal" in table(made)
+    assert "Of 10 prompts" in table(made)
 
 
 @pytest.mark.parametrize(("name", "value"), [("lengths", 8192), ("rounds", 0), ("warmup", -1)])
