@@ -426,6 +426,9 @@ class Engine:
         options = GenerationOptions(max_new_tokens=1)
         self.check(prompts, [options] * len(prompts))
         self._agree(prompts, options)
+        from runahead.dynamic_cache.checked import checked_cache, require_layers
+
+        require_layers(self.model.module.config, len(self.model.kv_shapes))
         plan = replace(self.plan(prompts, asked=[setup], may_be_alone=self._lends), reuses=False)
         with self.ranks.announcing_failure():
             ready = self.prefills.ready(plan)
@@ -434,17 +437,9 @@ class Engine:
                 prefilled = self.prefills.run(ready)
             if prefilled.cache is None:
                 return None
-            from runahead.dynamic_cache.checked import checked_cache
-
             batch = ready.job.batch
             with self.ranks.busy():
-                return checked_cache(
-                    prefilled.cache,
-                    num_tokens=batch.num_tokens,
-                    pads=batch.pads,
-                    key_dim=[shape.key_dim for shape in self.model.kv_shapes],
-                    config=self.model.module.config,
-                )
+                return checked_cache(prefilled.cache, self.model, num_tokens=batch.num_tokens, pads=batch.pads)
 
     def generate_with(
         self, module: PreTrainedModel | None, prompts: Sequence[list[int]], **options: Any

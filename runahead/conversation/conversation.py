@@ -163,9 +163,10 @@ class Conversation:
     def take(self, cache: Cache, ids_BC: Tensor, *, pads: list[int] | None = None) -> None:
         """Begin with what transformers computed: the `past_key_values` that its model or `generate` returns.
 
-        The first layer's keys and values of all tokens are compared with those of the ids, and the last token's in all
-        layers up to the first one with a window that has lost tokens. Tokens that the cache lacks are fed, such as the
-        last one of an answer.
+        The first layer's keys and values of all tokens that it holds are compared with those of the ids, and the last
+        token's in all layers up to the first one with a window that has lost tokens. So ids of tokens that the first
+        layer has lost, before its window, are not checked. Tokens that the cache lacks are fed, such as the last one of
+        an answer.
 
         Args:
             cache: a `DynamicCache`, which is copied.

@@ -4,17 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
-from runahead.model.logits_check import differ
+from runahead.dynamic_cache.comparison import is_in_few_bits, kv_differ
+from runahead.model.model import Model
 
 
 class CheckedCache(DynamicCache):
@@ -30,34 +32,30 @@ class CheckedCache(DynamicCache):
 
     Args:
         layers_BTKX: keys and values of each layer, of the prompts' last T tokens: all of them, or in layers with a
-            window as many as it sees.
+            window or chunks at least those that the last token and later ones see. Each is copied before the next.
         num_tokens: S, of the padded prompts.
         pads: left padding of each row.
         key_dim: H of each layer.
         config: of the model that will go on.
+        in_few_bits: as of `kv_differ`.
 
     Raises:
-        ValueError: the model has layers that do not hold keys and values alone, or needs tokens that are not there.
+        ValueError: as `require_layers`.
     """
 
     def __init__(
         self,
-        layers_BTKX: Sequence[Tensor],
+        layers_BTKX: Iterable[Tensor],
         *,
         num_tokens: int,
         pads: Sequence[int],
         key_dim: Sequence[int],
         config: PreTrainedConfig,
+        in_few_bits: bool,
     ) -> None:
         super().__init__(config=config)
-        self._name = config.model_type
-        kinds = {type(layer).__name__ for layer in self.layers if type(layer) not in LAYERS}
-        if kinds or len(self.layers) != len(layers_BTKX):
-            raise ValueError(
-                f"a cache of transformers for {self._name} has {len(self.layers)} layers"
-                + (f", of them {' and '.join(sorted(kinds))}," if kinds else "")
-                + f" and keys and values of {len(layers_BTKX)} were computed; let Runahead answer"
-            )
+        require_layers(config, len(key_dim))
+        self._in_few_bits = in_few_bits
         self._last_BK1H: list[Tensor | None] = []
         for layer, given_BTKX, dim in zip(self.layers, layers_BTKX, key_dim, strict=True):
             kv_BKTX = given_BTKX.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -96,7 +94,9 @@ class CheckedCache(DynamicCache):
                 "model in the same dtype, and give the same rows"
             )
         given_BK1H = k_BKCH[:, :, :1].to(expected_BK1H.device)
-        off = differ(given_BK1H, expected_BK1H.repeat_interleave(len(k_BKCH) // rows, dim=0), k_BKCH.dtype)
+        expected_BK1H = expected_BK1H.repeat_interleave(len(k_BKCH) // rows, dim=0)
+        given_B1KH, expected_B1KH = given_BK1H.transpose(1, 2), expected_BK1H.transpose(1, 2)
+        off = kv_differ(given_B1KH, expected_B1KH, given_B1KH.shape[-1], in_few_bits=self._in_few_bits)
         if not off:
             return
         if layer == 0:
@@ -116,14 +116,32 @@ LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Layers of a `DynamicCache` that hold keys and values of tokens, and nothing else."""
 
 
+def require_layers(config: PreTrainedConfig, num_layers: int) -> None:
+    """Check that a cache as transformers makes it for a model holds what this model computes of a prompt.
+
+    Args:
+        num_layers: in which the model stores keys and values.
+
+    Raises:
+        ValueError: it has other layers, or of another kind.
+    """
+    layers = DynamicCache(config=config).layers
+    kinds = {type(layer).__name__ for layer in layers if type(layer) not in LAYERS}
+    if kinds or len(layers) != num_layers:
+        raise ValueError(
+            f"a cache of transformers for {config.model_type} has {len(layers)} layers"
+            + (f", of them {' and '.join(sorted(kinds))}," if kinds else "")
+            + f" and keys and values of {num_layers} are computed; let Runahead answer"
+        )
+
+
 def fill(layer: DynamicLayer, k_BKTH: Tensor, v_BKTV: Tensor, num_tokens: int) -> None:
-    """Have an empty layer hold the last tokens of a text.
+    """Have an empty layer hold a text, of which the last tokens are given, and nobody sees the others.
+
+    Where transformers keeps some of those, as the tail of a window in which a chunk has begun anew, there are zeros.
 
     Args:
         num_tokens: of the text.
-
-    Raises:
-        ValueError: the layer sees earlier ones.
     """
     given = k_BKTH.shape[2]
     if not num_tokens:
@@ -131,26 +149,29 @@ def fill(layer: DynamicLayer, k_BKTH: Tensor, v_BKTV: Tensor, num_tokens: int) -
     if given == num_tokens:
         layer.update(k_BKTH, v_BKTV)
         return
-    if not layer.is_sliding or given < layer.sliding_window - 1:
-        raise ValueError(
-            f"the last {given} of {num_tokens} tokens are on the rank that decodes, and a layer of the model sees "
-            "more; use prefill=single"
-        )
+    held = min(layer.sliding_window - 1, num_tokens) if layer.is_sliding else num_tokens
     layer.lazy_initialization(k_BKTH, v_BKTV)
-    layer.keys, layer.values = (each[:, :, given - layer.sliding_window + 1 :] for each in (k_BKTH, v_BKTV))
-    layer.cumulative_length = num_tokens
+    layer.keys, layer.values = (F.pad(each, (0, 0, held - given, 0)) for each in (k_BKTH, v_BKTV))
+    if layer.is_sliding:
+        layer.cumulative_length = num_tokens
 
 
-def checked_cache(
-    cache: KVStore, *, num_tokens: int, pads: Sequence[int], key_dim: Sequence[int], config: PreTrainedConfig
-) -> CheckedCache:
-    """The `CheckedCache` of what the rank that decodes has of prompts, which nothing of them is reused of.
+def checked_cache(cache: KVStore, model: Model, *, num_tokens: int, pads: Sequence[int]) -> CheckedCache:
+    """The `CheckedCache` of what the rank that decodes has of prompts, of which nothing was reused.
 
     Args:
-        num_tokens, pads, key_dim, config: as of `CheckedCache`.
+        cache: is left empty: each layer's memory is freed once it is copied.
+        num_tokens, pads: as of `CheckedCache`.
     """
     assert isinstance(cache, KVCache), "policies are refused"
-    layers = [
-        cache.tokens(layer, cache.layer(layer).first, num_tokens).transpose(0, 1) for layer in range(cache.num_layers)
-    ]
-    return CheckedCache(layers, num_tokens=num_tokens, pads=pads, key_dim=key_dim, config=config)
+    assert cache.slab_index.prefix is None, "nothing is reused"
+    for layer, slab in enumerate(cache.slabs.by_layer):
+        assert slab.first <= model.first_needed(layer, num_tokens - 1, list(pads)), "chains keep what later tokens see"
+    return CheckedCache(
+        (slab.tokens(slab.first, num_tokens).transpose(0, 1) for slab in cache.slabs.take()),
+        num_tokens=num_tokens,
+        pads=pads,
+        key_dim=[shape.key_dim for shape in model.kv_shapes],
+        config=model.module.config,
+        in_few_bits=is_in_few_bits(model),
+    )

@@ -18,7 +18,7 @@ from runahead.cache.kept import KeptLayer
 from runahead.cache.kept_cache import KeptCache
 from runahead.cache.slabs import KVShape
 from runahead.dynamic_cache.checked import LAYERS
-from runahead.model.logits_check import differ
+from runahead.dynamic_cache.comparison import is_in_few_bits, kv_differ
 from runahead.model.model import Model
 
 PIECE_TOKENS = 4096
@@ -115,7 +115,9 @@ class _OfFirstLayer(LayerAttention):
 
 
 def require_same_ids(cache: KeptCache, model: Model, ids_BS: Tensor, pads: Sequence[int]) -> None:
-    """Check that a cache is of this text: that its first layer has the keys and values of these tokens, all of them.
+    """Check that a cache is of this text: that its first layer has the keys and values of all tokens that it holds.
+
+    Ids of tokens that it has lost, before its window, are in no layer's keys and values alone, and are not checked.
 
     Args:
         ids_BS: the padded text.
@@ -136,7 +138,7 @@ def require_same_ids(cache: KeptCache, model: Model, ids_BS: Tensor, pads: Seque
         except _FirstLayer as found:
             mine_BKCX = found.kv_BKCX
         theirs, mine = (each.transpose(1, 2)[is_text_BC] for each in (given_BKCX, mine_BKCX))
-        if off := differ(theirs, mine, mine.dtype):
+        if off := kv_differ(theirs, mine, layer.shape.key_dim, in_few_bits=is_in_few_bits(model)):
             raise ValueError(
                 f"the first layer of the cache has other keys or values than model {model.name} computes of these ids "
                 f"({off}); give the ids of exactly its tokens, pads if they are padded on the left, and a cache of the "
@@ -166,7 +168,8 @@ def require_same(
         ValueError: they differ.
     """
     for number, (mine_BKX, theirs_BKX) in enumerate(zip(computed, given, strict=True)):
-        if off := differ(theirs_BKX, mine_BKX, mine_BKX.dtype):
+        key_dim = cache.layers[number].shape.key_dim
+        if off := kv_differ(theirs_BKX, mine_BKX, key_dim, in_few_bits=is_in_few_bits(model)):
             raise ValueError(
                 f"layer {number} of the cache has other keys or values of the last token than model {model.name} "
                 f"computes ({off}); give a cache of the same weights, with an attention that computes all of the "

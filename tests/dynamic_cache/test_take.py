@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from runahead import Conversation, GenerationOptions
 from runahead.dynamic_cache import taken
 from runahead.thinning.rank_policies import RankPolicies
 from tests.dynamic_cache import tasks
-from tests.families import VOCAB_SIZE, largest_difference, oracle_logits, prompt, throughout
+from tests.families import VOCAB_SIZE, WINDOW, largest_difference, oracle_logits, prompt, throughout
 from tests.ranks.tasks import tiny_model
 
 IDS, TURN, SHORTER = prompt(70), prompt(20, seed=4), prompt(50, seed=3)
@@ -109,6 +110,17 @@ EARLIER = [(IDS[0] + 1) % VOCAB_SIZE, *IDS[1:]]
 def test_another_text_is_an_error(family: str, ids: list[int]) -> None:
     with pytest.raises(ValueError, match="computes of these ids"):
         take(family, filled(family, IDS), ids)
+
+
+def test_ids_before_the_window_of_the_first_layer_are_not_seen() -> None:
+    """As docs/library.md says: nothing that the first layer still holds depends on them."""
+    place = len(IDS) - WINDOW
+    for at, reason in [(place - 1, ""), (place + 1, "computes of these ids")]:
+        ids = [*IDS[:at], (IDS[at] + 1) % VOCAB_SIZE, *IDS[at + 1 :]]
+        with pytest.raises(ValueError, match=reason) if reason else nullcontext():
+            take("gemma3_text", filled("gemma3_text", IDS), ids)
+    with pytest.raises(ValueError, match="computes of these ids"):  # windows are whole in a cache without a config
+        take("gemma3_text", filled("gemma3_text", IDS, with_config=False), EARLIER)
 
 
 def test_another_padding_is_an_error() -> None:

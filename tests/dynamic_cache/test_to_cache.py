@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from policies.snapkv import SnapKV
 from runahead import (
@@ -19,7 +21,10 @@ from runahead import (
     Ranks,
     RanksOptions,
 )
+from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import Slabs
 from runahead.config import CacheOptions, Carrier, DecodeName, PrefillName
+from runahead.dynamic_cache import checked
 from runahead.dynamic_cache.checked import CheckedCache
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -93,6 +98,42 @@ def test_the_model_of_the_engine_answers_with_the_attention_of_transformers_and_
 def test_layers_with_windows_hold_what_is_seen_and_count_all(rank_pools: RankPools, size: int) -> None:
     [found] = [each for each in rank_pools.run(size, tasks.lengths, "gemma3_text", [IDS], BOUNDS[size]) if each]
     assert {held for _, held in found} == {WINDOW - 1, 69} and {counted for counted, _ in found} == {69}
+
+
+@pytest.mark.parametrize("bounds", [(0, 65, 70), (0, 60, 70)], ids=str)
+def test_a_chunk_that_has_begun_anew_hides_what_the_last_rank_lacks(
+    rank_pools: RankPools, bounds: tuple[int, ...]
+) -> None:
+    """Tokens from 64 on see none before in these layers, of which transformers keeps the last 15 whatever they see."""
+    ways = [WAYS["greedy"], WAYS["beams"]]
+    each = rank_pools.run(2, tasks.generate_with, "llama4_text", [IDS], bounds, ways)
+    for options, found in zip(ways, each[-1], strict=True):
+        ids, logits = transformers_alone("llama4_text", [IDS], options)
+        assert found is not None and found[0] == ids
+        torch.testing.assert_close(found[1], logits, atol=1e-9, rtol=0)
+
+
+def test_the_memory_of_the_rank_is_freed_layer_by_layer() -> None:
+    """So that no more than a layer or two of it are held twice."""
+    model, alive = tiny_model("llama"), []
+    slabs = Slabs.empty(
+        model.kv_shapes,
+        batch=1,
+        spans=[(0, 9)] * len(model.kv_shapes),
+        num_slabs=len(model.kv_shapes),
+        device=torch.device("cpu"),
+    )
+    memory = [weakref.ref(slab) for slab in slabs.by_layer]
+    fill, cache = checked.fill, KVCache(slabs)
+
+    def counting(*args: Any) -> None:
+        alive.append(sum(each() is not None for each in memory))
+        fill(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checked, "fill", counting)
+        checked.checked_cache(cache, model, num_tokens=9, pads=[0])
+    assert alive == [*range(len(memory), 0, -1)]
 
 
 def test_what_a_tree_has_of_a_prompt_makes_no_difference() -> None:
@@ -182,6 +223,15 @@ def test_another_dtype_or_model_is_an_error() -> None:
 def test_a_model_of_an_engine_says_how_it_answers() -> None:
     with pytest.raises(ValueError, match=r"runs by itself in Engine\.generate_with"):
         generate(given(), [IDS], module=tiny_model("llama").module)
+
+
+def test_layers_of_other_kinds_are_refused_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked, "LAYERS", (DynamicLayer,))
+    with Ranks.start(RanksOptions()) as ranks:
+        engine = Engine(tiny_model("gemma3_text"), ranks)
+        monkeypatch.setattr(engine.prefills, "ready", lambda *_, **__: pytest.fail("the prompt was begun"))
+        with pytest.raises(ValueError, match=r"has 3 layers, of them DynamicSlidingWindowLayer, .* let Runahead"):
+            engine.to_cache([IDS])
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,13 @@ def load(
                 stored_empty = hf.empty_model(config, torch.float32, options, label=source.label)
             checkpoint = gguf_cache.converted(stored_make, stored_empty, progress=progress)
         except OSError as error:
-            if shares is not None or (merging is not None and dtype is not torch.float32):
+            if shares is not None:
                 raise
+            if merging is not None and dtype is not torch.float32:
+                raise OSError(
+                    f"{error}; what adapters add to a GGUF file is rounded once, so it is kept in float32, 4 bytes a "
+                    "weight; merge them into a checkpoint of 16 bits, or use model.dtype=float32"
+                ) from error
             warnings.warn(f"{error}; until then every process unpacks the file at every start", stacklevel=2)
         else:
             stored = checkpoints.stored_tensors(checkpoint)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -164,10 +163,8 @@ def lay_out(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.dev
     meshes: Any = mesh
     if "mesh_manager" in inspect.signature(distribute).parameters:  # not in transformers 5.17
         meshes = SimpleNamespace(get_mesh=lambda dims: mesh)  # tensor parallelism is its only axis
-    for styles in STYLES:  # which these modules register; a lean start has not imported them
-        with suppress(ModuleNotFoundError):
-            import_module(styles)
     try:
+        import_styles()
         with quiet(), torch.no_grad():
             copies = _copy_kv_heads(module, mesh.size())
             setattr(module, COPIES, copies)
@@ -177,6 +174,22 @@ def lay_out(module: PreTrainedModel, group: dist.ProcessGroup, device: torch.dev
             f"transformers cannot shard this model over {mesh.size()} ranks: {one_line(error)}; use another prefill"
         ) from error
     return copies
+
+
+def import_styles() -> None:
+    """Import the modules that register what a plan's words mean, where this transformers has them.
+
+    A lean start has not imported them.
+
+    Raises:
+        ModuleNotFoundError: one of them is there, and lacks a module that it imports.
+    """
+    for styles in STYLES:
+        try:
+            import_module(styles)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{styles}.".startswith(f"{error.name}."):
+                raise
 
 
 def lay_out_apart(

@@ -159,7 +159,9 @@ def test_a_gguf_file_that_cannot_be_kept_is_not_rounded_twice(tmp_path: Path, mo
     adapter = adapt(tmp_path / "model", tmp_path / "adapter")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RUNAHEAD_CACHE", str(tmp_path / "file"))
-    with pytest.raises(OSError, match="m.gguf as safetensors"):
+    with pytest.raises(
+        OSError, match=r"m\.gguf as safetensors.*4 bytes a weight; merge .* or use model\.dtype=float32"
+    ):
         load_hf(tmp_path / "m.gguf", adapter=str(adapter), dtype="bfloat16")
     with pytest.warns(UserWarning, match="until then every process unpacks the file"):
         load_hf(tmp_path / "m.gguf", adapter=str(adapter), dtype="float32")
