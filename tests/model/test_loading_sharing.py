@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoConfig
 
+from runahead.model.loading import sharing
 from runahead.model.loading.sharing import HeadCopies
 from runahead.model.shares import check_shares
 from runahead.ranks.mesh import one_of
@@ -57,3 +60,18 @@ def test_copies_of_heads_are_those_of_the_whole_tensor(shape: tuple[int, ...]) -
             assert torch.equal(copies[start:stop], whole[start:stop])
     if len(shape) == 2:
         assert torch.equal(copies[(slice(3, 9), slice(1, 4))], whole[3:9, 1:4])
+
+
+def test_modules_of_plans_that_are_not_there_are_left_out_and_broken_ones_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plans_of_test").mkdir()
+    (tmp_path / "plans_of_test" / "lacking.py").write_text("import plans_of_nobody")
+    (tmp_path / "plans_of_test" / "lacking_part.py").write_text("import plans_of_test.part_of_nobody")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sharing, "STYLES", ("plans_of_test.gone", "plans_of_nobody.styles", "plans_of_nobody"))
+    sharing.import_styles()
+    for name, missing in (("lacking", "plans_of_nobody"), ("lacking_part", "plans_of_test.part_of_nobody")):
+        monkeypatch.setattr(sharing, "STYLES", (f"plans_of_test.{name}",))
+        with pytest.raises(ModuleNotFoundError, match=missing):
+            sharing.import_styles()
