@@ -10,7 +10,11 @@ from partitioner.searches.evaluations import Cost, SearchResult, SearchTask
 from partitioner.searches.seeded import Seeded
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
+from partitioner.simulation.pipeline import simulate_pipeline
 from runahead.context import ContextPartition, even
+
+MOST_CHUNKS = 256
+"""Most chunks of a pipeline that are tried."""
 
 
 def simulated_cost(cluster: Cluster) -> Cost:
@@ -54,6 +58,43 @@ def best_split(
         max_evaluations=max_evaluations,
     )
     return Seeded().search(cost, task, min([*starts(num_tokens, num_ranks, cluster), *seeds], key=cost))
+
+
+def best_chunks(
+    num_tokens: int,
+    num_ranks: int,
+    cluster: Cluster,
+    *,
+    activation_bytes: float,
+    min_stride: int,
+    max_evaluations: int | None = None,
+) -> SearchResult:
+    """Search the chunks of a pipeline: how many, from equal work and even ones, and then where each ends.
+
+    Args:
+        num_ranks, activation_bytes: as of `simulate_pipeline`.
+        min_stride, max_evaluations: as in `SearchTask`.
+
+    Raises:
+        ValueError: as for `simulate_pipeline`.
+    """
+
+    def cost(chunks: ContextPartition) -> float:
+        return simulate_pipeline(chunks, num_ranks, cluster, activation_bytes=activation_bytes).ttft_s
+
+    seeds, most = list[ContextPartition](), max(1, num_tokens // min_stride)
+    for number in sorted({min(most, round(2 ** (step / 2))) for step in range(2 * MOST_CHUNKS.bit_length())}):
+        if number <= MOST_CHUNKS:
+            seeds += [even(num_tokens, number), equal_work(num_tokens, number, cluster.compute)]
+    best = min(seeds, key=cost)
+    task = SearchTask(
+        num_tokens=num_tokens,
+        num_ranks=best.num_ranks,
+        min_stride=min_stride,
+        ranks_alike=True,
+        max_evaluations=max_evaluations,
+    )
+    return Seeded().search(cost, task, best)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,32 @@ def equal_work(
     return ContextPartition(boundaries=(0, *(round(end) for end in ends[:-1]), num_tokens))
 
 
+def dynamic_chunks(
+    num_tokens: int, first: int, cost: ComputeCost, *, smooth: float = 0.75, multiple: int = 64
+) -> ContextPartition:
+    """Chunks of a pipeline as SGLang sizes them (`--enable-dynamic-chunking`): each takes about as long as the first.
+
+    The next chunk c after P tokens solves Runtime(P + c) - Runtime(P) = Runtime(first), which is layer_s(c, P) =
+    layer_s(first, 0). Of the difference to the first chunk it takes the share `smooth`, and it has a quarter of the
+    first chunk at least, as a multiple of some tokens.
+
+    Args:
+        first: tokens of the first chunk.
+        smooth: SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR.
+
+    Raises:
+        ValueError: no tokens, or a first chunk shorter than a multiple.
+    """
+    if num_tokens < 1 or first < multiple:
+        raise ValueError(f"{num_tokens} tokens cannot be split into chunks from {first} tokens on, in {multiple}s")
+    budget_s, ends = layer_s(cost, first, 0), [0]
+    while ends[-1] < num_tokens:
+        exact = _chunk(budget_s, ends[-1], first, cost)
+        smoothed = max(int(first + smooth * (exact - first)), first // 4)
+        ends.append(min(num_tokens, ends[-1] + max(multiple, smoothed // multiple * multiple)))
+    return ContextPartition(boundaries=tuple(ends))
+
+
 def _ends(common_s: float, num_tokens: int, speeds: Sequence[float], cost: ComputeCost) -> list[float]:
     """Ends of the chunks whose layers take `common_s`, at most the end of the prompt."""
     ends: list[float] = []
