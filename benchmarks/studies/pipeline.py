@@ -3,7 +3,7 @@
     python -m benchmarks.studies.pipeline
     python -m benchmarks.studies.pipeline --models "Llama 3 8B" --ranks 2 8
 
-A-100-like devices with causal fused kernels, as in docs/studies/paper_relations.md: links of 300, 25 and 1 GB/s with
+A100-like devices with causal fused kernels, as in docs/studies/paper_relations.md: links of 300, 25 and 1 GB/s with
 one port per rank. Each method may leave ranks idle. The chain has the better of relay and direct transfer and a
 searched split, zigzag the better of ring and all-gather, both sent directly. The pipeline has chunks that are searched
 by the same search, the best of SGLang's dynamic ones, and the best even ones.
@@ -12,12 +12,12 @@ by the same search, the best of SGLang's dynamic ones, and the best even ones.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.harness.declared import Table
 from benchmarks.harness.lines import Line
-from benchmarks.harness.study import Study, Variant, newest, option
+from benchmarks.harness.study import Study, Variant, option
+from benchmarks.harness.text_table import markdown
 from partitioner.cost.fitted import WeightBoundCost
 from partitioner.cost.link import Link, Links
 from partitioner.searches.best_split import best_chunks, best_split
@@ -147,43 +147,30 @@ def _evaluations(messages: int, most: int) -> int:
     return min(300, max(12, most // messages))
 
 
-def _lead(line: Line, other: str) -> str:
-    """By how much the pipeline is sooner than another method."""
-    return f"{line['ttft_s'][other] / line['ttft_s']['pipeline'] - 1:+.0%}"
+OTHERS = ("chain", "zigzag", "TSP", "one rank")
 
 
-def _seconds(line: Line, method: str) -> str:
-    seconds = line["ttft_s"][method]
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+def _lead(line: Line) -> str:
+    """By how much the pipeline is sooner than the best of the others, and which that is."""
+    best = min(OTHERS, key=lambda other: line["ttft_s"][other])
+    return f"{line['ttft_s'][best] / line['ttft_s']['pipeline'] - 1:+.0%} ({best})"
 
 
-def chosen(found: Iterable[Line]) -> list[Line]:
-    """The newest line of each configuration, in order."""
-    names = list(SHAPES)
-    lines = newest(*FIELDS)(found)
-    return sorted(lines, key=lambda line: (names.index(line["model"]), line["tokens"], -line["GBps"], line["ranks"]))
+def table(found: list[Line]) -> str:
+    """Leads of the pipeline, a row per model, length and link, and a column per number of ranks."""
+    known = {tuple(line[name] for name in FIELDS): line for line in found}  # the newest of each
+    counts = sorted({line["ranks"] for line in found})
+    rows = [["model", "prompt", "GB/s", "one rank", *(f"{count} ranks" for count in counts)]]
+    for model in SHAPES:
+        for tokens in sorted({line["tokens"] for line in found}):
+            for GBps in LINKS:
+                lines = [known.get((model, count, GBps, tokens)) for count in counts]
+                alone = next((f"{line['ttft_s']['one rank']:.3g} s" for line in lines if line), "")
+                leads = ["" if line is None else _lead(line) for line in lines]
+                if alone:
+                    rows.append([model, f"{tokens // 1024}k", f"{GBps:g}", alone, *leads])
+    return markdown(rows)
 
-
-TABLE = Table(
-    lines=chosen,
-    columns={
-        "model": lambda line: line["model"],
-        "prompt": lambda line: f"{line['tokens'] // 1024}k",
-        "GB/s": lambda line: f"{line['GBps']:g}",
-        "ranks": lambda line: str(line["ranks"]),
-        "one rank": lambda line: _seconds(line, "one rank"),
-        "chain": lambda line: _seconds(line, "chain"),
-        "zigzag": lambda line: _seconds(line, "zigzag"),
-        "TSP": lambda line: _seconds(line, "TSP"),
-        "pipeline": lambda line: _seconds(line, "pipeline"),
-        "stages": lambda line: str(line["stages"]),
-        "chunks": lambda line: str(len(line["chunks"])),
-        "dynamic": lambda line: _seconds(line, "pipeline, dynamic"),
-        "even": lambda line: _seconds(line, "pipeline, even"),
-        "ahead of the chain": lambda line: _lead(line, "chain"),
-        "of zigzag": lambda line: _lead(line, "zigzag"),
-    },
-)
 
 STUDY = Study(
     name="pipeline",
@@ -191,7 +178,8 @@ STUDY = Study(
     has="ttft_s",
     variants=variants,
     measure=measure,
-    table=TABLE,
+    table=table,
+    page="paper_relations.md",
     options={
         "models": option(list(SHAPES), "of these"),
         "ranks": option([2, 4, 8, 16, 32, 64], "numbers of ranks"),
