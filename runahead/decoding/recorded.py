@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from runahead.config import Weights
 from runahead.failures import first_line
 from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
@@ -23,7 +22,8 @@ READ_BY_HOST = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.__array__
 """Methods that read the numbers of a tensor without an operator; others ask for them by one, which C++ sees."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
-"""Largest difference of a replayed step's logits, of the largest of them: a few roundings in each layer."""
+"""Largest difference of a replayed step's logits, of the largest of them: a few roundings in each layer. A program with
+products in 8 bits has none, since a last bit more may be a code more."""
 
 MOST_KEPT_BYTES = 1 << 20
 """Memory up to this size that a step changes is put back before it is computed once more: numbers and lengths. Keys and
@@ -157,8 +157,7 @@ class RecordedStep:
         self._step: Callable[[], Tensor] | None = step
         self._model: Model | None = model
         self._memory = memory
-        is_rounded = model.weights is Weights.int8  # where a rounding more is a code more
-        self._tolerance = TOLERANCE[torch.bfloat16 if is_rounded else model.dtype]
+        self._tolerance = TOLERANCE[model.dtype]
         self._program: Program | None = None
         self._num_plain = self._num_replayed = self._until_check = 0
         self._until_next = FIRST_REPLAYS

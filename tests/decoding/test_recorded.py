@@ -259,7 +259,7 @@ def test_a_program_moves_to_memory_of_another_size_if_it_reads_slots_alone(
     assert torch.equal(program(), expected)
 
 
-OF_OURS = {"plain": set[str](), "fused": {"runahead::rms_norm", "runahead::rotate"}, "int8": {"runahead::linear_int8"}}
+OF_OURS = {"plain": set[str](), "fused": {"runahead::rms_norm", "runahead::rotate"}}
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 2, 5]], ids=["one row", "rows"])
@@ -268,10 +268,21 @@ def test_nothing_but_a_few_numbers_of_positions_goes_through_the_dispatcher(made
     model = model_of("llama", size=128, made=made)
     known = eager(model, pads)
     forward, following = replaying(model, pads)
-    assert_near(stepped(forward, following), known, torch.bfloat16 if made == "int8" else torch.float32)
+    assert_near(stepped(forward, following), known)
     dispatched = [name for name in program_of(forward).names if name.startswith("(")]
     assert len(dispatched) <= 8, dispatched
     assert OF_OURS[made] <= {*program_of(forward).names}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt_neox", "phi3"])
+def test_a_program_with_products_in_8_bits_has_the_bits_of_its_step(family: str, dtype: torch.dtype) -> None:
+    """A last bit more before a product may be a code more in it, by which logits differ as if the program were wrong."""
+    model = model_of(family, dtype, size=128, made="int8")
+    known = eager(model, [0, 2])
+    forward, following = replaying(model, [0, 2])
+    assert torch.equal(stepped(forward, following), known)
+    assert "runahead::linear_int8" in program_of(forward).names
 
 
 def test_rows_that_join_and_leave_have_the_tokens_that_each_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
