@@ -277,7 +277,7 @@ def test_nothing_but_a_few_numbers_of_positions_goes_through_the_dispatcher(made
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma", "gpt_neox", "phi3"])
 def test_a_program_with_products_in_8_bits_has_the_bits_of_its_step(family: str, dtype: torch.dtype) -> None:
-    """A last bit more before a product may be a code more in it, by which logits differ as if the program were wrong."""
+    """A last bit more before a product may be a code more in it, by which logits differ as if it were wrong."""
     model = model_of(family, dtype, size=128, made="int8")
     known = eager(model, [0, 2])
     forward, following = replaying(model, [0, 2])
