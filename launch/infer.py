@@ -18,7 +18,7 @@ from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
 from launch.program.ending import leave, say
 from launch.program.run import run_program
-from runahead.config import ModelName, ModelOptions, Speculate
+from runahead.config import ModelName, ModelOptions, Speculate, Speculative
 
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
@@ -56,6 +56,9 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
           tsp|zigzag|tensor    prefill.carrier=backend|copy|auto
                                prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
                                prefill.chunk_tokens=<n, on one rank>   prefill.row_tokens=<n, in a layer; 0: all>
+                               prefill.speculative=none|layers|model, the draft that chooses what is computed
+                               prefill.speculative_share=0.25   prefill.speculative_chunk=32
+                               prefill.speculative_ahead=8   prefill.speculative_layers=<n>
   partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]
             |table             partition.table=<json>      partition.force=false      partition.alone=true
   ranks=auto|cpu|cuda          ranks.tensor=<ranks that share one model, a stage of the chain>
@@ -250,14 +253,14 @@ def _draft(run: RunOptions, ranks: Ranks) -> Draft | None:
     from runahead.model.shares import load_model
 
     kind, draft = run.generation.speculate, run.draft
-    if kind not in (Speculate.model, Speculate.policy):
+    if kind not in (Speculate.model, Speculate.policy) and run.prefill.speculative is not Speculative.model:
         return None
     policies = None
     if kind is Speculate.policy:
         load_files(draft.policy, ranks, "draft.policy")
         policies = ranks.on_rank_0("the drafting policy", lambda: _drafting_policies(run))
     model = None
-    if draft.needs_model(kind):
+    if draft.needs_model(kind, run.prefill.speculative):
         options = ranks.on_rank_0("the drafting model", lambda: _drafting_model(run))
         model = load_model(options, ranks, profile=run.profile)
     first: Model | Literal["lookup"] | None = "lookup" if draft.speculate is Speculate.lookup else None

@@ -155,6 +155,17 @@ class Speculate(Enum):
     model = "model"
 
 
+class Speculative(Enum):
+    """The draft by which a prefill chooses the tokens of a prompt that are computed.
+
+    None, and all are computed; the first layers of the model; or a smaller model.
+    """
+
+    none = "none"
+    layers = "layers"
+    model = "model"
+
+
 class Positions(Enum):
     """Position of a kept token: its position in the text, or its slot in the cache, which are numbered without gaps."""
 
@@ -331,6 +342,11 @@ class PrefillOptions:
         exchange: way of keys and values between all ranks, for zigzag.
         chunk_tokens: most tokens that are computed at a time if one rank has the whole prompt; None is all.
         row_tokens: most tokens of a chunk that a layer computes at a time; 0 is all, None by memory.
+        speculative: the draft that chooses the tokens of a prompt that are computed.
+        speculative_share: share of the prompt's chunks that is computed.
+        speculative_chunk: tokens of a chunk.
+        speculative_ahead: tokens that the draft generates, whose attention chooses.
+        speculative_layers: number of the model's first layers that draft; None is a fifth of them.
     """
 
     name: PrefillName = PrefillName.kv_runahead
@@ -341,9 +357,20 @@ class PrefillOptions:
     exchange: Exchange = Exchange.all_gather
     chunk_tokens: int | None = None
     row_tokens: int | None = None
+    speculative: Speculative = Speculative.none
+    speculative_share: float = 0.25
+    speculative_chunk: int = 32
+    speculative_ahead: int = 8
+    speculative_layers: int | None = None
 
     def __post_init__(self) -> None:
         self.name = choice("prefill", PrefillName, self.name)
+        self.speculative = choice("prefill.speculative", Speculative, self.speculative)
+        share, layers = self.speculative_share, self.speculative_layers
+        require(0 < share <= 1, "prefill.speculative_share", share, "must be a share in (0, 1]")
+        for name in ("speculative_chunk", "speculative_ahead"):
+            require(getattr(self, name) >= 1, f"prefill.{name}", getattr(self, name), "must be at least 1 token")
+        require(layers is None or layers >= 1, "prefill.speculative_layers", layers, "must be at least 1")
         self.transfer = choice("prefill.transfer", Transfer, self.transfer)
         self.carrier = choice("prefill.carrier", Carrier, self.carrier)
         self.attention = choice("prefill.attention", Attention, self.attention)

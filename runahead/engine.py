@@ -14,7 +14,7 @@ import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from policies.row_values import row_values
-from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate
+from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate, Speculative
 from runahead.context import ContextPartition, KnowsAlone, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.batch import decode_batch
 from runahead.decoding.gathered_result import gathered_result
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformers.generation import GenerateOutput
 
     from runahead.dynamic_cache.checked import CheckedCache
+    from runahead.prompt_draft.drafting import Chosen, PromptDraft
     from runahead.reuse.handover import Handover
     from runahead.reuse.prefix_tree import PrefixTree
     from runahead.reuse.prefixes import Prefixes, RowPrefix
@@ -68,8 +69,9 @@ class Engine:
         policies: cache policies, and how what they keep is stored; by default all keys and values, as they are.
         decode: where keys and values are while decoding.
         store: store of segments that prompts reuse; by default in host memory and, on a GPU, device memory.
-        draft: for speculation by a smaller model, this rank's copy of it; for that by a policy, the policies that
-            choose what the model drafts from; a `Draft` where another one drafts for these.
+        draft: for speculation by a smaller model, or for a speculative prefill by one, this rank's copy of it; for
+            speculation by a policy, the policies that choose what the model drafts from; a `Draft` where another one
+            drafts for these.
         tree: earlier prompts and answers, of which later prompts reuse what they begin with; None reuses none. It is
             used by one thread, and may be that of several engines. All ranks have one. That of the last stage is used,
             or where stages may decode together that of each, with its part of the texts; what none of them has is
@@ -146,8 +148,38 @@ class Engine:
             prefixes=self.prefixes,
             store=store,
         )
+        self._prompt_draft = self._draft_of_prompts(draft)
         self._num_calls = 0
         self._weights: str | None = None
+
+    def _draft_of_prompts(self, draft: Model | RankPolicies | Draft | None) -> PromptDraft | None:
+        """What chooses the tokens of prompts that are computed; None: all are."""
+        kind = self.prefill_options.speculative
+        if kind is Speculative.none:
+            return None
+        from runahead.prompt_draft.drafting import PromptDraft
+
+        by = draft.by if isinstance(draft, Draft) else draft
+        if kind is Speculative.model and not isinstance(by, Model):
+            raise ValueError("prefill.speculative=model needs a smaller model that drafts: Engine(draft=...)")
+        of_layers = None if kind is Speculative.layers or not isinstance(by, Model) else by
+        return PromptDraft(
+            self.model,
+            of_layers,
+            self.ranks,
+            self._strategy,
+            self.prefill_options,
+            self.partition,
+            lends=self._lends,
+        )
+
+    def _choose(self, ids: Sequence[list[int]]) -> Chosen | None:
+        """Choose the tokens of prompts that are computed, as all ranks do together; None: all are."""
+        if self._prompt_draft is None:
+            return None
+        with self.ranks.announcing_failure():
+            self.ranks.barrier("all ranks to hold the prompt")
+            return self._prompt_draft.chosen(ids)
 
     def generate(
         self,
@@ -196,6 +228,8 @@ class Engine:
         outgrows = any(self.prompt_limits.outgrows(len(text), of_row.max_new_tokens) for text, of_row in lengths)
         setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
         asked = _asked(setup, each, reuses=reuse_segments(prompts))
+        if (chosen := self._choose(ids)) is not None:
+            prompts = chosen.prompts
         with self._held_prefixes(prompts, salts) as found:
             plan = self.plan(
                 prompts, each, found=found, asked=asked, record=record_timeline, salts=salts, may_be_alone=self._lends
@@ -213,7 +247,7 @@ class Engine:
                     cancellable=cancellable,
                 )
                 ready = self.prefills.ready(plan, found=found)
-                if ready.reuse is not None:
+                if ready.reuse is not None and ready.reuse.segments:
                     with self.ranks.busy():
                         ready.reuse.encode_missing()
                 recording, offset_s = None, self.ranks.clock_offset_s() if plan.record else 0.0
@@ -221,12 +255,12 @@ class Engine:
                     with self.ranks.busy():
                         recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
                 self.ranks.barrier("all ranks to hold the prompt")
-                began_s = time.perf_counter()
+                began_s = time.perf_counter() if chosen is None else chosen.began_s
                 with self.ranks.lending(plan.partition.chain if self._lends else []):
                     prefilled = self.prefills.run(ready)
                 self.prefills.store_prompts(ready, prefilled)
                 # Under policies the cache has what is reused, too, as one text with what was computed.
-                batch = PromptBatch.from_prompts(ids, self.ranks.device) if self.policies else ready.job.batch
+                batch = PromptBatch.from_prompts(ready.ids, self.ranks.device) if self.policies else ready.job.batch
                 with self.ranks.lending(stages if self._lends else []):
                     decoded = decode_batch(
                         self.model,
@@ -261,6 +295,7 @@ class Engine:
                 )
                 self._conclude(plan, ready.reuse, prefilled, result)
         result.slower = list(slower(*asked).values())
+        result.speculative = None if chosen is None else chosen.report
         result.cached_tokens = list(plan.stored)
         self._num_calls += 1
         return result
@@ -390,7 +425,7 @@ class Engine:
     def _conclude(self, plan: PrefillPlan, reuse: Reuse | None, prefilled: Prefilled, result: GenerationBatch) -> None:
         """Add to a result what the ranks report of it, and learn from its times."""
         result.decode = "last" if plan.shards is None else "sharded"
-        if reuse is not None:
+        if reuse is not None and reuse.segments:
             reuse.report.recomputed_tokens = prefilled.recomputed_tokens
             reuse.add_to(result)
         num = len(result.generations)
@@ -512,6 +547,8 @@ class Engine:
         check_options(options, self.model.tokenizer, self.model.vocab_size, self._grammars)
         check_prompts(prompts, self.prompt_limits, num_new=[each.max_new_tokens for each in options])
         self.policies.check_pools(self.model, batch=len(prompts), keep_parts=self._keeps_parts)
+        if self._prompt_draft is not None:
+            self._prompt_draft.check([len(ids_of(each)) for each in prompts])
         if reuse_segments(prompts):
             self.check_reuse(blends=_blend(prompts))
         if any(each.asks_for_drafts for each in options):

@@ -133,6 +133,21 @@ class SpeculationReport:
         return self.accepted / drafts if drafts else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeReport:
+    """Statistics of a speculative prefill.
+
+    Attributes:
+        draft: name of the model that chose.
+        kept_tokens: of each prompt, tokens that were computed.
+        draft_s: time of choosing them, part of TTFT.
+    """
+
+    draft: str
+    kept_tokens: list[int]
+    draft_s: float
+
+
 @dataclass(kw_only=True)
 class MemoryReport:
     """Memory of a rank's process: resident, or on a GPU what PyTorch allocates there.
@@ -277,6 +292,7 @@ class GenerationBatch:
         warm: False for an engine's first call.
         spans: timeline of each rank; empty if none was recorded.
         recordings: of torch's profiler on each rank, on the clock of the spans; empty if there are none.
+        speculative: statistics of a speculative prefill; None: all tokens were computed.
     """
 
     generations: list[Generation]
@@ -291,6 +307,7 @@ class GenerationBatch:
     slower: list[str] = field(default_factory=list)
     spans: list[list[TraceSpan]] = field(default_factory=list)
     recordings: list[ProfilerRecording] = field(default_factory=list)
+    speculative: SpeculativeReport | None = None
 
     @property
     def chunks(self) -> str:
@@ -351,10 +368,12 @@ def report_json(
         "versions": library_versions(),
     }
     prompts = [
-        _prompt_fields(generation, batch, partition, kvr_name) | {"cached_tokens": cached, "batch": number}
+        _prompt_fields(generation, batch, partition, kvr_name)
+        | _speculative_fields(batch.speculative, row)
+        | {"cached_tokens": cached, "batch": number}
         for number, (batch, kvr_name) in enumerate(zip(batches, kvr_names, strict=True))
-        for generation, cached in zip(
-            batch.generations, batch.cached_tokens or [0] * len(batch.generations), strict=True
+        for row, (generation, cached) in enumerate(
+            zip(batch.generations, batch.cached_tokens or [0] * len(batch.generations), strict=True)
         )
     ]
     if skipped:
@@ -392,6 +411,14 @@ def _prompt_fields(
         "ranks": [_rank_fields(rank) for rank in batch.ranks],
         "first_token_logits_top5": top5,
     }
+
+
+def _speculative_fields(report: SpeculativeReport | None, row: int) -> dict[str, Any]:
+    """Fields of a prompt of which some tokens were computed."""
+    if report is None:
+        return {}
+    about = {"draft": report.draft, "kept_tokens": report.kept_tokens[row], "draft_s": report.draft_s}
+    return {"speculative": about}
 
 
 def _rank_fields(rank: RankReport) -> dict[str, Any]:

@@ -55,6 +55,7 @@ ROOMS = {
         ("retrieval", "reuse", "dynamic_cache"),
         ("thinning",),
         ("prefill", "decoding"),
+        ("prompt_draft",),
         ("engine",),
         ("conversation",),
         ("serving",),

@@ -26,6 +26,7 @@ from runahead.config import (
     Profile,
     RanksOptions,
     Speculate,
+    Speculative,
     choice,
     require,
 )
@@ -167,13 +168,19 @@ class DraftOptions:
             with named("draft.policy"):
                 self.policy = checked(self.policy)
 
-    def needs_model(self, kind: Speculate) -> bool:
-        """Whether a smaller model drafts, for the model or for a policy."""
-        return kind is Speculate.model or (kind is Speculate.policy and self.speculate is Speculate.model)
+    def needs_model(self, kind: Speculate, prefill: Speculative = Speculative.none) -> bool:
+        """Whether a smaller model drafts: for the model, for a policy, or of prompts."""
+        of_answers = kind is Speculate.model or (kind is Speculate.policy and self.speculate is Speculate.model)
+        return of_answers or prefill is Speculative.model
 
-    def check(self, generation: GenerationOptions) -> None:
-        """Check that there is what the generation options ask for. Raises: ValueError."""
+    def check(self, generation: GenerationOptions, prefill: PrefillOptions) -> None:
+        """Check that there is what the options of generation and prefill ask for. Raises: ValueError."""
         kind = generation.speculate
+        if prefill.speculative is Speculative.model and self.model is None:
+            raise ValueError(
+                "prefill.speculative=model needs draft.model=<folder, hub id or .gguf>, a smaller model with the same "
+                "tokens"
+            )
         if kind is Speculate.model and self.model is None:
             raise ValueError(
                 "generation.speculate=model needs draft.model=<folder, hub id or .gguf>, a smaller model with the same "
@@ -228,7 +235,7 @@ class RunOptions:
                 "profile=torch goes into the timeline, and there is none; add timeline=<json>, or use profile=nvtx"
             )
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
-        self.draft.check(self.generation)
+        self.draft.check(self.generation, self.prefill)
         check(self.setup)
 
     @cached_property
@@ -317,12 +324,29 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             not looks_up,
             "without speculate=lookup",
         ),
-        ("draft", ["model", "overrides"], not run.draft.needs_model(speculate), "without generation.speculate=model"),
+        (
+            "draft",
+            ["model", "overrides"],
+            not run.draft.needs_model(speculate, run.prefill.speculative),
+            "without generation.speculate=model or prefill.speculative=model",
+        ),
         ("draft", ["speculate"], not drafts, "without generation.speculate=policy or model"),
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         ("prefill", ["attention"], prefill is not PrefillName.tsp, f"with prefill={prefill.name}"),
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
         ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),
+        (
+            "prefill",
+            ["speculative_share", "speculative_chunk", "speculative_ahead"],
+            run.prefill.speculative is Speculative.none,
+            "without prefill.speculative",
+        ),
+        (
+            "prefill",
+            ["speculative_layers"],
+            run.prefill.speculative is not Speculative.layers,
+            "without prefill.speculative=layers",
+        ),
         ("cache", ["residual", "residual_bits"], run.cache.bits is None, "without cache.bits"),
         ("cache", ["tier_bits"], run.policy["name"] != "prompt_cache", "without policy=prompt_cache"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),

@@ -51,6 +51,7 @@ def summary(
         rows["dtype"] = dtype
     widest = max(batches, key=lambda batch: batch.boundaries[-1])
     rows["chunks"] = widest.chunks + (" (longest prompt)" if len(batches) > 1 else "")
+    rows |= _speculative_rows(batches)
     rows["TTFT"] = _times([(batch.ttft_s, batch.warm) for batch in batches])
     tpots = [batch.tpot_s for batch in batches if batch.tpot_s is not None]
     rows["TPOT"] = f"{median_high(tpots) * 1e3:.1f} ms" if tpots else "- (one new token)"
@@ -92,6 +93,17 @@ def dtype_hint(asked: DType, dtype: torch.dtype, device: torch.device) -> str | 
     if asked is not DType.auto or dtype is not torch.float32 or not multiplies_bfloat16(device):
         return None
     return "float32 (auto); model.dtype=bfloat16 is faster on this processor, and less precise"
+
+
+def _speculative_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:
+    """What speculative prefills have computed of the prompts."""
+    reports = [batch.speculative for batch in batches if batch.speculative is not None]
+    if not reports:
+        return {}
+    kept = sum(sum(report.kept_tokens) for report in reports)
+    total = sum(generation.prompt_tokens for batch in batches for generation in batch.generations)
+    draft_s = sum(report.draft_s for report in reports)
+    return {"prompt kept": f"{kept:,} of {total:,} tokens, chosen in {draft_s:.3f} s by {reports[0].draft}"}
 
 
 def _reuse_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from runahead.config import (
     PrefillName,
     PrefillOptions,
     Speculate,
+    Speculative,
     Weights,
 )
 
@@ -155,6 +156,18 @@ def _other(section: str, *names: str) -> Fact:
     def fact(setup: Setup) -> Words:
         options = getattr(setup, section)
         return None if options is None else _if(options.name.name not in names, f"{section}={options.name.name}")
+
+    return fact
+
+
+def _speculative(*kinds: Speculative) -> Fact:
+    """The draft that chooses what is computed of a prompt, if it is one of these; by default any."""
+
+    def fact(setup: Setup) -> Words:
+        if setup.prefill is None:
+            return None
+        kind = setup.prefill.speculative
+        return _if(kind in (kinds or (Speculative.layers, Speculative.model)), f"prefill.speculative={kind.name}")
 
     return fact
 
@@ -458,6 +471,9 @@ FACTS: dict[str, Fact] = {
     "prefill other than kv_runahead": _other("prefill", "kv_runahead"),
     "prefill.chunk_tokens": _option("prefill.chunk_tokens", "prefill"),
     "prefill.row_tokens": _option("prefill.row_tokens", "prefill"),
+    "prefill.speculative": _speculative(),
+    "prefill.speculative=layers": _speculative(Speculative.layers),
+    "prefill.speculative=model": _speculative(Speculative.model),
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
     "cache.bits": _of_last(_option("cache.bits", "cache")),

@@ -21,6 +21,7 @@ ON_ONE_RANK = "{0}: prefill for other engines needs all keys and values on one r
 AS_THEY_ARE = "set policy=full, decode=last, ranks.tensor=1"
 OTHER_POLICY = "use another policy, such as snapkv"
 ALL_ON_ONE_RANK = "{0} has all keys and values as they were computed, on one rank"
+ALL_TOKENS = "use prefill.speculative=none"
 NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
 
 
@@ -112,6 +113,93 @@ REFUSED = (
         ("prefill.row_tokens", "no list of layers"),
         "{0}: {1} has no list of layers",
         "leave it out",
+    ),
+    # prefill.speculative
+    Refused(
+        ("prefill.speculative", "states"),
+        "{1} hold states of all tokens before, and {0} computes some of a prompt's tokens alone",
+        "use prefill.speculative=none",
+    ),
+    Refused(("prefill.speculative", "marks"), MARKED, ALL_TOKENS),
+    Refused(
+        ("prefill.speculative", "prefill=tsp or zigzag"),
+        "{0} gives the tokens that are computed positions with gaps, which {1} does not know",
+        CHAIN,
+    ),
+    *(
+        Refused(
+            ("prefill.speculative", fact),
+            f"{{0}} gives the tokens that are computed positions with gaps, and {{1}} {what}",
+            ALL_TOKENS,
+        )
+        for fact, what in (
+            ("own positions", "counts positions on its own"),
+            ("angles by length", "rotates by angles that depend on the length of the text"),
+        )
+    ),
+    Refused(
+        ("prefill.speculative=layers", "no list of layers"),
+        "{0}: {1} has no list of layers",
+        "use prefill.speculative=model",
+    ),
+    Refused(("prefill.speculative=layers", "shared KV layers"), OTHERS_KV, "use prefill.speculative=model"),
+    Refused(
+        ("prefill.speculative=layers", "model.weights=int8"),
+        "{0} makes a model of the first layers' weights, which {1} has in 8 bits",
+        "use prefill.speculative=model or model.weights=full",
+    ),
+    Refused(("prefill.speculative", "ranks.tensor"), "{0} has the whole draft on each rank, not with {1}", NO_SHARES),
+    Refused(("prefill.speculative", "prefill=tensor"), "{0} has the whole draft on each rank, not with {1}", NO_SHARES),
+    Refused(
+        ("prefill.speculative", "policy=prompt_cache"),
+        "{0} chooses among the tokens of a prompt, of which {1} has some computed already",
+        "leave one of them out",
+    ),
+    Refused(
+        ("prefill.speculative", "a policy that drops tokens"),
+        "{1} may drop tokens, which are counted by their places, and with {0} there are gaps between these",
+        "use one of them, or a policy that retrieves, such as quest",
+    ),
+    *(
+        Refused(
+            ("prefill.speculative", "a retrieving policy", fact),
+            f"policy {{1}} does not go with {{2}}, which {what}, and {{0}}, which leaves gaps between positions",
+            "use policy=full",
+        )
+        for fact, what in (
+            ("windows", "has layers with windows"),
+            ("ALiBi", "adds a bias to its attention by distance (ALiBi)"),
+        )
+    ),
+    Refused(
+        ("prefill.speculative", "policy.clamped=true"),
+        "{1} counts distances to the tokens that are kept, and {0} leaves gaps between these",
+        "use policy.clamped=false",
+    ),
+    Refused(
+        ("prefill.speculative", "policy.positions=reencoded"),
+        "{1} numbers tokens without gaps, and {0} keeps them at their positions",
+        "use policy.positions=original",
+    ),
+    Refused(
+        ("prefill.speculative", "decode=sharded", "cache policies or cache.bits"),
+        "decode=sharded with {2} lets each rank choose among its own tokens, and with {0} there are gaps between these",
+        "use decode=last",
+    ),
+    Refused(
+        ("prefill.speculative", "generation.speculate", "decode=sharded"),
+        "{1} does not go with {0} and decode=sharded, where ranks have parts of a draft at positions with gaps",
+        "use decode=last",
+    ),
+    Refused(
+        ("prefill.speculative", "generation.speculate=policy"),
+        "{1} chooses among all tokens of a prompt, of which {0} computes some alone",
+        "use generation.speculate=lookup",
+    ),
+    Refused(
+        ("prefill.speculative=model", "a server"),
+        "{0} is for launch/infer.py, as a server has no draft.model",
+        "use prefill.speculative=layers",
     ),
     # policy=prompt_cache
     *(
@@ -432,7 +520,17 @@ REFUSED = (
         "{1} counts positions on its own, so keys and values cannot be reused in other prompts",
         "leave the tree out (serve.prefix_cache_bytes=0)",
     ),
+    Refused(
+        ("reuse of prefixes", "prefill.speculative"),
+        "{1} leaves out tokens that the next prompt may need, so that no prompt is stored",
+        "leave the tree out (serve.prefix_cache_bytes=0)",
+    ),
     # log-probabilities of prompts
+    Refused(
+        ("echo with logprobs", "prefill.speculative"),
+        "{1} computes some tokens of a prompt alone, so that {0} has nothing to score the others by",
+        "use prefill.speculative=none",
+    ),
     Refused(
         ("echo with logprobs", "decode other than last on several stages"),
         "{0} has each stage score its tokens of a prompt that one stage goes on with, and with {1} several may",
@@ -450,6 +548,11 @@ REFUSED = (
         "use prefill=kv_runahead",
     ),
     Refused(
+        ("serve.decode_ranks", "prefill.speculative"),
+        "{1} answers batch after batch, and with serve.decode_ranks=1 one stage decodes while others compute prompts",
+        "leave one of them out",
+    ),
+    Refused(
         ("serve.decode_ranks", "decode other than last"),
         "{1} does not go with serve.decode_ranks=1, where one stage decodes and the others compute prompts",
         "use decode=last",
@@ -461,6 +564,11 @@ REFUSED = (
     ),
     # a cache of transformers
     Refused(("a DynamicCache", "a policy"), ALL_ON_ONE_RANK + ", and {1} may leave some out", "use policy=full"),
+    Refused(
+        ("a DynamicCache", "prefill.speculative"),
+        ALL_ON_ONE_RANK + ", and {1} leaves some out",
+        "use prefill.speculative=none",
+    ),
     Refused(("a DynamicCache", "cache.bits"), ALL_ON_ONE_RANK + ", not with {1}", "use cache.bits=null"),
     Refused(
         ("a DynamicCache", "policy=prompt_cache"),
@@ -487,6 +595,11 @@ REFUSED = (
     ),
     # serve.handover
     Refused(("serve.handover", "a policy"), ON_ONE_RANK + ", of which {1} drops or leaves out some", AS_THEY_ARE),
+    Refused(
+        ("serve.handover", "prefill.speculative"),
+        ON_ONE_RANK + ", of which {1} leaves some out",
+        "use prefill.speculative=none",
+    ),
     Refused(("serve.handover", "cache.bits"), ON_ONE_RANK + ", as they are, not with {1}", "use cache.bits=null"),
     Refused(
         ("serve.handover", "policy=prompt_cache"),

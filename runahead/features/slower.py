@@ -117,6 +117,11 @@ SLOWER = (
         Slower((reuse, "rows of one batch", "a GPU"), Way.graph, "{0} leaves keys and values in several pieces")
         for reuse in (PREFIXES, "policy=prompt_cache")
     ),
+    Slower(
+        ("prefill.speculative", "a GPU"),
+        Way.graph,
+        "{0} leaves gaps between positions",
+    ),
     Slower(("a GPU", "steps that differ"), Way.graph, "{1}"),
     Slower(("a GPU", "no kernel for graphs"), Way.graph, "{0} has no kernel for {1}"),
     Slower(("a server", KEEPS), Way.prompts_together, "{1} look at what is kept of one prompt as a whole"),
@@ -146,6 +151,12 @@ SLOWER = (
         Way.side_by_side,
         "with {1} all stages may decode; use decode=last",
     ),
+    Slower(
+        ("a server", "prefill.speculative"),
+        Way.side_by_side,
+        "with {1} all stages run a draft of each prompt first",
+    ),
+    Slower(("a server", "prefill.speculative"), Way.shared_prompt, "with {1} they are rows of a batch"),
     Slower(
         ("a server", "a share of a model"),
         Way.stopped,

@@ -664,7 +664,8 @@ def test_the_config_of_a_drafting_model_has_overrides(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft\.overrides\.rms_eps is no key .*did you mean rms_norm_eps"):
         drafting({"rms_eps": 0.5})
     unused = RunOptions(policy={"name": "full"}, draft=DraftOptions(overrides={"rms_norm_eps": 0.5}))
-    assert "draft.overrides has no effect without generation.speculate=model" in ineffective_settings(unused)
+    told = "draft.overrides has no effect without generation.speculate=model or prefill.speculative=model"
+    assert told in ineffective_settings(unused)
 
 
 def test_rows_of_a_batch_ask_for_different_drafts() -> None:

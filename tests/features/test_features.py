@@ -41,6 +41,7 @@ from runahead.config import (
     PrefillName,
     PrefillOptions,
     Speculate,
+    Speculative,
     Weights,
 )
 from runahead.features.combination import PLACES, Combination
@@ -109,6 +110,9 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prefill other than kv_runahead": lambda: {"prefill": PrefillOptions(name=PrefillName.single)},
     "prefill.chunk_tokens": lambda: {"prefill": PrefillOptions(chunk_tokens=16)},
     "prefill.row_tokens": lambda: {"prefill": PrefillOptions(row_tokens=16)},
+    "prefill.speculative": lambda: {"prefill": PrefillOptions(speculative=Speculative.layers)},
+    "prefill.speculative=layers": lambda: {"prefill": PrefillOptions(speculative=Speculative.layers)},
+    "prefill.speculative=model": lambda: {"prefill": PrefillOptions(speculative=Speculative.model)},
     "decode=sharded": lambda: {"decode": DecodeOptions(name=DecodeName.sharded)},
     "decode other than last": lambda: {"decode": DecodeOptions()},
     "decode other than last on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},

@@ -343,6 +343,11 @@ def test_cfg_job_prints_what_would_run():
         "exchange": "all_gather",
         "chunk_tokens": None,
         "row_tokens": None,
+        "speculative": "none",
+        "speculative_share": 0.25,
+        "speculative_chunk": 32,
+        "speculative_ahead": 8,
+        "speculative_layers": None,
     }
 
 
