@@ -350,7 +350,7 @@ class Engine:
         if len(partition.chain) > 1 and all(takes(each, Way.sharded) for each in asked):
             with self.ranks.announcing_failure():
                 shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1, stored_on=stored_on)
-        if may_be_alone and shards is None and {last}.issuperset(stored_on):
+        if may_be_alone and len(partition.chain) > 1 and shards is None and {last}.issuperset(stored_on):
             partition = self._alone_if_sooner(partition, max(stored))
         if len(partition.chain) > 1:
             self._check_chain(partition)
@@ -383,13 +383,13 @@ class Engine:
         return ContextPartition(boundaries=tuple(num_tokens if end > stage else 0 for end in ends))
 
     def _alone_if_sooner(self, partition: ContextPartition, num_stored: int) -> ContextPartition:
-        """The last stage alone where the partitioner knows that to be sooner than this partition; else this one.
+        """The last stage alone where the partitioner knows that to be sooner than this chain of several; else this one.
 
         Args:
             num_stored: tokens before those of the partition, which the last stage has.
         """
         split, can_be = self.partition, self.prefill_options.takes_partition and self.takes_stage_alone
-        if len(partition.chain) == 1 or not can_be or not isinstance(split, KnowsAlone):
+        if not can_be or not isinstance(split, KnowsAlone):
             return partition
         is_sooner = split.is_alone_sooner(partition, num_stored)
         self._require_same({"whether one stage computes the prompts": fact(is_sooner)})

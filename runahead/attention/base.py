@@ -68,8 +68,8 @@ class LayerAttention(ABC):
     """Base class of the attention of one forward pass. Each of the model's attention layers calls it once.
 
     It calls `attend`, or `attend_shared` if it reads the keys and values of an earlier layer. Where a layer is computed
-    in blocks of rows it is called once for each block, in order. The last layer that stores keys and values calls
-    `attend_last` where nobody needs other tokens after it, then perhaps `attend_again`.
+    in blocks of rows it is called once for each block, in order. The last layer that stores keys and values may call it
+    once more for the last token alone, where nobody needs other tokens after it.
 
     Args:
         start: index of the first new token in the left-padded batch.
@@ -79,12 +79,14 @@ class LayerAttention(ABC):
         states: of all tokens before, which the forward updates; None: no layer holds any, or no token is before.
         stops: indices in the padded batch before which the states of layers are kept.
         block: the new tokens for which a layer is called.
+        needs_last_alone: nobody needs the output of the layer that calls for other tokens than the last.
         rotates: this attention rotates queries and keys itself, so that the model must leave them at position 0.
     """
 
     rotates = False
     stops: Collection[int] = ()
     block: Block = ALL_ROWS
+    needs_last_alone = False
 
     def __init__(self, *, start: int, pads: list[int]) -> None:
         self.start, self.pads = start, pads
@@ -121,21 +123,9 @@ class LayerAttention(ABC):
         Raises:
             ForwardEndsHere: the rest of the forward is not needed.
             BlockEndsHere: the rest of the layer is not needed for this block.
+            LastTokenAlone: only if it `needs_last_alone`; keys and values are stored. The layer is to run again for the
+                last token alone; this is called with its queries, and its keys and values, which are known.
         """
-
-    def attend_last(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        """Attend as `attend` does, in a layer whose output is needed for the last new token alone.
-
-        Raises:
-            LastTokenAlone: the keys and values are stored. The layer is to run again for the last token, whose
-                attention is `attend_again`.
-            BlockEndsHere: those of a block are stored that is not the last one.
-        """
-        return self.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-
-    def attend_again(self, q_BN1H: Tensor, terms: AttentionTerms) -> Tensor:
-        """Output (B, N, 1, V) of the last new token in the layer for which `attend_last` raised `LastTokenAlone`."""
-        raise AssertionError("this attention raises no LastTokenAlone")
 
     def attend_shared(
         self,

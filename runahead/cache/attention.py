@@ -173,37 +173,26 @@ class CausalAttention(LayerAttention):
         self._on_layer()
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        return self._output(self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms))
-
-    def _output(self, call: LayerCall) -> Tensor:
-        await_prefix = self._awaiting(call) if self.block.first == 0 else nothing
-        keeps_lse = self._waits_for_readers(call.layer)
-        out_BNCV = call.seen.output(call.terms, await_prefix, gather=self.cache.gather, keeps_lse=keeps_lse)
+        """As of the base class. Where a layer runs again, hooks are called with all queries; these are the last."""
+        call, self._stored = self._stored, None
+        awaits = bool(self._loads)  # once, and a layer that runs again has not yet
+        if call is None:
+            call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
+            is_plain = self._attend is None and self.cache.gather is None
+            if self.needs_last_alone and is_plain and call.store.sees_last_alone:
+                self._stored = call if self.block.is_last else None
+                raise LastTokenAlone if self.block.is_last else BlockEndsHere
+            seen, terms = call.seen, call.terms
+            awaits = awaits and self.block.first == 0
+        else:
+            assert call.layer == layer, (call.layer, layer)
+            seen = call.store.seen(q_BNCH, call.tokens.after(call.q_BNCH.shape[2] - q_BNCH.shape[2]))
+            call.seen.not_attended, self._input_BCD = call.terms, None
+        await_prefix = partial(_call_all, self._loads, call) if awaits else nothing
+        keeps_lse = self._waits_for_readers(layer)
+        out_BNCV = seen.output(terms, await_prefix, gather=self.cache.gather, keeps_lse=keeps_lse)
         self.attended(call)
         return out_BNCV
-
-    def _awaiting(self, call: LayerCall) -> Callable[[], None]:
-        """A call that returns once the tokens of earlier ranks are there."""
-        return partial(_call_all, self._loads, call) if self._loads else nothing
-
-    def attend_last(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
-        call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        if self._attend is not None or self.cache.gather is not None or not call.store.sees_last_alone:
-            return self._output(call)
-        if not self.block.is_last:
-            raise BlockEndsHere
-        self._stored = call
-        raise LastTokenAlone
-
-    def attend_again(self, q_BN1H: Tensor, terms: AttentionTerms) -> Tensor:
-        """Attend again, as the base class says. Hooks are called with all queries, of which these are the last."""
-        call, self._stored, self._input_BCD = self._stored, None, None
-        assert call is not None, "the layer has stored its keys and values"
-        seen = call.store.seen(q_BN1H, call.tokens.after(call.q_BNCH.shape[2] - q_BN1H.shape[2]))
-        out_BN1V = seen.output(terms, self._awaiting(call))
-        call.seen.not_attended = call.terms
-        self.attended(call)
-        return out_BN1V
 
     def stored(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> LayerCall:
         """Store the new tokens of a layer. Attention to what the call has `seen` follows, and `attended`."""

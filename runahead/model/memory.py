@@ -52,22 +52,29 @@ def _memory_bytes(device: torch.device, ranks_on_host: int) -> float:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes() / ranks_on_host
 
 
-def row_tokens(model: Any, batch: int, ranks_on_host: int) -> int | None:
-    """Tokens of each row for which a layer's activations take no more than a small part of the memory.
+def memory_for_blocks(model: Any, ranks_on_host: int) -> float | None:
+    """Bytes of memory of which activations of a layer may take a small part: the least of ranks that share a model.
 
-    They are as many on all ranks that share a model, as these add up each block's outputs. All of them call this alike.
+    These add up each block's outputs, so their blocks are alike. All of them call this at the same time.
 
     Args:
         model: as of `token_bytes`.
-        batch: number of rows.
 
     Returns:
         None if the model computes a chunk at once, however long.
     """
-    if not model.computes_blocks:
-        return None
-    each = batch * activation_bytes(model.config, model.dtype, model.num_shards)
-    return row_tokens_in(model.of_tightest_share(_memory_bytes(model.device, ranks_on_host)), each)
+    return model.of_tightest_share(_memory_bytes(model.device, ranks_on_host)) if model.computes_blocks else None
+
+
+def row_tokens(model: Any, batch: int, memory_bytes: float) -> int:
+    """Tokens of each row for which a layer's activations take no more than a small part of the memory.
+
+    Args:
+        model: as of `token_bytes`.
+        batch: number of rows.
+        memory_bytes: of the rank.
+    """
+    return row_tokens_in(memory_bytes, batch * activation_bytes(model.config, model.dtype, model.num_shards))
 
 
 def row_tokens_in(memory_bytes: float, token_bytes: float) -> int:

@@ -141,7 +141,6 @@ class Model(ModelLayers):
         self._rotaries = length_dependent_rotaries(module)
         self._narrows = self._writes_in_place = self.gives_one_by_one = False
         self._wrong_in_blocks: str | None = None  # not known yet
-        self._least_bytes: float | None = None
         self.check = "none"
         self._marker: Marker | None = None
         try:
@@ -262,7 +261,7 @@ class Model(ModelLayers):
         expected = self._logits_check().expected()
         _ = self.fingerprint  # of the whole model, before this rank's share replaces it
         share_model(self.module, shares.group, self.device)
-        self.shares, self._wrong_in_blocks, self._least_bytes = shares, None, None
+        self.shares, self._wrong_in_blocks = shares, None
 
         def require() -> None:
             self._logits_check().require(*expected, "the whole model")
@@ -307,12 +306,8 @@ class Model(ModelLayers):
         return max((copies for copies, _ in copies_of_heads(self.module).values()), default=1)
 
     def of_tightest_share(self, own_bytes: float) -> float:
-        """The least memory of the ranks that share the model, as of the first call. All of them make that one alike."""
-        if self.shares is None:
-            return own_bytes
-        if self._least_bytes is None:
-            self._least_bytes = min(self.shares.gather(own_bytes))
-        return self._least_bytes
+        """The least memory of the ranks that share the model. All of them call this alike."""
+        return own_bytes if self.shares is None else min(self.shares.gather(own_bytes))
 
     @property
     def shard_number(self) -> int:

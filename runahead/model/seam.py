@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
@@ -24,8 +24,6 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.model.held import Held, StatesOfForward
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.layers.marks import Marker
-
-T = TypeVar("T")
 
 ATTENTION_NAME = "runahead"
 
@@ -90,6 +88,7 @@ class SeamCache(Cache):
 
     Attributes:
         width: number of tokens that a layer's modules are given.
+        needs_last_alone: nobody needs the output of the layer that runs for other tokens than the last.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class SeamCache(Cache):
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
         self.block_ends, self.in_place, self.width = block_ends, in_place, num_new
         self._stores_first = stores_first
-        self._last_layer, self._run = last_layer, 0
+        self._last_layer, self.needs_last_alone = last_layer, False
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
@@ -137,11 +136,8 @@ class SeamCache(Cache):
         if self._marker is not None:
             q_BNCH, k_BKCH, terms = self._marker.marked(layer, q_BNCH, k_BKCH, terms)
         source = self._sources.get(layer)
-        if layer == self._last_layer and self._run == 1:
-            return self.attention.attend_last(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-        if layer == self._last_layer and self._run == 2:
-            return self.attention.attend_again(q_BNCH, terms)
         if source is None:
+            self.attention.needs_last_alone = self.needs_last_alone and layer == self._last_layer
             return self.attention.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
         skipped = self.width - q_BNCH.shape[2]
         return self.attention.attend_shared(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, skipped=skipped)
@@ -162,22 +158,11 @@ class SeamCache(Cache):
         finally:
             self.attention.block, self.width = ALL_ROWS, self.num_new
 
-    def run_last(self, run: Callable[[], T], run_again: Callable[[], T]) -> T:
-        """Run the last layer that stores keys and values.
-
-        Args:
-            run: runs it for all tokens.
-            run_again: runs it for the last one alone; called if its attention has ended that run.
-        """
-        try:
-            self._run = 1
-            try:
-                return run()
-            except LastTokenAlone:
-                self._run = 2
-            return run_again()
-        finally:
-            self._run = 0
+    def last_alone(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments of a layer for the last token alone."""
+        hidden = (args[0] if args else keywords["hidden_states"])[..., -1:, :]
+        rest, keywords = (for_tokens(each, self.width, lambda x: x[:, -1:]) for each in (args[1:], keywords))
+        return ((hidden, *rest), keywords) if args else (args, keywords | {"hidden_states": hidden})
 
     @staticmethod
     def among(args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:
@@ -222,6 +207,33 @@ class SeamCache(Cache):
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         length = query_length if isinstance(query_length, int) else len(query_length)
         return self.start + length, 0
+
+
+def run_for_last(forward: Callable[..., Any], widens: bool, /, *args: Any, **keywords: Any) -> Any:
+    """Run the last layer until it has stored keys and values, and again for the last token, if nobody needs others.
+
+    Args:
+        forward: of the layer, which stores keys and values alone.
+        widens: modules after it may expect as many tokens as the model was given. Each is given the last one.
+    """
+    seam = SeamCache.among(args, keywords)
+    if seam is None or not seam.ends_with_last:
+        return forward(*args, **keywords)
+    seam.width = (args[0] if args else keywords["hidden_states"]).shape[-2]  # if policies leave fewer, too
+    seam.needs_last_alone = True
+    try:
+        return forward(*args, **keywords)
+    except LastTokenAlone:
+        pass
+    finally:
+        seam.needs_last_alone = False
+    args, keywords = seam.last_alone(args, keywords)
+    output = forward(*args, **keywords)
+    if not widens and not seam.block_ends:
+        return output
+    hidden, *rest = output if isinstance(output, tuple) else (output,)
+    hidden = hidden.expand(*hidden.shape[:-2], seam.width, -1)
+    return (hidden, *rest) if isinstance(output, tuple) else hidden
 
 
 def attention_function(

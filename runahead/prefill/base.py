@@ -19,7 +19,6 @@ from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner
-from runahead.model.memory import row_tokens
 from runahead.model.model import Model
 from runahead.prefill.scoring import PromptScorer
 from runahead.ranks.ranks import Ranks
@@ -149,6 +148,7 @@ class PrefillJob:
             rank's stage has of it is `reused`, too.
         states: after what each row reuses, in layers that hold one; a forward changes them. None: there is nothing.
         chunk_tokens: tokens that are computed at a time on one rank that has the whole prompt; None is all of them.
+        rows_by_memory: tokens of each row for which a layer's activations have room; None is all of them.
         stops: index in the padded batch -> rows whose states before it are kept; on all stages of a chain.
         gives_new: fill `given` of the result on the rank that decodes.
         texts: whole prompts, if some of their tokens are reused and policies decide on all.
@@ -170,6 +170,7 @@ class PrefillJob:
     stored: StoredPrefix | None = None
     states: States | None = None
     chunk_tokens: int | None = None
+    rows_by_memory: int | None = None
     stops: Mapping[int, Sequence[int]] = field(default_factory=dict)
     gives_new: bool = False
     texts: PromptBatch | None = None
@@ -182,9 +183,7 @@ class PrefillJob:
     def row_tokens(self) -> int | None:
         """Most tokens of each row that a layer computes at a time; None is all."""
         asked = self.options.row_tokens
-        if asked is None:
-            return row_tokens(self.model, len(self.batch.pads), self.ranks.local_size)
-        return asked or None
+        return self.rows_by_memory if asked is None else asked or None
 
     @property
     def shard(self) -> Shard | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition
+from runahead.model.memory import LEAST_ROW_TOKENS, memory_for_blocks, row_tokens
 from runahead.model.model import Model
 from runahead.prefill.base import (
     InterleavedWork,
@@ -73,6 +75,9 @@ class ReusingPrefill:
         limits: of prompts, for the tokens that one rank computes at a time.
         prefixes: of earlier prompts; None reuses none.
         store: of segments; by default one is made for the first prompt that reuses any.
+
+    Raises:
+        ValueError: layers give other logits in the blocks of rows that `options` ask for.
     """
 
     def __init__(
@@ -89,6 +94,9 @@ class ReusingPrefill:
     ) -> None:
         self._model, self._ranks, self._strategy, self._options = model, ranks, strategy, options
         self._policies, self._limits, self._prefixes, self._alone = policies, limits, prefixes, Single()
+        if options.row_tokens and (why := model.wrong_in_blocks()):
+            raise ValueError(f"{why}; use prefill.row_tokens=0")
+        self._memory_bytes = memory_for_blocks(model, ranks.local_size) if options.row_tokens is None else None
         self.store = store
 
     def ready(
@@ -349,8 +357,23 @@ class ReusingPrefill:
             "options": self._options,
             "policies": self._policies,
             "chunk_tokens": self._limits.chunk_tokens(batch.num_tokens),
+            "rows_by_memory": self._rows_by_memory(batch, partition),
         }
         return PrefillJob(**(given | more))
+
+    def _rows_by_memory(self, batch: PromptBatch, partition: ContextPartition) -> int | None:
+        """Tokens of each row for which a layer's activations have room. Blocks that are wrong are told once, and left.
+
+        All ranks of a stage call it, before the clock of a prefill starts, as the model's first call computes a text.
+        """
+        if self._memory_bytes is None or batch.num_tokens <= LEAST_ROW_TOKENS:
+            return None
+        found = row_tokens(self._model, len(batch.pads), self._memory_bytes)
+        if len(partition.chunk(self._ranks.stage)) > found and (why := self._model.wrong_in_blocks()):
+            warnings.warn(f"{why}; they compute it at once, for which they need more memory", stacklevel=2)
+            self._memory_bytes = None
+            return None
+        return found
 
     def _reuse(self, prompts: Sequence[GivenPrompt], after_layer: Callable[[], None]) -> Reuse | None:
         """The segments that the prompts reuse; None if no prompt reuses any.

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -96,9 +95,6 @@ class StageRun:
         takes_blocks = self.takes_blocks and all(hook.takes_blocks for hook in hooks)
         num_tokens, row_tokens = sum(map(len, runs)), job.row_tokens if takes_blocks else None
         row_tokens = None if row_tokens is None or row_tokens >= num_tokens else row_tokens
-        if row_tokens is not None and job.options.row_tokens is None and (why := job.model.wrong_in_blocks()):
-            warnings.warn(f"{why}; they compute it at once, for which they need more memory", stacklevel=2)
-            row_tokens = None
         if job.stops and self.is_last:
             assert self.cache.states is not None
             self._kept = KeptStates(job.stops, self.cache.states, job.model.state_shapes, job.ranks.device)

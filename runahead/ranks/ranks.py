@@ -305,10 +305,10 @@ class Ranks(ProcessGroups):
 
     def num_threads(self, stages: Iterable[int]) -> int:
         """Intra-op threads of this rank while only these stages compute."""
-        computing = [rank for stage in stages for rank in self.mesh.members(stage)]
-        if self.rank not in computing or not self.threads:
+        if not self.threads:
             return torch.get_num_threads()
-        return threads_while(computing, self.threads, self.rank)
+        computing = [rank for stage in stages for rank in self.mesh.members(stage)]
+        return threads_while(computing, self.threads, self.rank) if self.rank in computing else torch.get_num_threads()
 
     def _set_threads(self, number: int) -> None:
         """Set the number of intra-op threads, which OpenMP has for each thread that computes."""

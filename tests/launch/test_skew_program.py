@@ -69,7 +69,5 @@ def products_at_0(model: Model, ids: list[int]) -> list[torch.Tensor]:
             q, k = (rotary.rotated(x.permute(2, 0, 1, 3), 0, [0]).permute(1, 2, 0, 3) for x in (q, k))
             return super().attend(layer, q, k, v, terms)
 
-        attend_last = attend  # the last layer is whole, too
-
-    model.forward(torch.tensor([ids]), Rotating(cache, start=0, pads=[0]), start=0, pads=[0])
+    model.forward(torch.tensor([ids]), Rotating(cache, start=0, pads=[0]), start=0, pads=[0], all_hidden=True)
     return [typical_queries(x).mT @ typical_queries(x) for x in found]

@@ -13,7 +13,6 @@ from policies.snapkv import SnapKV
 from runahead import Model
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
-from runahead.model.layers import shared_kv
 from runahead.model.seam import SeamCache
 from tests.families import FAMILIES, HYBRIDS, SHARING, build, largest_difference, oracle_logits, prompt, throughout
 from tests.policies.running import Run
@@ -121,10 +120,10 @@ def test_policies_keep_what_they_keep_of_the_whole_layer(monkeypatch: pytest.Mon
 class Wrong(CausalAttention):
     """Attention that lets the last token see all tokens but one."""
 
-    def attend_again(self, q_BN1H: Tensor, terms: AttentionTerms) -> Tensor:
-        assert self._stored is not None
-        self._stored.tokens.start -= 1
-        return super().attend_again(q_BN1H, terms)
+    def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
+        if self._stored is not None:
+            self._stored.tokens.start -= 1
+        return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
 
 def test_a_token_too_few_would_be_seen() -> None:
@@ -134,15 +133,15 @@ def test_a_token_too_few_would_be_seen() -> None:
 
 
 def test_a_model_that_is_wrong_for_the_last_token_alone_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = shared_kv._cut
+    last_alone = SeamCache.last_alone
 
     def negated(forward: SeamCache, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        given, named = cut(forward, args, keywords)
+        given, named = last_alone(forward, args, keywords)
         return (
             ((-given[0], *given[1:]), named) if given else (given, named | {"hidden_states": -named["hidden_states"]})
         )
 
-    monkeypatch.setattr(shared_kv, "_cut", negated)
+    monkeypatch.setattr(SeamCache, "last_alone", negated)
     with (
         throughout(torch.float64),
         pytest.warns(UserWarning, match="computes all tokens of a prompt in its last layer"),

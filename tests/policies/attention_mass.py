@@ -121,7 +121,7 @@ def read(model: Model, ids_S: Tensor, setup: Setup) -> Reading:
                 hooks.enter_context(of.register_forward_pre_hook(attention.notes_input(what), with_kwargs=True))
             for what, of in (("attention output", module), ("FFN output", layer.get_submodule("mlp"))):
                 hooks.enter_context(of.register_forward_hook(attention.notes_output(what)))
-        model.forward(ids_S[None].to(model.device), attention, start=0, pads=[0])
+        model.forward(ids_S[None].to(model.device), attention, start=0, pads=[0], all_hidden=True)
     return attention.reading
 
 
@@ -166,8 +166,6 @@ class _Asking(CausalAttention):
         if layer in self.setup.layers:
             self._ask(layer, q_BNCH[0], k_BKCH[0], terms.scaling)
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-
-    attend_last = attend  # the last layer is whole, too
 
     def _ask(self, layer: int, q_NSH: Tensor, k_KSH: Tensor, scaling: float) -> None:
         heads = len(k_KSH)

@@ -28,7 +28,6 @@ from policies.sparq import SparQ
 from policies.squeezed_attention import SqueezedAttention
 from policies.threshold_clusters import ThresholdClusters
 from runahead.attention.partial import AttentionTerms
-from runahead.cache.attention import CausalAttention
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import seen_in
@@ -512,7 +511,7 @@ RETRIEVED_TURN = prompt(9, seed=5)
 def test_a_turn_that_retrieves_all_is_the_full_cache_bit_by_bit(
     name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CausalAttention, "attend_last", CausalAttention.attend)  # as turns that retrieve have it
+    monkeypatch.setattr(tiny_model("llama"), "last_layer", None)  # as turns that retrieve have it
     ours = Turns(tiny_model("llama"), [policy(name, ALL[name] | {"turn_tokens": 9})], lengths)
     full = Turns(tiny_model("llama"), [Full()], lengths)
     ours.prefill(), full.prefill()

@@ -42,8 +42,6 @@ class Noting(CausalAttention):
         self.seen.append((q_BNCH * terms.scaling, k_BKCH, v_BKCV))
         return super().attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
 
-    attend_last = attend  # the last layer is whole, too
-
 
 def attention_inputs(model: Model, attention: CausalAttention, ids_1S: Tensor) -> list[Tensor]:
     """Hidden states (S, D) that the family's attention modules are given in a forward, by layer."""
@@ -56,7 +54,7 @@ def attention_inputs(model: Model, attention: CausalAttention, ids_1S: Tensor) -
         )
         for layer in range(model.num_layers)
     ]
-    model.forward(ids_1S, attention, start=0, pads=[0])
+    model.forward(ids_1S, attention, start=0, pads=[0], all_hidden=True)
     for hook in hooks:
         hook.remove()
     return given

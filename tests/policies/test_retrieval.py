@@ -18,7 +18,6 @@ from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
 from policies.snapkv import SnapKV
 from runahead.attention.base import LayerAttention
-from runahead.cache.attention import CausalAttention
 from runahead.config import GenerationOptions, Positions
 from runahead.conversation import Conversation
 from runahead.model.model import Model
@@ -482,8 +481,8 @@ def test_a_turn_retrieves_from_a_full_pool_which_is_cut_back_after_it(
     victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If all is fetched, as a turn that attends to everything; a turn of one token as a generated one."""
-    monkeypatch.setattr(CausalAttention, "attend_last", CausalAttention.attend)  # as turns that retrieve have it
     model = tiny_model("llama")
+    monkeypatch.setattr(model, "last_layer", None)  # as turns that retrieve have it
     pool = {"bytes": 20 * 3 * model.kv_shapes[0].bytes_per_token(len(PADDED)), "victim": victim}
 
     def answered(**options: Any) -> Turns:

@@ -19,7 +19,6 @@ from policies.keydiff import KeyDiff
 from policies.scorer import Scorer
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA
-from runahead.cache.attention import CausalAttention
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
@@ -196,10 +195,7 @@ class TestExpectedAttention:
             run.prefill(chunks)
             for row, ids in enumerate(rows):
                 alone = Run(model, [], [ids])
-                with (
-                    unrotated_queries(model) as queries,
-                    mock.patch.object(CausalAttention, "attend_last", CausalAttention.attend),
-                ):
+                with unrotated_queries(model) as queries, mock.patch.object(model, "last_layer", None):
                     alone.prefill()
                 for layer, stored in enumerate(run.kept.layers):
                     slab = alone.kept.layers[layer].slab()

@@ -194,8 +194,6 @@ class MaskedAttention(CausalAttention):
             return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1] @ v_BNSV
         return torch.softmax(scores, dim=-1) @ v_BNSV
 
-    attend_last = attend  # the last layer is whole, too
-
 
 @dataclass(kw_only=True)
 class WrittenOut:

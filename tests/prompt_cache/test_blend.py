@@ -143,8 +143,6 @@ class WrittenOut(MaskedAttention):
                 self.left.update(sorted(size, key=lambda index: -size[index])[:count])
         return out
 
-    attend_last = attend  # the last layer is whole, too
-
 
 def written_out(model: Model, prompt: ReusingPrompt, lengths: Sequence[int] = ()) -> Tensor:
     """Logits (V) after the last token."""

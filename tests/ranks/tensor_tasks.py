@@ -87,6 +87,7 @@ def in_blocks_by_memory(ranks: Ranks, ids: list[int], memory: list[float]) -> tu
         arranged(ranks),
         patch("runahead.model.memory._memory_bytes", lambda *_: memory[ranks.rank]),
         patch("runahead.model.memory.LEAST_ROW_TOKENS", 1),
+        patch("runahead.prefill.reusing.LEAST_ROW_TOKENS", 1),
     ):
         model = whole_model("llama")
         shard_model(model, ranks)

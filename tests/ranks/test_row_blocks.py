@@ -20,7 +20,8 @@ from runahead.cache.attention import CausalAttention
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import PrefillName, Transfer
 from runahead.model import model as model_module
-from runahead.prefill import base
+from runahead.prefill import reusing
+from runahead.prefill.stage_run import StageRun
 from tests.conftest import RankPools
 from tests.families import (
     FAMILIES,
@@ -119,7 +120,8 @@ def test_a_comparison_that_was_interrupted_is_made_by_the_next_prompt(monkeypatc
 def test_layers_compute_a_long_chunk_at_once_where_blocks_are_wrong_and_nobody_asked_for_them(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
-    monkeypatch.setattr(base, "row_tokens", lambda model, *_: 16 if model.computes_blocks else None)
+    monkeypatch.setattr(reusing, "LEAST_ROW_TOKENS", 1)
+    monkeypatch.setattr(reusing, "row_tokens", lambda *_: 16)
     tokens_of_block = CausalAttention._tokens_of_block
 
     def broken(attention: CausalAttention) -> NewTokens:
@@ -137,6 +139,26 @@ def test_layers_compute_a_long_chunk_at_once_where_blocks_are_wrong_and_nobody_a
     for batch in batches:
         assert batch.generations[0].new_token_ids == oracle_tokens("llama", tuple(ids), 4)
         assert batch.ranks[0].row_tokens is None
+
+
+def test_blocks_are_compared_before_the_clock_starts_and_those_that_were_asked_for_at_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a prefill takes is learned from, and other stages wait for it."""
+    called, compute = list[str](), StageRun.compute
+    compare = Model._compare_blocks
+    monkeypatch.setattr(reusing, "LEAST_ROW_TOKENS", 1)
+    monkeypatch.setattr(reusing, "row_tokens", lambda *_: 16)
+    monkeypatch.setattr(Model, "_compare_blocks", lambda model: called.append("compared") or compare(model))
+    monkeypatch.setattr(StageRun, "compute", lambda *args, **more: called.append("computed") or compute(*args, **more))
+    with Ranks.start(RanksOptions()) as ranks, throughout(torch.float64):
+        engine = Engine(Model(build("llama")), ranks)
+        for num_tokens in (16, 17):
+            engine.generate([prompt(num_tokens)], GenerationOptions(max_new_tokens=1))
+        assert called == ["computed", "compared", "computed"]
+        monkeypatch.setattr(CausalAttention, "_tokens_of_block", lambda attention: attention.tokens)
+        with pytest.raises(ValueError, match=r"other logits .* in blocks of rows .* prefill.row_tokens=0"):
+            Engine(Model(build("llama")), ranks, prefill=PrefillOptions(row_tokens=16))
 
 
 def test_layers_whose_input_is_read_again_do_not_write_over_it() -> None:

@@ -11,7 +11,7 @@ once more for the last token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from runahead.attention.partial import AttentionTerms
 from runahead.model.layers.hooks import hook_before
-from runahead.model.seam import SeamCache, for_tokens
+from runahead.model.seam import SeamCache, run_for_last
 
 
 def find_sources(calls: Sequence[tuple[int, Tensor, Tensor, Tensor, AttentionTerms]]) -> dict[int, int]:
@@ -53,48 +53,10 @@ def end_with_last(layers: Sequence[nn.Module], last: nn.Module | None = None) ->
     for layer in layers:
         hook_before(layer, _shortened)
     own = None if last is None else vars(last).get("forward")
-    if last is not None and not (isinstance(own, partial) and own.func is _run_for_last):
-        last.forward = update_wrapper(partial(_run_for_last, last.forward, not layers), last.forward)
-
-
-def _run_for_last(forward: Callable[..., Any], widens: bool, /, *args: Any, **keywords: Any) -> Any:
-    """Run a layer until it has stored keys and values, and again for the last token.
-
-    Args:
-        widens: modules after it may expect as many tokens as the model was given. Each is given the last one.
-    """
-    seam = SeamCache.among(args, keywords)
-    if seam is None or not seam.ends_with_last:
-        return forward(*args, **keywords)
-    seam.width = (args[0] if args else keywords["hidden_states"]).shape[-2]  # if policies leave fewer, too
-
-    def again() -> Any:
-        last_args, last_keywords = _cut(seam, args, keywords)
-        output = forward(*last_args, **last_keywords)
-        if not widens and not seam.block_ends:
-            return output
-        hidden, *rest = output if isinstance(output, tuple) else (output,)
-        hidden = hidden.expand(*hidden.shape[:-2], seam.width, -1)
-        return (hidden, *rest) if isinstance(output, tuple) else hidden
-
-    return seam.run_last(lambda: forward(*args, **keywords), again)
+    if last is not None and not (isinstance(own, partial) and own.func is run_for_last):
+        last.forward = update_wrapper(partial(run_for_last, last.forward, not layers), last.forward)
 
 
 def _shortened(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any] | None:
     forward = SeamCache.among(args, keywords)
-    return None if forward is None or not forward.ends_with_last else _cut(forward, args, keywords)
-
-
-def _cut(forward: SeamCache, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments of a layer for the last token alone."""
-    hidden = args[0] if args else keywords["hidden_states"]
-    hidden = hidden[..., -1:, :]
-    keywords = {name: _last(value, forward.width) for name, value in keywords.items()}
-    if args:
-        return (hidden, *(_last(value, forward.width) for value in args[1:])), keywords
-    return args, keywords | {"hidden_states": hidden}
-
-
-def _last(value: Any, num_new: int) -> Any:
-    """Cut what a layer is given to the last token."""
-    return for_tokens(value, num_new, lambda x: x[:, -1:])
+    return None if forward is None or not forward.ends_with_last else forward.last_alone(args, keywords)
