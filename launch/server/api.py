@@ -27,22 +27,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from launch.server.answer.answering import Answering
-from launch.server.answer.form import Form
 from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.answer.parser import BEGIN_REASONING, END_REASONING, Parts
 from launch.server.answer.row_text import RowText
-from launch.server.answer.usage import Usage
 from launch.server.dialects.base import Dialect
 from launch.server.dialects.messages import CountedMessages, Messages
 from launch.server.dialects.openai import Chats as ChatDialect
-from launch.server.dialects.openai import Completions, usage_of
+from launch.server.dialects.openai import Completions
 from launch.server.dialects.prefill import PATH as PREFILL
-from launch.server.dialects.prefill import Prefills, found, prefill_id
+from launch.server.dialects.prefill import Prefills
 from launch.server.dialects.responses import CountedResponses, Responses
 from launch.server.dialects.translating import Translated
-from launch.server.errors import APIError, dumps, shown, too_long, wrong
-from launch.server.handover import PromptFiles
+from launch.server.errors import APIError, json_response, shown, too_long, wrong
+from launch.server.handover import HandingOver, PromptFiles
 from launch.server.keys import NO_KEY, Key, Keys
 from launch.server.metrics import Metrics, prefix_lines
 from launch.server.options import ServeOptions, UnknownFields, without_port
@@ -63,7 +61,6 @@ from runahead.config import GenerationOptions
 from runahead.decoding.sampling import refused_option
 from runahead.failures import first_line
 from runahead.model.grammars import Grammars
-from runahead.serving.items import Handed
 from runahead.serving.request import Request
 from runahead.serving.scheduler import RequestRefused, Scheduler
 
@@ -124,7 +121,7 @@ class API:
         self.scheduler, self.options, self.metrics = scheduler, options, Metrics()
         self.model, self._names, self._adapters = names[0], names, list(adapters)
         self._tokenizer, self._eos_ids, self._defaults, self._keys = tokenizer, eos_ids, defaults, keys
-        self._schemas, self._slower, self._setup, self._files = schemas, list(slower), setup or {}, files
+        self._schemas, self._slower, self._setup = schemas, list(slower), setup or {}
         self._vocab_size, self._texts = vocab_size, TokenTexts(tokenizer)
         self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._grammars.warm_up()
@@ -134,6 +131,7 @@ class API:
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compiler")  # a guide may take seconds
         self._reading = Counter[str]()
         self._bodies, self._log = Bodies(options), RequestLog(options)
+        self._handing = HandingOver(files, self.metrics, self._log)
         self._chats = Chats(
             tokenizer, tools=options.tools, reasoning=options.reasoning, variables=options.template_kwargs
         )
@@ -162,11 +160,11 @@ class API:
     # Endpoints.
 
     async def _health(self, request: HTTPRequest) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _ready(self, request: HTTPRequest) -> Response:
         refuses = self.scheduler.refuses
-        return _json({"status": refuses or "ready"}, 200 if refuses is None else 503)
+        return json_response({"status": refuses or "ready"}, 200 if refuses is None else 503)
 
     async def _metrics(self, request: HTTPRequest) -> Response:
         per_token, per_square = self.scheduler.estimate.constants
@@ -196,18 +194,18 @@ class API:
     async def _state(self, request: HTTPRequest) -> Response:
         chats = bool(getattr(self._tokenizer, "chat_template", None))
         told = {"model": self.model, "chats": chats, "slower": self._slower}
-        return _json(told | state_json(self.scheduler, self.metrics, self._setup))
+        return json_response(told | state_json(self.scheduler, self.metrics, self._setup))
 
     async def _models(self, request: HTTPRequest) -> Response:
-        return _json({"object": "list", "data": [self._about_model()]})
+        return json_response({"object": "list", "data": [self._about_model()]})
 
     async def _one_model(self, request: HTTPRequest) -> Response:
         self._check_model(request.path_params["name"])
-        return _json(self._about_model())
+        return json_response(self._about_model())
 
     async def _about_prefill(self, request: HTTPRequest) -> Response:
-        files, salt = self._prompt_files(HandoverWay.prefill), self._keys.salt(request.state.key, None)
-        return _json(files.told(model=self.model, salt=salt, max_model_len=self.scheduler.longest_text))
+        files, salt = self._handing.files(HandoverWay.prefill), self._keys.salt(request.state.key, None)
+        return json_response(files.told(model=self.model, salt=salt, max_model_len=self.scheduler.longest_text))
 
     async def _tokenize(self, request: HTTPRequest) -> ASGIApp:
         def read(body: bytes) -> dict[str, Any]:
@@ -219,7 +217,7 @@ class API:
             return told | {"token_strs": texts}
 
         async with self._body(request) as body:
-            return _json(await self._readers.run(len(body), partial(read, body)))
+            return json_response(await self._readers.run(len(body), partial(read, body)))
 
     async def _detokenize(self, request: HTTPRequest) -> ASGIApp:
         def read(body: bytes) -> dict[str, Any]:
@@ -229,7 +227,7 @@ class API:
             return {"prompt": text}
 
         async with self._body(request) as body:
-            return _json(await self._readers.run(len(body), partial(read, body)))
+            return json_response(await self._readers.run(len(body), partial(read, body)))
 
     async def _count(self, request: HTTPRequest) -> ASGIApp:
         dialect = request.state.dialect
@@ -250,7 +248,7 @@ class API:
             return counted
 
         async with self._body(request) as body:
-            return _json(await self._readers.run(len(body), partial(read, body)))
+            return json_response(await self._readers.run(len(body), partial(read, body)))
 
     async def _generate(self, request: HTTPRequest) -> ASGIApp:
         """Queue a request. Returns what sends its answer. Raises: APIError."""
@@ -262,12 +260,12 @@ class API:
                     await asyncio.get_running_loop().run_in_executor(self._compiler, self._check_options, read)
                 prompts, rows = await self._readers.run(len(body), partial(self._rows, read, chat, client))
         rows = [self._with_seed(options, read.chose_seed) for options in rows]
-        salt, name = self._keys.salt(request.state.key, read.cache_salt), ""
+        salt, name, handed = self._keys.salt(request.state.key, read.cache_salt), "", None
         if read.handover is not None:
-            files, ids = self._checked_files(read.handover, prompts[0]), ids_of(prompts[0])
+            files, ids = self._handing.checked(read.handover, prompts[0]), ids_of(prompts[0])
             name = files.name(salt, ids)
-            if not read.gives_token and (handed := await asyncio.to_thread(files.found, name)) is not None:
-                return self._found(request, handed, len(ids))
+            if read.handover is not HandoverWay.prefill or not read.gives_token:
+                handed = await asyncio.to_thread(files.found, name)
         queued = Request(
             prompts=prompts,
             options=rows,
@@ -285,13 +283,15 @@ class API:
             handover=name,
         )
         form = dialect.form(request.state.identity, self.model, read, self._texts)
+        if handed is not None:
+            return self._handing.found(request, handed, form, queued, listener)
         try:
             with _refusals():
                 self.scheduler.submit(queued)
         except APIError as error:
             if error.status != 429 or read.handover in (None, HandoverWay.prefill):
                 raise
-            return self._without_file(request, error, read.handover, form, listener)
+            return self._handing.without_file(request, error, read.handover, form, queued, listener)
         return Answering(
             queued,
             listener,
@@ -303,56 +303,6 @@ class API:
             log=self._log,
             ping_s=self.options.ping_s,
         )
-
-    def _prompt_files(self, way: HandoverWay) -> PromptFiles:
-        """The files of prompts that are handed over. Raises: APIError: none are."""
-        if self._files is None:
-            message = "this server hands no prompts over; start it with serve.handover=<folder>"
-            if way is HandoverWay.prefill:
-                raise APIError(404, message, code="handover_off")
-            raise wrong(way.field, f"asks for the prompt alone, and {message}", code="unsupported_value")
-        return self._files
-
-    def _checked_files(self, way: HandoverWay, prompt: GivenPrompt) -> PromptFiles:
-        """Likewise, where there is room for this prompt's."""
-        files, num_tokens = self._prompt_files(way), len(ids_of(prompt))
-        if (num_bytes := num_tokens * files.token_bytes) > files.limit_bytes:
-            what = f"has keys and values of {num_bytes:,} bytes, and serve.handover_bytes={files.limit_bytes}"
-            raise wrong(way.field, what)
-        return files
-
-    def _found(self, request: HTTPRequest, handed: Handed, num_tokens: int) -> Response:
-        """The answer to a request for a prompt that is handed over already."""
-        key, state = request.state.key.name, request.state
-        self.metrics.counters["handover_found_total"] += 1
-        self.metrics.ended("stop", key)
-        self._log.ended(request, f"found, {num_tokens} tokens, {handed.num_bytes} bytes", state.began_s)
-        usage = usage_of(Usage(prompt=num_tokens, cached=num_tokens))
-        ready_s = time.monotonic() - state.began_s
-        told = found(
-            prefill_id(state.identity), self.model, handed, num_tokens=num_tokens, ready_s=ready_s, usage=usage
-        )
-        return _json(told, headers={"x-request-id": state.identity})
-
-    def _without_file(
-        self, request: HTTPRequest, error: APIError, way: HandoverWay, form: Form, listener: RequestListener
-    ) -> Response:
-        """The answer to a proxy whose request is not taken, so that its own engine computes the prompt.
-
-        One that waits for parameters does so after a 503, and gives a 429 to its client. One that looks for a file
-        gives every error to its client.
-
-        Raises:
-            APIError: 503.
-        """
-        if way is HandoverWay.params:
-            raise APIError(503, str(error), headers=error.headers) from error
-        self.metrics.ended("429", request.state.key.name)
-        self._log.ended(request, f"without a file: {error}", request.state.began_s)
-        told = form.whole(listener.rows, Usage(prompt=0))
-        for choice in told["choices"]:
-            choice["finish_reason"] = "length"
-        return _json(told, headers={"x-request-id": request.state.identity})
 
     @asynccontextmanager
     async def _body(self, request: HTTPRequest) -> AsyncIterator[bytes]:
@@ -509,7 +459,7 @@ class API:
             headers = {"x-request-id": request.state.identity, **error.headers}
             if not await self._bodies.discarded(request):
                 headers["connection"] = "close"
-            return _json(request.state.dialect.error(error), error.status, headers)
+            return json_response(request.state.dialect.error(error), error.status, headers)
 
         return safe
 
@@ -538,7 +488,7 @@ class API:
         self._log.refused(request, str(error.status_code), time.monotonic())
         headers = {"x-request-id": request.state.identity, **(error.headers or {})}
         body = _dialect_at(request.url.path).error(APIError(error.status_code, message, code=code))
-        return _json(body, error.status_code, headers)
+        return json_response(body, error.status_code, headers)
 
     def _check_named(self, model: str | None, strangers: Sequence[str]) -> None:
         """Check the model that a request names, and its fields that nobody knows. Raises: APIError."""
@@ -602,7 +552,3 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             expose_headers=exposed,
         )
     ]
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dumps(value), status, headers, media_type="application/json")

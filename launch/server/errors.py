@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import Response
+
 KINDS = {401: "authentication_error", 429: "rate_limit_error", **dict.fromkeys((500, 503, 507), "server_error")}
 """Type of an error by status; all others are invalid_request_error."""
 
@@ -75,6 +77,10 @@ def shown(text: str, length: int = 60) -> str:
     text = "".join(character if character.isprintable() else " " for character in text[: length + 1])
     text = text.encode(errors="replace").decode()
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(dumps(value), status, headers, media_type="application/json")
 
 
 def dumps(value: Any) -> bytes:

@@ -45,7 +45,7 @@ from runahead.model.shares import check_shares
 from runahead.ranks.mesh import Mesh
 from runahead.ranks.ranks import Ranks
 from runahead.report import package_version
-from runahead.reuse.handover import HandoverFolder
+from runahead.reuse.handover import HandoverFolder, HandoverPlace
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.store import SegmentStore, StoreLimits, model_key
 from runahead.serving.arrangement import chunks
@@ -100,7 +100,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     no_tree = None if run.serve.prefixes is not None else in_the_way(run.setup, model, ranks, policies)
     tree = None if no_tree is not None else _tree(run, ranks)
 
-    handover, where = _handover(run, model, ranks)
+    handover, place = _handover(run, model, ranks)
 
     def check_options(engine: Engine) -> None:
         engine.check_speculation([run.generation.resolved(model.module.generation_config)], [])
@@ -158,7 +158,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
                 asked,
                 no_tree=no_tree,
                 handover=handover,
-                where=where,
+                place=place,
             )
         else:
             follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s, room=room, handover=handover)
@@ -365,15 +365,15 @@ def room_in_memory(
     return room
 
 
-def _handover(run: ServeRun, model: Model, ranks: Ranks) -> tuple[HandoverFolder | None, tuple[str, str]]:
-    """The folder of handed-over prompts on the last rank, and on rank 0 of the same host; path and host of it.
+def _handover(run: ServeRun, model: Model, ranks: Ranks) -> tuple[HandoverFolder | None, HandoverPlace | None]:
+    """The folder of handed-over prompts on the last rank, and on rank 0 of the same host; where it is.
 
     Raises:
         ValueError: the folder cannot be created or written to, or this model's prompts cannot be handed over.
     """
     name, is_last = run.serve.handover, ranks.rank == ranks.size - 1
     if name is None:
-        return None, ("", "")
+        return None, None
     setup = replace(run.setup, model=model, num_stages=ranks.num_stages, num_shares=ranks.num_shares)
     is_here = is_last or (ranks.rank == 0 and ranks.local_size == ranks.size)
 
@@ -382,7 +382,7 @@ def _handover(run: ServeRun, model: Model, ranks: Ranks) -> tuple[HandoverFolder
         return HandoverFolder(name, run.serve.handover_bytes, model_key(model)) if is_here else None
 
     folder = ranks.on_all_ranks("the folder of serve.handover", made)
-    own = ("", "") if folder is None else (folder.path, folder.host)
+    own = None if folder is None else folder.place
     return folder, ranks.gather(own, "the folder of serve.handover")[-1]
 
 
@@ -409,7 +409,7 @@ def _serve_clients(
     *,
     no_tree: str | None = None,
     handover: HandoverFolder | None = None,
-    where: tuple[str, str] = ("", ""),
+    place: HandoverPlace | None = None,
 ) -> None:
     """Answer requests on rank 0 until a signal, which `asked` says if it came before, and the last answer.
 
@@ -417,7 +417,7 @@ def _serve_clients(
         slower: the faster ways that are not taken, for the state.
         no_tree: why no prefixes are reused, where they would be; None if they are, or are not to be.
         handover: the folder of prompts that are handed over, if it is on this host.
-        where: path and host of that folder.
+        place: of that folder; None: no prompts are handed over.
     """
     options, model = run.serve, engine.model
     # A thread, as the main one may be in a long call.
@@ -432,9 +432,9 @@ def _serve_clients(
     limits = replace(options, max_tokens=room.max_tokens)
     scheduler = Scheduler(engine, limits, estimate, room=room, when_draining=when_draining, handover=handover)
     files = None
-    if options.handover is not None:
+    if place is not None:
         source = loading.FINDERS[run.model.name](run.model, weights=True, progress=False)
-        files = prompt_files(model, handover, *where, options.handover_bytes, source)
+        files = prompt_files(model, handover, place, source, num_stages=engine.ranks.num_stages)
     api = API(
         scheduler,
         tokenizer=tokenizer,

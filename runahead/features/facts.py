@@ -477,6 +477,7 @@ FACTS: dict[str, Fact] = {
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
     "cache.bits": _of_last(_option("cache.bits", "cache")),
+    "cache.tier_bits": _option("cache.tier_bits", "cache"),
     "generation.speculate": _draft(Speculate.lookup, Speculate.policy, Speculate.model),
     "generation.speculate=lookup or model": _draft(Speculate.lookup, Speculate.model),
     "generation.speculate=policy": _draft(Speculate.policy),

@@ -602,6 +602,11 @@ REFUSED = (
     ),
     Refused(("serve.handover", "cache.bits"), ON_ONE_RANK + ", as they are, not with {1}", "use cache.bits=null"),
     Refused(
+        ("serve.handover", "cache.tier_bits"),
+        ON_ONE_RANK + ", as they are, and with {1} a prefix that comes back is not",
+        "use cache.tier_bits=null",
+    ),
+    Refused(
         ("serve.handover", "policy=prompt_cache"),
         ON_ONE_RANK + ", and those of segments have positions that other engines do not know",
         AS_THEY_ARE,
@@ -619,6 +624,11 @@ REFUSED = (
         ("serve.handover", "states"),
         "{1} hold states, which {0} does not hand over",
         "use a model whose layers have keys and values alone",
+    ),
+    Refused(
+        ("serve.handover", "angles by length"),
+        "{1} rotates keys by angles that depend on the length of the text, which readers of {0} do not know",
+        "use a model whose angles do not",
     ),
     # a policy and a model
     Refused(

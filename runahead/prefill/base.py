@@ -75,6 +75,7 @@ class PrefillPlan:
             each place, too; None computes none. Such prompts are computed whole.
         record: fill the spans of the result.
         salts: of the prompts, as of `Prefixes.find`.
+        hands_over: some prompt is handed over to another engine.
     """
 
     prompts: Sequence[GivenPrompt]
@@ -87,6 +88,7 @@ class PrefillPlan:
     shards: Mapping[int, Shard] | None = None
     scores: int | None = None
     record: bool = False
+    hands_over: bool = False
 
 
 class PrefillCancelled(Exception):
@@ -154,6 +156,7 @@ class PrefillJob:
         texts: whole prompts, if some of their tokens are reused and policies decide on all.
         scorer: of this rank's part of the tokens; None: they are not scored.
         handovers: row -> what hands its prompt over, on a rank that has all keys and values.
+        hands_over: as of `PrefillPlan`.
         record: record the timeline of this rank.
         meanwhile: what the rank does besides; None is nothing.
     """
@@ -176,6 +179,7 @@ class PrefillJob:
     texts: PromptBatch | None = None
     scorer: PromptScorer | None = None
     handovers: Mapping[int, Handover] = field(default_factory=dict)
+    hands_over: bool = False
     record: bool = False
     meanwhile: InterleavedWork | None = None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from runahead.cache.attention import LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.slabs import KVSlab
 from runahead.prefill.base import PrefillJob
 from runahead.reuse.handover import Handover
 from runahead.reuse.reused_kv import ReusedPart
@@ -23,7 +24,7 @@ class HandsOver(LayerHook):
     """Puts each layer of some rows of a batch into their handovers.
 
     What a row reuses comes before what is computed of it. Under sliding windows of a chain the last rank lacks tokens
-    that no later one sees.
+    that no later one sees, but for `BEFORE_WINDOW` of them.
 
     Args:
         cache: has the new tokens, in slabs that stay.
@@ -40,6 +41,8 @@ class HandsOver(LayerHook):
         for row, handover in self._handovers.items():
             num_reused, shapes = sum(len(part.at) for part in self._parts[row]), list[LayerShape]()
             for layer in range(cache.num_layers):
+                first = self._slab(row, layer).first
+                assert not num_reused or first <= 0, f"tokens [0, {first}) are lacking between what is reused and new"
                 own_TKX = self._own(row, layer)
                 shape = (num_reused + len(own_TKX), *own_TKX.shape[1:])
                 shapes.append(LayerShape(shape=shape, dtype=own_TKX.dtype))
@@ -47,9 +50,11 @@ class HandsOver(LayerHook):
 
     def _own(self, row: int, layer: int) -> Tensor:
         """The new tokens (T, K, X) of a row in a layer that are here, as a view."""
-        pad = self._pads[row]
-        slab = self._cache.slab_index.row_slab(self._cache.slabs.by_layer[layer], row, pad)
-        return slab.tokens(max(0, slab.first), self._num_tokens - pad)[:, 0]
+        slab = self._slab(row, layer)
+        return slab.tokens(max(0, slab.first), self._num_tokens - self._pads[row])[:, 0]
+
+    def _slab(self, row: int, layer: int) -> KVSlab:
+        return self._cache.slab_index.row_slab(self._cache.slabs.by_layer[layer], row, self._pads[row])
 
     def closed(self, call: LayerCall) -> None:
         for row, handover in self._handovers.items():

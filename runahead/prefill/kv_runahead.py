@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from runahead.reuse.blend import Blend
 
 
+BEFORE_WINDOW = 256
+"""Tokens before a window that are handed over where there are any. Other engines keep whole blocks of a window layer,
+of 16 to 128 tokens, for later prompts, which attend to those."""
+
+
 class KVRunahead(Prefill):
     """Prefill by a chain of stages, with the chunks of the user's partition."""
 
@@ -201,6 +206,8 @@ def _linked(
         # With reused segments, adjacent new tokens may be far apart in the prompt. And groups of quantised tokens begin
         # at a row's first token, on whatever number of ranks.
         needs_all = job.reused is not None or policies.storage.bits is not None
+        if job.hands_over:
+            start = min(start, job.batch.num_tokens - BEFORE_WINDOW - 1)
         return 0 if needs_all else model.first_needed(layer, start, pads)
 
     # A state is handed on as the last token of its stage, and each stage needs that of the one before; the first one

@@ -158,6 +158,7 @@ class ReusingPrefill:
             gives_new=bool(prefixes),
             texts=PromptBatch.from_prompts(ids, ranks.device) if prefixes and self._policies.deciding else None,
             handovers=handovers,
+            hands_over=plan.hands_over,
             record=plan.record,
         )
         with ranks.busy():

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from runahead.cache.host.copy_stream import copies_for
 from runahead.cache.host.memory import host_empty
 from runahead.failures import first_line
 from runahead.ranks.accelerator import Event
-from runahead.reuse.tiers.file_format import LayerShape, read_metadata, write_layers
+from runahead.reuse.tiers.file_format import FileHead, LayerShape, read_metadata, write_layers
 from runahead.reuse.tiers.folder import TierFolder
 from runahead.reuse.tiers.layer_rows import Layers, LostRows
 from runahead.reuse.tiers.writing import FolderWriter
@@ -34,7 +35,7 @@ BACKLOG_BYTES = 2**30
 """Most bytes of computed prompts that wait to be written, beside a single one."""
 
 LATE_S = 10.0
-"""Seconds for which a prompt waits until there are fewer. After that it is computed, but not handed over."""
+"""Seconds for which prompts wait until there are fewer. After that they are computed, but not handed over."""
 
 TITLE = "handover"
 """Name of these files for people."""
@@ -53,6 +54,21 @@ class Outcome:
     num_bytes: int = 0
     is_new: bool = False
     error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoverPlace:
+    """Where prompts are handed over.
+
+    Attributes:
+        path: of the folder.
+        host: name of its host.
+        limit_bytes: most bytes of all files.
+    """
+
+    path: str
+    host: str
+    limit_bytes: int
 
 
 def file_name(key: str, salt: str, ids: Sequence[int]) -> str:
@@ -78,18 +94,17 @@ class HandoverFolder:
         ValueError: the folder cannot be created or written to, or others may read it.
 
     Attributes:
-        path: of the folder.
-        host: name of this host.
-        limit_bytes: most bytes of all files.
+        place: of the folder, on this host.
     """
 
     def __init__(self, folder: str, limit_bytes: int, key: str) -> None:
         self.key = key
         self._folder = TierFolder(folder, limit_bytes, option="serve.handover", is_private=True)
-        self.path, self.host, self.limit_bytes = os.path.abspath(folder), socket.gethostname(), limit_bytes
+        self.place = HandoverPlace(path=os.path.abspath(folder), host=socket.gethostname(), limit_bytes=limit_bytes)
         self._writer = FolderWriter(self._folder, lambda name: None)
         self._folder.make_room()
         self._late_bytes, self._is_told = 0, False
+        self._coming = dict[str, int]()  # bytes of files under way, which have no name yet
         self._changed = threading.Condition()
 
     def found(self, name: str) -> int | None:
@@ -105,18 +120,28 @@ class HandoverFolder:
         self._folder.touch(name)
         return num_bytes
 
-    def begin(self, name: str, num_tokens: int, device: torch.device, on_end: Callable[[Outcome], object]) -> Handover:
+    def begin(
+        self,
+        name: str,
+        num_tokens: int,
+        device: torch.device,
+        on_end: Callable[[Outcome], object],
+        *,
+        until_s: float = 0.0,
+    ) -> Handover:
         """Begin to hand a prompt over, once what was computed before is written but for a few.
 
         Args:
             device: that computes it.
             on_end: called once, in any thread, with what has become of it.
+            until_s: `time.monotonic` until which it may wait for that.
         """
         with self._changed:
-            is_late = not self._changed.wait_for(lambda: self._late_bytes <= BACKLOG_BYTES, LATE_S)
+            wait_s = max(0.0, until_s - time.monotonic())
+            is_late = not self._changed.wait_for(lambda: self._late_bytes <= BACKLOG_BYTES, wait_s)
         handover = Handover(self, name, num_tokens, device, on_end)
         if is_late:
-            handover.end(f"{self._folder.folder} takes bytes too slowly: more than {BACKLOG_BYTES:,} wait for it")
+            handover.end(f"{self.place.path} takes bytes too slowly: more than {BACKLOG_BYTES:,} wait for it")
         return handover
 
     def note_late(self, num_bytes: int) -> None:
@@ -126,39 +151,52 @@ class HandoverFolder:
             self._changed.notify_all()
 
     def write(self, handover: Handover, shapes: Sequence[LayerShape], approve: Callable[[], None]) -> Outcome:
-        """Write a file as its layers come, and let others make room for it.
+        """Write a file as its layers come, after others have made room for it. It waits for files under way beside
+        which it has none.
 
         Args:
             approve: as of `write_layers`.
         """
-        name, num_bytes = handover.name, sum(each.num_bytes for each in shapes)
         more = {
             "first": json.dumps([handover.num_tokens - each.shape[0] for each in shapes]),
             "tokens": str(handover.num_tokens),
             "model": self.key,
         }
+        name, limit_bytes = handover.name, self.place.limit_bytes
+        head = FileHead(shapes=shapes, key=name, name=TITLE, more=more)
+        if (num_bytes := head.num_bytes) > limit_bytes:
+            return Outcome(error=f"its file has {num_bytes:,} bytes, and serve.handover_bytes={limit_bytes}")
 
-        write = partial(
-            write_layers,
-            layers_TKX=handover,
-            shapes=shapes,
-            key=name,
-            name=TITLE,
-            more=more,
-            mode=self._folder.file_mode,
-            approve=approve,
-        )
+        def has_room() -> bool:
+            return name not in self._coming and sum(self._coming.values()) + num_bytes <= limit_bytes
+
+        with self._changed:
+            self._changed.wait_for(lambda: handover.is_given_up or has_room())
+            if handover.is_given_up:
+                return Outcome(error=handover.error)
+            self._coming[name] = num_bytes
+        try:
+            return self._write(handover, head, approve)
+        finally:
+            with self._changed:
+                del self._coming[name]
+                self._changed.notify_all()
+
+    def _write(self, handover: Handover, head: FileHead, approve: Callable[[], None]) -> Outcome:
+        name, mode = handover.name, self._folder.file_mode
+        write = partial(write_layers, layers_TKX=handover, head=head, mode=mode, approve=approve)
         if self.found(name) is None:  # also a damaged one, which nobody would ever write anew
             self._folder.path(name).unlink(missing_ok=True)
         try:
-            is_new = self._writer.write(name, write, num_bytes)
+            os.stat(self.place.path)  # a lock would make a folder that is gone anew, and for everybody
+            self._folder.make_room(coming=dict(self._coming))
+            is_new = self._writer.write(name, write, head.num_bytes)
             self._folder.touch(name)
-            self._folder.make_room(keep=[name])
             num_written = self._folder.path(name).stat().st_size
         except LostRows as error:
             return Outcome(error=str(error))
         except OSError as error:
-            return Outcome(error=f"{error.strerror or error} ({self._folder.folder})")
+            return Outcome(error=f"{error.strerror or error} ({self.place.path})")
         if self._writer.told and not self._is_told:
             self._is_told = True
             warnings.warn(self._writer.told, stacklevel=2)
@@ -231,11 +269,21 @@ class Handover(Layers):
                 return
             is_short = self._shapes is not None and len(self._layers) < len(self._shapes)
             self._error = error or ("not all layers were computed here" if is_short else "")
-            if not self._error and self._shapes is not None:
-                self._folder.note_late(self._num_bytes)
+            if self._shapes is not None:
+                self._folder.note_late(0 if self._error else self._num_bytes)
             self._changed.notify_all()
         if self._shapes is None:
             self._on_end(Outcome(error=error or "it was not computed here"))
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it is not handed over."""
+        return bool(self._error)
+
+    @property
+    def error(self) -> str:
+        """Why it is not handed over; "" if it is, or so far."""
+        return self._error or ""
 
     @property
     def _num_bytes(self) -> int:

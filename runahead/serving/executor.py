@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
@@ -27,9 +28,10 @@ from runahead.decoding.speculative.proposals import PayingDrafts
 from runahead.engine import Engine
 from runahead.features.slower import Way
 from runahead.prefill.base import NeverCancelled, PrefillCancelled, Prefilled, PrefillPlan
-from runahead.reuse.handover import Handover, HandoverFolder, Outcome
+from runahead.reuse.handover import LATE_S, Handover, HandoverFolder, Outcome
 from runahead.reuse.prefixes import RowPrefix, store_prompts
 from runahead.serving.items import (
+    CANCELLED,
     PROGRESS_S,
     Alive,
     Check,
@@ -110,6 +112,7 @@ class Executor:
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
         self._handover = handover
+        self._written = SimpleQueue[int]()  # numbers of items, once for each prompt whose file has ended
         self._stores = reuses and self._leads and engine.prefixes is not None
         if engine.prefixes is not None and self._stores:
             engine.prefixes.tree.listen(report)
@@ -192,6 +195,7 @@ class Executor:
             salts=[item.salts[prompt_of.index(number)] for number in range(len(prompts))] if item.salts else (),
             scores=item.scores,
             record=item.record_timeline,
+            hands_over=bool(item.handovers),
         )
         handovers = self._handovers(item, prompt_of) if item.handovers and self._leads else {}
         prefilled = self._engine.prefill(plan, self, handovers)
@@ -263,19 +267,27 @@ class Executor:
         )
 
     def _handovers(self, item: PrefillItem, prompt_of: Sequence[int]) -> dict[int, Handover]:
-        """Begin to hand over each of the different prompts of an item that some row asks for, by its number."""
+        """Begin to hand over each of the different prompts of an item that some row asks for, by its number.
+
+        Where bytes of earlier ones still wait to be written, the item waits for a while, once, unless others wait then.
+        """
         assert self._handover is not None, "serve.handover is on all ranks or on none"
         handovers, folder = dict[int, Handover](), self._handover
+        until_s = time.monotonic() + (0.0 if self.live or len(self._under_way) > 1 else LATE_S)
         for number in dict.fromkeys(number for number, name in zip(prompt_of, item.handovers, strict=True) if name):
             rows = [row for row, name in enumerate(item.handovers) if name and prompt_of[row] == number]
             name, num_tokens = item.handovers[rows[0]], len(ids_of(item.prompts[rows[0]]))
 
             def tell(outcome: Outcome, name: str = name, rows: Sequence[int] = rows) -> None:
-                where: dict[str, Any] = {"folder": folder.path, "host": folder.host}
+                if self._ranks.accelerator is None:
+                    self._written.put(item.number)
                 for row in rows:
+                    where: dict[str, Any] = {"folder": folder.place.path, "host": folder.place.host}
                     self._report(Handed(row=(item.number, row), name=name, **where, **vars(outcome)))
 
-            handovers[number] = folder.begin(name, num_tokens, self._ranks.device, tell)
+            if self._ranks.accelerator is None:  # the file is written from the memory of the rows
+                self._num_rows[item.number] += 1
+            handovers[number] = folder.begin(name, num_tokens, self._ranks.device, tell, until_s=until_s)
         return handovers
 
     def _prefix_facts(self) -> dict[str, Any]:
@@ -339,10 +351,17 @@ class Executor:
             self._engine.prefixes.tree.make_room()
 
     def _give_room(self, number: int, num_rows: int) -> None:
-        """Note that rows of an item need no room any more. That of their keys and values ends with the last of them."""
-        self._num_rows[number] -= num_rows
-        if self._num_rows[number] == 0:
-            del self._num_rows[number], self._num_tokens[number]
+        """Note that rows of an item need no room any more.
+
+        That of their keys and values ends with the last of them, and of the files that are written from it.
+        """
+        gone = Counter({number: num_rows})
+        while not self._written.empty():
+            gone[self._written.get()] += 1
+        for number, num in gone.items():
+            self._num_rows[number] -= num
+            if self._num_rows[number] == 0:
+                del self._num_rows[number], self._num_tokens[number]
         self._limit_prefixes()
 
     def _limit_prefixes(self) -> None:
@@ -538,7 +557,7 @@ class Executor:
 def _why_not_handed_over(prefilled: Prefilled, number: int) -> str:
     """Why the n-th prompt of a prefill is not handed over; "" if it is."""
     if prefilled.cache is None or prefilled.logits_BV is None:
-        return "cancelled"
+        return CANCELLED
     return NOT_NUMBERS if bool(prefilled.logits_BV[number].isnan().any()) else ""
 
 

@@ -186,6 +186,10 @@ class Alive:
     asked_to_end: bool
 
 
+CANCELLED = "cancelled"
+"""Error of a prompt that is not handed over as nobody wants it any more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Handed:
     """The end of handing a row's prompt over to another engine.

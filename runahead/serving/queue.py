@@ -53,6 +53,7 @@ class RequestQueue:
     Attributes:
         waiting, running: requests.
         batches: rows that are computed or decoded, by number of their item.
+        written: tokens of items whose rows have ended, and whose prompts' files are still written from their memory.
         stored: the texts that the last stage has reported to store.
     """
 
@@ -65,6 +66,7 @@ class RequestQueue:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.batches: dict[int, Batch] = {}
+        self.written: dict[int, int] = {}
         self._encoded: OrderedDict[str, None] = OrderedDict()
         step = None if engine.prefixes is None else engine.prefixes.step
         self.stored = KnownTexts(max(1, engine.policies.num_observed), step)
@@ -82,7 +84,7 @@ class RequestQueue:
     @property
     def _num_stateless(self) -> int:
         """Tokens for which they have room, without the states of their rows."""
-        return sum(batch.num_tokens for batch in list(self.batches.values()))
+        return sum(batch.num_tokens for batch in list(self.batches.values())) + sum(list(self.written.values()))
 
     @property
     def share_in_use(self) -> float | None:
@@ -397,7 +399,7 @@ class RequestQueue:
         num_tokens += self._room.row_tokens * len(prompts)
         num_rows = self.num_rows + len(prompts)
         is_over = self._room.max_tokens is not None and num_tokens > self._room.max_tokens
-        return not (num_rows > self._limits.batch or is_over) or not (self.batches or requests[1:])
+        return not (num_rows > self._limits.batch or is_over) or not (self.batches or self.written or requests[1:])
 
 
 def prompts_of_rows(requests: Sequence[Request]) -> list[int]:

@@ -385,6 +385,8 @@ class Scheduler:
         elif isinstance(report, Handed):
             if (request := self._handing.pop(report.row, None)) is not None:
                 request.listener.on_handed(report)
+            if not self._writes(report.row[0]):
+                self._queue.written.pop(report.row[0], None)
         elif isinstance(report, Stored | Dropped):
             self._queue.stored.apply(report)
         elif isinstance(report, Stopping):
@@ -412,9 +414,15 @@ class Scheduler:
                 self._end_row(batch, row, how)
         if not batch.left:
             del self._queue.batches[number]
+            if self._ranks.accelerator is None and self._writes(number):
+                self._queue.written[number] = batch.num_tokens
         elif not batch.is_decoded:
             batch.is_decoded = True
             self._cancel_rows(batch)
+
+    def _writes(self, number: int) -> bool:
+        """Whether prompts of an item are not handed over yet."""
+        return any(row[0] == number for row in self._handing)
 
     def _end_row(self, batch: Batch, row: int, how: str) -> None:
         batch.left.discard(row)

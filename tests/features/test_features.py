@@ -117,6 +117,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "decode other than last": lambda: {"decode": DecodeOptions()},
     "decode other than last on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},
     "cache.bits": lambda: {"cache": CacheOptions(bits=4)},
+    "cache.tier_bits": lambda: {"cache": CacheOptions(tier_bits=4)},
     "generation.speculate": lambda: speculating(Speculate.lookup),
     "generation.speculate=lookup or model": lambda: speculating(Speculate.model),
     "generation.speculate=policy": lambda: speculating(Speculate.policy),

@@ -268,10 +268,8 @@ class Served:
             files = PromptFiles(
                 key=handover.key,
                 folder=handover,
-                path=handover.path,
-                host=handover.host,
-                limit_bytes=options.handover_bytes,
-                token_bytes=TOKEN_BYTES,
+                place=handover.place,
+                layers=[(TOKEN_BYTES // 2, None)] * 2,
                 about={"dtype": "float32"},
             )
         self.handover = handover

@@ -28,11 +28,13 @@ def hand_over(
     folder: str,
     stored: Sequence[int] = (),
     chunk_tokens: int | None = None,
+    boundaries: Sequence[int] = (),
 ) -> list[Handed]:
     """Prefill batches of prompts one after another, and hand all prompts over.
 
     Args:
         stored: by batch, number of first tokens of each of its prompts that all stages reuse.
+        boundaries: of the stages' chunks; by default the server's.
     """
     model, reports = tiny_model(family), list[Report]()
     tree = PrefixTree(1 << 40) if stored else None
@@ -54,7 +56,8 @@ def hand_over(
                 number=number,
                 prompts=prompts,
                 options=[OPTIONS] * len(prompts),
-                boundaries=chunks(engine, max(map(len, prompts)) - num, 1.0, (0.0, 0.0)).boundaries,
+                boundaries=tuple(boundaries)
+                or chunks(engine, max(map(len, prompts)) - num, 1.0, (0.0, 0.0)).boundaries,
                 stored=[num] * len(prompts) if num else (),
                 handovers=[file_name(key, "", ids) for ids in prompts],
             )

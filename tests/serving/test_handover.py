@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +21,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache
 
+from launch.server.answer.listener import RequestListener
+from launch.server.answer.row_text import RowText
 from launch.server.keys import Keys
+from launch.server.metrics import Metrics
+from runahead.config import GenerationOptions
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.model.fingerprint import checkpoint_digest
 from runahead.reuse import handover
-from runahead.reuse.handover import HandoverFolder, Outcome, file_name
+from runahead.reuse.handover import Handover, HandoverFolder, Outcome, file_name
 from runahead.reuse.tiers.file_format import FORMAT, LayerShape, checksum
+from runahead.serving.items import Handed
 from runahead.serving.limits import QueueLimits
 from tests.conftest import RankPools
-from tests.families import largest_difference, prompt, rounded, throughout
+from tests.families import WINDOW, largest_difference, prompt, rounded, throughout
 from tests.serving import handover_tasks
 from tests.serving.fakes import TOKEN_BYTES, serving
 from tests.serving.test_api import CLIENT, TEXT, post
@@ -32,7 +43,7 @@ from tests.waiting import until
 PREFILL = "/v1/prefill"
 
 PROMPTS = [prompt(40, seed=1), prompt(33, seed=2)]
-"""Longer than the windows of the families, which are of 8 tokens."""
+"""Longer than the windows of the families."""
 
 
 @cache
@@ -86,22 +97,24 @@ def test_a_file_has_the_keys_and_values_of_transformers(
 
 
 def test_layers_of_windows_lack_only_what_no_later_token_sees(rank_pools: RankPools, tmp_path: Path) -> None:
-    handed = rank_pools.run(3, handover_tasks.hand_over, "gemma2", [PROMPTS[:1]], str(tmp_path / "a"))[-1]
-    first = require_same(tmp_path / "a", handed[0].name, "gemma2", PROMPTS[0])
-    window = 8
+    """And not 256 tokens before it, of which other engines keep whole blocks, though the last chunk is short."""
+    ids, bounds = prompt(400, seed=5), (0, 200, 300, 400)
+    handed = rank_pools.run(3, handover_tasks.hand_over, "gemma2", [[ids]], str(tmp_path / "a"), (), None, bounds)[-1]
+    first = require_same(tmp_path / "a", handed[0].name, "gemma2", ids)
     assert any(first) and not all(first), "gemma2 has layers of both kinds"
-    assert all(start <= len(PROMPTS[0]) - window for start in first)
+    assert max(first) == len(ids) - WINDOW - 256
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_a_prompt_reuses_is_in_its_file(rank_pools: RankPools, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_what_a_prompt_reuses_is_in_its_file(rank_pools: RankPools, family: str, size: int, tmp_path: Path) -> None:
     folder, before = tmp_path / "a", PROMPTS[0]
     longer = [before[:30] + prompt(12, seed=3), before[:30] + prompt(9, seed=4)]
     task = handover_tasks.hand_over
-    handed = rank_pools.run(size, task, "llama", [[before], longer, [before]], str(folder), [0, 30, 39])[-1]
+    handed = rank_pools.run(size, task, family, [[before], longer, [before]], str(folder), [0, 30, 39])[-1]
     assert [each.error for each in handed] == [""] * 4
     for each, ids in zip(sorted(handed, key=lambda each: each.row), [before, *longer, before], strict=True):
-        require_same(folder, each.name, "llama", ids)
+        require_same(folder, each.name, family, ids)
 
 
 def test_a_prompt_that_is_computed_in_pieces_is_handed_over(rank_pools: RankPools, tmp_path: Path) -> None:
@@ -149,7 +162,7 @@ def test_a_damaged_file_is_no_answer(tmp_path: Path) -> None:
         ({"prompt": [5], "max_tokens": 2}, "max_tokens"),
         ({"prompt": [[5], [6]]}, "prompt"),
         ({"prompt": [5], "first_token": 1}, "first_token"),
-        ({"prompt": [5] * 100}, "prompt"),  # more bytes than the folder may have
+        ({"prompt": [5] * 99}, "prompt"),  # as many bytes as all files may have, and they have a header, too
     ],
 )
 def test_what_cannot_be_handed_over_is_refused(tmp_path: Path, body: dict[str, object], field: str) -> None:
@@ -180,6 +193,74 @@ def test_proxies_get_what_they_pass_on(tmp_path: Path) -> None:
         assert post(served, TEXT, asks | {"cache_hit_threshold": 0}).status_code == 400
 
 
+def test_proxies_are_told_of_a_file_that_is_there_however_full_the_queue_is(tmp_path: Path) -> None:
+    asks = {"prompt": [5, 6], "max_tokens": 1}
+    params = asks | {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    with serving(handover=str(tmp_path / "a")) as served:
+        new = post(served, TEXT, params).json()
+    with serving(handover=str(tmp_path / "a"), limits=QueueLimits(max_ttft_s=5.0)) as served:
+        served.scheduler.estimate.alone.learn([1], 100.0)  # from now on the queue takes nobody
+        found = post(served, TEXT, params).json()
+        assert found["kv_transfer_params"] == new["kv_transfer_params"]
+        looked = post(served, TEXT, asks | {"cache_hit_threshold": 0}).json()
+        for answer in (found, looked):
+            assert answer["choices"][0]["text"] == "" and answer["choices"][0]["finish_reason"] == "length"
+            assert answer["usage"] | {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2} == answer["usage"]
+        assert not served.engine.batches
+        assert post(served, TEXT, params | {"prompt": [7]}).status_code == 503
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_apis_whose_answers_tell_of_no_file_do_not_hand_over(tmp_path: Path, path: str) -> None:
+    body = {"input": "a"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "a"}]}
+    body |= {"max_tokens": 1} if path == "/v1/messages" else {}
+    with serving(handover=str(tmp_path / "a")) as served:
+        assert post(served, path, body).status_code == 200
+        refused = post(served, path, body | {"kv_transfer_params": {"do_remote_decode": True}})
+        assert refused.status_code == 400 and "kv_transfer_params" in refused.text
+        assert not names(tmp_path / "a")
+
+
+async def told_of(*outcomes: Handed | str) -> Metrics:
+    """Metrics of a request whose prompt is to be handed over, of which a listener hears these."""
+    listener = RequestListener(
+        [RowText(None, set(), GenerationOptions())], Metrics(), num_prompt_tokens=1, awaits_file=True
+    )
+    for each in outcomes:
+        listener.on_failure(each) if isinstance(each, str) else listener.on_handed(each)
+        await asyncio.sleep(0)
+    return listener._metrics
+
+
+def test_cancelled_requests_are_no_failures_of_the_folder_and_failed_ones_no_latencies() -> None:
+    handed = Handed(row=(0, 0), name="0" * 64)
+    for error, num_failures in (("cancelled", 0), (NOT_NUMBERS, 1)):
+        metrics = asyncio.run(told_of(NOT_NUMBERS, replace(handed, error=error)))
+        assert metrics.counters["handover_failures_total"] == num_failures
+        assert "e2e_request_latency_seconds_count 0" in metrics.text({}, {})
+
+
+def test_rows_have_room_until_their_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a file is written from the memory of its row."""
+    gate, write = threading.Event(), handover.write_layers
+
+    def when_let(*given: Any, **more: Any) -> None:
+        gate.wait()
+        write(*given, **more)
+
+    monkeypatch.setattr(handover, "write_layers", when_let)
+    limits = QueueLimits(max_tokens=10)
+    with serving(handover=str(tmp_path / "a"), limits=limits) as served, ThreadPoolExecutor(1) as pool:
+        try:
+            first = pool.submit(post, served, PREFILL, {"prompt": [5] * 6})
+            until(lambda: bool(served.engine.batches) and not served.scheduler._queue.batches)
+            assert served.scheduler.share_in_use == 0.7
+        finally:
+            gate.set()
+        assert first.result().status_code == 200
+        until(lambda: served.scheduler.share_in_use == 0.0)
+
+
 def test_a_prompt_of_another_key_has_another_file(tmp_path: Path) -> None:
     names = []
     with serving(handover=str(tmp_path / "a"), keys=Keys(["first:" + "a" * 16, "second:" + "b" * 16])) as served:
@@ -202,6 +283,66 @@ def test_files_that_were_not_used_for_longest_make_room(tmp_path: Path) -> None:
     assert {path.stem for path in (tmp_path / "a").glob("*.safetensors")} == {f"{number:064x}" for number in (1, 3)}
 
 
+def begun(folder: HandoverFolder, number: int, ended: list[Outcome], num_tokens: int = 1000) -> Handover:
+    """A prompt of 8 bytes a token that is computed, and may yet turn out not to be."""
+    given = folder.begin(f"{number:064x}", num_tokens, torch.device("cpu"), ended.append)
+    layer = torch.full((num_tokens, 1, 1), float(number))
+    given.begin([LayerShape(shape=tuple(layer.shape), dtype=layer.dtype)] * 2)
+    for _ in range(2):
+        given.put([layer])
+    return given
+
+
+def test_room_is_made_before_a_file_is_written(tmp_path: Path) -> None:
+    """Files that have no name yet have as many bytes as others."""
+    folder, ended = HandoverFolder(str(tmp_path / "a"), 20_000, "model"), list[Outcome]()
+    for number in range(2):
+        begun(folder, number, ended).end()
+        until(lambda number=number: len(ended) > number)
+    third = begun(folder, 2, ended)
+    until(lambda: names(tmp_path / "a") == {1})
+    third.end()
+    until(lambda: len(ended) == 3)
+    assert names(tmp_path / "a") == {1, 2} and [each.error for each in ended] == [""] * 3
+
+
+def test_files_under_way_wait_for_each_other_where_there_is_no_room_for_all(tmp_path: Path) -> None:
+    folder, ended = HandoverFolder(str(tmp_path / "a"), 20_000, "model"), list[Outcome]()
+    given = [begun(folder, number, ended) for number in range(4)]
+    until(lambda: len(folder._coming) == 2)
+    for each in given:
+        each.end("cancelled" if each is given[3] else "")
+    until(lambda: len(ended) == 4)
+    assert sorted(each.error for each in ended) == ["", "", "", "cancelled"]
+    assert len(names(tmp_path / "a")) == 2 and not folder._coming
+
+
+def test_what_is_larger_than_all_files_may_be_is_told_and_nothing_makes_room(tmp_path: Path) -> None:
+    folder, ended = HandoverFolder(str(tmp_path / "a"), 8_100, "model"), list[Outcome]()
+    begun(folder, 0, ended).end()
+    until(lambda: len(ended) == 1)
+    assert "has 8,3" in ended[0].error and "serve.handover_bytes=8100" in ended[0].error  # the header has some, too
+    assert not names(tmp_path / "a")
+
+
+def names(folder: Path) -> set[int]:
+    """Numbers of the prompts whose files are there."""
+    return {int(path.stem, 16) for path in folder.glob("*.safetensors")}
+
+
+def test_one_wait_for_a_slow_folder_is_for_all_prompts_of_an_item(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, waits = HandoverFolder(str(tmp_path / "a"), 1 << 20, "model"), list[float]()
+    folder.note_late(handover.BACKLOG_BYTES + 1)
+    monkeypatch.setattr(folder._changed, "wait_for", lambda is_so, wait_s: waits.append(wait_s) or is_so())
+    ended = list[Outcome]()
+    for until_s in (time.monotonic() + 1000.0, 0.0):
+        folder.begin("0" * 64, 3, torch.device("cpu"), ended.append, until_s=until_s)
+    assert 900.0 < waits[0] <= 1000.0 and waits[1] == 0.0
+    assert len(ended) == 2 and all("too slowly" in each.error for each in ended)
+
+
 @pytest.mark.parametrize("error", ["cancelled", NOT_NUMBERS])
 def test_a_prompt_that_is_not_computed_to_its_end_leaves_nothing(tmp_path: Path, error: str) -> None:
     folder, ended = HandoverFolder(str(tmp_path / "a"), 1 << 20, "model"), list[Outcome]()
@@ -220,7 +361,7 @@ def test_a_full_disk_is_told_and_leaves_what_is_there(tmp_path: Path, monkeypatc
     monkeypatch.setattr(handover, "write_layers", full)
     hand_over(folder, "0" * 64, torch.ones(3, 1, 1), ended)
     until(lambda: bool(ended))
-    assert "No space left on device" in ended[0].error and folder.path in ended[0].error
+    assert "No space left on device" in ended[0].error and folder.place.path in ended[0].error
 
 
 def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from launch.server.answer.pieces import Piece, joined
 from launch.server.answer.row_text import RowText
 from launch.server.metrics import Metrics
-from runahead.serving.items import Handed
+from runahead.serving.items import CANCELLED, Handed
 
 
 class RequestListener:
@@ -114,12 +114,13 @@ class RequestListener:
 
     def _hand(self, handed: Handed, now: float) -> None:
         counters, self.handed, self.handed_s = self._metrics.counters, handed, now
-        counters["handover_failures_total" if handed.error else "handover_files_total"] += 1
+        if handed.error != CANCELLED:  # the client has gone, or all have
+            counters["handover_failures_total" if handed.error else "handover_files_total"] += 1
         counters["handover_bytes_total"] += handed.num_bytes if handed.is_new else 0
         self._note_end(now)
 
     def _note_end(self, now: float) -> None:
-        if self.is_over:
+        if self.is_over and self.failure is None:
             self._metrics.histograms["e2e_request_latency_seconds"].add(now - self.arrived_s)
         self._changed.set()
 

@@ -11,18 +11,17 @@ from launch.server.answer.form import Event
 from launch.server.answer.listener import RequestListener
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.dialects.openai import Chats, CompletionForm
-from launch.server.dialects.translating import IDLE
+from launch.server.dialects.translating import HANDED_OVER, IDLE
 from launch.server.errors import wrong
 from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay, read_chat, read_completion
 from runahead.config import GenerationOptions
-from runahead.serving.items import Handed
 from runahead.serving.request import Request
 
 PATH = "/v1/prefill"
 
 ABSENT = (
     *("stream", "stream_options", "return_progress", "echo", "logprobs", "top_logprobs", "prompt_cache"),
-    *("tools", "tool_choice", "response_format", "kv_transfer_params", "cache_hit_threshold"),
+    *("tools", "tool_choice", "response_format", *HANDED_OVER),
     *("max_tokens", "max_completion_tokens", "min_tokens", "n"),
 )
 """Fields of completions and chats that have no meaning here."""
@@ -62,60 +61,27 @@ class PrefillForm(CompletionForm):
 
     def __init__(self, identity: str, model: str, read: ChatRequest | CompletionRequest, texts: TokenTexts) -> None:
         super().__init__(identity, model, read, texts)
-        self._head["id"] = prefill_id(identity)
+        self._head["id"] = f"prefill-{identity}"
 
     def finished(
         self, answer: Event, prompts: Sequence[Sequence[int]], queued: Request, listener: RequestListener
     ) -> Event:
-        assert listener.handed is not None and listener.handed_s is not None
-        first_s = listener.first_token_s
-        return found(
-            answer["id"],
-            answer["model"],
-            listener.handed,
-            num_tokens=len(prompts[0]),
-            ttft_s=None if first_s is None else first_s - listener.arrived_s,
-            ready_s=listener.handed_s - listener.arrived_s,
-            first_token=listener.first_token if self._read.gives_token else None,
-            usage=answer["usage"],
-        )
-
-
-def prefill_id(identity: str) -> str:
-    """Id of an answer in this API."""
-    return f"prefill-{identity}"
-
-
-def found(
-    identity: str,
-    model: str,
-    handed: Handed,
-    *,
-    num_tokens: int,
-    ready_s: float,
-    usage: Mapping[str, Any],
-    ttft_s: float | None = None,
-    first_token: int | None = None,
-) -> Event:
-    """The answer for a prompt that is in a file.
-
-    Args:
-        ready_s, ttft_s: seconds from the request to the file, and to the first token; None: none was computed.
-    """
-    return {
-        "id": identity,
-        "object": "prefill",
-        "created": int(time.time()),
-        "model": model,
-        "folder": handed.folder,
-        "file": handed.file,
-        "path": f"{handed.folder}/{handed.file}",
-        "host": handed.host,
-        "num_tokens": num_tokens,
-        "num_bytes": handed.num_bytes,
-        "is_new": handed.is_new,
-        "ttft_s": None if ttft_s is None else round(ttft_s, 6),
-        "ready_s": round(ready_s, 6),
-        "first_token": first_token,
-        "usage": usage,
-    }
+        handed, first_s = listener.handed, listener.first_token_s
+        assert handed is not None and listener.handed_s is not None
+        return {
+            "id": answer["id"],
+            "object": "prefill",
+            "created": int(time.time()),
+            "model": answer["model"],
+            "folder": handed.folder,
+            "file": handed.file,
+            "path": f"{handed.folder}/{handed.file}",
+            "host": handed.host,
+            "num_tokens": len(prompts[0]),
+            "num_bytes": handed.num_bytes,
+            "is_new": handed.is_new,
+            "ttft_s": None if first_s is None else round(first_s - listener.arrived_s, 6),
+            "ready_s": round(listener.handed_s - listener.arrived_s, 6),
+            "first_token": listener.first_token if self._read.gives_token else None,
+            "usage": answer["usage"],
+        }

@@ -9,6 +9,7 @@ from launch.server.answer.form import Form
 from launch.server.answer.logprobs import TokenTexts
 from launch.server.dialects.response_form import ResponseForm
 from launch.server.dialects.translating import (
+    HANDED_OVER,
     Translated,
     any_object_in,
     few_in,
@@ -41,7 +42,7 @@ class Responses(Translated):
         "response_format.json_schema": "text.format",
         "reasoning_effort": "reasoning.effort",
     }
-    absent = ("n", "logprobs", "prompt_cache", "return_progress")
+    absent = ("n", "logprobs", "prompt_cache", "return_progress", *HANDED_OVER)
     idle = (
         *("include", "max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "stream_options"),
         *("truncation", "moderation", "text", "reasoning", "input", "instructions", "max_output_tokens"),

@@ -13,6 +13,9 @@ from launch.server.request.reader import unknown, unsupported
 IDLE: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing."""
 
+HANDED_OVER = ("kv_transfer_params", "cache_hit_threshold")
+"""Fields that ask for a prompt to be handed over, by answers of forms that tell where."""
+
 
 class Translated(Dialect):
     """A dialect whose requests become chats. Fields that it does not know are the chat's, as are vLLM's.
@@ -27,7 +30,10 @@ class Translated(Dialect):
 
     path: str
     own: Mapping[str, str]
-    absent: tuple[str, ...] = ("n", "logprobs", "top_logprobs", "prompt_cache", "return_progress", "stream_options")
+    absent: tuple[str, ...] = (
+        *("n", "logprobs", "top_logprobs", "prompt_cache", "return_progress", "stream_options"),
+        *HANDED_OVER,
+    )
     idle: tuple[str, ...] = ()
     refused: Mapping[str, str] = {}
 

@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,14 +77,53 @@ class LayerShape:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileHead:
+    """The facts of a file that are known before its numbers are.
+
+    Attributes:
+        shapes: of its layers.
+        name: for people.
+        more: other metadata.
+    """
+
+    shapes: Sequence[LayerShape]
+    key: str
+    name: str
+    more: Mapping[str, str]
+
+    def header(self, sums: Sequence[int]) -> bytes:
+        """The header without its length.
+
+        Args:
+            sums: checksums of the layers.
+        """
+        about = {"format": FORMAT, "key": self.key, "segment": self.name, "crc32": json.dumps(sums)}
+        described: dict[str, object] = {"__metadata__": about | dict(self.more)}
+        at = 0
+        for number, each in enumerate(self.shapes):
+            end = at + each.num_bytes
+            offsets = {"dtype": DTYPES[each.dtype], "shape": each.shape, "data_offsets": [at, end]}
+            described[f"layer.{number}"], at = offsets, end
+        return json.dumps(described, separators=(",", ":")).encode()
+
+    @cached_property
+    def header_bytes(self) -> int:
+        """Bytes of the header with any checksums."""
+        most = len(self.header([LARGEST_SUM] * len(self.shapes)))
+        return most + -most % ALIGNED
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return LENGTH_BYTES + self.header_bytes + sum(each.num_bytes for each in self.shapes)
+
+
 def write_layers(
     path: Path,
     layers_TKX: Iterable[Tensor],
     *,
-    shapes: Sequence[LayerShape],
-    key: str,
-    name: str,
-    more: Mapping[str, str],
+    head: FileHead,
     mode: int,
     approve: Callable[[], object] = nothing,
 ) -> None:
@@ -91,9 +131,6 @@ def write_layers(
 
     Args:
         layers_TKX: read one by one, and again from the first one if the file has to be written another way.
-        shapes: of these, which are known before.
-        name: for people.
-        more: other metadata.
         mode: its permissions.
         approve: called once all layers are written, before the file has its name. If it raises, there is none.
 
@@ -102,29 +139,16 @@ def write_layers(
         Exception: what reading a layer or `approve` raises.
     """
 
-    def header(sums: Sequence[int]) -> bytes:
-        about = {"format": FORMAT, "key": key, "segment": name, "crc32": json.dumps(sums)}
-        described: dict[str, object] = {"__metadata__": about | dict(more)}
-        at = 0
-        for number, each in enumerate(shapes):
-            end = at + each.num_bytes
-            offsets = {"dtype": DTYPES[each.dtype], "shape": each.shape, "data_offsets": [at, end]}
-            described[f"layer.{number}"], at = offsets, end
-        return json.dumps(described, separators=(",", ":")).encode()
-
-    most = len(header([LARGEST_SUM] * len(shapes)))
-    length = most + -most % ALIGNED  # known before the checksums are
-
     def fill(file: BinaryIO) -> None:
-        sums = list[int]()
+        sums, length = list[int](), head.header_bytes
         file.seek(LENGTH_BYTES + length)
-        for layer_TKX, expected in zip(layers_TKX, shapes, strict=True):
+        for layer_TKX, expected in zip(layers_TKX, head.shapes, strict=True):
             assert (tuple(layer_TKX.shape), layer_TKX.dtype) == (expected.shape, expected.dtype), (layer_TKX, expected)
             data = _bytes_of(layer_TKX.contiguous().cpu())
             sums.append(zlib.crc32(data))
             file.write(data)
         file.seek(0)
-        file.write(length.to_bytes(LENGTH_BYTES, "little") + header(sums).ljust(length))
+        file.write(length.to_bytes(LENGTH_BYTES, "little") + head.header(sums).ljust(length))
         approve()
 
     write_whole(path, fill, mode=mode)

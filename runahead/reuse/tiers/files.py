@@ -15,6 +15,7 @@ from runahead.ranks.worker import SubmittedCall, Worker
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import FileRows
 from runahead.reuse.tiers.file_format import (
+    FileHead,
     LayerShape,
     StoredLayers,
     checksum,
@@ -157,7 +158,8 @@ class TierFiles:
         def write(path: Path) -> None:
             layers, mode = list(rows), self._folder.file_mode
             shapes = [LayerShape(shape=tuple(layer.shape), dtype=layer.dtype) for layer in layers]
-            write_layers(path, layers, shapes=shapes, key=about.name, name=about.title, more=about.metadata, mode=mode)
+            head = FileHead(shapes=shapes, key=about.name, name=about.title, more=about.metadata)
+            write_layers(path, layers, head=head, mode=mode)
 
         self._writer.write(about.name, write, rows.num_bytes, keep=self.keep)
 

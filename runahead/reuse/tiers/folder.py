@@ -10,10 +10,11 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from filelock import FileLock
 
@@ -113,12 +114,19 @@ class TierFolder:
                 if KEY.fullmatch(key):
                     yield StoredFile(key=key, used_ns=about.st_mtime_ns, num_bytes=about.st_size)
 
-    def make_room(self, num_bytes: int | None = None, *, keep: Collection[str] = ()) -> list[str]:
+    def make_room(
+        self,
+        num_bytes: int | None = None,
+        *,
+        keep: Collection[str] = (),
+        coming: Mapping[str, int] = MappingProxyType({}),
+    ) -> list[str]:
         """Remove the least recently used files until the budget holds. A mapped file stays readable until unmapped.
 
         Args:
             num_bytes: remove files of as many bytes instead, as the disk is full.
             keep: keys of files that go last.
+            coming: bytes of files that are being written, by key, which count and do not go.
 
         Returns:
             the keys of the files that were removed.
@@ -126,7 +134,9 @@ class TierFolder:
         removed: list[str] = []
         with FileLock(self.folder / LOCK):
             files = sorted(self.files(), key=lambda file: (file.key in keep, file.used_ns))
-            excess = sum(file.num_bytes for file in files) - self.limit_bytes if num_bytes is None else num_bytes
+            files = [file for file in files if file.key not in coming]
+            used = sum(file.num_bytes for file in files) + sum(coming.values())
+            excess = used - self.limit_bytes if num_bytes is None else num_bytes
             for file in files:
                 if excess <= 0:
                     break
