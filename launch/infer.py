@@ -59,6 +59,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prefill.speculative=none|layers|model, the draft that chooses what is computed
                                prefill.speculative_share=0.25   prefill.speculative_chunk=32
                                prefill.speculative_ahead=8   prefill.speculative_layers=<n>
+                               prefill.wire_bits=8|4, of keys and values between the ranks of a chain
   partition=auto|even|ratios   partition.learn=true        partition.ratios=[0.6,0.4]
             |table             partition.table=<json>      partition.force=false      partition.alone=true
   ranks=auto|cpu|cuda          ranks.tensor=<ranks that share one model, a stage of the chain>
@@ -379,7 +380,8 @@ def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts, num
     files += policy_files(run.policy)
     if run.policy["name"] == "prompt_cache":
         files += prompt_cache_options(run.policy).schemas
-    num_chunks = num_stages if policies.by_chunk(run.decode) else None
+    depends_on_split = policies.by_chunk(run.decode) or run.prefill.wire_bits is not None
+    num_chunks = num_stages if depends_on_split else None
     if num_chunks is not None and run.partition.table is not None:
         files.append(run.partition.table)
     settings = settings_of(run, RunOptions(), files, num_chunks=num_chunks)

@@ -38,7 +38,8 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
                             model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
-  prefill.transfer=relay|direct   prefill.layers_in_flight=3   ranks.device=...   ranks.threads=<n>
+  prefill.transfer=relay|direct   prefill.layers_in_flight=3   prefill.wire_bits=8|4
+  ranks.device=...   ranks.threads=<n>
   ranks.tensor=<n>       ranks that share one model, a stage: lengths and numbers of ranks are then for stages
 """
 

@@ -46,7 +46,10 @@ class Table(Mapping[K, V]):
 
 
 BITS = (8, 4, 2)
-"""Numbers of bits in which keys and values can be quantised."""
+"""Numbers of bits in which keys and values can be stored."""
+
+WIRE_BITS = (8, 4)
+"""Numbers of bits in which they can be sent."""
 
 
 class ModelName(Enum):
@@ -347,6 +350,8 @@ class PrefillOptions:
         speculative_chunk: tokens of a chunk.
         speculative_ahead: tokens that the draft generates, whose attention chooses.
         speculative_layers: number of the model's first layers that draft; None is a fifth of them.
+        wire_bits: of each number of the keys and values that the ranks of a chain send, 8 or 4; None sends them as they
+            are. A rank's own chunk is exact.
     """
 
     name: PrefillName = PrefillName.kv_runahead
@@ -362,6 +367,7 @@ class PrefillOptions:
     speculative_chunk: int = 32
     speculative_ahead: int = 8
     speculative_layers: int | None = None
+    wire_bits: int | None = None
 
     def __post_init__(self) -> None:
         self.name = choice("prefill", PrefillName, self.name)
@@ -381,6 +387,7 @@ class PrefillOptions:
             require(self.chunk_tokens >= 1, "prefill.chunk_tokens", self.chunk_tokens, "must be at least 1")
         if self.row_tokens is not None:
             require(self.row_tokens >= 0, "prefill.row_tokens", self.row_tokens, "must be at least 0")
+        require(self.wire_bits in (None, *WIRE_BITS), "prefill.wire_bits", self.wire_bits, "must be 8, 4 or null")
 
     @property
     def takes_partition(self) -> bool:

@@ -137,7 +137,8 @@ class Engine:
             from runahead.reuse.prefixes import Prefixes
 
             least_new = max(1, self.policies.num_observed, ranks.num_stages if self._stores_parts else 1)
-            self.prefixes = Prefixes(model, tree, least_new=least_new)
+            wire_bits = self.prefill_options.wire_bits if ranks.num_stages > 1 else None
+            self.prefixes = Prefixes(model, tree, least_new=least_new, wire_bits=wire_bits)
         self.prefills = ReusingPrefill(
             model,
             ranks,

@@ -362,7 +362,11 @@ def report_json(
         "policy": dict(policy),
         **({} if cache.bits is None and cache.tier_bits is None else {"cache": asdict(cache)}),
         "prefill": {"strategy": prefill.name.name, "transfer": prefill.transfer.name}
-        | {name: value for name in ("chunk_tokens", "row_tokens") if (value := getattr(prefill, name)) is not None},
+        | {
+            name: value
+            for name in ("chunk_tokens", "row_tokens", "wire_bits")
+            if (value := getattr(prefill, name)) is not None
+        },
         "warmup": warmup,
         "model_check": model_check,
         "versions": library_versions(),

@@ -305,7 +305,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     drafts = speculate in (Speculate.policy, Speculate.model)
     looks_up = speculate is Speculate.lookup or (drafts and run.draft.speculate is Speculate.lookup)
     is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
-    chain_only = ["transfer", "carrier", "layers_in_flight"]
+    chain_only = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
         ("prompt", ["prefix_cache_bytes"], is_single, "on a single prompt"),

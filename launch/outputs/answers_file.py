@@ -41,8 +41,8 @@ def settings_of(run: Any, defaults: Any, files: Collection[str], *, num_chunks: 
     Args:
         run, defaults: the options of launch/infer.py, and their defaults.
         files: files and folders that the policies consist of or read.
-        num_chunks: chunks of a prompt, one for each stage, if what policies keep depends on them
-            (`RankPolicies.by_chunk`).
+        num_chunks: chunks of a prompt, one for each stage, if what policies keep (`RankPolicies.by_chunk`) or ranks are
+            sent depends on them.
     """
     sections = SECTIONS if num_chunks is None else (*SECTIONS, "partition")
     given, usual = (

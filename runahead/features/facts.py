@@ -474,6 +474,7 @@ FACTS: dict[str, Fact] = {
     "prefill.speculative": _speculative(),
     "prefill.speculative=layers": _speculative(Speculative.layers),
     "prefill.speculative=model": _speculative(Speculative.model),
+    "prefill.wire_bits": _option("prefill.wire_bits", "prefill"),
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
     "cache.bits": _of_last(_option("cache.bits", "cache")),

@@ -201,6 +201,11 @@ REFUSED = (
         "{0} is for launch/infer.py, as a server has no draft.model",
         "use prefill.speculative=layers",
     ),
+    Refused(
+        ("prefill.wire_bits", "prefill=tsp or zigzag"),
+        "{0} is for the keys and values of a chain, and with {1} all ranks exchange theirs",
+        CHAIN,
+    ),
     # policy=prompt_cache
     *(
         Refused(
@@ -605,6 +610,11 @@ REFUSED = (
         ("serve.handover", "cache.tier_bits"),
         ON_ONE_RANK + ", as they are, and with {1} a prefix that comes back is not",
         "use cache.tier_bits=null",
+    ),
+    Refused(
+        ("serve.handover", "prefill.wire_bits"),
+        ON_ONE_RANK + ", as they are, not with {1}",
+        "use prefill.wire_bits=null",
     ),
     Refused(
         ("serve.handover", "policy=prompt_cache"),

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from runahead.attention.base import ForwardEndsHere
@@ -14,9 +15,10 @@ from runahead.attention.states import StateLayer
 from runahead.cache.attention import LayerCall, LayerHook
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
+from runahead.cache.quantised.wire import decode, encode, sent_shape
 from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
-from runahead.kv_transfer.schedule import Message, Schedule, stored_slots
+from runahead.kv_transfer.schedule import STORED, Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, PrefillJob
 from runahead.prefill.kept_states import StatePlaces
 from runahead.prefill.row_blocks import chunk_projects_twice
@@ -46,6 +48,8 @@ class ChainRun(StageRun, LayerHook):
         depth: most layers in flight.
         rotaries: of each layer, if keys are stored unrotated.
         own: stores what follows the spans, in memory that stays.
+        sent_spans: tokens [first, end) of each slab from which is sent and into which is received, with
+            `prefill.wire_bits`: keys and values travel as records, in a ring of their own.
         attends_last: whether the last layer's attention is computed on every rank, not only where the first token is.
 
     Raises:
@@ -63,6 +67,7 @@ class ChainRun(StageRun, LayerHook):
         depth: int,
         rotaries: Sequence[Rotary] | None = None,
         own: Slabs | None = None,
+        sent_spans: Sequence[tuple[int, int]] | None = None,
         attends_last: bool = False,
     ) -> None:
         if len(schedule.chain) == 1:
@@ -71,15 +76,27 @@ class ChainRun(StageRun, LayerHook):
         self._kv_at, self._state_at = (
             [place for place, (kind, _) in enumerate(order) if kind == wanted] for wanted in ("kv", "state")
         )
+        self._bits = job.options.wire_bits if sent_spans is not None else None
         slabs = Slabs.empty(
-            [model.kv_shapes[n] if kind == "kv" else row_shape(model.state_shapes[n]) for kind, n in order],
+            [
+                sent_shape(model.kv_shapes[n], self._bits) if kind == "kv" else row_shape(model.state_shapes[n])
+                for kind, n in order
+            ],
             batch=len(job.batch.pads),
-            spans=spans,
-            num_slabs=num_slabs,
+            spans=spans if sent_spans is None else sent_spans,
+            num_slabs=num_slabs if sent_spans is None else depth,
             device=job.ranks.device,
             allocate=carrier.allocator(job.ranks, schedule),
         )
         of_kv = slabs.only(self._kv_at) if self._state_at else slabs
+        if self._bits is not None:
+            of_kv = Slabs.empty(
+                model.kv_shapes,
+                batch=len(job.batch.pads),
+                spans=[spans[place] for place in self._kv_at],
+                num_slabs=num_slabs,
+                device=job.ranks.device,
+            )
         cache = KVCache(of_kv, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(of_kv))
         super().__init__(job, cache)
         if job.states is not None:  # which are for the first stage
@@ -87,7 +104,7 @@ class ChainRun(StageRun, LayerHook):
         if cache.states is not None and job.stored is not None:
             cache.states.begun = [row for row, num in enumerate(job.stored.num_reused) if num]
         self._states = StatePlaces(partition=job.partition, stops=job.stops, batch=len(job.batch.pads))
-        self._carried = KVCache(slabs) if self._state_at else cache
+        self._carried = cache if of_kv is slabs else KVCache(slabs)
         self.transfer = carrier(schedule, self._carried, job.ranks, self._clock, depth, record=job.record)
         for number, place in enumerate(self._state_at):
             if schedule.receives(place):  # the model's code takes hold of it before it has arrived
@@ -109,7 +126,8 @@ class ChainRun(StageRun, LayerHook):
 
     @property
     def slab_bytes(self) -> int:
-        return self._carried.num_bytes + self.transfer.fed_bytes
+        exact_bytes = 0 if self._bits is None else self.cache.num_bytes - self.cache.state_bytes
+        return exact_bytes + self._carried.num_bytes + self.transfer.fed_bytes
 
     def stores_first(self, chunk: range) -> bool:
         chain = self.job.partition.chain
@@ -188,6 +206,7 @@ class ChainRun(StageRun, LayerHook):
         slots = stored_slots(stored.num_slots(len(self.job.batch.pads))).get(stage)
         if slots is not None and self.cache.layer(layer).first <= slots.start:
             stored.gather(reused, layer, self.cache.tokens(layer, slots.start, slots.stop), stage)
+            self._encode(layer, slots.start, slots.stop)
 
     def _feed(self, layers: range) -> None:
         """Send stored keys and values of these layers, on the rank that has them."""
@@ -203,10 +222,31 @@ class ChainRun(StageRun, LayerHook):
                 continue
             for part in reused.parts:  # so that what is lost is computed before the layer's memory is filled
                 part.layers_TKX[number]
-            self.transfer.feed(place, partial(stored.gather, reused, number, stage=self.job.ranks.stage))
+            gather = partial(stored.gather, reused, number, stage=self.job.ranks.stage)
+            self.transfer.feed(place, gather if self._bits is None else partial(self._gather_codes, gather, number))
+
+    def _gather_codes(self, gather: Callable[[Tensor], object], layer: int, records_SBKW: Tensor) -> None:
+        """Write the records of stored keys and values of a layer, which `gather` writes as they are."""
+        assert self._bits is not None
+        shape, (num_tokens, batch, heads, _) = self.job.model.kv_shapes[layer], records_SBKW.shape
+        size = num_tokens, batch, heads, shape.key_dim + shape.value_dim
+        gather(kv_SBKX := torch.empty(size, dtype=shape.dtype, device=self.job.ranks.device))
+        encode(kv_SBKX, shape.key_dim, self._bits, records_SBKW)
 
     def save(self, call: LayerCall) -> None:
-        self.transfer.send(self._kv_at[call.layer])
+        place = self._kv_at[call.layer]
+        # A receiver of a sliding window needs fewer of the own tokens than another.
+        own = [each for each in self.transfer.schedule.sends(place) if each.chunk > STORED]
+        if own:
+            self._encode(call.layer, min(each.start for each in own), own[0].end)
+        self.transfer.send(place)
+
+    def _encode(self, layer: int, start: int, end: int) -> None:
+        """Write the records of tokens of this rank to where they are sent from, if records travel."""
+        if self._bits is not None:
+            key_dim = self.job.model.kv_shapes[layer].key_dim
+            records_SBKW = self._carried.tokens(self._kv_at[layer], start, end)
+            encode(self.cache.tokens(layer, start, end), key_dim, self._bits, records_SBKW)
 
     def wait_for_load(self, call: LayerCall) -> None:
         self._await_prefix(self._kv_at[call.layer])
@@ -214,8 +254,15 @@ class ChainRun(StageRun, LayerHook):
 
     def _await_prefix(self, place: int) -> None:
         """Wait until all that this rank receives of a place may be read."""
-        self._until(place, self.transfer.schedule.receives(place))
+        received = self.transfer.schedule.receives(place)
+        self._until(place, received)
         self.transfer.await_prefix(place)
+        kind, number = self.job.model.order[place]
+        if self._bits is not None and kind == "kv":
+            for each in received:
+                kv_SBKX = self.cache.tokens(number, each.start, each.end)
+                key_dim = self.job.model.kv_shapes[number].key_dim
+                decode(self._carried.tokens(place, each.start, each.end), key_dim, self._bits, kv_SBKX)
 
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         """Wait until these messages of a layer may be read."""

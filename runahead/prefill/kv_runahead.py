@@ -249,6 +249,11 @@ def _linked(
     own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
     keeps_all = is_last and (job.gives_new if policies else own is None)
     depth = _layers_in_memory(job, schedule.layer_skew(), is_last=is_last)
+    sent_spans = None
+    if job.options.wire_bits is not None:  # the last rank sends none of its own
+        ends = [chunk.start if is_last else chunk.stop for chunk in own_chunks]
+        firsts = [first_of(place, chunk.start) for place, chunk in enumerate(own_chunks)]
+        sent_spans = list(zip(firsts, ends, strict=True))
     return ChainRun(
         job,
         carrier,
@@ -261,6 +266,7 @@ def _linked(
         depth=depth,
         rotaries=policies.rotaries(model),
         own=own,
+        sent_spans=sent_spans,
         attends_last=attends_last,
     )
 

@@ -196,6 +196,7 @@ class Prefixes:
     Args:
         tree: may have texts of other models, too.
         least_new: last tokens of a prompt that are always computed.
+        wire_bits: as `prefill.wire_bits`, which texts depend on; None: they do not.
 
     Attributes:
         key: of the model's texts that have no salt.
@@ -205,9 +206,11 @@ class Prefixes:
             and after all of it; 0: after all alone. None: after any token.
     """
 
-    def __init__(self, model: Model, tree: PrefixTree, *, least_new: int = 1) -> None:
+    def __init__(self, model: Model, tree: PrefixTree, *, least_new: int = 1, wire_bits: int | None = None) -> None:
         self.tree, self._least_new = tree, least_new
         self.key = f"{model_key(model)} at original positions"
+        if wire_bits is not None:
+            self.key += f", of earlier ranks in {wire_bits} bits"
         self.token_bytes = sum(shape.bytes_per_token() for shape in model.kv_shapes)
         states = [row_shape(shape) for shape in model.state_shapes]
         self.state_bytes = sum(shape.bytes_per_token() for shape in states)

@@ -113,6 +113,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prefill.speculative": lambda: {"prefill": PrefillOptions(speculative=Speculative.layers)},
     "prefill.speculative=layers": lambda: {"prefill": PrefillOptions(speculative=Speculative.layers)},
     "prefill.speculative=model": lambda: {"prefill": PrefillOptions(speculative=Speculative.model)},
+    "prefill.wire_bits": lambda: {"prefill": PrefillOptions(wire_bits=8)},
     "decode=sharded": lambda: {"decode": DecodeOptions(name=DecodeName.sharded)},
     "decode other than last": lambda: {"decode": DecodeOptions()},
     "decode other than last on several stages": lambda: {"decode": DecodeOptions(), "num_stages": 2},

@@ -348,6 +348,7 @@ def test_cfg_job_prints_what_would_run():
         "speculative_chunk": 32,
         "speculative_ahead": 8,
         "speculative_layers": None,
+        "wire_bits": None,
     }
 
 

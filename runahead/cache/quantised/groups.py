@@ -125,7 +125,7 @@ class ChannelGroups(Groups):
         assert num_tokens % GROUP == 0, num_tokens
         x_BKgtD = x_BKSD.unflatten(2, (num_tokens // GROUP, GROUP))
         codes, scale, zero = _encoded(x_BKgtD, bits, dim=3)
-        return cls(bits=bits, dim=dim, codes_BKTW=_packed(codes.flatten(2, 3), bits), scale=scale, zero=zero)
+        return cls(bits=bits, dim=dim, codes_BKTW=packed(codes.flatten(2, 3), bits), scale=scale, zero=zero)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))
@@ -164,7 +164,7 @@ class TokenGroups(Groups):
         missing = channel_groups(dim) * GROUP - dim
         x_BKSD = torch.cat([x_BKSD, x_BKSD[..., -1:].expand(*x_BKSD.shape[:3], missing)], dim=3)  # in the same range
         codes, scale, zero = _encoded(x_BKSD.unflatten(3, (-1, GROUP)), bits, dim=4)
-        return cls(bits=bits, dim=dim, codes_BKTW=_packed(codes.flatten(3)[..., :dim], bits), scale=scale, zero=zero)
+        return cls(bits=bits, dim=dim, codes_BKTW=packed(codes.flatten(3)[..., :dim], bits), scale=scale, zero=zero)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         codes, scale, zero = self._groups(start, end, torch.promote_types(dtype, torch.float32))
@@ -233,7 +233,7 @@ def _encoded(x: Tensor, bits: int, *, dim: int) -> tuple[Tensor, Tensor, Tensor]
     return codes, scale.squeeze(dim), zero.squeeze(dim)
 
 
-def _packed(codes_BKTD: Tensor, bits: int) -> Tensor:
+def packed(codes_BKTD: Tensor, bits: int) -> Tensor:
     """Codes in bytes (B, K, T, W)."""
     num_planes, num_bytes = 8 // bits, packed_bytes(codes_BKTD.shape[3], bits)
     planes = pad(codes_BKTD, (0, num_planes * num_bytes - codes_BKTD.shape[3])).split(num_bytes, dim=3)
