@@ -53,7 +53,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prompt.skip_invalid=false   prompt.chat_template=<jinja>
                                prompt.prefix_cache_bytes=auto|<n, of prompts that later ones reuse>
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
-          tsp|zigzag|tensor    prefill.carrier=backend|copy|auto
+          tsp|zigzag|tensor|pipeline  prefill.carrier=backend|copy|auto
                                prefill.attention=causal|dense  prefill.exchange=all_gather|ring|direct
                                prefill.chunk_tokens=<n, on one rank>   prefill.row_tokens=<n, in a layer; 0: all>
                                prefill.speculative=none|layers|model, the draft that chooses what is computed

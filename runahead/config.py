@@ -101,6 +101,7 @@ class PrefillName(Enum):
     tsp = "tsp"
     zigzag = "zigzag"
     tensor = "tensor"
+    pipeline = "pipeline"
 
 
 class Transfer(Enum):
@@ -343,7 +344,8 @@ class PrefillOptions:
         layers_in_flight: most layers whose keys and values are being sent at a time, for kv_runahead.
         attention: scores that tsp computes.
         exchange: way of keys and values between all ranks, for zigzag.
-        chunk_tokens: most tokens that are computed at a time if one rank has the whole prompt; None is all.
+        chunk_tokens: most tokens that are computed at a time if one rank has the whole prompt, None is all; or of a
+            chunk of pipeline.
         row_tokens: most tokens of a chunk that a layer computes at a time; 0 is all, None by memory.
         speculative: the draft that chooses the tokens of a prompt that are computed.
         speculative_share: share of the prompt's chunks that is computed.

@@ -14,7 +14,15 @@ import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from policies.row_values import row_values
-from runahead.config import DecodeName, DecodeOptions, GenerationOptions, PrefillOptions, Speculate, Speculative
+from runahead.config import (
+    DecodeName,
+    DecodeOptions,
+    GenerationOptions,
+    PrefillName,
+    PrefillOptions,
+    Speculate,
+    Speculative,
+)
 from runahead.context import ContextPartition, KnowsAlone, LearningPartitioner, Partitioner, decide, even
 from runahead.decoding.batch import decode_batch
 from runahead.decoding.gathered_result import gathered_result
@@ -101,8 +109,8 @@ class Engine:
         self.policies = policies or RankPolicies()
         self.prefill_options = prefill or PrefillOptions()
         self.partition = partition
-        self._strategy = PREFILLS[self.prefill_options.name]()
-        check_arrangement(model, ranks)
+        self._strategy = PREFILLS[self.prefill_options.name].of(self.prefill_options)
+        check_arrangement(model, ranks, in_layers=self.prefill_options.name is PrefillName.pipeline)
         self.decode = decode or DecodeOptions()
         self._setup = Setup(
             prefill=self.prefill_options,
@@ -237,8 +245,10 @@ class Engine:
             )
             with self.ranks.announcing_failure(), ExitStack() as profiled:
                 stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
-                stages = [stage] if plan.shards is None else list(plan.shards)
-                gather = None if plan.shards is None else self._gathering(stages, each)
+                stages, computing = [stage] if plan.shards is None else list(plan.shards), plan.partition.chain
+                if self.model.boundary is not None:
+                    stages = computing = list(range(mesh.num_stages))
+                gather = None if stages == [stage] and plan.shards is None else self._gathering(stages, each)
                 stream = TokenStream(
                     self.ranks,
                     source=0 if 0 in stages else mesh.rank(stage, 0),  # rank 0 needs no messages of its own tokens
@@ -257,7 +267,7 @@ class Engine:
                         recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
                 self.ranks.barrier("all ranks to hold the prompt")
                 began_s = time.perf_counter() if chosen is None else chosen.began_s
-                with self.ranks.lending(plan.partition.chain if self._lends else []):
+                with self.ranks.lending(computing if self._lends else []):
                     prefilled = self.prefills.run(ready)
                 self.prefills.store_prompts(ready, prefilled)
                 # Under policies the cache has what is reused, too, as one text with what was computed.
@@ -348,7 +358,8 @@ class Engine:
             partition = partition.scaled(partition.num_tokens, have_tokens)
         self._require_same({"the context partition": fact(list(partition.boundaries))})
         shards = None
-        if len(partition.chain) > 1 and all(takes(each, Way.sharded) for each in asked):
+        is_chain = self.prefill_options.takes_partition and len(partition.chain) > 1
+        if is_chain and all(takes(each, Way.sharded) for each in asked):
             with self.ranks.announcing_failure():
                 shards = self._placement.shards(partition, batch=len(prompts), num_new=num_new - 1, stored_on=stored_on)
         if may_be_alone and len(partition.chain) > 1 and shards is None and {last}.issuperset(stored_on):
@@ -426,6 +437,8 @@ class Engine:
     def _conclude(self, plan: PrefillPlan, reuse: Reuse | None, prefilled: Prefilled, result: GenerationBatch) -> None:
         """Add to a result what the ranks report of it, and learn from its times."""
         result.decode = "last" if plan.shards is None else "sharded"
+        if self.model.boundary is not None:
+            result.decode = "pipeline"
         if reuse is not None and reuse.segments:
             reuse.report.recomputed_tokens = prefilled.recomputed_tokens
             reuse.add_to(result)
@@ -616,9 +629,12 @@ class Engine:
             return
         if self._weights is None:
             self._weights = model_fingerprint(self.model.module)
-            if self.ranks.num_shares > 1:  # which differ, and each is to equal that of the other stages
-                shares = self.ranks.gather(self._weights, "the weights")
-                self._weights = " ".join(shares[rank] for rank in self.ranks.mesh.members(self.ranks.stage))
+            if self.ranks.num_shares > 1 or self.model.boundary is not None:
+                # Those of shares differ, and each is to equal that of the other stages; those of stages of layers
+                # differ as well, and were compared with the whole model when they were loaded.
+                by_rank, mesh = self.ranks.gather(self._weights, "the weights"), self.ranks.mesh
+                members = mesh.members(self.ranks.stage) if self.model.boundary is None else range(self.ranks.size)
+                self._weights = " ".join(by_rank[rank] for rank in members)
         facts = {
             "the prompts": secret(prompts),
             "the policies": secret(self.policies),

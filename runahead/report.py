@@ -282,7 +282,7 @@ class GenerationBatch:
 
     Attributes:
         boundaries: of the context partition.
-        decode: where keys and values were while decoding: last or sharded.
+        decode: where keys and values were while decoding: last, sharded, or pipeline: on each rank those of its layers.
         cached_tokens: of each prompt, tokens of a stored prefix, which was not computed.
         slower: a sentence for each faster way that was not taken, with the reason.
         ttft_s: time to first token.

@@ -80,6 +80,8 @@ class Contenders:
             if options.name is PrefillName.tensor:
                 ranks.arrange(ranks.size)
                 own = load_model(run.model, ranks, profile=run.profile)
+            elif options.name is PrefillName.pipeline:
+                own = load_model(run.model, ranks, profile=run.profile, in_layers=True)
             policies = RankPolicies.everywhere(VARIANTS[name].policies)
             # As it is, since partition=auto learns from what the engine tells it.
             split = given if VARIANTS[name].split is Split.given else partial(self._split, name)

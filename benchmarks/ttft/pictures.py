@@ -36,6 +36,7 @@ LOOKS = {
     "tsp_causal": Look(BLUE, "P"),
     "tsp_dense": Look(BLUE, "X", "--"),
     "zigzag": Look(GREEN, "^"),
+    "pipeline": Look(PURPLE, "D"),
     "zigzag_ring": Look(GREEN, "v", "--"),
     "zigzag_direct": Look(GREEN, "<", ":"),
     "single_pyramidinfer": Look(BLACK, "o", ":"),

@@ -32,6 +32,8 @@ def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, p
     Layers with a sliding window send less than a chain's formula says.
     """
     num_tokens, num_ranks = partition.num_tokens, partition.num_ranks
+    if traffic is Traffic.passed:
+        return (num_ranks - 1) * num_tokens * int(model.config.hidden_size) * model.dtype.itemsize
     if traffic is Traffic.activations:
         return allreduce_bytes(model, num_tokens, num_ranks)
     tokens = [0] * model.num_layers

@@ -33,6 +33,7 @@ class Traffic(Enum):
     wanted = "of zigzag chunks those that the receiver attends to: 3/4 (p - 1) C, less in the last layer"
     narrowed = "as chain, of the tokens that PyramidInfer leaves in each layer"
     activations = "hidden states, not K,V"
+    passed = "hidden states, (p - 1) C of them"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ VARIANTS = {
         f"KV-Runahead, searched split, {KEEPING} on every rank", CHAIN, Split.searched, Traffic.narrowed, narrows=True
     ),
     "tensor": Variant("tensor parallelism of transformers", {"name": "tensor"}, Split.own, Traffic.activations),
+    "pipeline": Variant("pipeline of layers, 8 chunks per rank", {"name": "pipeline"}, Split.own, Traffic.passed),
     "plain_transformers": Variant("transformers in one process with the threads of all ranks", None),
 }
 

@@ -58,7 +58,10 @@ def summary(
     moved = sum(rank.kv_sent_bytes for batch in batches for rank in batch.ranks)
     if any(batch.decode == "sharded" for batch in batches):
         rows["decoding"] = "sharded: each rank attends to its own keys and values"
-    rows["KV moved"] = _bytes(moved)
+    in_layers = first.decode == "pipeline"
+    if in_layers:
+        rows["decoding"] = "pipeline: each rank computes its own layers"
+    rows["hidden states moved" if in_layers else "KV moved"] = _bytes(moved)
     peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
     rows["KV peak per rank"] = ", ".join(_bytes(peak) for peak in peaks)
     kept = [rank for rank in first.ranks if rank.kept_tokens and not rank.share]

@@ -50,10 +50,11 @@ def decode_batch(
     if prefilled.cache is None:
         return None
     report, may_draft = prefilled.report, any(each.asks_for_drafts for each, _ in options)
+    parts = None if model.boundary is not None else gather  # stages of layers have no parts to be merged
     rows = [Row(model, prompt, each, seed=seed) for prompt, (each, seed) in zip(prompts, options, strict=True)]
 
     def hold() -> tuple[Lanes, PayingDrafts | None]:
-        lanes = _lanes(model, batch_ids(len(rows)), prefilled, batch, policies, gather, may_draft=may_draft)
+        lanes = _lanes(model, batch_ids(len(rows)), prefilled, batch, policies, parts, may_draft=may_draft)
         if not may_draft:
             return lanes, None
         token_s = report.prefill_s / max(1, report.chunk_tokens * len(rows))
@@ -67,7 +68,7 @@ def decode_batch(
         job, done = again([row.ids for row in others.values()], max(row.num_left for row in others.values()))
         prefilled.cache = done.cache
         report.kv_peak_bytes = max(report.kv_peak_bytes, done.report.kv_peak_bytes)
-        held = _lanes(model, list(others), prefilled, job.batch, job.own_policies, gather, may_draft=may_draft)
+        held = _lanes(model, list(others), prefilled, job.batch, job.own_policies, parts, may_draft=may_draft)
         return done.logits_BV, held
 
     def keep_states(id: RowId, row: Row, lane: Lane) -> None:

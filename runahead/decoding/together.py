@@ -29,6 +29,8 @@ def gathering_between(
     itemsize = torch.promote_types(model.dtype, torch.float32).itemsize
     members = [ranks.mesh.rank(stage, ranks.share) for stage in stages]
     query_bytes = max(model.num_query_heads * widest * itemsize, TOKEN_BYTES)
+    if model.boundary is not None:  # stages have layers of other shapes, and gather no more than tokens
+        query_bytes = TOKEN_BYTES
     return gatherings.between(members, num_queries * query_bytes)
 
 

@@ -468,6 +468,7 @@ FACTS: dict[str, Fact] = {
     "prefill=tsp or zigzag": _choice("prefill", "tsp", "zigzag"),
     "prefill=zigzag": _choice("prefill", "zigzag"),
     "prefill=tensor": _choice("prefill", "tensor"),
+    "prefill=pipeline": _choice("prefill", "pipeline"),
     "prefill other than kv_runahead": _other("prefill", "kv_runahead"),
     "prefill.chunk_tokens": _option("prefill.chunk_tokens", "prefill"),
     "prefill.row_tokens": _option("prefill.row_tokens", "prefill"),

@@ -20,6 +20,7 @@ CHAIN = "use prefill=kv_runahead or prefill=single"
 ON_ONE_RANK = "{0}: prefill for other engines needs all keys and values on one rank"
 AS_THEY_ARE = "set policy=full, decode=last, ranks.tensor=1"
 OTHER_POLICY = "use another policy, such as snapkv"
+LAYERS_APART = "{0} leaves each rank the keys and values of its own layers, and {1} "
 ALL_ON_ONE_RANK = "{0} has all keys and values as they were computed, on one rank"
 ALL_TOKENS = "use prefill.speculative=none"
 NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
@@ -82,6 +83,61 @@ REFUSED = (
         ("prefill=zigzag", "several stages", "own positions"),
         "{2} counts positions itself, and prefill=zigzag gives ranks tokens that are not contiguous",
         "use prefill=kv_runahead or prefill=tsp",
+    ),
+    Refused(("prefill=pipeline", "a policy"), LAYERS_APART + "is made for ranks with all layers", CHAIN),
+    Refused(
+        ("prefill=pipeline", "policy=prompt_cache"),
+        LAYERS_APART + "has segments of all layers",
+        CHAIN,
+    ),
+    Refused(("prefill=pipeline", "cache.bits"), LAYERS_APART + "is made for ranks with all layers", CHAIN),
+    Refused(
+        ("prefill=pipeline", "decode=sharded"),
+        "{0} leaves each rank the keys and values of its own layers, with which all ranks decode one after the other",
+        "use decode=auto, or prefill=kv_runahead",
+    ),
+    Refused(
+        ("prefill=pipeline", "generation.speculate"), LAYERS_APART + "verifies drafts on ranks with all layers", CHAIN
+    ),
+    Refused(("prefill=pipeline", "reuse of prefixes"), LAYERS_APART + "stores those of all layers", CHAIN),
+    Refused(
+        ("prefill=pipeline", "a server"),
+        "{0} is for launch/infer.py: a server decodes on ranks with all layers",
+        CHAIN,
+    ),
+    Refused(
+        ("prefill=pipeline", "a conversation"),
+        "{0} computes one prompt and its answer, and a conversation goes on after them on ranks with all layers",
+        CHAIN,
+    ),
+    Refused(("prefill=pipeline", "a DynamicCache"), LAYERS_APART + "has those of all layers", CHAIN),
+    Refused(
+        ("prefill=pipeline", "ranks.tensor"),
+        "{0} shares a model out by layers, and {1} by heads",
+        "leave one of them out",
+    ),
+    Refused(
+        ("prefill=pipeline", "prefill.row_tokens"),
+        "{0} computes a chunk at a time, as {1} would",
+        "use prefill.chunk_tokens",
+    ),
+    Refused(("prefill=pipeline", "shared KV layers"), OTHERS_KV, CHAIN),
+    Refused(("prefill=pipeline", "marks"), MARKED, CHAIN),
+    Refused(
+        ("prefill=pipeline", "states"),
+        "{1} hold states, which {0} does not hand from chunk to chunk",
+        CHAIN,
+    ),
+    Refused(
+        ("prefill=pipeline", "angles by length"),
+        "{1} rotates by angles that depend on the length of the text, and with {0} no rank can compute a text anew as "
+        "it grows",
+        CHAIN,
+    ),
+    Refused(
+        ("prefill=pipeline", "no list of layers"),
+        "{0}: {1} has no list of layers",
+        CHAIN,
     ),
     Refused(
         ("prefill.chunk_tokens", "a prompt in several chunks"),

@@ -95,7 +95,7 @@ def _unsharded(row: Refused) -> Slower:
 
 
 SLOWER = (
-    *(_unsharded(row) for row in REFUSED if "decode=sharded" in row.facts),
+    *(_unsharded(row) for row in REFUSED if "decode=sharded" in row.facts and "prefill=pipeline" not in row.facts),
     Slower(
         (AUTO, "cache policies"),
         Way.sharded,

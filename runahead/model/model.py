@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,9 @@ from runahead.report import MemoryReport
 from runahead.rotary import Rotary
 from runahead.timeline.ranges import NamedRanges, Ranges
 
+if TYPE_CHECKING:
+    from runahead.pipeline.hidden import Boundary
+
 T = TypeVar("T")
 
 BLOCK_OF_CHECK = 3
@@ -92,6 +95,7 @@ class Model(ModelLayers):
         lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
         unrecordable: why its decoding steps cannot be replayed on a CPU, as the first one that was tried has shown; "".
         recorded_steps: those that no prompt has at present, by what they are of.
+        boundary: where forwards begin and end at other ranks, which have the other layers; None: all are here.
         overrides: what the config has in place of the checkpoint's, as one line; "" for nothing.
         adapters: digests of the adapters that are merged into the weights; "" for none.
         adapter_names: their names, which `name` has, too.
@@ -124,6 +128,7 @@ class Model(ModelLayers):
         self.overrides = self.adapters = self.lacks_kernels = self.unrecordable = self.stored_as = ""
         self.adapter_names: Sequence[str] = ()
         self.recorded_steps = dict[Hashable, Any]()
+        self.boundary: Boundary | None = None
         self.weights = Weights.int8 if encoded_layers(module) else Weights.full
         self.ranges = Ranges()
         self.memory: MemoryReport | None = None
@@ -392,6 +397,11 @@ class Model(ModelLayers):
         return bool(self._rotaries)
 
     @property
+    def _hands_on(self) -> bool:
+        """Whether other ranks go on with the hidden states of all tokens."""
+        return self.boundary is not None and not self.boundary.is_last
+
+    @property
     def repeats_steps(self) -> bool:
         """Whether decoding steps differ in token ids, position ids and stored keys and values alone."""
         return not self.steps_differ
@@ -403,6 +413,7 @@ class Model(ModelLayers):
         reasons = {
             "counts positions on its own": counts_positions or self.uneven_limit is not None,
             "is shared by ranks": self.num_shards > 1,
+            "has some of its layers on other ranks": self.boundary is not None,
             "rotates by angles that depend on the length": bool(self._rotaries),
             "changes attention scores": self._needs_scores,
             "has layers that read the keys and values of others": bool(self.kv_sources),
@@ -534,7 +545,7 @@ class Model(ModelLayers):
             start,
             num_new=num_new,
             tokens=tokens,
-            ends_with_last=not (all_logits or logits_of or all_hidden) and num_new > 1,
+            ends_with_last=not (all_logits or logits_of or all_hidden or self._hands_on) and num_new > 1,
             last_layer=self.last_layer,
             sources=self.kv_sources,
             marker=self._marker,
@@ -806,8 +817,13 @@ def load_weights(
     ranks_on_host: int = 1,
     shares: Shares | None = None,
     tokenizer: Any = None,
+    keep: Callable[[PreTrainedModel], object] | None = None,
 ) -> loading.LoadedWeights:
-    """The first half of `Model.load`, in which no rank waits for another; with a tokenizer that was read before."""
+    """The first half of `Model.load`, in which no rank waits for another; with a tokenizer that was read before.
+
+    Args:
+        keep: as of `loading.load`.
+    """
     register()
     return loading.load(
         options,
@@ -817,4 +833,5 @@ def load_weights(
         ranks_on_host=ranks_on_host,
         shares=shares,
         tokenizer=tokenizer,
+        keep=keep,
     )

@@ -92,6 +92,11 @@ class ModelLayers(ABC):
         return decoder_layers(self.module, num_layers)
 
     @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The decoder layers. Raises: ValueError: there is no list of them."""
+        return self._layers
+
+    @property
     def num_layers(self) -> int:
         """Number of layers that store keys and values."""
         return len(self.kv_shapes)

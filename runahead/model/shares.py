@@ -57,8 +57,20 @@ def check_shares(config: Any, num_shares: int) -> None:
         )
 
 
-def check_arrangement(model: Model, ranks: Ranks) -> None:
-    """Check that a model is shared out as the ranks are arranged. Raises: ValueError."""
+def check_arrangement(model: Model, ranks: Ranks, *, in_layers: bool = False) -> None:
+    """Check that a model is shared out as the ranks are arranged.
+
+    Args:
+        in_layers: as of `load_model`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if (in_layers and ranks.num_stages > 1) != (model.boundary is not None):
+        raise ValueError(
+            "prefill=pipeline needs a model of which each rank has some of the layers, and other prefills one that is "
+            "whole; see in_layers of runahead.model.shares.load_model"
+        )
     if model.num_shards != ranks.num_shares:
         raise ValueError(
             f"stages of ranks.tensor={ranks.num_shares} ranks need a model in as many shares, and this one has "
@@ -66,12 +78,20 @@ def check_arrangement(model: Model, ranks: Ranks) -> None:
         )
 
 
-def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profile.none, tokenizer: Any = None) -> Model:
+def load_model(
+    options: ModelOptions,
+    ranks: Ranks,
+    *,
+    profile: Profile = Profile.none,
+    tokenizer: Any = None,
+    in_layers: bool = False,
+) -> Model:
     """Load a model on all ranks: whole, or its share on each rank where stages have several. Every rank calls this.
 
     Args:
         profile: profiler for which ranges are named.
         tokenizer: the model's, if this rank has read it.
+        in_layers: each stage has some of the layers, for prefill=pipeline.
 
     Raises:
         ValueError, OSError: as `Model.load`, `shard_model` and `ranges_for`, on the lowest rank where it fails.
@@ -79,7 +99,7 @@ def load_model(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profil
     """
     ranges = ranks.on_all_ranks("the profile", lambda: ranges_for(profile))
     lacks_kernels = use_kernels(ranks)
-    model = _loaded(options, ranks, tokenizer)
+    model = _loaded(options, ranks, tokenizer, in_layers=in_layers)
     if any(take(shape.dtype, shape.key_dim, shape.value_dim) for shape in model.kv_shapes):
         model.lacks_kernels = lacks_kernels
     tell_unlike(model, ranks)
@@ -120,7 +140,7 @@ def tell_unlike(model: Model, ranks: Ranks) -> None:
         )
 
 
-def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any) -> Model:
+def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any, *, in_layers: bool) -> Model:
     load = partial(
         load_weights,
         options,
@@ -129,6 +149,10 @@ def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any) -> Model:
         ranks_on_host=ranks.local_size,
         tokenizer=tokenizer,
     )
+    if in_layers and ranks.num_stages > 1:
+        from runahead.pipeline.stage import load_stage
+
+        return load_stage(lambda keep: load(keep=keep), ranks)
     if ranks.num_shares == 1:
         return ranks.on_all_ranks("the model", lambda: Model.of_weights(load()))
     shares = shares_of(ranks)

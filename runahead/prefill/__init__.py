@@ -12,6 +12,7 @@ PREFILLS: Table[PrefillName, type[Prefill]] = Table(
         PrefillName.tsp: "runahead.prefill.tsp:TSP",
         PrefillName.zigzag: "runahead.prefill.zigzag:Zigzag",
         PrefillName.tensor: "runahead.prefill.kv_runahead:OneStage",
+        PrefillName.pipeline: "runahead.pipeline.prefill:Pipeline",
     }
 )
 

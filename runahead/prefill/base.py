@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -250,6 +250,11 @@ class Prefill(ABC):
 
     can_run_alone = False
     """Whether one of several stages can compute a prompt alone."""
+
+    @classmethod
+    def of(cls, options: PrefillOptions) -> Self:
+        """The strategy, with those of the options that its split depends on."""
+        return cls()
 
     @abstractmethod
     def split(self, num_tokens: int, num_stages: int, chosen: Partitioner) -> ContextPartition:

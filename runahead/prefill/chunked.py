@@ -10,13 +10,15 @@ Under policies what prompts reuse is stored together with what was computed, onc
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import count, pairwise
 
 from policies.base import Phase
-from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
+from runahead.attention.base import ForwardEndsHere
+from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
+from runahead.context import ContextPartition
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.prefill.kept_states import KeptStates
 from runahead.report import RankReport
@@ -29,8 +31,12 @@ from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import TraceSpan
 
 
-def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
-    """Prefill the whole prompt on this rank, `chunk_tokens` tokens at a time."""
+def run_chunked(job: PrefillJob, chunks: int | ContextPartition) -> Prefilled:
+    """Prefill the whole prompt on this rank, in its layers, chunk by chunk.
+
+    Args:
+        chunks: tokens that are computed at a time, or the chunks.
+    """
     model, batch, ranks, policies, reused = job.model, job.batch, job.ranks, job.policies, job.reused
     num_tokens, pads = batch.num_tokens, batch.pads
     bounded = policies.most_slots(model.num_layers, Phase.prefill) is not None
@@ -53,8 +59,9 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
 
     # The queries that policies look at are in the last chunk.
     last = num_tokens - (0 if texts is None else policies.num_observed)
-    whole_chunks = (edge for edge in range(chunk_tokens, num_tokens, chunk_tokens) if edge <= last)
-    edges = sorted({0, *whole_chunks, num_tokens})
+    steps_to_end = chunks.boundaries if isinstance(chunks, ContextPartition) else range(0, num_tokens, chunks)
+    edges = sorted({*(edge for edge in steps_to_end if edge <= last), num_tokens})
+    chunk_tokens = max(end - start for start, end in pairwise(edges))
     layers, num_layers = count(1), len(model.order) * (len(edges) - 1)
 
     def after_layer() -> None:
@@ -69,6 +76,9 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
     logits_BV, stops = None, job.stops
     kept_states = [] if states is None else [KeptStates(stops, states, model.state_shapes, ranks.device)]
     inside = list[LayerHook](kept_states)
+    # Of a pipeline's chunks but the last one nobody needs what comes behind the last keys and values.
+    ends_early = model.boundary is not None and model.boundary.is_last
+    last_stored: End | None = (model.num_layers - 1, "saved") if ends_early else None
     for start, end in pairwise(edges):
         tokens = NewTokens(start, pads)
         is_last = end == num_tokens
@@ -77,7 +87,15 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
 
             inside.append(HandsOver(job, seen))
         if kept is None or (texts is not None and not is_last):
-            attention = CausalAttention(seen, start=start, pads=pads, hooks=inside, on_layer=after_layer, stops=stops)
+            attention = CausalAttention(
+                seen,
+                start=start,
+                pads=pads,
+                hooks=inside,
+                ends=last_stored if not is_last else None,
+                on_layer=after_layer,
+                stops=stops,
+            )
         else:
             steps = PolicySteps(
                 model,
@@ -101,7 +119,7 @@ def run_chunked(job: PrefillJob, chunk_tokens: int) -> Prefilled:
                 )
         try:
             kept_hidden = nullcontext() if job.scorer is None else job.scorer.keeping()
-            with model.ranges("chunk of tokens", f"{start}-{end}"), kept_hidden:
+            with model.ranges("chunk of tokens", f"{start}-{end}"), kept_hidden, suppress(ForwardEndsHere):
                 logits_BV = model.forward(
                     batch.ids_BS[:, start:end],
                     attention,

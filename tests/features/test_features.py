@@ -107,6 +107,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prefill=tsp or zigzag": lambda: {"prefill": PrefillOptions(name=PrefillName.tsp)},
     "prefill=zigzag": lambda: {"prefill": PrefillOptions(name=PrefillName.zigzag)},
     "prefill=tensor": lambda: {"prefill": PrefillOptions(name=PrefillName.tensor)},
+    "prefill=pipeline": lambda: {"prefill": PrefillOptions(name=PrefillName.pipeline)},
     "prefill other than kv_runahead": lambda: {"prefill": PrefillOptions(name=PrefillName.single)},
     "prefill.chunk_tokens": lambda: {"prefill": PrefillOptions(chunk_tokens=16)},
     "prefill.row_tokens": lambda: {"prefill": PrefillOptions(row_tokens=16)},

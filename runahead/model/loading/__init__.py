@@ -104,6 +104,7 @@ def load(
     ranks_on_host: int = 1,
     shares: Shares | None = None,
     tokenizer: Any = None,
+    keep: Callable[[PreTrainedModel], object] | None = None,
 ) -> LoadedWeights:
     """Load a model's weights to `device`, in eval mode and without gradients, and its tokenizer if it has one.
 
@@ -116,6 +117,8 @@ def load(
             need memory once per process.
         shares: load this rank's share only. Nothing is sent between ranks.
         tokenizer: the model's, of `load_tokenizer`, if it has been read; otherwise it is.
+        keep: takes out of the loaded model what this rank does not need, before weights that are mapped are read, or
+            those of a CPU go to another device.
 
     Raises:
         ValueError, OSError: the model cannot be loaded; one line that names the path and the remedy.
@@ -193,7 +196,7 @@ def load(
         merged = partial(merging.of_parts, weights=as_stored) if merging else dict
         module = hf.build_share(make, type(empty), parts, shares.group, bars=bars, untied=untied, merged=merged)
     else:
-        place = device if shares is None else torch.device("cpu")
+        place = device if shares is None and keep is None else torch.device("cpu")
         footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
         footprint.whole = max(footprint.whole, _merging_bytes(merging, place, checkpoint.label, ranks_on_host))
         if options.weights is Weights.int8:
@@ -216,6 +219,9 @@ def load(
         module = random_weights.build(make) if is_random else hf.build(make, bars=bars, model_class=model_class)
         if merging is not None:
             merging.merge_into(module, _wider(checkpoint, stored, empty, merging), bars=bars)
+        if keep is not None:
+            keep(module)
+            module.to(device)
         if shares is not None:
             sharing.share_model(module, shares.group, device)
         elif 0 < footprint.mapped < available_bytes():

@@ -1,0 +1,99 @@
+"""A pipeline of layers: its logits and tokens are transformers' own, and it sends hidden states alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runahead import GenerationOptions
+from tests.conftest import RankPools
+from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt
+from tests.ranks import pipeline_tasks
+from tests.ranks.test_batch import BATCH
+from tests.ranks.test_exactness import FLOAT32_TOLERANCE, PROMPT_TOKENS, TOLERANCE
+from tests.ranks.test_memory import DEEP_LAYERS, LAYER_BYTES
+
+BY_LENGTH = ("llama_dynamic_ntk", "phi3_longrope")
+"""Families whose angles depend on the length of the text, which the table refuses."""
+HIDDEN_BYTES = 32 * 8
+"""Of a token in float64."""
+
+
+def check_logits(
+    rank_pools: RankPools,
+    size: int,
+    family: str,
+    prompts: list[list[int]],
+    tolerance: float = TOLERANCE,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    chunks = [None, 1 if max(map(len, prompts)) < 10 else 23, 40]
+    by_rank = rank_pools.run(size, pipeline_tasks.prefill_each, family, prompts, chunks, 1, dtype)
+    for outcomes in zip(*by_rank, strict=True):
+        assert [outcome.logits is not None for outcome in outcomes] == [False] * (size - 1) + [True]
+        assert all(outcome.holds_cache for outcome in outcomes)
+        for ids, ours in zip(prompts, outcomes[-1].logits, strict=True):
+            assert largest_difference(ours, oracle_logits(family, tuple(ids), dtype)) < tolerance, len(ids)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BY_LENGTH])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.sampled(12)
+def test_first_logits_equal_transformers_for_every_family(rank_pools: RankPools, size: int, family: str) -> None:
+    check_logits(rank_pools, size, family, [prompt(PROMPT_TOKENS)])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_padded_rows_equal_transformers_on_each_prompt_alone(rank_pools: RankPools, family: str, size: int) -> None:
+    check_logits(rank_pools, size, family, BATCH)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_short_prompts(rank_pools: RankPools, num_tokens: int) -> None:
+    check_logits(rank_pools, 3, "llama", [prompt(num_tokens)])
+
+
+def test_float32(rank_pools: RankPools) -> None:
+    check_logits(rank_pools, 2, "llama", [prompt(PROMPT_TOKENS)], FLOAT32_TOLERANCE, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_greedy_tokens_equal_generate_on_every_rank(rank_pools: RankPools, family: str, size: int) -> None:
+    """A second call follows the first one, so nothing of it is on its way any more."""
+    options = GenerationOptions(max_new_tokens=6, ignore_eos=True)
+    by_rank = rank_pools.run(size, pipeline_tasks.generate, family, BATCH, options, 16, 2)
+    expected = [oracle_tokens(family, tuple(ids), 6) for ids in BATCH]
+    for rank, calls in enumerate(by_rank):
+        for batch, steps in calls:
+            assert [row.new_token_ids for row in batch.generations] == expected
+            assert steps == ([list(step) for step in zip(*expected, strict=True)] if rank == 0 else [])
+
+
+def test_rows_end_alike_on_all_ranks(rank_pools: RankPools) -> None:
+    expected = [oracle_tokens("llama", tuple(ids), 9) for ids in BATCH]
+    options = GenerationOptions(max_new_tokens=9, stop_token_ids=[expected[0][3]], ignore_eos=True)
+    for [(batch, _)] in rank_pools.run(2, pipeline_tasks.generate, "llama", BATCH, options, None, 1):
+        for row, tokens in zip(batch.generations, expected, strict=True):
+            end = tokens.index(expected[0][3]) + 1 if expected[0][3] in tokens else 9
+            assert row.new_token_ids == tokens[:end]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_and_memory_are_what_the_formulas_say(rank_pools: RankPools, size: int) -> None:
+    num_tokens, num_new = 72, 5
+    ranks = rank_pools.run(size, pipeline_tasks.prefill_each, "llama_deep", [prompt(num_tokens)], [12, 72], num_new)
+    for chunk_tokens, *outcomes in zip([12, 72], *ranks, strict=True):
+        sent = [outcome.kv_sent_bytes for outcome in outcomes]
+        assert sent == [num_tokens * HIDDEN_BYTES] * (size - 1) + [0]
+        assert [outcome.kv_received_bytes for outcome in outcomes] == sent[::-1]
+        own = (num_tokens + num_new - 1) * DEEP_LAYERS // size * LAYER_BYTES
+        passing = min(3, num_tokens // chunk_tokens) * chunk_tokens * HIDDEN_BYTES
+        assert [outcome.kv_peak_bytes for outcome in outcomes] == [own + passing] * size
+
+
+@pytest.mark.parametrize("wrong", ["layers", "hidden states"])
+def test_stages_that_are_joined_wrongly_are_found(rank_pools: RankPools, wrong: str) -> None:
+    for told in rank_pools.run(2, pipeline_tasks.joined_wrongly, wrong):
+        assert "gives other logits where ranks have some of its layers" in told
