@@ -184,10 +184,14 @@ class Boundary:
         finally:
             self._passage, self._is_announced = None, False
 
-    def receive(self, own_BCD: Tensor) -> Tensor:
-        """Hidden states of the stage before; of the first one its own."""
+    def receive(self, own_BCD: Tensor, start: int) -> Tensor:
+        """Hidden states of the stage before; of the first one its own.
+
+        Args:
+            start: index of the first token.
+        """
         if self._passage is None:
-            self._passage = self._passing([range(own_BCD.shape[1])], own_BCD.shape[0])
+            self._passage = self._passing([range(start, start + own_BCD.shape[1])], own_BCD.shape[0])
         x_BCD = self._passage.receive(own_BCD)
         self._end()
         return x_BCD

@@ -151,24 +151,26 @@ def _is_list(value: Any, number: int) -> bool:
     return isinstance(value, list) and len(value) == number
 
 
-def _passes(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether a layer is called in a forward of all stages: not by transformers' own attention, nor to look at it."""
+def _passing(args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:
+    """The forward of all stages in which a layer is called; None by transformers' own attention, or to look at it."""
     seam = SeamCache.among(args, keywords)
-    return seam is not None and not isinstance(seam.attention, Recording)
+    return None if seam is None or isinstance(seam.attention, Recording) else seam
 
 
 def _receive(
     boundary: Boundary, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    if not _passes(args, keywords):
+    seam = _passing(args, keywords)
+    if seam is None:
         return None
+    given_BCD = boundary.receive(args[0] if args else keywords["hidden_states"], seam.start)
     if args:
-        return (boundary.receive(args[0]), *args[1:]), keywords
-    return args, keywords | {"hidden_states": boundary.receive(keywords["hidden_states"])}
+        return (given_BCD, *args[1:]), keywords
+    return args, keywords | {"hidden_states": given_BCD}
 
 
 def _send(boundary: Boundary, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-    if _passes(args, keywords):
+    if _passing(args, keywords) is not None:
         x_BCD: Tensor = output[0] if isinstance(output, tuple) else output
         boundary.send(x_BCD)
         raise ForwardEndsHere

@@ -111,6 +111,8 @@ class Drilling:
             options.append(f"ranks.tensor={drill.tensor}")
         if variant == "copy":
             options.append("prefill.carrier=copy")
+        elif name == "pipeline":
+            options.append("prefill.chunk_tokens=16")
         elif variant == "sharded":
             options.append("decode=sharded")
         elif variant:
@@ -218,7 +220,8 @@ NAMED = {
 """A pattern that some line has to match, by kind of fault."""
 
 WAITED = (
-    r"waited \d+ s for .*(the KV of layer \d+ .*rank \d|the attention of rank \d|the next token of rank \d"
+    r"waited \d+ s for .*(the KV of layer \d+ .*rank \d|the hidden states of tokens \d+ to \d+ .*rank \d"
+    r"|the attention of rank \d|the next token of rank \d"
     r"|the end of the generation)"
 )
 """A pattern of what both ranks say when the link between them is gone."""

@@ -15,6 +15,8 @@ MOMENTS = ("load", "prefill", "send", "decode")
 PREFILLS = ("kv_runahead", "kv_runahead direct", "tsp", "zigzag", "zigzag ring")
 SHARDED = "kv_runahead sharded"
 """With sharded decoding, which is drilled by the tests alone."""
+PIPELINE = "pipeline"
+"""Of layers, in chunks of 16 tokens, which is drilled by the tests alone. A layer of the moment "send" is a chunk."""
 FILES = ("report", "timeline", "fault report", "table", "cache")
 
 KINDS = {

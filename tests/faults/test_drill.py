@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from tests.faults import models
 from tests.faults.drilling import ROOT, Drilling, is_ours, said_wrong
-from tests.faults.drills import FIRST_LATER, KINDS, NETWORK_KINDS, SHARDED, Drill, drill
+from tests.faults.drills import FIRST_LATER, KINDS, NETWORK_KINDS, PIPELINE, SHARDED, Drill, drill
 from tests.faults.table import BEGIN, END, with_table
 from tests.needs import missing
 
@@ -78,6 +78,19 @@ def drilling(model: Path, tmp_path: Path) -> Drilling:
             Drill(kind="stop of a rank", size=3, rank=1, moment="decode", prefill=SHARDED), marks=pytest.mark.slow
         ),
         pytest.param(Drill(kind="link cut", rank=1, moment="decode", prefill=SHARDED), marks=pytest.mark.slow),
+        Drill(kind="kill -9 of a rank", size=3, rank=1, moment="send", layer=2, prefill=PIPELINE),
+        *(
+            pytest.param(chosen, marks=pytest.mark.slow)
+            for chosen in (
+                Drill(kind="stop of a rank", rank=0, moment="send", layer=1, prefill=PIPELINE),
+                Drill(kind="stop of a rank", rank=1, moment="decode", prefill=PIPELINE),
+                Drill(kind="kill -9 of a rank", rank=0, moment="decode", prefill=PIPELINE),
+                Drill(kind="error in a rank", rank=1, moment="decode", prefill=PIPELINE),
+                Drill(kind="delay of a rank", size=3, rank=1, moment="send", layer=1, seconds=3.0, prefill=PIPELINE),
+                Drill(kind="NaN in weights", prefill=PIPELINE),
+                Drill(kind="link cut", rank=0, moment="send", layer=1, prefill=PIPELINE),
+            )
+        ),
         Drill(kind="SIGTERM to the launcher", rank=0, moment="decode"),
         pytest.param(
             Drill(kind="link cut", rank=0, moment="send", layer=1, prefill="zigzag ring"), marks=pytest.mark.slow
