@@ -121,6 +121,11 @@ REFUSED = (
         "{0} computes a chunk at a time, as {1} would",
         "use prefill.chunk_tokens",
     ),
+    Refused(
+        ("prefill=pipeline", "prefill.speculative"),
+        "{0} leaves each rank some of the layers, and the draft of {1} is computed by ranks with all of them",
+        CHAIN,
+    ),
     Refused(("prefill=pipeline", "shared KV layers"), OTHERS_KV, CHAIN),
     Refused(("prefill=pipeline", "marks"), MARKED, CHAIN),
     Refused(

@@ -96,7 +96,8 @@ class ReusingPrefill:
         self._policies, self._limits, self._prefixes, self._alone = policies, limits, prefixes, Single()
         if options.row_tokens and (why := model.wrong_in_blocks()):
             raise ValueError(f"{why}; use prefill.row_tokens=0")
-        self._memory_bytes = memory_for_blocks(model, ranks.local_size) if options.row_tokens is None else None
+        by_memory = options.row_tokens is None and model.boundary is None  # else chunks bound it
+        self._memory_bytes = memory_for_blocks(model, ranks.local_size) if by_memory else None
         self.store = store
 
     def ready(

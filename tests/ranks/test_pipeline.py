@@ -97,3 +97,14 @@ def test_bytes_and_memory_are_what_the_formulas_say(rank_pools: RankPools, size:
 def test_stages_that_are_joined_wrongly_are_found(rank_pools: RankPools, wrong: str) -> None:
     for told in rank_pools.run(2, pipeline_tasks.joined_wrongly, wrong):
         assert "gives other logits where ranks have some of its layers" in told
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 400])
+def test_chunks_alone_bound_what_is_computed_at_a_time(rank_pools: RankPools, chunk_tokens: int | None) -> None:
+    """Where a whole model would compute blocks of rows, and compare them first."""
+    ids = prompt(300)
+    options = GenerationOptions(max_new_tokens=3, ignore_eos=True)
+    for [(batch, _)] in rank_pools.run(2, pipeline_tasks.generate, "llama", [ids], options, chunk_tokens, 1):
+        assert batch.generations[0].new_token_ids == oracle_tokens("llama", tuple(ids), 3)
+        assert len(batch.boundaries) == (3 if chunk_tokens is None else 2)
+        assert all(rank.row_tokens is None for rank in batch.ranks)
