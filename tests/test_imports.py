@@ -55,7 +55,7 @@ ROOMS = {
         ("retrieval", "reuse", "dynamic_cache"),
         ("thinning",),
         ("prefill", "decoding"),
-        ("prompt_draft",),
+        ("prompt_draft", "pipeline"),
         ("engine",),
         ("conversation",),
         ("serving",),

@@ -20,6 +20,7 @@ from runahead.failures import RunFailure
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.model import Model
 from runahead.model.shares import load_model
+from runahead.pipeline.stage import load_stage
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -81,7 +82,7 @@ class Contenders:
                 ranks.arrange(ranks.size)
                 own = load_model(run.model, ranks, profile=run.profile)
             elif options.name is PrefillName.pipeline:
-                own = load_model(run.model, ranks, profile=run.profile, in_layers=True)
+                own = load_stage(run.model, ranks, profile=run.profile)
             policies = RankPolicies.everywhere(VARIANTS[name].policies)
             # As it is, since partition=auto learns from what the engine tells it.
             split = given if VARIANTS[name].split is Split.given else partial(self._split, name)

@@ -45,8 +45,11 @@ def load(run: RunsEngine, ranks: Ranks, partition: Partitioner, tokenizer: Any =
     Raises:
         ValueError, SharedError: as `load_model` and `prepare_partition`.
     """
-    in_layers = run.prefill.name is PrefillName.pipeline
-    model = load_model(run.model, ranks, profile=run.profile, tokenizer=tokenizer, in_layers=in_layers)
+    if run.prefill.name is PrefillName.pipeline:
+        from runahead.pipeline.stage import load_stage
+
+        return load_stage(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
+    model = load_model(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
     if run.prefill.takes_partition:
         prepare_partition(partition, model, ranks, run)
     return model

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
 from runahead.model.logits_check import LogitsCheck, StatesLost, check_text, differ, routes_to_experts
 from runahead.model.memory import activation_bytes, memory_after_call
-from runahead.model.model_layers import ModelLayers
+from runahead.model.model_layers import Boundary, ModelLayers
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
@@ -61,9 +61,6 @@ from runahead.ranks.agreement import fact
 from runahead.report import MemoryReport
 from runahead.rotary import Rotary
 from runahead.timeline.ranges import NamedRanges, Ranges
-
-if TYPE_CHECKING:
-    from runahead.pipeline.hidden import Boundary
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,16 @@ from runahead.rotary import Rotary, find_rotaries
 
 PROBED_POSITION = 1 << 17
 """Largest position at which a model's rotations are compared with ours before ours are used."""
+
+
+class Boundary(Protocol):
+    """Where the forwards of a model begin and end at other ranks, which have its other layers.
+
+    Attributes:
+        is_last: they end here, with the logits.
+    """
+
+    is_last: bool
 
 
 class ModelLayers(ABC):

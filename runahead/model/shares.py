@@ -8,6 +8,7 @@ same hidden states and logits, and they compute in step.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,12 +20,16 @@ from runahead.features.refused import check
 from runahead.kernels.operators import KERNELS, take
 from runahead.model.adapters import ADAPTERS
 from runahead.model.layers.cpu_linear import library
+from runahead.model.loading import LoadedWeights
 from runahead.model.loading.kernels import library_folder, load_if_built
 from runahead.model.loading.sharing import Shares, fitting_shares, splits_heads
 from runahead.model.model import Model, load_weights
 from runahead.ranks.mesh import one_of
 from runahead.ranks.ranks import Ranks
 from runahead.timeline.ranges import ranges_for
+
+Load = Callable[..., LoadedWeights]
+"""Loads the weights, with more arguments of `load_weights`."""
 
 
 def check_shares(config: Any, num_shares: int) -> None:
@@ -61,7 +66,7 @@ def check_arrangement(model: Model, ranks: Ranks, *, in_layers: bool = False) ->
     """Check that a model is shared out as the ranks are arranged.
 
     Args:
-        in_layers: as of `load_model`.
+        in_layers: each stage has some of the layers, for prefill=pipeline.
 
     Raises:
         ValueError: it is not.
@@ -69,7 +74,7 @@ def check_arrangement(model: Model, ranks: Ranks, *, in_layers: bool = False) ->
     if (in_layers and ranks.num_stages > 1) != (model.boundary is not None):
         raise ValueError(
             "prefill=pipeline needs a model of which each rank has some of the layers, and other prefills one that is "
-            "whole; see in_layers of runahead.model.shares.load_model"
+            "whole; see runahead.pipeline.stage.load_stage"
         )
     if model.num_shards != ranks.num_shares:
         raise ValueError(
@@ -84,14 +89,14 @@ def load_model(
     *,
     profile: Profile = Profile.none,
     tokenizer: Any = None,
-    in_layers: bool = False,
+    make: Callable[[Load], Model] | None = None,
 ) -> Model:
     """Load a model on all ranks: whole, or its share on each rank where stages have several. Every rank calls this.
 
     Args:
         profile: profiler for which ranges are named.
         tokenizer: the model's, if this rank has read it.
-        in_layers: each stage has some of the layers, for prefill=pipeline.
+        make: makes the model of what it loads, if that is neither the whole one nor a share.
 
     Raises:
         ValueError, OSError: as `Model.load`, `shard_model` and `ranges_for`, on the lowest rank where it fails.
@@ -99,7 +104,7 @@ def load_model(
     """
     ranges = ranks.on_all_ranks("the profile", lambda: ranges_for(profile))
     lacks_kernels = use_kernels(ranks)
-    model = _loaded(options, ranks, tokenizer, in_layers=in_layers)
+    model = _loaded(options, ranks, tokenizer, make)
     if any(take(shape.dtype, shape.key_dim, shape.value_dim) for shape in model.kv_shapes):
         model.lacks_kernels = lacks_kernels
     tell_unlike(model, ranks)
@@ -140,7 +145,7 @@ def tell_unlike(model: Model, ranks: Ranks) -> None:
         )
 
 
-def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any, *, in_layers: bool) -> Model:
+def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any, make: Callable[[Load], Model] | None) -> Model:
     load = partial(
         load_weights,
         options,
@@ -149,10 +154,8 @@ def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any, *, in_layers: b
         ranks_on_host=ranks.local_size,
         tokenizer=tokenizer,
     )
-    if in_layers and ranks.num_stages > 1:
-        from runahead.pipeline.stage import load_stage
-
-        return load_stage(lambda keep: load(keep=keep), ranks)
+    if make is not None:
+        return make(load)
     if ranks.num_shares == 1:
         return ranks.on_all_ranks("the model", lambda: Model.of_weights(load()))
     shares = shares_of(ranks)

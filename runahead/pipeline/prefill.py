@@ -12,6 +12,7 @@ from typing import Self
 
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition, Partitioner, even
+from runahead.pipeline.hidden import Boundary
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chunked import run_chunked
 from runahead.ranks.ranks import Ranks
@@ -57,6 +58,7 @@ class Pipeline(Prefill):
         job.chunk_tokens = max(map(len, chunks))
         if boundary is None:
             return run_chunked(job, partition)
+        assert isinstance(boundary, Boundary), boundary
         with boundary.chunks(chunks, batch=len(job.batch.pads), record=job.record) as passage:
             prefilled = run_chunked(job, partition)
         passage.describe(prefilled.report)

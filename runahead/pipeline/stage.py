@@ -9,7 +9,6 @@ one use them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,34 +19,36 @@ from transformers import PreTrainedModel
 
 from runahead.attention.base import ForwardEndsHere, Recording
 from runahead.cache.attention import CausalAttention
+from runahead.config import ModelOptions, Profile
 from runahead.context import even
 from runahead.model.layer_kinds import decoder_config
-from runahead.model.loading import LoadedWeights
 from runahead.model.logits_check import check_text, differ, routes_to_experts, transformers_logits
 from runahead.model.model import Model
 from runahead.model.seam import SeamCache
+from runahead.model.shares import Load, load_model
 from runahead.pipeline.hidden import Boundary
 from runahead.ranks.ranks import Ranks
 
-Keep = Callable[[PreTrainedModel], object]
-"""Takes out of a loaded model what other ranks have."""
 
-
-def load_stage(load: Callable[[Keep], LoadedWeights], ranks: Ranks) -> Model:
-    """Load this rank's stage of a model. Every rank calls this.
+def load_stage(options: ModelOptions, ranks: Ranks, *, profile: Profile = Profile.none, tokenizer: Any = None) -> Model:
+    """Load this rank's stage of a model; a single rank has all of it. Every rank calls this.
 
     Args:
-        load: loads the model, and calls what takes layers out of it before it reads the weights of the others.
+        profile, tokenizer: as of `load_model`.
 
     Raises:
-        ValueError, OSError: as `load` or `Model`, or the stages together give other logits than the whole model.
+        ValueError, OSError: as `load_model`, or the stages together give other logits than the whole model.
         SharedError: on the other ranks.
     """
-    stage = Stage(ranks)
-    weights = ranks.on_all_ranks("the model", lambda: load(stage.keep))
-    model = ranks.on_all_ranks("the model", lambda: Model.of_weights(weights))
-    stage.join(model)
-    return model
+
+    def make(load: Load) -> Model:
+        stage = Stage(ranks)
+        weights = ranks.on_all_ranks("the model", lambda: load(keep=stage.keep))
+        model = ranks.on_all_ranks("the model", lambda: Model.of_weights(weights))
+        stage.join(model)
+        return model
+
+    return load_model(options, ranks, profile=profile, tokenizer=tokenizer, make=make if ranks.size > 1 else None)
 
 
 class Stage:
