@@ -226,6 +226,21 @@ def _scored_block(
     return out.flatten(1, 2).to(wide), lse.flatten(1, 2)
 
 
+def softmax_attention(
+    q_BNCH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, scaling: float, hidden_CS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention in float64 on the CPU, by which kernels are compared: output (B, N, C, V), log-sum-exp (B, N, C).
+
+    Args:
+        hidden_CS: whether a query does not see a key. A query that sees none has output 0 and log-sum-exp -inf.
+    """
+    group = q_BNCH.shape[1] // k_BKSH.shape[1]
+    q, k, v = (x.cpu().double() for x in (q_BNCH, k_BKSH, v_BKSV))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k.mT * scaling).masked_fill(hidden_CS, -math.inf)
+    return scores.softmax(dim=-1).nan_to_num(0.0) @ v, scores.logsumexp(dim=-1)
+
+
 def _no_keys(q_BNCH: Tensor, v_BKSV: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Attention to an empty set of keys: output 0, log-sum-exp -inf."""
     wide = torch.promote_types(q_BNCH.dtype, torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from policies.row_values import row_values
+from runahead.attention import flash
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import takes_sequences
@@ -685,7 +686,7 @@ class Model(ModelLayers):
         known, fused, last = None, is_fused(self.module), self.last_layer
         if made_from and self.held is None:
             uses_kernels = KERNELS.in_use or self.weights is Weights.int8
-            kernels = library_folder().name if uses_kernels else ""  # of what computes attention, or products
+            kernels = library_folder().name if uses_kernels else flash.in_use()  # what computes attention, or products
             about = fact(f"{made_from} {fused} {kernels}")
             weights = model_fingerprint(self.module)
             known = KnownCheck.of_model(cache_folder(), weights, about, self.dtype, self.device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from runahead.attention import flash
 from runahead.config import ModelOptions, Profile, Weights
 from runahead.features.facts import Setup
 from runahead.features.refused import check
@@ -113,7 +114,7 @@ def load_model(
 
 
 def use_kernels(ranks: Ranks) -> str:
-    """Let this process use the kernels for CPUs, if all ranks have them. Every rank calls this.
+    """Let this process use the kernels for CPUs, if all ranks have them, or a GPU's newest. Every rank calls this.
 
     The first call decides for all models of the process. So ranks take the same attention, also while a build ends
     between two of them or between two models; on unlike processors it rounds unlike (`tell_unlike`).
@@ -121,6 +122,8 @@ def use_kernels(ranks: Ranks) -> str:
     Returns:
         why they are not used, in a sentence; "" if they are, or are not for this device.
     """
+    if ranks.device.type == "cuda":
+        flash.use_newest(ranks.device)
     if ranks.device.type != "cpu":
         return ""
     own = load_if_built() if KERNELS.lacking is None else KERNELS.lacking

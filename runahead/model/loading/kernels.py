@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from runahead.attention.partial import softmax_attention
 from runahead.files import cache_folder
 from runahead.kernels import operators
 from runahead.model.layers.int8 import Int8Linear, wrong_product
@@ -173,7 +174,11 @@ def farthest(library: str) -> float:
         queries_C = torch.arange(num_keys - num_queries, num_keys)
         firsts_C = None if window is None else (queries_C - window + 1).clamp(min=0)
         out, lse = operators.attend(q, k, v, num_queries > 1, 0.125, firsts_C)
-        known_out, known_lse = _softmax(q, k, v, queries_C, firsts_C)
+        keys_S = torch.arange(num_keys)
+        hidden_CS = keys_S > queries_C[:, None]
+        if firsts_C is not None:
+            hidden_CS |= keys_S < firsts_C[:, None]
+        known_out, known_lse = softmax_attention(q, k, v, 0.125, hidden_CS)
         # Some hundred roundings of numbers near 1. bfloat16's last bit of outputs up to 2 is 2^-7; sums are in float32.
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         for apart in ((out - known_out).abs() / tolerance, (lse - known_lse).abs() / 1e-4):
@@ -196,17 +201,6 @@ def _apart_in_rows(generator: torch.Generator) -> Iterator[Tensor]:
     for found, own in zip(rotated, (wide, wide[:, :2]), strict=True):
         first, second = own.chunk(2, dim=-1)
         yield found - own * cos - torch.cat([-second, first], dim=-1) * sin
-
-
-def _softmax(q: Tensor, k: Tensor, v: Tensor, queries_C: Tensor, firsts_C: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of queries at some of the keys' positions in float64: output and log-sum-exp."""
-    group = q.shape[1] // k.shape[1]
-    keys_S, (k, v) = torch.arange(k.shape[2]), (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    hidden_CS = keys_S > queries_C[:, None]
-    if firsts_C is not None:
-        hidden_CS |= keys_S < firsts_C[:, None]
-    scores = (q.double() @ k.mT * 0.125).masked_fill(hidden_CS, -torch.inf)
-    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
 
 
 def _run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
