@@ -182,9 +182,9 @@ def _loaded(options: ModelOptions, ranks: Ranks, tokenizer: Any, make: Callable[
 def shares_of(ranks: Ranks) -> Shares:
     """The ranks of this rank's stage, which share a model. Every rank calls this."""
     with ranks.announcing_failure(), ranks.busy():
-        group = ranks.stage_group()
+        group, hosts = ranks.stage_group(), ranks.stage_hosts()
     run = partial(ranks.collectively, "the other ranks' shares of the layers")
-    return Shares(group=group, run=run, seal=ranks.seal, device=ranks.stage_device)
+    return Shares(group=group, hosts=hosts, run=run, seal=ranks.seal, device=ranks.stage_device)
 
 
 def shard_model(model: Model, ranks: Ranks) -> None:

@@ -41,6 +41,7 @@ class ProcessGroups(ControlMessages):
         self._sets: dict[tuple[tuple[tuple[int, ...], ...], int | None], Communicator] = {}
         """Communicators of sets of ranks, one set for each rank, by all sets and the number of CTAs."""
         self._stage_groups: dict[Mesh, dist.ProcessGroup] = {}
+        self._stage_hosts: dict[Mesh, dist.ProcessGroup] = {}
         self._mail_group: dist.ProcessGroup | None = None
 
     def arrange(self, num_shares: int) -> None:
@@ -167,16 +168,19 @@ class ProcessGroups(ControlMessages):
         communicator, and so a stream, of their own, and both together leave multiprocessors free (`link_ctas`).
         """
         if self.mesh not in self._stage_groups:
-            what, stages = "the connections inside stages", [self.mesh.members(n) for n in range(self.num_stages)]
-            if self.backend == "nccl":
-                group = self.nccl_in_stage().group
-            else:
-                groups = self.control(
-                    what, lambda: [dist.new_group(ranks, timeout=NEVER, backend="gloo") for ranks in stages]
-                )
-                group = groups[self.stage]
+            group = self.nccl_in_stage().group if self.backend == "nccl" else self.stage_hosts()
             self._stage_groups[self.mesh] = group
         return self._stage_groups[self.mesh]
+
+    def stage_hosts(self) -> dist.ProcessGroup:
+        """Gloo group of this rank's stage, for what hosts tell each other without GPUs. Every rank calls this."""
+        if self.mesh not in self._stage_hosts:
+            what, stages = "the connections inside stages", [self.mesh.members(n) for n in range(self.num_stages)]
+            groups = self.control(
+                what, lambda: [dist.new_group(ranks, timeout=NEVER, backend="gloo") for ranks in stages]
+            )
+            self._stage_hosts[self.mesh] = groups[self.stage]
+        return self._stage_hosts[self.mesh]
 
     @property
     def stage_device(self) -> torch.device:

@@ -531,21 +531,15 @@ class Executor:
         if (shares := self._engine.model.shares) is not None:
             head, rows = torch.tensor([chosen, len(cancelled)]), torch.tensor(cancelled, dtype=torch.long)
 
-            def of_first(numbers: torch.Tensor) -> torch.Tensor:
-                """The first rank's numbers, on each rank. The host waits for them where it is watched."""
-                self._await_device()
-                told = numbers.to(self._ranks.device)
-                dist.broadcast(told, group=shares.group, group_src=0)
-                self._await_device()
-                return told
+            def share() -> torch.Tensor:
+                dist.broadcast(head, group=shares.hosts, group_src=0)
+                who = rows if self._leads else torch.empty(int(head[1]), 2, dtype=torch.long)
+                if len(who):
+                    dist.broadcast(who, group=shares.hosts, group_src=0)
+                return who
 
-            def share() -> tuple[torch.Tensor, torch.Tensor]:
-                told = of_first(head)
-                who = rows if self._leads else torch.empty(int(told[1]), 2, dtype=torch.long)
-                return told, of_first(who) if len(who) else who
-
-            told, who = shares.run(share)
-            chosen, cancelled = NextAction(int(told[0])), [(number, row) for number, row in who.tolist()]
+            cancelled = [(number, row) for number, row in shares.run(share).tolist()]
+            chosen = NextAction(int(head[0]))
         if cancelled:
             self._await_device()
         dropped = self.live.cancel(cancelled)

@@ -18,7 +18,7 @@ from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOpt
 from runahead.cache.attention import LayerCall
 from runahead.config import Carrier, DecodeName
 from runahead.decoding.forward import FixedForward
-from runahead.model.shares import shard_model
+from runahead.model.shares import shard_model, shares_of
 from runahead.prefill.chain_run import ChainRun
 from runahead.ranks.accelerator import RELAY_CTAS, Accelerator, Communicator
 from runahead.ranks.graphs import Graph, Graphs
@@ -61,6 +61,15 @@ def answers(
             batch = engine.generate([ids(each, seed=each) for each in of_batch], OPTIONS, record_timeline=True)
             found.append([each.new_token_ids for each in batch.generations])
     return found
+
+
+def told_by_hosts(ranks: Ranks, num_shares: int) -> tuple[str, bool, list[int]]:
+    """Backend of a stage's group of hosts, whether GPUs have another, and what its first rank tells its hosts."""
+    ranks.arrange(num_shares)
+    shares = shares_of(ranks)
+    told = torch.tensor([ranks.rank, 7])
+    shares.run(lambda: dist.broadcast(told, group=shares.hosts, group_src=0))
+    return dist.get_backend(shares.hosts), shares.hosts is not shares.group, told.tolist()
 
 
 @contextmanager

@@ -30,3 +30,8 @@ def test_ranks_leave_after_an_error_whose_traceback_holds_a_graph_of_exchanges(n
     """Sharded decoding in bfloat16, whose steps are graphs."""
     assert nccl_ranks.run(2, rank_tasks.fails_in_a_replayed_step) == [(True, True)] * 2
     nccl_ranks.close()
+
+
+def test_hosts_of_a_stage_tell_each_other_numbers_without_their_gpus(nccl_ranks: RankPools) -> None:
+    """What a server's shares decide in each layer waits for no GPU; models add up over NCCL."""
+    assert nccl_ranks.run(4, rank_tasks.told_by_hosts, 2) == [("gloo", True, [first, 7]) for first in (0, 0, 2, 2)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from runahead.config import Device, Guide, RanksOptions
 from runahead.decoding.sampling import NOT_NUMBERS
 from runahead.ranks.ranks import Ranks
 from runahead.reuse import reuse
-from runahead.serving.executor import Executor
+from runahead.serving.executor import Executor, NextAction
 from runahead.serving.items import Alive, Cancel, Check, End, Inbox, Item, Part, PrefillItem, Progress, Stop, Tokens
 from runahead.serving.limits import QueueLimits
 from runahead.thinning.rank_policies import RankPolicies
@@ -374,3 +375,31 @@ def test_one_rank_warms_up_a_length_once_for_all_stages_and_one(monkeypatch: pyt
     assert lengths == [8, 8, 64, 64, 510, 510]  # the model has 512 positions
     assert 0 < estimate.chain.seconds([64]) <= estimate.chain.seconds([512])
     assert 0 < estimate.alone.seconds([64]) <= estimate.alone.seconds([512])
+
+
+@pytest.mark.parametrize("cancelled", [[], [(3, 1), (4, 0)]], ids=["none", "two rows"])
+def test_shares_hear_a_decision_from_the_hosts_of_their_stage(
+    cancelled: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each layer of a prefill: on a GPU it may not wait until that has computed what is queued before."""
+    told, waits, left = list[torch.Tensor](), list[int](), list[list[tuple[int, int]]]()
+    shares = SimpleNamespace(run=lambda tell: tell(), hosts="hosts")
+
+    def broadcast(numbers: torch.Tensor, *, group: object, group_src: int) -> None:
+        assert group == "hosts" and group_src == 0 and numbers.is_cpu
+        if executor._leads:
+            told.append(numbers.clone())
+        else:
+            numbers.copy_(told.pop(0))
+
+    monkeypatch.setattr("runahead.serving.executor.dist.broadcast", broadcast)
+    for leads in (True, False):
+        executor: Any = SimpleNamespace(
+            _leads=leads,
+            _inbox=SimpleNamespace(take_cancelled=lambda: cancelled),
+            _engine=SimpleNamespace(model=SimpleNamespace(shares=shares)),
+            _await_device=lambda: waits.append(1),
+            live=SimpleNamespace(cancel=lambda rows: left.append(rows)),
+        )
+        assert Executor._decide(executor, lambda: NextAction.step) is NextAction.step
+    assert left == [cancelled, cancelled] and len(waits) == (2 if cancelled else 0) and not told

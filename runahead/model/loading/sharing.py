@@ -49,12 +49,14 @@ class Shares:
 
     Attributes:
         group: their process group; nothing else may use it while one of them runs a forward.
+        hosts: group of the same ranks, for numbers of their hosts, which wait for no GPU.
         run: runs a call that waits for the other ranks of the group.
         seal: of their messages.
         device: where tensors are that the group carries.
     """
 
     group: dist.ProcessGroup
+    hosts: dist.ProcessGroup
     run: Run
     seal: Seal
     device: torch.device
