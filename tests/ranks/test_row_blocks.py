@@ -7,19 +7,23 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
+from runahead.attention.base import Recording
 from runahead.cache.attention import CausalAttention
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import PrefillName, Transfer
 from runahead.model import model as model_module
+from runahead.model.layers.pieces import give_in_blocks
+from runahead.model.seam import SeamCache
 from runahead.prefill import reusing
 from runahead.prefill.stage_run import StageRun
 from tests.conftest import RankPools
@@ -159,6 +163,24 @@ def test_blocks_are_compared_before_the_clock_starts_and_those_that_were_asked_f
         monkeypatch.setattr(CausalAttention, "_tokens_of_block", lambda attention: attention.tokens)
         with pytest.raises(ValueError, match=r"other logits .* in blocks of rows .* prefill.row_tokens=0"):
             Engine(Model(build("llama")), ranks, prefill=PrefillOptions(row_tokens=16))
+
+
+class Routed(nn.Module):
+    """A layer that returns its output with logits (B * C, E) of a router, means (B, C), a count and a tensor of it."""
+
+    def forward(self, x_BCD: Tensor, **_: Any) -> tuple[Any, ...]:
+        return 2 * x_BCD, x_BCD.flatten(0, 1)[:, :3], x_BCD.mean(dim=-1), 5, x_BCD + 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_layer_returns_beside_tokens_of_its_rows_is_left_out_in_blocks(in_place: bool) -> None:
+    layer, x_BCD = Routed(), torch.rand(2, 10, 4)
+    expected = [each.clone() for each in (2 * x_BCD, x_BCD + 1)]
+    give_in_blocks([(layer, False)])
+    seam = SeamCache(Recording(start=0, pads=[0, 0]), 0, num_new=10, block_ends=[3, 6, 10], in_place=in_place)
+    doubled, routed, means, count, more = layer(x_BCD, cache=seam)
+    assert (routed, means, count) == (None, None, 5)
+    assert torch.equal(doubled, expected[0]) and torch.equal(more, expected[1])
 
 
 def test_layers_whose_input_is_read_again_do_not_write_over_it() -> None:

@@ -57,8 +57,19 @@ def _in_blocks(forward: Callable[..., Any], has_kv: bool, *args: Any, **keywords
             output = forward(*given, **named)
             if whole is None and seam.in_place:
                 whole = _room(output, hidden)
-            whole = _put(whole, output, first, seam.num_new, dim=-2)
+            whole = _put(whole, _by_token(output, block), first, seam.num_new, dim=-2)
     return whole
+
+
+def _by_token(output: Any, block: Tensor) -> Any:
+    """A layer's output for a block without tensors that are not of a token in each row, as the logits of a router.
+
+    A model whose code needs them is found out: see `Model.wrong_in_blocks`.
+    """
+    if not isinstance(output, tuple):
+        return output
+    lead = block.shape[:-1]
+    return output[0], *(None if isinstance(x, Tensor) and x.shape[:-1] != lead else x for x in output[1:])
 
 
 def _room(output: Any, hidden: Tensor) -> Any:
