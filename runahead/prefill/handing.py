@@ -30,6 +30,8 @@ class HandsOver(LayerHook):
         cache: has the new tokens, in slabs that stay.
     """
 
+    takes_blocks = True  # it reads a layer that is closed
+
     def __init__(self, job: PrefillJob, cache: KVCache) -> None:
         self._cache, self._pads, self._num_tokens = cache, job.batch.pads, job.batch.num_tokens
         self._handovers: Mapping[int, Handover] = job.handovers

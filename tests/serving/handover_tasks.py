@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 from runahead import Engine, GenerationOptions, PrefillOptions
 from runahead.config import DecodeName, DecodeOptions
+from runahead.prefill.base import Prefilled
+from runahead.prefill.stage_run import StageRun
 from runahead.ranks.ranks import Ranks
 from runahead.reuse.handover import HandoverFolder, file_name
 from runahead.reuse.prefix_tree import PrefixTree
@@ -29,6 +33,7 @@ def hand_over(
     stored: Sequence[int] = (),
     chunk_tokens: int | None = None,
     boundaries: Sequence[int] = (),
+    row_tokens: int | None = None,
 ) -> list[Handed]:
     """Prefill batches of prompts one after another, and hand all prompts over.
 
@@ -41,7 +46,7 @@ def hand_over(
     engine = Engine(
         model,
         ranks,
-        prefill=PrefillOptions(chunk_tokens=chunk_tokens),
+        prefill=PrefillOptions(chunk_tokens=chunk_tokens, row_tokens=row_tokens),
         decode=DecodeOptions(name=DecodeName.last),
         tree=tree,
     )
@@ -67,6 +72,21 @@ def hand_over(
                 num_asked += len(prompts)
                 until(lambda so_far=num_asked: len(_handed(reports)) == so_far)
     return _handed(reports)
+
+
+def hand_over_in_blocks(
+    ranks: Ranks, family: str, batches: Sequence[Sequence[list[int]]], folder: str, row_tokens: int
+) -> tuple[list[Handed], list[int | None]]:
+    """As `hand_over`, with the tokens of the blocks in which layers were computed."""
+    used, compute = list[int | None](), StageRun.compute
+
+    def noted(run: StageRun, *args: Any, **more: Any) -> Prefilled:
+        done = compute(run, *args, **more)
+        used.append(done.report.row_tokens)
+        return done
+
+    with patch.object(StageRun, "compute", noted):
+        return hand_over(ranks, family, batches, folder, row_tokens=row_tokens), used
 
 
 def _handed(reports: Sequence[Report]) -> list[Handed]:

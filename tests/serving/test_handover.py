@@ -123,6 +123,21 @@ def test_a_prompt_that_is_computed_in_pieces_is_handed_over(rank_pools: RankPool
         require_same(tmp_path / "a", each.name, "llama", ids)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_prompt_that_is_computed_in_blocks_of_rows_is_handed_over(
+    rank_pools: RankPools, family: str, size: int, tmp_path: Path
+) -> None:
+    """Batches of two rows, of which one is padded, and of one row."""
+    task, batches = handover_tasks.hand_over_in_blocks, [PROMPTS, [prompt(37, seed=3)]]
+    found = rank_pools.run(size, task, family, batches, str(tmp_path / "a"), 7)
+    assert all(used == [7, 7] for _, used in found)
+    names = {each.row: each.name for each in found[-1][0]}
+    for number, prompts in enumerate(batches):
+        for row, ids in enumerate(prompts):
+            require_same(tmp_path / "a", names[number, row], family, ids)
+
+
 def test_a_prompt_is_handed_over_by_the_server_and_found_again(tmp_path: Path) -> None:
     ids = [5, 6, 7, 8]
     with serving(handover=str(tmp_path / "a")) as served:
