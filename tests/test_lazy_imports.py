@@ -163,6 +163,38 @@ def test_only_a_run_loads_the_library(flags: list[str], loads: int, monkeypatch:
     assert len(calls) == loads
 
 
+READS = """
+import sys
+from threading import Event, Thread
+from launch import infer
+from launch.program import run
+from launch.program.compose import Program
+
+def load():
+    thread = Thread(target=Event().wait)
+    thread.start()
+    return thread
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+run.load_library_of_torch = load
+if sys.argv[1] == "interrupted":
+    Program.read = interrupted
+sys.exit(infer.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "status", "said"), [("prompt.fil=x", 2, "prompt.fil"), ("interrupted", 130, "interrupted")]
+)
+def test_a_program_that_is_not_begun_does_not_wait_for_the_library(option: str, status: int, said: str) -> None:
+    """Which may lie on a slow disk; here it is never there."""
+    done = subprocess.run([sys.executable, "-c", READS, option], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == status
+    assert said in done.stderr.lower() and len(done.stderr.splitlines()) == 1
+
+
 def test_garbage_is_collected_again_after_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = gc.get_freeze_count()
     with uncollected():

@@ -51,7 +51,7 @@ class Ahead:
 def load_library_of_torch() -> Thread | None:
     """Load torch's library of machine code, which takes 0.15 s without Python's lock, in a thread.
 
-    An import of torch finds it there. The process does not end before the thread has.
+    An import of torch finds it there. Python does not end before the thread has.
     """
     spec = find_spec("torch") if sys.platform == "linux" and "torch" not in sys.modules else None
     if spec is None or not spec.submodule_search_locations:

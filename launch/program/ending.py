@@ -98,6 +98,11 @@ def leave(status: int) -> NoReturn:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(status)
     atexit._run_exitfuncs()
+    leave_at_once(status)
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End this process with an exit status and what it has printed, whatever its threads are doing."""
     with suppress(OSError):  # whoever reads it may be gone
         sys.stdout.flush()
         sys.stderr.flush()

@@ -14,7 +14,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from launch.program.ahead import Ahead, load_library_of_torch, uncollected
 from launch.program.compose import Program
-from launch.program.ending import MISTAKE, end_with, open_closed_streams, refuse, say, warn_in_one_line
+from launch.program.ending import MISTAKE, end_with, leave_at_once, open_closed_streams, refuse, say, warn_in_one_line
 from launch.program.launcher import follow_launcher, this_rank
 from launch.program.lean_imports import lean_imports
 from launch.program.signals import ending_signals
@@ -72,13 +72,18 @@ def run_program(
     except ValueError as error:
         return refuse(error, of_this_process=True)
     warn_in_one_line()
-    given = sys.argv[1:] if args is None else args
+    given, library = sys.argv[1:] if args is None else args, None
     if not any(arg.startswith(NO_RUN) for arg in given):
-        load_library_of_torch()
+        library = load_library_of_torch()
     try:
         command = program.read(given)
     except ValueError as error:
-        return refuse(error)
+        status = refuse(error)
+        if library is not None and library.is_alive():  # Python would wait for it
+            leave_at_once(status)
+        return status
+    except KeyboardInterrupt as error:
+        end_with(error, None)
     if command.to_print is not None:
         if this_rank() == 0:
             print(command.to_print, end="")
