@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
 import inspect
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec, resolve_name
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +152,105 @@ def test_what_is_not_a_plain_number_is_asked_of_torch(args: tuple[Any, ...], mon
     monkeypatch.setattr(late_names, "import_module", lambda name: asked.append(name) or there)
     assert LateName(symbolic_shapes.__name__, "expect_true")(*args) == args
     assert asked == [symbolic_shapes.__name__]
+
+
+class Misuses(ast.NodeVisitor):
+    """Finds where a module's source uses late names in ways in which only a class itself would be right.
+
+    Args:
+        package: of the module, from which relative imports start.
+        sources: packages whose names come late.
+    """
+
+    def __init__(self, package: str, sources: Sequence[str]) -> None:
+        self._package, self._sources = package, sources
+        self._late, self._modules = set[str](), set[str]()
+        self.found: list[str] = []
+
+    def of(self, text: str) -> list[str]:
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                name = "." * node.level + (node.module or "")
+                source = resolve_name(name, self._package) if node.level else name
+                if late_names._is_within(source, self._sources):
+                    self._late |= {each.asname or each.name for each in node.names}
+            elif isinstance(node, ast.Import):
+                self._modules |= {each.asname or each.name for each in node.names if each.name in self._sources}
+        self.visit(tree)
+        return self.found
+
+    def _note(self, *nodes: ast.AST | None) -> None:
+        for node in nodes:
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                self._note(*node.elts)
+            elif isinstance(node, ast.Name | ast.Attribute):
+                module = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
+                if module in self._modules or (isinstance(node, ast.Name) and node.id in self._late):
+                    self.found.append(f"{node.lineno} {ast.unparse(node)}")
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        self._note(node.type)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        if any(isinstance(each, ast.Is | ast.IsNot | ast.Eq | ast.NotEq | ast.In | ast.NotIn) for each in node.ops):
+            self._note(node.left, *node.comparators)
+        self.generic_visit(node)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        self._note(*node.keys)
+        self.generic_visit(node)
+
+    def visit_Set(self, node: ast.Set) -> None:
+        self._note(node)
+        self.generic_visit(node)
+
+    def visit_MatchClass(self, node: ast.MatchClass) -> None:
+        self._note(node.cls)
+        self.generic_visit(node)
+
+
+def importers() -> Iterator[tuple[str, Path, Sequence[str]]]:
+    """The modules to which names come late: package, file and where the names are from."""
+    for name, sources in late_names.LATE.items():
+        spec = find_spec(name.removesuffix("."))
+        assert spec is not None and spec.origin is not None, f"{name} is no module of this version"
+        file = Path(spec.origin)
+        if not name.endswith("."):
+            yield name if file.name == "__init__.py" else name.rpartition(".")[0], file, sources
+            continue
+        for each in file.parent.rglob("*.py"):
+            yield ".".join((name[:-1], *each.relative_to(file.parent).parts[:-1])), each, sources
+
+
+def test_importers_use_late_names_as_these_can_be_used() -> None:
+    """A late name is no class: it cannot be caught, and is not the class that an instance names as its own."""
+    found = {str(file): Misuses(package, sources).of(file.read_text()) for package, file, sources in importers()}
+    assert len(found) > 20
+    assert {file: uses for file, uses in found.items() if uses} == {}
+
+
+@pytest.mark.parametrize(
+    ("use", "is_found"),
+    [
+        ("try: pass\nexcept (ValueError, Late): pass", True),
+        ("type(x) is Late", True),
+        ("x.__class__ not in (int, Late)", True),
+        ("Late == x", True),
+        ("found = {Late: 1}", True),
+        ("found = {int, Late}", True),
+        ("match x:\n    case Late(): pass", True),
+        ("def f():\n    from .near import Other as Near\n    return x is Near", True),
+        ("import source\ntype(x) is source.Late", True),
+        ("isinstance(x, Late) and x == 3", False),
+        ("def f(x: Late | None) -> Late: return Late(x)", False),
+        ("type(x) is int", False),
+    ],
+)
+def test_what_a_late_name_cannot_be_used_for_is_seen(use: str, is_found: bool) -> None:
+    text = f"from source.inner import Late, Other\n{use}\n"
+    assert bool(Misuses("source", ("source",)).of(text)) == is_found
 
 
 def test_a_name_that_is_not_there_is_told_when_it_is_used(user: Any) -> None:
