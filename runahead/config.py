@@ -126,10 +126,15 @@ class Profile(Enum):
 
 
 class Attention(Enum):
-    """Scores that TSP computes: all of the prompt's, the masked half included, or those of visible keys only."""
+    """Scores that a prefill computes.
+
+    causal: of all keys that a query sees; dense: of TSP, also of those that it does not, which are masked; xattention:
+    of keys in the blocks that are expected to receive most of the attention, which changes answers.
+    """
 
     dense = "dense"
     causal = "causal"
+    xattention = "xattention"
 
 
 class Exchange(Enum):
@@ -192,6 +197,9 @@ MAX_BIAS = 100
 MAX_LOGPROBS = 20
 
 MAX_DRAFT_TOKENS = 64
+
+SPARSE_BLOCK = 128
+"""Tokens of a block of queries, and of one of keys, of prefill.attention=xattention (XAttention's size)."""
 
 
 def choice(option: str, kind: type[E], value: object) -> E:
@@ -342,7 +350,10 @@ class PrefillOptions:
         transfer: way of keys and values along the chain of kv_runahead.
         carrier: what carries keys and values between ranks of one host, for kv_runahead.
         layers_in_flight: most layers whose keys and values are being sent at a time, for kv_runahead.
-        attention: scores that tsp computes.
+        attention: scores that are computed.
+        threshold: share of a block of queries' expected attention that xattention covers; 1 is all.
+        density: share of the blocks of keys that it computes, in place of the threshold.
+        stride: tokens of a cell, of whose mean query and key it expects the attention.
         exchange: way of keys and values between all ranks, for zigzag.
         chunk_tokens: most tokens that are computed at a time if one rank has the whole prompt, None is all; or of a
             chunk of pipeline.
@@ -361,6 +372,9 @@ class PrefillOptions:
     carrier: Carrier = Carrier.backend
     layers_in_flight: int = 3
     attention: Attention = Attention.causal
+    threshold: float = 0.9
+    density: float | None = None
+    stride: int = 16
     exchange: Exchange = Exchange.all_gather
     chunk_tokens: int | None = None
     row_tokens: int | None = None
@@ -390,6 +404,28 @@ class PrefillOptions:
         if self.row_tokens is not None:
             require(self.row_tokens >= 0, "prefill.row_tokens", self.row_tokens, "must be at least 0")
         require(self.wire_bits in (None, *WIRE_BITS), "prefill.wire_bits", self.wire_bits, "must be 8, 4 or null")
+        require(0 < self.threshold <= 1, "prefill.threshold", self.threshold, "must be above 0 and at most 1; 1 is all")
+        if self.density is not None:
+            require(0 < self.density <= 1, "prefill.density", self.density, "must be above 0 and at most 1; 1 is all")
+            is_alone = self.threshold == PrefillOptions.threshold
+            rule = "does not go with prefill.threshold, in whose place it is; leave one of them out"
+            require(is_alone, "prefill.density", self.density, rule)
+        is_divisor = 1 <= self.stride <= SPARSE_BLOCK and SPARSE_BLOCK % self.stride == 0
+        require(is_divisor, "prefill.stride", self.stride, f"must be a divisor of {SPARSE_BLOCK}, such as 8 or 16")
+        for name in ("chunk_tokens", "row_tokens") if self.is_sparse else ():
+            value, rule = getattr(self, name), f"must be a multiple of {SPARSE_BLOCK} with prefill.attention=xattention"
+            require(not value or value % SPARSE_BLOCK == 0, f"prefill.{name}", value, rule)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether queries attend to some blocks of keys alone."""
+        return self.attention is Attention.xattention
+
+    @property
+    def sparsity(self) -> dict[str, Any]:
+        """The options of a sparse attention, by their names; none of another one."""
+        names = ("stride", "threshold" if self.density is None else "density") if self.is_sparse else ()
+        return ({"attention": self.attention.name} if names else {}) | {name: getattr(self, name) for name in names}
 
     @property
     def takes_partition(self) -> bool:

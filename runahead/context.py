@@ -86,6 +86,13 @@ class ContextPartition:
             ends.append(max(ends[-1] + (rank in chain), most))
         return ContextPartition(boundaries=tuple(ends)).check(num_tokens, self.num_ranks)
 
+    def in_blocks(self, block: int) -> ContextPartition:
+        """The partition whose inner boundaries are the nearest multiples of a block; the last chunk keeps a token."""
+        num_tokens = self.num_tokens
+        most = max(0, num_tokens - 1) // block * block
+        ends = (end if end == num_tokens else min(round(end / block) * block, most) for end in self.boundaries)
+        return ContextPartition(boundaries=tuple(ends))
+
     def check(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         """Check that the partition is for this prompt and this many ranks (or stages of several ranks), and return it.
 

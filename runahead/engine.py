@@ -15,6 +15,7 @@ import torch
 from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from policies.row_values import row_values
 from runahead.config import (
+    SPARSE_BLOCK,
     DecodeName,
     DecodeOptions,
     GenerationOptions,
@@ -108,7 +109,7 @@ class Engine:
         self.model, self.ranks, self._lends = model, ranks, lends
         self.policies = policies or RankPolicies()
         self.prefill_options = prefill or PrefillOptions()
-        self.partition = partition
+        self.partition, self._block = partition, SPARSE_BLOCK if self.prefill_options.is_sparse else 1
         self._strategy = PREFILLS[self.prefill_options.name].of(self.prefill_options)
         check_arrangement(model, ranks, in_layers=self.prefill_options.name is PrefillName.pipeline)
         self.decode = decode or DecodeOptions()
@@ -416,7 +417,7 @@ class Engine:
         """
         if plan.shards is None:
             return self.alone(texts, num_new)
-        partition, shards = self._placement.again(plan.partition, max(map(len, texts)), num_new - 1)
+        partition, shards = self._placement.again(plan.partition, max(map(len, texts)), num_new - 1, block=self._block)
         return self.prefills.again(texts, num_new, partition, shards=shards)
 
     def _gathering(self, stages: Sequence[int], options: Sequence[GenerationOptions]) -> Gathering | None:
@@ -595,7 +596,7 @@ class Engine:
 
     def split(self, num_tokens: int) -> ContextPartition:
         """The chunks of a prompt, one per stage. Asked for on rank 0 alone."""
-        return self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition))
+        return self.in_blocks(self._strategy.split(num_tokens, self.ranks.num_stages, partial(decide, self.partition)))
 
     @cached_property
     def _stores_parts(self) -> bool:
@@ -604,7 +605,11 @@ class Engine:
         return is_shared and self.prefill_options.takes_partition and takes(self._setup, Way.sharded)
 
     def _split(self, lengths: Sequence[int]) -> ContextPartition:
-        return self._strategy.split(max(lengths), self.ranks.num_stages, self.partition)
+        return self.in_blocks(self._strategy.split(max(lengths), self.ranks.num_stages, self.partition))
+
+    def in_blocks(self, partition: ContextPartition) -> ContextPartition:
+        """The partition, or with sparse attention the nearest one of whole blocks."""
+        return partition if self._block == 1 else partition.in_blocks(self._block)
 
     def learn(self, partition: ContextPartition, seconds: Mapping[int, tuple[float, float]]) -> None:
         """Tell a partitioner that learns how long each stage computed and waited.

@@ -53,6 +53,29 @@ def _mean_of_known(shares: Sequence[float | None]) -> float | None:
 
 
 @dataclass(kw_only=True)
+class SparseReport:
+    """What a rank's queries attended to in the prefill, by layer; None in layers where they attended to everything.
+
+    Attributes:
+        density: blocks of keys that were chosen over those that queries could see.
+        covered: mean share of the attention that these were expected to receive.
+    """
+
+    density: list[float | None]
+    covered: list[float | None]
+
+    @property
+    def mean_density(self) -> float | None:
+        """Mean over the layers that choose; None if none does."""
+        return _mean_of_known(self.density)
+
+    @property
+    def mean_covered(self) -> float | None:
+        """Mean over the layers that choose; None if none does."""
+        return _mean_of_known(self.covered)
+
+
+@dataclass(kw_only=True)
 class ReuseReport:
     """Statistics of segment reuse on one rank in one call.
 
@@ -185,6 +208,7 @@ class RankReport:
             retrieving policy, but with its indices.
         state_bytes: bytes of the rows' states, part of the two above, in a model with layers that hold states.
         kept_tokens: number of kept tokens by layer, under a cache policy or in fewer bits.
+        attention: density and expected coverage by layer, where queries attend to some blocks of keys alone.
         kv_host_bytes: bytes of a retrieving policy's pool.
         retrieval: statistics of a retrieving policy.
         reuse: statistics of segment reuse.
@@ -205,6 +229,7 @@ class RankReport:
     kv_kept_bytes: int = 0
     state_bytes: int = 0
     kept_tokens: list[int] = field(default_factory=list)
+    attention: SparseReport | None = None
     kv_host_bytes: int = 0
     retrieval: RetrievalReport | None = None
     reuse: ReuseReport | None = None
@@ -366,7 +391,8 @@ def report_json(
             name: value
             for name in ("chunk_tokens", "row_tokens", "wire_bits")
             if (value := getattr(prefill, name)) is not None
-        },
+        }
+        | prefill.sparsity,
         "warmup": warmup,
         "model_check": model_check,
         "versions": library_versions(),
@@ -438,6 +464,8 @@ def _rank_fields(rank: RankReport) -> dict[str, Any]:
         del rank_fields["speculation"]
     if rank.memory is None:
         del rank_fields["memory"]
+    if rank.attention is None:
+        del rank_fields["attention"]
     if rank.retrieval is None:
         del rank_fields["retrieval"], rank_fields["kv_host_bytes"]
     return rank_fields

@@ -114,6 +114,7 @@ def test_report_of_one_prompt_has_every_field_on_top():
     # Of policies that retrieve, of prompts that reuse K,V, of ranks that share a model, of
     # drafts, of models that were loaded, and of layers in blocks of rows.
     optional = {"row_tokens", "retrieval", "kv_host_bytes", "reuse", "stage", "share", "memory", "speculation"}
+    optional |= {"attention"}  # of a sparse prefill
     assert set(fields_of_one["ranks"][0]) == {field.name for field in fields(RankReport)} - optional
 
 

@@ -304,8 +304,9 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     drafting, speculate = ["speculate_tokens", "speculate_always"], run.generation.speculate
     drafts = speculate in (Speculate.policy, Speculate.model)
     looks_up = speculate is Speculate.lookup or (drafts and run.draft.speculate is Speculate.lookup)
-    is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
+    is_chain, is_sparse = prefill not in (PrefillName.tsp, PrefillName.zigzag), run.prefill.is_sparse
     chain_only = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
+    of_sparse = ["threshold", "density", "stride"]
     unused: list[tuple[str, list[str], bool, str]] = [
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
         ("prompt", ["prefix_cache_bytes"], is_single, "on a single prompt"),
@@ -332,7 +333,13 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         ),
         ("draft", ["speculate"], not drafts, "without generation.speculate=policy or model"),
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
-        ("prefill", ["attention"], prefill is not PrefillName.tsp, f"with prefill={prefill.name}"),
+        (
+            "prefill",
+            ["attention"],
+            prefill is not PrefillName.tsp and not run.prefill.is_sparse,
+            f"with prefill={prefill.name}",
+        ),
+        ("prefill", of_sparse, not is_sparse, "without prefill.attention=xattention"),
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
         ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),
         (

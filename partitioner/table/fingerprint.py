@@ -84,6 +84,7 @@ class Fingerprint:
         fuse: as `model.fuse`, "on" or "off"; "off" where it has no effect on the model.
         products: what computes products of many rows on a CPU, "torch" (by its own choice), "onednn" or "int8"
             (of weights in 8 bits).
+        attention: options of a sparse attention, as a text; "" for attention to all keys.
         adapters: digests of the adapters in the model's weights (`model.adapter`); "" for none.
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
@@ -105,6 +106,7 @@ class Fingerprint:
     kernels: str = "torch"
     fuse: str = "off"
     products: str = "torch"
+    attention: str = ""
     adapters: str = ""
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class Fingerprint:
             kernels="runahead" if KERNELS.in_use else "torch",
             fuse="on" if is_fused(model.module) else "off",
             products=_products(model, device),
+            attention=" ".join(map(str, prefill.sparsity.values())),
             adapters=model.adapters,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
@@ -181,7 +184,7 @@ class Fingerprint:
         values += [self.overrides] if self.overrides else []
         values += [
             f"{name} {getattr(self, name)}"
-            for name in ("kernels", "fuse", "products", "adapters")
+            for name in ("kernels", "fuse", "products", "attention", "adapters")
             if name in self.added
         ]
         return "|".join(str(value) for value in values)
@@ -206,7 +209,11 @@ class Fingerprint:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{what}{mine}, not {theirs}")
-        for name, what in (("overrides", "model.overrides="), ("adapters", "model.adapter of digest ")):
+        for name, what in (
+            ("overrides", "model.overrides="),
+            ("attention", "prefill.attention="),
+            ("adapters", "model.adapter of digest "),
+        ):
             mine, theirs = (getattr(each, name) or "nothing" for each in (self, other))
             if mine != theirs:
                 found.append(f"{what}{mine}, not {theirs}")
@@ -256,7 +263,7 @@ class Fingerprint:
 COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
 """Fields that must be equal, besides the model's shape, the link and the speeds."""
 
-ADDED = ("tensor", "overrides", "kernels", "fuse", "products", "adapters")
+ADDED = ("tensor", "overrides", "kernels", "fuse", "products", "attention", "adapters")
 """Fields that must be equal, too, and are left out of keys and files at their defaults: those of before stay valid."""
 
 OPTIONS = {

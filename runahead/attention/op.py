@@ -31,6 +31,7 @@ from runahead.attention.partial import (
     takes_own_with_earlier,
 )
 from runahead.attention.partial import attend as attend_range
+from runahead.attention.sparse.blocks import Chosen, attend_to_chosen
 
 Part: TypeAlias = tuple[Tensor, Tensor]
 """Output (B, N, C, V) and log-sum-exp (B, N, C) of attention to some keys; 0 and -inf of a query that sees none."""
@@ -98,6 +99,7 @@ class Span:
         has_new: whether the last slots hold the new tokens; else all slots are before them.
         apart: returns spans that take the place of this one where positions count (windows, biases), if this one gives
             the order of tokens alone.
+        chosen: the blocks of slots, which are numbered as `at`, that blocks of queries see; None: they see all.
     """
 
     rows: slice | Tensor
@@ -111,6 +113,7 @@ class Span:
     at_T: OnDevice | None = None
     positions_Q: OnDevice | None = None
     apart: Callable[[], Sequence[Span]] | None = None
+    chosen: Chosen | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,6 +421,10 @@ def _attend_cell(q_BNCH: Tensor, terms: AttentionTerms, cell: _Cell) -> Part:
     k_RKSH, v_RKSV = keys.read(*slots)
     if span.stored is not EVERY_ROW:
         k_RKSH, v_RKSV = k_RKSH[span.stored], v_RKSV[span.stored]
+    if span.chosen is not None:
+        of_queries = range(span.positions[0] + span.pad, span.positions[-1] + span.pad + 1)
+        of_keys = range(span.at[first], span.at[end - 1] + 1)
+        return attend_to_chosen(q_RNQH, k_RKSH, v_RKSV, terms, span.chosen.of(span.rows, of_queries, of_keys))
     num_rows = len(q_RNQH)
     if num_rows == len(k_RKSH):
         return _attend_read(q_RNQH, k_RKSH, v_RKSV, terms, cell)

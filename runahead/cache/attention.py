@@ -105,7 +105,8 @@ class CausalAttention(LayerAttention):
         tokens: the new tokens, where hooks know them, too; by default they are made of the above.
         hooks: from the outermost to the innermost: `closed` and `attended` are called in reverse order.
         ends: where the forward ends, if not with the logits.
-        attend: computes attention in place of `op.attend`.
+        attend: of a layer, by its number: what computes attention in place of `op.attend`, where it has keys and values
+            of its own and not for its last token alone.
         on_layer: called after each layer that stores keys and values, and after each state.
         stops: as of `LayerAttention`.
     """
@@ -124,7 +125,7 @@ class CausalAttention(LayerAttention):
         tokens: NewTokens | None = None,
         hooks: Sequence[LayerHook] = (),
         ends: End | None = None,
-        attend: Callable[..., Part] | None = None,
+        attend: Callable[[int], Callable[..., Part]] | None = None,
         on_layer: Callable[[], None] = nothing,
         stops: Collection[int] = (),
     ) -> None:
@@ -178,8 +179,7 @@ class CausalAttention(LayerAttention):
         awaits = bool(self._loads)  # once, and a layer that runs again has not yet
         if call is None:
             call = self.stored(layer, q_BNCH, k_BKCH, v_BKCV, terms)
-            is_plain = self._attend is None and self.cache.gather is None
-            if self.needs_last_alone and is_plain and call.store.sees_last_alone:
+            if self.needs_last_alone and self.cache.gather is None and call.store.sees_last_alone:
                 self._stored = call if self.block.is_last else None
                 raise LastTokenAlone if self.block.is_last else BlockEndsHere
             seen, terms = call.seen, call.terms
@@ -210,7 +210,7 @@ class CausalAttention(LayerAttention):
             raise BlockEndsHere
         call.seen = call.store.seen(call.q_BNCH, call.tokens)
         if self._attend is not None:
-            call.seen.attend_to = self._attend
+            call.seen.attend_to = self._attend(layer)
         return call
 
     def attend_shared(
@@ -243,7 +243,6 @@ class CausalAttention(LayerAttention):
         """Read the keys and values of another layer, as `stored` stores a layer's own; see `attend_shared`."""
         tokens = self.tokens.after(skipped) if skipped else self._tokens_of_block()
         call = LayerCall(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, tokens, self._taken_input())
-        assert self._attend is None, "layers that read others attend by `op.attend`"
         call.store = self.cache.layers[source]
         call.seen = call.store.seen(q_BNCH, tokens)
         return call

@@ -134,7 +134,7 @@ class Placement:
         return chosen if num_new > 0 and self._is_faster(partition, chosen, batch, weights, room) else None
 
     def again(
-        self, partition: ContextPartition, num_tokens: int, num_new: int
+        self, partition: ContextPartition, num_tokens: int, num_new: int, *, block: int = 1
     ) -> tuple[ContextPartition, dict[int, Shard]]:
         """Chunks and shards of a later prefill on the stages that store a batch, split about alike.
 
@@ -142,8 +142,9 @@ class Placement:
             partition: of the batch.
             num_tokens: of the later, padded texts.
             num_new: number of new tokens per row that are stored after these.
+            block: chunks are multiples of it.
         """
-        later = partition.scaled(num_tokens, partition.chain)
+        later = partition.scaled(num_tokens, partition.chain).in_blocks(block)
         return later, shards(later, num_new, by_share=self._by_share)
 
     def note(self, *, batch: int, num_tokens: int, is_sharded: bool, step_s: float) -> None:

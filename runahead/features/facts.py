@@ -476,6 +476,9 @@ FACTS: dict[str, Fact] = {
     "prefill.speculative=layers": _speculative(Speculative.layers),
     "prefill.speculative=model": _speculative(Speculative.model),
     "prefill.wire_bits": _option("prefill.wire_bits", "prefill"),
+    "prefill.attention=xattention": lambda setup: (
+        None if setup.prefill is None else _if(setup.prefill.is_sparse, "prefill.attention=xattention")
+    ),
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
     "cache.bits": _of_last(_option("cache.bits", "cache")),

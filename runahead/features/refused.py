@@ -23,6 +23,7 @@ OTHER_POLICY = "use another policy, such as snapkv"
 LAYERS_APART = "{0} leaves each rank the keys and values of its own layers, and {1} "
 ALL_ON_ONE_RANK = "{0} has all keys and values as they were computed, on one rank"
 ALL_TOKENS = "use prefill.speculative=none"
+ALL_KEYS = "use prefill.attention=causal"
 NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"
 
 
@@ -267,6 +268,69 @@ REFUSED = (
         "{0} is for the keys and values of a chain, and with {1} all ranks exchange theirs",
         CHAIN,
     ),
+    # prefill.attention=xattention
+    Refused(
+        ("prefill.attention=xattention", "prefill.speculative"),
+        "{0} chooses among blocks of all tokens, and {1} leaves gaps between those that are computed",
+        "leave one of them out",
+    ),
+    Refused(
+        ("prefill.attention=xattention", "prefill.wire_bits"),
+        "{0} chooses by keys as they are, the same on all ranks, and {1} rounds those that travel",
+        "leave one of them out",
+    ),
+    Refused(
+        ("prefill.attention=xattention", "prefill=pipeline"),
+        "{1} splits a prompt into chunks of its own, and {0} chooses among whole blocks of it",
+        CHAIN,
+    ),
+    Refused(
+        ("prefill.attention=xattention", "prefill=tsp or zigzag"),
+        "{1} splits a prompt by a rule of its own, and {0} chooses among whole blocks of it",
+        CHAIN,
+    ),
+    Refused(
+        ("prefill.attention=xattention", "reuse of prefixes"),
+        "{0} chooses among blocks from a prompt's first token on, and with {1} those that are computed begin anywhere",
+        "use prefill.attention=causal, or leave the tree out (serve.prefix_cache_bytes=0)",
+    ),
+    Refused(
+        ("prefill.attention=xattention", "policy=prompt_cache"),
+        "{0} chooses among blocks from a prompt's first token on, and with {1} those that are computed begin anywhere",
+        ALL_KEYS,
+    ),
+    Refused(
+        ("prefill.attention=xattention", "prefill.chunk_tokens", "cache policies or cache.bits"),
+        "{0} chooses among blocks of all tokens, and with {1} and {2} later pieces may see what was kept of them",
+        "leave prefill.chunk_tokens out",
+    ),
+    Refused(
+        ("prefill.attention=xattention", "a policy that narrows"),
+        "{0} chooses among blocks of all tokens, and policy {1} leaves some out of deeper layers",
+        "use a policy that only evicts, such as snapkv",
+    ),
+    *(
+        Refused(
+            ("prefill.attention=xattention", option),
+            "{1} needs keys that are not rotated, and {0} chooses by means of rotated ones",
+            remedy,
+        )
+        for option, remedy in (
+            ("policy.positions=reencoded", "use policy.positions=original"),
+            ("policy.clamped=true", "use policy.clamped=false"),
+        )
+    ),
+    Refused(
+        ("prefill.attention=xattention", "echo with logprobs"),
+        "{0} chooses by all queries of a block, so that a token's log-probability would depend on tokens after it",
+        ALL_KEYS,
+    ),
+    Refused(
+        ("prefill.attention=xattention", "ALiBi"),
+        "{1} adds a bias to its attention by distance (ALiBi), which the mean keys lack by which {0} chooses",
+        ALL_KEYS,
+    ),
+    Refused(("prefill.attention=xattention", "marks"), MARKED, ALL_KEYS),
     # policy=prompt_cache
     *(
         Refused(

@@ -6,6 +6,9 @@
 //
 // The result for a row depends on its query, on the keys that it sees, and on whether these are read for few rows: not on
 // the number of threads.
+//
+// Where blocks of keys were chosen for a block of queries, its rows see these as if they were all: copies of them lie
+// side by side.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -63,11 +66,62 @@ struct Call {
   const int64_t* firsts;  // the first key that each query sees, which never decreases; null: it sees all of them
   int64_t k_start;        // number of the first of these keys
   const int32_t *starts = nullptr, *used = nullptr;  // of each of the batch, in one memory; null: all see S keys
+  const bool* chosen = nullptr;  // (B, K, query_blocks, key_blocks): keys that a block of queries sees; null: all of them
+  int64_t query_blocks = 0, key_blocks = 0, block = 0;  // tokens of a block
+  int64_t q_first = 0, k_first = 0;  // number of the first query, and of the first key, within its block
 
   int64_t last(int64_t c) const { return causal ? c + S - C : S - 1; }  // key that a query sees
   int64_t first(int64_t c) const { return firsts ? std::max<int64_t>(0, firsts[c] - k_start) : 0; }
   int64_t start(int64_t b) const { return starts ? starts[b] : 0; }
   int64_t seen(int64_t b) const { return used ? used[b] : S; }
+};
+
+// Keys that the rows of a KV head see, numbered one after another, as pieces of the memory.
+struct Pieces {
+  struct Piece {
+    int64_t number, key;  // of its first key: among those that are seen, and in the memory
+  };
+  std::vector<Piece> pieces;
+  int64_t count;
+
+  // All keys, or those that were chosen for the block of query `c`.
+  template <typename T>
+  Pieces(const Call<T>& call, int64_t b, int64_t head, int64_t c) : count(call.S) {
+    if (!call.chosen) {
+      pieces.push_back({0, 0});
+      return;
+    }
+    const int64_t of = (b * call.K + head) * call.query_blocks + (c + call.q_first) / call.block;
+    const bool* chosen = call.chosen + of * call.key_blocks;
+    count = 0;
+    for (int64_t i = 0; i < call.key_blocks; ++i) {
+      const int64_t key = std::max<int64_t>(0, i * call.block - call.k_first);
+      const int64_t end = std::min(call.S, (i + 1) * call.block - call.k_first);
+      if (!chosen[i] || key >= end) continue;
+      if (pieces.empty() || key - pieces.back().key != count - pieces.back().number) pieces.push_back({count, key});
+      count += end - key;
+    }
+  }
+
+  // Number of the last key that is seen up to one of the memory; -1: none is.
+  int64_t last(int64_t key) const {
+    for (int64_t i = pieces.size() - 1, end = count; i >= 0; end = pieces[i--].number)
+      if (pieces[i].key <= key) return std::min(end - 1, pieces[i].number + key - pieces[i].key);
+    return -1;
+  }
+
+  // Call work(key, number, count) for pieces of the memory with the numbers [begin, end).
+  template <typename Work>
+  void each(int64_t begin, int64_t end, const Work& work) const {
+    if (begin >= end) return;
+    auto piece = std::upper_bound(pieces.begin(), pieces.end(), begin,
+                                  [](int64_t number, const Piece& other) { return number < other.number; });
+    for (--piece; begin < end; ++piece) {
+      const int64_t next = piece + 1 == pieces.end() ? end : std::min(end, piece[1].number);
+      work(piece->key + begin - piece->number, begin, next - begin);
+      begin = next;
+    }
+  }
 };
 
 template <typename T>
@@ -89,23 +143,29 @@ struct Block {
   }
 
   template <typename T>
-  void take(const Call<T>& call, int64_t b, int64_t head, int64_t start, int64_t count) {
+  void take(const Call<T>& call, int64_t b, int64_t head, const Pieces& seen, int64_t start, int64_t count) {
     typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
-    const T *k = call.k.at(b, head, start), *v = call.v.at(b, head, start);
-    for (int64_t t = KEY_BLOCK; t < std::min<int64_t>(2 * KEY_BLOCK, call.S - start); ++t) {  // what comes next
-      for (int64_t i = 0; i < call.H; i += 64 / sizeof(T)) __builtin_prefetch(k + t * call.k.token + i, 0, 2);
-      for (int64_t i = 0; i < call.V; i += 64 / sizeof(T)) __builtin_prefetch(v + t * call.v.token + i, 0, 2);
-    }
-    copy(k, call.k.token, count, call.H, keys);
-    for (int64_t t = 0; t < count; ++t) {
-      copy(v + t * call.v.token, 0, 1, call.V, row);
-      float* to = values + t * TILE;
-      int64_t i = 0;
-      for (; i + TILE <= call.V; i += TILE, to += GROUP)  // what is too much of each is overwritten by the next
-        *reinterpret_cast<Eight*>(to) = *reinterpret_cast<const Eight*>(row + i);
-      to -= t * (TILE - (call.V - i));
-      for (int64_t j = 0; i + j < call.V; ++j) to[j] = row[i + j];
-    }
+    const int64_t next = start + KEY_BLOCK;
+    seen.each(next, std::min(next + KEY_BLOCK, seen.count), [&](int64_t key, int64_t, int64_t num) {
+      const T *k = call.k.at(b, head, key), *v = call.v.at(b, head, key);
+      for (int64_t t = 0; t < num; ++t) {
+        for (int64_t i = 0; i < call.H; i += 64 / sizeof(T)) __builtin_prefetch(k + t * call.k.token + i, 0, 2);
+        for (int64_t i = 0; i < call.V; i += 64 / sizeof(T)) __builtin_prefetch(v + t * call.v.token + i, 0, 2);
+      }
+    });
+    seen.each(start, start + count, [&](int64_t key, int64_t number, int64_t num) {
+      const T* v = call.v.at(b, head, key);
+      copy(call.k.at(b, head, key), call.k.token, num, call.H, keys + (number - start) * call.H);
+      for (int64_t t = number - start; t < number - start + num; ++t, v += call.v.token) {
+        copy(v, 0, 1, call.V, row);
+        float* to = values + t * TILE;
+        int64_t i = 0;
+        for (; i + TILE <= call.V; i += TILE, to += GROUP)  // what is too much of each is overwritten by the next
+          *reinterpret_cast<Eight*>(to) = *reinterpret_cast<const Eight*>(row + i);
+        to -= t * (TILE - (call.V - i));
+        for (int64_t j = 0; i + j < call.V; ++j) to[j] = row[i + j];
+      }
+    });
   }
 };
 
@@ -251,20 +311,22 @@ void attend_tiles(const Call<T>& call, int64_t b, int64_t head, int64_t begin, i
         for (int j = 0; j < LANES; ++j) store(tile.q + (h + j) * ROWS + r, x[j]);
       }
   }
-  const int64_t seen = call.last(rows.back().c) + 1;
+  const Pieces pieces(call, b, head, rows[0].c);
+  const auto last_of = [&](int64_t c) { return pieces.last(call.last(c)); };
+  const int64_t seen = last_of(rows.back().c) + 1;
   // Blocks begin at multiples, so that a row's sums are of the same blocks beside any other rows.
   for (int64_t start = call.first(rows[0].c) / KEY_BLOCK * KEY_BLOCK; start < seen; start += KEY_BLOCK) {
-    block.take(call, b, head, start, std::min<int64_t>(KEY_BLOCK, seen - start));
+    block.take(call, b, head, pieces, start, std::min<int64_t>(KEY_BLOCK, seen - start));
     for (int64_t i = 0; i < tiles; ++i) {
       const Row* row = &rows[i * ROWS];
       const int64_t first = row[0].c, last = row[ROWS - 1].c;
-      const int64_t count = std::min<int64_t>(KEY_BLOCK, call.last(last) + 1 - start);
+      const int64_t count = std::min<int64_t>(KEY_BLOCK, last_of(last) + 1 - start);
       if (count <= 0 || call.first(first) >= start + count) continue;  // none of its rows sees one of these keys
       int32_t firsts[ROWS], lasts[ROWS];
-      const bool hides = start + count > call.last(first) + 1 || call.first(last) > start || count % TILE;
+      const bool hides = start + count > last_of(first) + 1 || call.first(last) > start || count % TILE;
       for (int64_t r = 0; hides && r < ROWS; ++r) {
         firsts[r] = static_cast<int32_t>(std::min<int64_t>(count, call.first(row[r].c) - start));
-        lasts[r] = static_cast<int32_t>(std::min<int64_t>(count - 1, call.last(row[r].c) - start));
+        lasts[r] = static_cast<int32_t>(std::min<int64_t>(count - 1, last_of(row[r].c) - start));
       }
       if (hides) of[i].template attend<true>(block, weights, count, H, V, firsts, lasts);
       else of[i].template attend<false>(block, weights, count, H, V, firsts, lasts);
@@ -292,6 +354,26 @@ void attend_rest(const Call<T>& call, int64_t b, int64_t head, int64_t begin, in
   attend_tiles<VECS>(call, b, head, begin, end);
 }
 
+// As `attend_tiles`, in the fewest tiles.
+template <typename T>
+void attend_rows(const Call<T>& call, int64_t b, int64_t head, int64_t begin, int64_t end) {
+  const int64_t rest = end - (end - begin) % MOST_ROWS;
+  if (begin < rest) attend_tiles<MOST_VECS>(call, b, head, begin, rest);
+  if (rest < end) attend_rest<MOST_VECS>(call, b, head, rest, end);
+}
+
+template <typename T>
+void attend_to_chosen(const Call<T>& call) {
+  const int64_t heads = call.B * call.K, rows = call.G * call.C;
+  share_out(call.query_blocks * heads, [&](int64_t i) {
+    const int64_t block = call.query_blocks - 1 - i / heads, of = i % heads;
+    const int64_t first = std::max<int64_t>(0, block * call.block - call.q_first) * call.G;
+    const int64_t end = std::min(rows, ((block + 1) * call.block - call.q_first) * call.G);
+    for (int64_t begin = first; begin < end; begin += MOST_ROWS * MOST_TILES)
+      attend_rows(call, of / call.K, of % call.K, begin, std::min<int64_t>(end, begin + MOST_ROWS * MOST_TILES));
+  });
+}
+
 template <typename T>
 void attend_in_tiles(const Call<T>& call) {
   const int64_t rows = call.G * call.C, heads = call.B * call.K, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -301,9 +383,7 @@ void attend_in_tiles(const Call<T>& call) {
   share_out(parts * heads, [&](int64_t i) {  // the last rows of a chunk first, since they see most
     const int64_t part = parts - 1 - i / heads, of = i % heads;
     const int64_t begin = part * together, end = std::min(rows, begin + together);
-    const int64_t rest = end - (end - begin) % MOST_ROWS;
-    if (begin < rest) attend_tiles<MOST_VECS>(call, of / call.K, of % call.K, begin, rest);
-    if (rest < end) attend_rest<MOST_VECS>(call, of / call.K, of % call.K, rest, end);
+    attend_rows(call, of / call.K, of % call.K, begin, end);
   });
 }
 
@@ -462,7 +542,8 @@ void attend_to_sequences(const Sequences& of, void* out, float* lse) {
 
 template <typename T>
 void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out, at::Tensor& lse,
-                bool causal, double scaling, const int64_t* firsts, int64_t k_start) {
+                bool causal, double scaling, const int64_t* firsts, int64_t k_start,
+                const std::optional<at::Tensor>& chosen, int64_t block, int64_t q_first, int64_t k_first) {
   Call<T> call{numbers<T>(q),
                numbers<T>(k),
                numbers<T>(v),
@@ -473,12 +554,19 @@ void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, a
                static_cast<float>(scaling * LOG2_E),
                firsts,
                k_start};
-  if (!causal && !firsts && call.G * call.C <= FEW_ROWS) attend_few(call);
+  if (chosen) {
+    call.chosen = chosen->const_data_ptr<bool>();
+    call.query_blocks = chosen->size(2), call.key_blocks = chosen->size(3), call.block = block;
+    call.q_first = q_first, call.k_first = k_first;
+    attend_to_chosen(call);
+  } else if (!causal && !firsts && call.G * call.C <= FEW_ROWS) attend_few(call);
   else attend_in_tiles(call);
 }
 
 std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                                          double scaling, const std::optional<at::Tensor>& firsts, int64_t k_start) {
+                                          double scaling, const std::optional<at::Tensor>& firsts, int64_t k_start,
+                                          const std::optional<at::Tensor>& chosen, int64_t block, int64_t q_first,
+                                          int64_t k_first) {
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "queries, keys and values have 4 dims");
   const auto B = q.size(0), N = q.size(1), C = q.size(2), H = q.size(3), S = k.size(2), V = v.size(3);
   TORCH_CHECK(k.size(0) == B && v.size(0) == B && k.size(1) == v.size(1) && v.size(2) == S && k.size(3) == H &&
@@ -486,6 +574,11 @@ std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor&
               "queries ", q.sizes(), ", keys ", k.sizes(), " and values ", v.sizes(), " do not belong together");
   TORCH_CHECK(!firsts || (firsts->scalar_type() == at::kLong && firsts->is_contiguous() && firsts->numel() == C),
               "each of ", C, " queries has a first key, as int64");
+  TORCH_CHECK(!chosen || (!firsts && chosen->scalar_type() == at::kBool && chosen->is_contiguous() && chosen->dim() == 4 &&
+                          chosen->size(0) == B && chosen->size(1) == k.size(1) && 0 <= q_first && q_first < block &&
+                          0 <= k_first && k_first < block && chosen->size(2) * block >= q_first + C &&
+                          chosen->size(3) * block >= k_first + S),
+              "blocks are chosen for all queries of all KV heads among all keys, without first keys");
   TORCH_CHECK(H % LANES == 0 && V % LANES == 0, "head dims ", H, " and ", V, " are no multiples of ", LANES);
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "dtypes differ");
   const auto beside = [](const at::Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); };
@@ -493,9 +586,12 @@ std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& q, const at::Tensor&
   at::Tensor lse = at::empty({B, N, C}, q.options().dtype(at::kFloat));
   const int64_t* first = firsts ? firsts->const_data_ptr<int64_t>() : nullptr;
   const at::Tensor queries = beside(q), keys = beside(k), values = beside(v);
-  if (q.scalar_type() == at::kFloat) attend_all<float>(queries, keys, values, out, lse, causal, scaling, first, k_start);
-  else if (q.scalar_type() == at::kBFloat16)
-    attend_all<BFloat16>(queries, keys, values, out, lse, causal, scaling, first, k_start);
+  const auto all = [&](auto number) {
+    attend_all<decltype(number)>(queries, keys, values, out, lse, causal, scaling, first, k_start, chosen, block, q_first,
+                                 k_first);
+  };
+  if (q.scalar_type() == at::kFloat) all(float{});
+  else if (q.scalar_type() == at::kBFloat16) all(BFloat16{});
   else TORCH_CHECK(false, "attention of ", q.scalar_type(), " is not to be had");
   return {out, lse};
 }
@@ -538,16 +634,17 @@ void attend(const Sequences& of, void* out, float* lse) {
 
 TORCH_LIBRARY(runahead, library) {
   library.def(
-      "attend(Tensor q, Tensor k, Tensor v, bool causal, float scaling, Tensor? firsts=None, int k_start=0)"
-      " -> (Tensor, Tensor)");
+      "attend(Tensor q, Tensor k, Tensor v, bool causal, float scaling, Tensor? firsts=None, int k_start=0,"
+      " Tensor? chosen=None, int block=0, int q_first=0, int k_first=0) -> (Tensor, Tensor)");
   library.def(
       "attend_sequences(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor used, float scaling) -> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(runahead, CPU, library) { 
+TORCH_LIBRARY_IMPL(runahead, CPU, library) {
   library.impl(
       "attend", static_cast<std::tuple<at::Tensor, at::Tensor> (*)(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                                                    bool, double, const std::optional<at::Tensor>&,
-                                                                   int64_t)>(attend));
+                                                                   int64_t, const std::optional<at::Tensor>&, int64_t,
+                                                                   int64_t, int64_t)>(attend));
   library.impl("attend_sequences", attend_sequences);
 }

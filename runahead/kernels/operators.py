@@ -1,7 +1,7 @@
 """Operators of the kernels of our own, where they are in use in this process; the C++ files have what they compute."""
 
 # Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value),
-# O output features.
+# q blocks of queries, k blocks of keys, O output features.
 
 from __future__ import annotations
 
@@ -62,6 +62,10 @@ def attend(
     scaling: float,
     firsts_C: Tensor | None = None,
     k_start: int = 0,
+    chosen_BKqk: Tensor | None = None,
+    block: int = 0,
+    q_first: int = 0,
+    k_first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention on a CPU: output (B, N, C, V) in the queries' dtype, log-sum-exp (B, N, C) in float32.
 
@@ -71,8 +75,12 @@ def attend(
     Args:
         firsts_C: position of the first key that each query sees (int64), which never decreases; None: each sees all.
         k_start: position of the first key.
+        chosen_BKqk: the blocks of keys that a block of queries sees (bool); None: each sees all.
+        block: tokens of a block.
+        q_first, k_first: number of the first query, and of the first key, within its block.
     """
-    out, lse = torch.ops.runahead.attend(q_BNCH, k_BKSH, v_BKSV, causal, scaling, firsts_C, k_start)
+    of_blocks = chosen_BKqk, block, q_first, k_first
+    out, lse = torch.ops.runahead.attend(q_BNCH, k_BKSH, v_BKSV, causal, scaling, firsts_C, k_start, *of_blocks)
     return out, lse
 
 
@@ -149,6 +157,10 @@ def _attend_fake(
     scaling: float,
     firsts_C: Tensor | None = None,
     k_start: int = 0,
+    chosen_BKqk: Tensor | None = None,
+    block: int = 0,
+    q_first: int = 0,
+    k_first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     batch, num_heads, num_queries, _ = q_BNCH.shape
     out = q_BNCH.new_empty(batch, num_queries, num_heads, v_BKSV.shape[-1]).transpose(1, 2)

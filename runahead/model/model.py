@@ -503,6 +503,7 @@ class Model(ModelLayers):
         logits_of: Sequence[int] = (),
         all_hidden: bool = False,
         row_tokens: int | None = None,
+        row_multiple: int = 1,
         stores_first: bool = False,
     ) -> Tensor:
         """Run the model on the tokens [start, start + C) of a left-padded batch.
@@ -520,6 +521,7 @@ class Model(ModelLayers):
             logits_of: places of some of these tokens, whose logits are returned.
             all_hidden: compute all tokens in all layers, as a `Head` keeps the hidden states.
             row_tokens: most tokens that a layer computes at a time; None is all. Only for a `CausalAttention`.
+            row_multiple: these are multiples of it, up to the last ones.
             stores_first: with these layers store all keys and values before any token attends.
 
         Returns:
@@ -550,7 +552,7 @@ class Model(ModelLayers):
             held=self.held,
             pads=pads,
             one_by_one=self.gives_one_by_one,
-            block_ends=self._block_ends(num_new, row_tokens),
+            block_ends=self._block_ends(num_new, row_tokens, row_multiple),
             in_place=self._writes_in_place,
             stores_first=stores_first,
         )
@@ -578,7 +580,7 @@ class Model(ModelLayers):
             wanted = logits_BCV if all_logits else logits_BCV[:, -1]
         return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
 
-    def _block_ends(self, num_new: int, row_tokens: int | None) -> Sequence[int]:
+    def _block_ends(self, num_new: int, row_tokens: int | None, multiple: int = 1) -> Sequence[int]:
         """Ends of blocks of rows of at most so many tokens, all of about the same length; () if one has room for all.
 
         From the first time on that there are several, layers are computed in them. A layer that holds keys and values
@@ -588,8 +590,9 @@ class Model(ModelLayers):
             return ()
         if why := self.wrong_in_blocks():
             raise ValueError(f"{why}; use prefill.row_tokens=0")
-        num_blocks = -(-num_new // row_tokens)
-        return [num_new * block // num_blocks for block in range(1, num_blocks + 1)]
+        units = -(-num_new // multiple)
+        num_blocks = -(-units // (row_tokens // multiple))
+        return [min(num_new, units * block // num_blocks * multiple) for block in range(1, num_blocks + 1)]
 
     def wrong_in_blocks(self) -> str:
         """Why layers must not compute blocks of rows, in a sentence; "". All shares of a model call this alike.

@@ -15,13 +15,14 @@ from itertools import count, pairwise
 
 from policies.base import Phase
 from runahead.attention.base import ForwardEndsHere
+from runahead.attention.sparse.choice import BlockSparse
 from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.context import ContextPartition
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.prefill.kept_states import KeptStates
-from runahead.report import RankReport
+from runahead.report import RankReport, SparseReport
 from runahead.reuse.cache import reusing
 from runahead.reuse.reused_kv import ReusedKV, WholeTexts
 from runahead.thinning.policy_hook import attention_under
@@ -79,6 +80,8 @@ def run_chunked(job: PrefillJob, chunks: int | ContextPartition) -> Prefilled:
     # Of a pipeline's chunks but the last one nobody needs what comes behind the last keys and values.
     ends_early = model.boundary is not None and model.boundary.is_last
     last_stored: End | None = (model.num_layers - 1, "saved") if ends_early else None
+    sparse = BlockSparse.of(job.options, pads) if job.options.is_sparse else None
+    attend = None if sparse is None else sparse.of_layer
     for start, end in pairwise(edges):
         tokens = NewTokens(start, pads)
         is_last = end == num_tokens
@@ -93,6 +96,7 @@ def run_chunked(job: PrefillJob, chunks: int | ContextPartition) -> Prefilled:
                 pads=pads,
                 hooks=inside,
                 ends=last_stored if not is_last else None,
+                attend=attend,
                 on_layer=after_layer,
                 stops=stops,
             )
@@ -150,6 +154,8 @@ def run_chunked(job: PrefillJob, chunks: int | ContextPartition) -> Prefilled:
         kv_peak_bytes=cache.peak_bytes + (0 if new is None or kept is None else new.num_bytes),
         state_bytes=cache.state_bytes,
     )
+    if sparse is not None:
+        report.attention = SparseReport(**sparse.by_layer())
     cache.describe_prompt(report)
     spans = [
         TraceSpan(kind="compute", layer=None, start_s=begin, end_s=done, detail=f"tokens {start} to {end}")

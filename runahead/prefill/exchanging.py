@@ -128,8 +128,8 @@ class ExchangingPrefill(Prefill):
         No step of it arrives: what does is an `Arriving`.
         """
 
-    def attend(self, job: PrefillJob) -> Callable[..., Part] | None:
-        """Function that computes attention in place of `op.attend`."""
+    def attend(self, job: PrefillJob) -> Callable[[int], Callable[..., Part]] | None:
+        """As of `CausalAttention`."""
         return None
 
     def exchange(self, options: PrefillOptions) -> Exchange:

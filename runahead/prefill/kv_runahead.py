@@ -22,7 +22,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
 from runahead.cache.shard import Shard, shard_slabs
-from runahead.config import PrefillOptions, Transfer
+from runahead.config import SPARSE_BLOCK, Attention, PrefillOptions, Transfer
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
@@ -85,6 +85,9 @@ class OneStage(Single):
 def run_in_chain(job: PrefillJob, carrier: type[KVTransfer] | None = None) -> Prefilled:
     """Run the part of this rank in the chain. Ranks of a stage with an empty chunk return at once."""
     model, pads, policies, ranks = job.model, job.batch.pads, job.policies, job.ranks
+    if job.options.attention is Attention.xattention:  # so that all splits choose alike
+        inner = {end for end in job.partition.boundaries if end != job.batch.num_tokens}
+        assert not any(end % SPARSE_BLOCK for end in inner), f"{job.partition} is not in blocks of {SPARSE_BLOCK}"
     chunk = job.partition.chunk(ranks.stage)
     if not chunk:
         return Prefilled(report=RankReport(rank=ranks.rank))

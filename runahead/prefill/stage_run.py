@@ -13,14 +13,17 @@ import torch
 
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import Part, nothing
+from runahead.attention.sparse.blocks import BLOCK
+from runahead.attention.sparse.choice import BlockSparse
 from runahead.cache.attention import CausalAttention, End, LayerHook
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
+from runahead.config import Attention
 from runahead.kv_transfer import TransferLog
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.prefill.kept_states import KeptStates
-from runahead.report import RankReport
+from runahead.report import RankReport, SparseReport
 from runahead.timeline.clock import clock_for
 from runahead.timeline.trace import TraceSpan
 
@@ -41,6 +44,7 @@ class StageRun:
         ends: where the forward ends on a rank of which nobody needs more; None: with the logits.
         log: messages of this rank.
         num_done: layers so far.
+        sparse: what attends in layers, if not every query to all keys before it.
         takes_blocks: layers may compute their tokens in blocks of rows.
     """
 
@@ -50,6 +54,8 @@ class StageRun:
     def __init__(self, job: PrefillJob, cache: KVCache) -> None:
         self.job, self.cache, self.log, self.num_done = job, cache, TransferLog(), 0
         cache.states = job.model.empty_states() if job.states is None else job.states
+        is_sparse = job.options.attention is Attention.xattention
+        self.sparse = BlockSparse.of(job.options, job.batch.pads) if is_sparse else None
         self._kept: KeptStates | None = None
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
         self._layer_ends = [self._clock.mark()]
@@ -76,7 +82,7 @@ class StageRun:
         tokens: NewTokens | None = None,
         narrows: bool = False,
         hooks: Sequence[LayerHook] = (),
-        attend: Callable[..., Part] | None = None,
+        attend: Callable[[int], Callable[..., Part]] | None = None,
         store: KVStore | None = None,
         finish: Callable[[], None] = nothing,
     ) -> Prefilled:
@@ -105,7 +111,7 @@ class StageRun:
             tokens=tokens,
             hooks=[*self.hooks, *hooks],
             ends=self.ends,
-            attend=attend,
+            attend=attend if self.sparse is None else self.sparse.of_layer,
             on_layer=self._after_layer,
             stops=job.stops,
         )
@@ -133,6 +139,7 @@ class StageRun:
                         tokens=tokens if narrows else None,
                         all_hidden=job.scorer is not None,
                         row_tokens=row_tokens,
+                        row_multiple=1 if self.sparse is None else BLOCK,
                         stores_first=row_tokens is not None and self.stores_first(runs[0]),
                     )
                 if job.scorer is not None:
@@ -158,6 +165,8 @@ class StageRun:
             kv_peak_bytes=self.slab_bytes,
             state_bytes=self.cache.state_bytes,
         )
+        if self.sparse is not None:
+            report.attention = SparseReport(**self.sparse.by_layer())
         if store is not None:
             store.describe_prompt(report)
         if store is not None and store.peak_bytes:  # what policies left of all layers

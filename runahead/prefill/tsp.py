@@ -49,8 +49,11 @@ class TSP(ExchangingPrefill):
     def index(self, run: ExchangeRun, schedule: ExchangeSchedule) -> GatheredIndex:
         return GatheredIndex(run, schedule)
 
-    def attend(self, job: PrefillJob) -> Callable[..., Part] | None:
-        return DenseAttention(job.batch.num_tokens).attend if job.options.attention is Attention.dense else None
+    def attend(self, job: PrefillJob) -> Callable[[int], Callable[..., Part]] | None:
+        if job.options.attention is not Attention.dense:
+            return None
+        dense = DenseAttention(job.batch.num_tokens)
+        return lambda layer: dense.attend
 
     def exchange(self, options: PrefillOptions) -> Exchange:
         return Exchange.all_gather

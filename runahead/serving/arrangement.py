@@ -22,7 +22,7 @@ def chunks(
     partition = engine.split(num_tokens)
     if not engine.prefill_options.takes_partition:
         return partition
-    return with_slower_last(partition, speed, *constants, num_stored=num_stored)
+    return engine.in_blocks(with_slower_last(partition, speed, *constants, num_stored=num_stored))
 
 
 def with_slower_last(

@@ -140,6 +140,40 @@ class TestAttention:
             with pytest.raises(AssertionError):
                 assert_same(found, dense(*given, True, 0.125, offset=-before))
 
+    @given(
+        st.integers(1, 300), st.integers(0, 300), st.booleans(), st.integers(0, 99), groups, st.integers(1, 2), dtypes
+    )
+    def test_of_queries_to_chosen_blocks(
+        self, length: int, before: int, sees_own: bool, pad: int, heads: tuple[int, int], batch: int, dtype: torch.dtype
+    ) -> None:
+        """Of the first queries and keys some may be missing in their blocks; some queries see no key."""
+        block, keys = 32, before + length if sees_own else max(1, before)
+        q, k, v = tensors(length, keys, heads=heads, dims=(32, 48), batch=batch, dtype=dtype)
+        q_at, k_at = torch.arange(length) + pad + before, torch.arange(keys) + pad
+        first, of_q, of_k = (pad + before) // block, q_at // block, k_at // block
+        shape = batch, heads[1], int(of_q[-1]) + 1 - first, int(of_k[-1]) + 1 - pad // block
+        chosen = torch.rand(shape, generator=torch.Generator().manual_seed(length)) < 0.4
+        places = block, (pad + before) % block, pad % block
+        found = operators.attend(q, k, v, sees_own, 0.125, None, 0, chosen, *places)
+        sees = chosen[:, :, (of_q - first)[:, None], of_k - pad // block]
+        if sees_own:
+            sees = sees & (k_at <= q_at[:, None])
+        sees = sees.repeat_interleave(heads[0] // heads[1], dim=1)
+        k, v = (x.double().repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
+        scores = (q.double() @ k.mT * 0.125).masked_fill(~sees, -math.inf)
+        assert_same(found, (scores.softmax(dim=-1).nan_to_num(0.0) @ v, scores.logsumexp(dim=-1)))
+
+    @pytest.mark.parametrize("heads", [(9, 3), (8, 1)])
+    def test_of_all_blocks_has_the_bits_of_all_keys(self, heads: tuple[int, int]) -> None:
+        given = tensors(700, 1100, heads=heads)
+        chosen = torch.ones(1, heads[1], 7, 9, dtype=torch.bool)
+        known, found = (
+            operators.attend(*given, True, 0.125, None, 0, *of) for of in ((None,), (chosen, 128, 400 % 128, 0))
+        )
+        assert all(torch.equal(*each) for each in zip(known, found, strict=True))
+        chosen[..., 3] = False
+        assert not torch.equal(known[0], operators.attend(*given, True, 0.125, None, 0, chosen, 128, 16, 0)[0])
+
     @given(lengths | st.integers(1, 4), lengths, groups, sizes, sizes, st.integers(1, 2), dtypes)
     def test_of_queries_to_all_keys(
         self,

@@ -33,6 +33,7 @@ from policies.quest import Quest
 from policies.razor_attention import RazorAttention
 from policies.snapkv import SnapKV
 from runahead.config import (
+    Attention,
     CacheOptions,
     DecodeName,
     DecodeOptions,
@@ -109,8 +110,9 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prefill=tensor": lambda: {"prefill": PrefillOptions(name=PrefillName.tensor)},
     "prefill=pipeline": lambda: {"prefill": PrefillOptions(name=PrefillName.pipeline)},
     "prefill other than kv_runahead": lambda: {"prefill": PrefillOptions(name=PrefillName.single)},
-    "prefill.chunk_tokens": lambda: {"prefill": PrefillOptions(chunk_tokens=16)},
-    "prefill.row_tokens": lambda: {"prefill": PrefillOptions(row_tokens=16)},
+    "prefill.chunk_tokens": lambda: {"prefill": PrefillOptions(chunk_tokens=128)},
+    "prefill.attention=xattention": lambda: {"prefill": PrefillOptions(attention=Attention.xattention)},
+    "prefill.row_tokens": lambda: {"prefill": PrefillOptions(row_tokens=128)},
     "prefill.speculative": lambda: {"prefill": PrefillOptions(speculative=Speculative.layers)},
     "prefill.speculative=layers": lambda: {"prefill": PrefillOptions(speculative=Speculative.layers)},
     "prefill.speculative=model": lambda: {"prefill": PrefillOptions(speculative=Speculative.model)},

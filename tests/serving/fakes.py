@@ -178,6 +178,9 @@ class FakeEngine:
     def split(self, num_tokens: int) -> ContextPartition:
         return ContextPartition(boundaries=(0, num_tokens))
 
+    def in_blocks(self, partition: ContextPartition) -> ContextPartition:
+        return partition
+
     def check_scores(self) -> None:
         pass
 

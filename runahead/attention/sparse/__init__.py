@@ -1,0 +1,1 @@
+"""Block-sparse attention: blocks of queries attend to some blocks of keys."""
