@@ -362,7 +362,7 @@ class PrefillOptions:
         speculative_share: share of the prompt's chunks that is computed.
         speculative_chunk: tokens of a chunk.
         speculative_ahead: tokens that the draft generates, whose attention chooses.
-        speculative_layers: number of the model's first layers that draft; None is a fifth of them.
+        speculative_layers: number of the model's first layers that draft; None is a sixth of them.
         wire_bits: of each number of the keys and values that the ranks of a chain send, 8 or 4; None sends them as they
             are. A rank's own chunk is exact.
     """

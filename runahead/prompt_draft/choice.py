@@ -19,6 +19,10 @@ NEIGHBOURS = 13
 """Tokens over which attention probabilities are smoothed, as published."""
 
 
+LEAST_CHUNKS = 2
+"""Chunks that stay at least, as the last one may be of a token."""
+
+
 def smoothed(probabilities_Nn: Tensor) -> Tensor:
     """Mean over each token and its neighbours; those that are not there do not count."""
     pooled: Tensor = F.avg_pool1d(
@@ -49,7 +53,7 @@ def kept_tokens(scores_n: Tensor, share: float, chunk: int) -> list[int]:
     num_tokens = len(scores_n)
     starts = range(0, num_tokens, chunk)
     means = torch.stack([scores_n[start : start + chunk].mean() for start in starts[:-1]] or [scores_n.mean()])
-    others = min(_chunks_kept(len(starts), share), len(starts)) - 1
+    others = _chunks_kept(len(starts), share) - 1
     best = means.sort(descending=True, stable=True).indices[:others].tolist()
     return [
         token
@@ -59,4 +63,5 @@ def kept_tokens(scores_n: Tensor, share: float, chunk: int) -> list[int]:
 
 
 def _chunks_kept(chunks: int, share: float) -> int:
-    return max(1, math.ceil(chunks * share - 1e-9))
+    rounding = 1e-9  # of the product
+    return min(chunks, max(LEAST_CHUNKS, math.ceil(chunks * share - rounding)))

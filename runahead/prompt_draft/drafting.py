@@ -21,7 +21,7 @@ from runahead.ranks.ranks import Ranks
 from runahead.report import SpeculativeReport
 from runahead.thinning.rank_policies import RankPolicies
 
-LAYERS_SHARE = 5
+LAYERS_SHARE = 6
 """One in so many of a model's layers drafts, if no number is given."""
 
 

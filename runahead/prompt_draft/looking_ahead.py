@@ -40,8 +40,16 @@ def scores(
     """
     total_BS = torch.zeros(len(pads), num_tokens, device=model.device)
     for index in range(num_tokens, num_tokens + num_ahead):
-        seen = Seen(num_tokens, pads)
-        attention = CausalAttention(cache, start=index, pads=pads, phase=Phase.decode, hooks=[seen], on_layer=on_layer)
+        seen, is_last = Seen(num_tokens, pads), index + 1 == num_tokens + num_ahead
+        attention = CausalAttention(
+            cache,
+            start=index,
+            pads=pads,
+            phase=Phase.decode,
+            hooks=[seen],
+            ends=model.last_attention if is_last else None,  # nobody needs its logits
+            on_layer=on_layer,
+        )
         logits_BV = logits_of(model, logits_BV.argmax(dim=-1)[:, None], attention)
         assert seen.highest_BS is not None, "the model has layers that see the whole prompt"
         total_BS += seen.highest_BS

@@ -38,6 +38,7 @@ STUDIES = (
     "refused_texts",
     "reused_prefix",
     "serving",
+    "speculative_prefill.__main__",
     "start",
 )
 

@@ -81,7 +81,7 @@ def kept_by_reference(
     scores = [mean(at) for at in zip(*by_step, strict=True)]
     size = options.speculative_chunk
     chunks = [list(range(max(0, start), min(start + size, num))) for start in range(-wrong.shift, num, size)]
-    wanted = -(-round(len(chunks) * options.speculative_share * 1000) // 1000) - 1
+    wanted = max(2, -(-round(len(chunks) * options.speculative_share * 1000) // 1000)) - 1
     best = sorted(chunks[:-1], key=lambda chunk: -mean(scores[at] for at in chunk))[:wanted]
     return sorted(at for chunk in (*best, chunks[-1]) for at in chunk)
 
@@ -225,7 +225,7 @@ def test_chunks_with_the_best_means_stay_and_the_last_one() -> None:
     scores_n = torch.zeros(22)
     scores_n[[9, 12]] = torch.tensor([0.4, 0.5])
     assert kept_tokens(scores_n, 0.5, 4) == [*range(8, 16), 20, 21]
-    assert kept_tokens(scores_n, 0.01, 4) == [20, 21]
+    assert kept_tokens(scores_n, 0.01, 4) == [*range(12, 16), 20, 21]
     assert kept_tokens(torch.rand(22), 1.0, 4) == list(range(22))
     assert kept_tokens(torch.ones(3), 0.5, 4) == [0, 1, 2]
     for num in range(1, 30):

@@ -17,7 +17,7 @@ from policies.base import Policy
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
-from runahead.config import Carrier, DecodeName, Exchange, PrefillName, Transfer
+from runahead.config import Carrier, DecodeName, Exchange, PrefillName, Speculative, Transfer
 from runahead.serving.arrangement import with_slower_last
 from runahead.serving.estimate import HALF_LIFE_S, PrefillTimes, Slowness, TimeEstimate
 from runahead.serving.items import Cancel, Check, End, Generate, PrefillItem
@@ -297,6 +297,21 @@ def test_sharded_decoding_is_an_item_of_its_own(rank_pools: RankPools) -> None:
     assert [ids for number, ids in enumerate(served.tokens) if number != 2] == [*expected[:2], *expected[3:]]
     assert 5 <= len(served.tokens[2]) <= 12
     assert {type(item) for item in served.items} - {Check, Cancel} == {Generate, End}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_speculative_prefills_are_items_of_their_own(rank_pools: RankPools, size: int) -> None:
+    """Each row is answered as alone, after what the draft has chosen of its own prompt."""
+    prefill = PrefillOptions(speculative=Speculative.layers, speculative_chunk=8)
+    served = rank_pools.run(size, rank_tasks.serve, replace(MANY, prefill=prefill))[0]
+    one_by_one = [
+        rank_pools.run(1, generate, rank_tasks.FAMILY, [ids], options, None, prefill)[0][0]
+        for ids, options in zip(PROMPTS, OPTIONS, strict=True)
+    ]
+    assert served.tokens == [batch.generations[0].new_token_ids for batch in one_by_one]
+    kept = [batch.speculative.kept_tokens[0] for batch in one_by_one if batch.speculative is not None]
+    assert kept == [16, 9, 15, 15, 3, 12, 14, 1, 10, 16]
+    assert {type(item) for item in served.items} - {Check} == {Generate, End}
 
 
 @given(

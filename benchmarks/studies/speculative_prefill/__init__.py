@@ -1,0 +1,1 @@
+"""What speculative prefill saves and loses, beside PyramidInfer and SnapKV at the same share of tokens."""
