@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import random
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.connector import drill
+from tests.connector.drill import prompts
 from tests.connector.engines import engine, python_of_vllm
 from tests.connector.fake_server import Answer, FakeServer, serving
+from tests.connector.faulty import FAULTS, KILLS, Faulty
 from tests.connector.tiny_models import FAMILIES, Computed, save
-from tests.connector.written import write
+from tests.connector.written import numbers, write
+from tests.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+def needs_vllm(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a test that takes minutes."""
+    return pytest.mark.slow(pytest.mark.timeout(1800)(test))
+
 
 NEW = 24
 
@@ -26,28 +31,16 @@ def python() -> Path:
     return python_of_vllm()
 
 
-def prompts(number: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Random ones of 100 tokens or more, of which every third begins as the one before it does."""
-    chance = random.Random(seed)
-    made: list[list[int]] = []
-    for place in range(number):
-        ids = [chance.randrange(5, 576) for _ in range(chance.randrange(100, longest))]
-        if place % 3 == 2:
-            shared = made[-1][: chance.randrange(50, min(250, len(made[-1])))]
-            ids = shared + ids[: max(100, len(ids) - len(shared))]  # more than vLLM would compute alone
-        made.append(ids)
-    return made
-
-
 CASES = [
     *((family, 1, 6) for family in FAMILIES),
-    ("llama", 2, 6),
-    ("gemma3", 3, 6),
+    *((family, 2, 6) for family in ("llama", "qwen3", "gemma2", "gemma3")),
+    *((family, 3, 6) for family in ("gemma2", "gemma3")),
     ("qwen3", 3, 1),
 ]
 """Family, tensor-parallel ranks, kv heads: each rank has some, or a copy of the only one."""
 
 
+@needs_vllm
 @pytest.mark.parametrize(("family", "ranks", "kv_heads"), CASES)
 def test_answers_are_plain_vllms(python: Path, tmp_path: Path, family: str, ranks: int, kv_heads: int) -> None:
     """Ten prompts one after another, then all at once; all are loaded, not computed."""
@@ -78,141 +71,68 @@ def test_answers_are_plain_vllms(python: Path, tmp_path: Path, family: str, rank
     assert log.count(" s, loaded ") >= 18 and "given up" not in log
 
 
-FAULTS = (
-    "none",
-    "late",
-    "hangs",
-    "busy",
-    "lost",
-    "closed",
-    "no json",
-    "cut off",
-    "damaged",
-    "damaged later",
-    "cut off later",
-    "gone",
-    "gone later",
-    "foreign",
-    "other prompt",
-    "shorter prompt",
-    "aborted",
+@needs_vllm
+def test_a_few_rounds_of_the_drill_are_as_they_should_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The drill itself has 200 rounds: `python -m tests.connector.drill`."""
+    lines = tmp_path / "lines.jsonl"
+    assert drill.main(["--rounds", "6", "--lines", str(lines)]) == 0
+    assert "6 rounds" in capsys.readouterr().out and len(lines.read_text().splitlines()) == 6
+    assert drill.main(["--rounds", "6", "--lines", str(lines)]) == 0, "nothing is left to do"
+
+
+def test_the_drill_goes_through_all_faults_and_kills() -> None:
+    rounds = [drill.plan(1, number)[:2] for number in range(200)]
+    assert {fault for _, faults in rounds for fault in faults} == {*FAULTS, *KILLS}
+    assert {len(places) for places, _ in rounds} == {1, 2, 3, 4}
+    assert rounds == [drill.plan(1, number)[:2] for number in range(200)], "a round is the same when it is run again"
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer", "how"),
+    [
+        ("late", {"tokens": [7] * drill.NEW, "cached": 99}, "loaded"),
+        ("late", {"tokens": [7] * drill.NEW, "cached": 32}, "computed"),
+        ("late", {"tokens": [7] * (drill.NEW - 1) + [8], "cached": 99}, "wrong tokens"),
+        ("late", {"tokens": [7] * 3, "cached": 99}, "wrong tokens"),
+        ("late", None, "wrong: no answer"),
+        ("aborted", None, "aborted"),
+        ("aborted", {"tokens": [7] * 3, "cached": 0}, "aborted"),
+        ("aborted", {"tokens": [8] * drill.NEW, "cached": 0}, "wrong tokens"),
+    ],
 )
+def test_the_drill_knows_a_wrong_answer(fault: str, answer: dict[str, Any] | None, how: str) -> None:
+    assert drill.how(fault, answer, wanted=[7] * drill.NEW, num_tokens=100) == how
+    told = drill.table([{"asked": [{"fault": fault, "how": how}], "preempted": 2, "problems": [how]}])
+    assert "1 rounds, 2 pre-emptions, 1 rounds with problems" in told
+    [row] = [line for line in told.splitlines() if line.startswith(f"| {fault} |")]
+    assert row.endswith("| 1 |") == how.startswith("wrong")
 
 
-class Faulty:
-    """A server's prefill that does with each prompt what the drill wants.
+def test_a_proxy_does_to_files_what_the_drill_wants(tmp_path: Path) -> None:
+    """Behind it a server that has a file of each prompt."""
 
-    Attributes:
-        fault: by the prompt's tokens.
-    """
+    def prefill(ids: list[int], closed: Callable[[float], bool]) -> Answer:
+        return 200, {"file": write(tmp_path, ids, numbers(ids)).name}
 
-    def __init__(self, folder: Path, computed: Computed, chance: random.Random) -> None:
-        self.folder, self.computed, self.chance = folder, computed, chance
-        self.fault: dict[tuple[int, ...], str] = {}
-        self.layers: dict[tuple[int, ...], Any] = {}
-
-    def __call__(self, ids: list[int], closed: Callable[[float], bool]) -> Answer:
-        fault = self.fault[tuple(ids)]
-        match fault:
-            case "busy":
-                return 429, {"error": {"message": "the queue is full"}}
-            case "lost":
-                return 503, {"error": {"message": "a rank is lost"}}
-            case "closed":
-                return 0, None
-            case "no json":
-                return 200, b"<html>"
-            case "hangs":
-                closed(30)
-                return 0, None
-            case "late" | "aborted":
-                closed(self.chance.random() * 0.3)
-            case "shorter prompt":
-                return 200, {"file": self._write(ids, ids[:-1]).name}
-            case "other prompt":
-                return 200, {"file": self._write(ids, [ids[0] ^ 1, *ids[1:]]).name}
-        path = self._write(ids, ids)
-        match fault:
-            case "cut off":
-                self._cut(path)
-            case "damaged":
-                self._damage(path)
-            case "foreign":
-                path = write(self.folder, ids, self.layers[tuple(ids)], model="another")
-            case "gone":
-                path.unlink()
-            case "cut off later":
-                self._later(self._cut, path)
-            case "damaged later":
-                self._later(self._damage, path)
-            case "gone later":
-                self._later(Path.unlink, path)
-        return 200, {"file": path.name}
-
-    def _write(self, ids: list[int], of: list[int]) -> Path:
-        key = tuple(ids)
-        if key not in self.layers:
-            self.layers[key] = self.computed.layers(ids)
-        return write(self.folder, of, [layer[: len(of)] for layer in self.layers[key]])
-
-    def _later(self, what: Callable[[Path], object], path: Path) -> None:
-        threading.Timer(self.chance.random() * 0.01, what, (path,)).start()
-
-    def _cut(self, path: Path) -> None:
-        with path.open("r+b") as file:
-            file.truncate(self.chance.randrange(path.stat().st_size))
-
-    def _damage(self, path: Path) -> None:
-        """One byte of keys and values; in place, as a failing memory would."""
-        size = path.stat().st_size
-        with path.open("r+b") as file:
-            file.seek(self.chance.randrange(size // 2, size))
-            byte = file.read(1)
-            file.seek(-1, 1)
-            file.write(bytes([byte[0] ^ 255]))
-
-
-@pytest.fixture
-def drilled(python: Path, tmp_path: Path) -> Iterator[tuple[Any, Faulty, list[list[int]], list[list[int]]]]:
-    """vLLM with little room, so that requests are pre-empted; its server, prompts, and the answers of plain vLLM."""
-    model, asked = save("gemma3", tmp_path / "model"), prompts(12, 500, seed=3)
-    computed, folder = Computed(model), tmp_path / "handed"
-    folder.mkdir()
-    few = {"num_gpu_blocks_override": 70, "max_model_len": 640}
-    with engine(python, model, tmp_path, None, **few) as plain:
-        wanted = [plain.ask({"ids": [ids], "new": 60})["answers"][0]["tokens"] for ids in asked]
-    faulty = Faulty(folder, computed, random.Random(4))
-    with (
-        serving(FakeServer(computed.about(folder), faulty)) as server,
-        engine(python, model, tmp_path, {"server": server.url, "wait_s": 1.0}, **few) as vllm,
-    ):
-        yield vllm, faulty, asked, wanted
-
-
-ROUNDS = 200
-
-
-def test_no_fault_gives_a_wrong_answer_or_keeps_a_block(drilled: Any, tmp_path: Path) -> None:
-    """Rounds of one to four requests side by side, each with a fault by chance; what is not aborted is right."""
-    vllm, faulty, asked, wanted = drilled
-    chance, seen, blocks = random.Random(5), Counter[str](), set[int]()
-    for number in range(ROUNDS):
-        places = chance.sample(range(len(asked)), chance.randrange(1, 5))
-        faults = [chance.choice(FAULTS) for _ in places]
-        for path in faulty.folder.glob("*.safetensors"):
-            path.unlink(missing_ok=True)
-        faulty.fault = {tuple(asked[place]): fault for place, fault in zip(places, faults, strict=True)}
-        after = [chance.randrange(0, 60) if fault == "aborted" else None for fault in faults]
-        line = {"ids": [asked[place] for place in places], "new": 60, "abort_after": after, "reset": True}
-        found = vllm.ask(line)
-        assert not found["hung"] and found["left"] == 0, (number, faults, found)
-        blocks.add(found["free_blocks"])
-        for place, fault, answer in zip(places, faults, found["answers"], strict=True):
-            if fault != "aborted":
-                assert answer is not None and answer["tokens"] == wanted[place], (number, fault, answer)
-        seen.update(faults)
-        seen["preempted"] += found["preempted"]
-    assert len(blocks) == 1, f"blocks are lost: {blocks}"
-    assert set(seen) == {*FAULTS, "preempted"} and seen["preempted"] > 0
-    log = (tmp_path / "connector.log").read_text(encoding="utf-8")
-    assert log.count(" s, loaded ") >= seen["none"] and log.count("given up") >= seen["busy"]
+    ids, killed = [5, 6, 7, 8], list[str]()
+    with serving(FakeServer({}, prefill)) as server:
+        proxy = Faulty(tmp_path, lambda: server.url, killed.append)
+        for fault, is_there, is_whole in (
+            ("none", True, True),
+            ("cut off", True, False),
+            ("damaged", True, False),
+            ("gone", False, False),
+            ("foreign", True, True),
+            ("vLLM killed", True, True),
+        ):
+            proxy.fault[tuple(ids)] = fault
+            status, answer = proxy(ids, lambda seconds: False)
+            path = tmp_path / answer["file"]
+            assert (status, path.exists()) == (200, is_there)
+            assert not is_there or drill.whole(path) == is_whole, fault
+        until(lambda: killed == ["vLLM killed"])
+        for fault, status in (("busy", 429), ("full", 507), ("lost", 503), ("closed", 0)):
+            proxy.fault[tuple(ids)] = fault
+            assert proxy(ids, lambda seconds: False)[0] == status
+        proxy.fault[tuple(ids)] = "shorter prompt"
+        assert proxy(ids, lambda seconds: False)[1]["file"] != path.name

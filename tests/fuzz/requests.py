@@ -18,14 +18,17 @@ from launch.server.answer.usage import Usage
 from launch.server.api import API, DIALECTS
 from launch.server.dialects.base import Dialect
 from launch.server.dialects.message_form import MessageForm
+from launch.server.dialects.prefill import Prefills
 from launch.server.dialects.response_form import ResponseForm
 from launch.server.errors import APIError, dumps
+from launch.server.handover import PromptFiles
 from launch.server.keys import Keys
 from launch.server.options import ServeOptions
-from launch.server.request.fields import ChatRequest, CompletionRequest
+from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay
 from launch.server.request.reader import MAX_DEPTH, is_deeper
 from policies.base import GivenPrompt, ids_of
 from runahead.config import GenerationOptions
+from runahead.reuse.handover import HandoverPlace
 from tests.fuzz.harness import Outcome, judged
 from tests.fuzz.mutations import changed_bytes, changed_json
 from tests.fuzz.target import Target
@@ -71,6 +74,13 @@ COMPLETIONS = (
     {"prompt": "the letters of the captain", "logprobs": 2} | GENERATION,
     {"prompt": [[5, 6, 7], [8]], "response_format": FORMAT},
     {"prompt": ["a", "b"], "ignore_eos": True},
+    {"prompt": [5, 6], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}},
+    {"prompt": "a", "max_tokens": 1, "cache_hit_threshold": 0, "n": 1},
+)
+PREFILLS = (
+    {"prompt": [5, 6, 7], "model": "fake", "max_tokens": 1, "cache_salt": "a", "temperature": 0.5},
+    {"prompt": "the letters of the captain", "first_token": True, "n": 1, "seed": 7, "stop": ["x"]},
+    {"messages": MESSAGES, "first_token": False, "chat_template_kwargs": {"a": [1]}, "user": "me"},
 )
 RESPONSES = (
     {
@@ -155,6 +165,13 @@ def api() -> API:
         options=ServeOptions(),
         defaults=GenerationOptions(max_new_tokens=16),
         keys=Keys(),
+        files=PromptFiles(
+            key="the model",
+            folder=None,
+            place=HandoverPlace(path="/nowhere", host="here", limit_bytes=1 << 30),
+            layers=[(4, None), (4, 300)],
+            about={},
+        ),
     )
 
 
@@ -165,7 +182,10 @@ def check_body(content: bytes, dialect: Dialect) -> Outcome:
             with dialect.renaming():
                 if found.options[0].guide is not None:
                     api()._check_options(found)
-                return found, *api()._rows(found, chat, "a client")
+                prompts, options = api()._rows(found, chat, "a client")
+                if found.handover is not None:
+                    api()._handing.checked(found.handover, prompts[0])
+                return found, prompts, options
         except APIError as error:
             assert 400 <= error.status < 500 and "\n" not in str(error), error.body
             json.dumps(dialect.error(error)).encode()
@@ -175,6 +195,9 @@ def check_body(content: bytes, dialect: Dialect) -> Outcome:
         read, prompts, options = found
         assert set(read.parts.tokens) <= set(options[0].kept_tokens)
         assert prompts and all(prompts) and options
+        if read.handover is not None:  # one prompt, and all that is asked for is known when its file is there
+            assert len(prompts) == 1 and not read.stream
+            assert (read.handover is HandoverWay.prefill) == isinstance(dialect, Prefills)
         assert all(type(token) is int and 0 <= token < 2**31 for ids in map(ids_of, prompts) for token in ids)
         assert all(token < api()._vocab_size for each in options for token in each.logit_bias)
 
@@ -295,6 +318,7 @@ TARGETS = (
             ("requests, completions", COMPLETIONS, "/v1/completions"),
             ("requests, responses", RESPONSES, "/v1/responses"),
             ("requests, messages", BLOCKS, "/v1/messages"),
+            ("requests, prefills", PREFILLS, "/v1/prefill"),
         )
     ),
     Target(
