@@ -222,12 +222,16 @@ class Choice:
         slots_BKm: slots to fetch, in any order, each at most once. Where a row has fewer than m tokens, the other
             slots are the last ones of its padding.
         rest: estimate of the attention to the others; None leaves them out.
+        weigh: (slots (B, K, m) in the order in which they are fetched, their keys (B, K, m, H)) -> logs (B, N, m) of
+            what the exponentials of each query's scores are multiplied by, -inf where it does not see a slot or that is
+            padding. None: each query sees all of them as they are.
         on_device: what is not fetched of the chosen slots; None: all is.
     """
 
     slots_BKm: Tensor
     rest: Rest | None = None
     on_device: OnDevice | None = None
+    weigh: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 class Group(Enum):
@@ -324,6 +328,10 @@ class Retriever(Policy, ABC):
                 f"policy.late={late} is for a fixed number of slots that a query chooses, but {reason}; leave "
                 "policy.late out, or change that"
             )
+
+    def retrieves_in(self, layer: int) -> bool:
+        """Whether a layer that sees the whole text retrieves; the others attend to all tokens."""
+        return layer >= self.first_layer
 
     @property
     def clamps(self) -> bool:

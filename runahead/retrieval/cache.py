@@ -22,6 +22,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import KVSlab
 from runahead.cache.slot_positions import at_slots
 from runahead.report import RankReport
+from runahead.retrieval.fetched import Fetched
 from runahead.retrieval.retrieval import Retrieval
 
 
@@ -202,6 +203,8 @@ class RetrievedLayer(LayerStore):
 
     def _seen(self, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
         slab, pads = self._slots()
+        if self._fetched is not None and self._fetched.weigh is not None:
+            return self._weighed(self._fetched, slab, q_BNCH, tokens)
         if tokens.part is not None:
             return self._with_rest(seen_in_part(slab, q_BNCH, tokens, pads))
         start = slab.end - q_BNCH.shape[2]
@@ -210,6 +213,17 @@ class RetrievedLayer(LayerStore):
             bases = self._retrieval.clamped.bases(self._layer, self._kept, slab.end, pads)
             slab, q_BNCH = at_slots(self._kept.rotary, slab, q_BNCH, new=start, pads=bases)
         return self._with_rest(seen_in(slab, q_BNCH, start=start, pads=pads))
+
+    def _weighed(self, fetched: Fetched, slab: KVSlab, q_BNCH: Tensor, tokens: NewTokens) -> SeenKV:
+        """The new tokens as they see each other, and what was fetched by its weights."""
+        assert fetched.slots_BKm is not None and self._kept.rotary is None
+        own, pads = replace(slab, slab_TBKX=slab.slab_TBKX[fetched.slots_BKm.shape[2] :]), [0] * len(q_BNCH)
+        if tokens.part is not None:
+            seen = seen_in_part(own, q_BNCH, tokens, pads)
+        else:
+            seen = seen_in(own, q_BNCH, start=own.end - q_BNCH.shape[2], pads=pads)
+        seen.rest = partial(fetched.weighed, slab, q_BNCH)
+        return seen
 
     def _slots(self) -> tuple[KVSlab, list[int]]:
         """All tokens that a new token attends to, and by row the number of padding slots on their left."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from policies.retriever import Choice, OnDevice, Rest
+from runahead.attention.op import Part
+from runahead.attention.partial import AttentionTerms, attend
 from runahead.cache.kept import KeptLayer
 from runahead.cache.slabs import KVSlab, SlotsToCopy
 
@@ -33,6 +35,7 @@ class Fetched:
         slots_BKm: numbers of the chosen slots; None is all slots, in order.
         num_held: number of the last of them that were on the device.
         rest: estimate of the attention to all other slots, if there is one.
+        weigh: as of `Choice`.
     """
 
     bring: Callable[[], Tensor]
@@ -42,10 +45,27 @@ class Fetched:
     slots_BKm: Tensor | None
     num_held: int = 0
     rest: Rest | None = None
+    weigh: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def slab(self, key_dim: int) -> KVSlab:
         """The chosen slots; later compute waits for their copy."""
         return KVSlab(slab_TBKX=self.bring(), key_dim=key_dim, first=0)
+
+    def weighed(self, slab: KVSlab, q_BNCH: Tensor, terms: AttentionTerms, lse_BNC: Tensor) -> Part:
+        """Attention of new tokens to these slots by the choice's weights, whatever else they see.
+
+        Args:
+            slab: the chosen slots, and any after them.
+        """
+        assert self.weigh is not None and self.slots_BKm is not None and terms.key_bias is None
+        k_BKmH, v_BKmV = slab.read(0, self.slots_BKm.shape[2])
+        logs_BXm = self.weigh(self.slots_BKm, k_BKmH)
+        # Several new tokens ask as if their queries were those of further heads of their groups (X).
+        q_BX1H = q_BNCH.unflatten(1, (k_BKmH.shape[1], -1)).flatten(1, 3).unsqueeze(2)
+        weighing = replace(terms, key_bias=lambda at_m: logs_BXm[..., at_m])
+        out_BX1V, lse_BX1 = attend(q_BX1H, k_BKmH, v_BKmV, weighing, q_start=k_BKmH.shape[2], k_start=0)
+        num_new = q_BNCH.shape[2]
+        return out_BX1V.squeeze(2).unflatten(1, (-1, num_new)), lse_BX1.squeeze(2).unflatten(1, (-1, num_new))
 
     def hit_mass(
         self, q_BNH: Tensor, k_BKnH: Tensor, k_BKCH: Tensor, pads: Sequence[int], scaling: float
@@ -151,6 +171,7 @@ class Fetches:
             slots_BKm=slots_BKm,
             num_held=num_held,
             rest=choice.rest,
+            weigh=choice.weigh,
         )
 
     def _rows(self, kept: KeptLayer, slots_BKf: Tensor) -> Tensor:

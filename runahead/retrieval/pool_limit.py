@@ -27,8 +27,8 @@ def check_pool(policy: Retriever, model: Model, batch: int) -> None:
     """Check that the pool of a policy has room for the tokens of a batch that always stay. Raises: ValueError."""
     if policy.pool.bytes is None:
         return
-    layers = zip(model.kv_shapes[policy.first_layer :], model.rules[policy.first_layer :], strict=True)
-    shapes = [shape for shape, rule in layers if rule is None]
+    layers = enumerate(zip(model.kv_shapes, model.rules, strict=True))
+    shapes = [shape for layer, (shape, rule) in layers if rule is None and policy.retrieves_in(layer)]
     PoolLimit(policy, max(1, sum(shape.bytes_per_token(batch) for shape in shapes)))
 
 

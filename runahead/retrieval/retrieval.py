@@ -75,7 +75,7 @@ class Retrieval:
         # By layer, of the pieces of a prompt whose last one is to come: their end, the queries that count, positions.
         self._earlier: dict[int, tuple[int | None, Tensor, Tensor]] = {}
         self.await_device: Callable[[], None] = nothing
-        self.in_pool = [layer >= policy.first_layer and rule is None for layer, rule in enumerate(model.rules)]
+        self.in_pool = [policy.retrieves_in(layer) and rule is None for layer, rule in enumerate(model.rules)]
         self.limit: PoolLimit | None = None
         if policy.pool.bytes is not None:
             retrieving = zip(model.kv_shapes, self.in_pool, strict=True)
@@ -145,7 +145,7 @@ class Retrieval:
         stored_parts_B: Sequence[Sequence[StoredPart]] = (),
     ) -> None:
         """Build or extend a layer's index after the attention of given tokens; see `KeptCache.index`, `PromptView`."""
-        if layer < self.policy.first_layer:
+        if not self.policy.retrieves_in(layer):
             return
         self._fetches.drop(layer)  # chosen before these tokens came
         found = self.layers[layer]

@@ -23,6 +23,7 @@ from launch.server.options import ServeRun
 from policies.adakv import AdaKV
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
+from policies.magicpig import MagicPIG
 from policies.quest import Pages, Quest
 from policies.retriever import Choice, Index, Slots
 from policies.retroinfer import RetroInfer
@@ -530,11 +531,13 @@ RETRIEVERS = {
     "infinigen": InfiniGen(**MOST, fetch=0.3, skew="none"),
     "sparq": SparQ(**MOST, fetch=0.2),
     "retroinfer": RetroInfer(**MOST, fetch=0.2),
+    "magicpig": MagicPIG(**MOST, bits=2, tables=6, dense_every=0),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("quest", None), ("infinigen", "lookup"), ("sparq", None), ("retroinfer", "lookup")]
+    ("name", "first"),
+    [("quest", None), ("infinigen", "lookup"), ("sparq", None), ("retroinfer", "lookup"), ("magicpig", None)],
 )
 def test_the_model_drafts_over_what_it_retrieves(name: str, first: Any) -> None:
     """Rows of different lengths, greedy and sampled. Some drafts are right and some are wrong."""

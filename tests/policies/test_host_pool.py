@@ -121,7 +121,7 @@ def test_it_is_what_is_read_in_place_bit_by_bit(
     assert sorted(copies[0].waited) == list(range(12 * sum(ours.retrieval.in_pool)))  # for each copy once
 
 
-@pytest.mark.parametrize("name", ["exact_topk", "quest", "shadowkv", "retroinfer", "sparq", "offload"])
+@pytest.mark.parametrize("name", ["exact_topk", "quest", "shadowkv", "retroinfer", "sparq", "magicpig", "offload"])
 def test_a_turn_that_retrieves_brings_no_layer_to_the_device(
     name: str, copies: list[LateCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:

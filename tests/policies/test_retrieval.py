@@ -34,6 +34,7 @@ NAMES = [name for name, kind in POLICIES.items() if issubclass(kind, Retriever)]
 ALL: dict[str, dict[str, Any]] = {name: {"fetch": 1.0, "first_layer": 0} for name in NAMES} | {
     "infinigen": {"alpha": math.inf, "max_fetch": 1.0, "first_layer": 1},
     "infllm": {"fetch": 1.0, "clamped": False},
+    "magicpig": {"fetch": 1.0, "dense_every": 0},
     "offload": {},
 }
 SOME: dict[str, dict[str, Any]] = {name: short_options(name) | {"fetch": 10} for name in NAMES} | {
@@ -43,6 +44,7 @@ SOME: dict[str, dict[str, Any]] = {name: short_options(name) | {"fetch": 10} for
     "clusterkv": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "squeezed_attention": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "retroinfer": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
+    "magicpig": {"fetch": 10, "bits": 2, "tables": 4, "dense_every": 0},
     "infllm": {"fetch": 10, "block": 2, "representatives": 1, "observed": 8, "clamped": False},
     "offload": {},
 }

@@ -21,6 +21,7 @@ from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
 from policies.kvzip import KVzip
 from policies.lagkv import LagKV
+from policies.magicpig import MagicPIG
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
@@ -158,6 +159,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         ExactTopK(min_tokens=0, fetch=12),
         Offload(),
         SparQ(min_tokens=0, fetch=12, dims=3),
+        MagicPIG(min_tokens=0, recent=3, bits=2, tables=6, dense_every=0),
         RetroInfer(min_tokens=0, fetch=12, cluster=4, block=6, recent=4, first_layer=0),
         ClusterKV(min_tokens=0, fetch=12, cluster=4, block=6, sinks=2, recent=4, first_layer=0),
         SqueezedAttention(min_tokens=0, cluster=4, block=6, recent=4, first_layer=0, observed=8),
@@ -171,6 +173,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         "exact_topk",
         "offload",
         "sparq",
+        "magicpig",
         "retroinfer",
         "clusterkv",
         "squeezed_attention",

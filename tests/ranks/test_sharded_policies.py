@@ -24,6 +24,7 @@ from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
 from policies.keyformer import Keyformer
 from policies.lagkv import LagKV
+from policies.magicpig import MagicPIG
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
@@ -114,6 +115,7 @@ ROOMY: dict[str, Policy] = {
     "quest": Quest(min_tokens=0, fetch=400),
     "infinigen": InfiniGen(min_tokens=0, fetch=1.0, observed=8),
     "offload": Offload(),
+    "magicpig": MagicPIG(min_tokens=0, sinks=2, recent=4, bits=1, tables=600, dense_every=0),  # all are sampled
     "retroinfer": RetroInfer(min_tokens=0, fetch=8, cluster=1, first_layer=0, sinks=2, recent=4),
 }
 """Policies with room for all tokens, or with an estimate of the others that is exact."""

@@ -268,6 +268,8 @@ RETRIEVING: dict[str, dict[str, Any]] = {
     "quest, late": {"fetch": 32, "late": 1.0},
     "shadowkv": {"fetch": 32},
     "sparq": {"fetch": 32},
+    "magicpig": {"fetch": 32, "tables": 20, "bits": 2, "dense_every": 0, "recent": 16},
+    "magicpig, as many as are sampled": {"tables": 20, "bits": 2, "dense_every": 0, "recent": 16},
     "clusterkv": {"fetch": 32},
     "squeezed_attention": {},
     "retroinfer": {},
