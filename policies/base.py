@@ -57,6 +57,14 @@ class Signals(Protocol):
         """
         ...
 
+    def mean_of(self, what: Callable[[Tensor], Tensor], num_queries: int) -> Tensor:
+        """Mean (B, N, n), float32, of a function of the probabilities that `votes` averages.
+
+        Args:
+            what: of each probability alone, such as its square; 0 of 0.
+        """
+        ...
+
     def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
         """Attention probabilities (B, N, n), float32, summed over the queries of all new tokens.
 
@@ -380,6 +388,9 @@ class Policy:
     decides_on_all: ClassVar[bool] = False
     """Whether `keep_in_all` decides on all layers after a prompt, by what `carry` returned for each."""
 
+    cascades: ClassVar[bool] = False
+    """Whether `keep_so_far` decides after each layer of a prompt, too, on the layers so far; with `decides_on_all`."""
+
     votes_over_heads: ClassVar[bool] = False
     """Whether what is kept depends on `LayerView.over_heads`."""
 
@@ -518,8 +529,10 @@ class Policy:
         """
         return view.signals.highest().unflatten(1, (view.num_kv_heads, -1)).amax(dim=2)
 
-    def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> list[Tensor]:
-        """Slots to keep in all layers, each as `keep` returns them; of the heads of all ranks that share the model.
+    def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> Sequence[Tensor | None]:
+        """Slots to keep in all layers, each as `keep` returns them, None for all its tokens.
+
+        They are of the heads of all ranks that share the model.
 
         By default all tokens stay.
 
@@ -529,6 +542,15 @@ class Policy:
             prompt_tokens: length of the padded prompt.
         """
         return [marked_slots(~scores_BKn.isneginf()) for scores_BKn in scores]
+
+    def keep_so_far(self, scores: Sequence[Tensor], prompt_tokens: int, num_layers: int) -> Sequence[Tensor | None]:
+        """As `keep_in_all`, while later layers of the prompt are still to come; what is dropped here is gone.
+
+        Args:
+            scores: of the layers so far, and in each of the tokens that are left.
+            num_layers: number of layers that are decided on in all.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cascades over the layers of a prompt, and does not say how")
 
     def narrow(self, view: LayerView) -> Tensor | None:
         """New tokens that deeper layers compute: indices (B, c), ascending, including the last token. None: all.

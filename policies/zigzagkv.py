@@ -108,14 +108,20 @@ def proportional_shares(weights: Sequence[float], total: int, *, least: int, mos
         most: what none gets more than; the others share the rest.
     """
     room, left = most - least, total - least * len(weights)
-    assert 0 <= left <= room * len(weights), (total, least, most, len(weights))
-    shares = [0.0] * len(weights)
-    heaviest_first = sorted(range(len(weights)), key=lambda each: -weights[each])
-    remaining, weight = float(left), float(sum(weights))
-    for each in heaviest_first:  # who reaches the limit has the largest weight of those that are left
-        shares[each] = min(room, remaining * weights[each] / weight)
-        remaining, weight = remaining - shares[each], weight - weights[each]
+    shares = limited_shares(weights, left, room)
     whole = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(weights)), key=lambda each: whole[each] - shares[each])
     up = set(by_remainder[: left - sum(whole)])
     return [least + number + (each in up) for each, number in enumerate(whole)]
+
+
+def limited_shares(weights: Sequence[float], total: float, most: float) -> list[float]:
+    """Shares of a number in proportion to weights above 0, none more than `most`; the others share what is over."""
+    assert 0 <= total <= most * len(weights), (total, most, len(weights))
+    shares = [0.0] * len(weights)
+    heaviest_first = sorted(range(len(weights)), key=lambda each: -weights[each])
+    remaining, weight = float(total), float(sum(weights))
+    for each in heaviest_first:  # who reaches the limit has the largest weight of those that are left
+        shares[each] = min(most, remaining * weights[each] / weight)
+        remaining, weight = remaining - shares[each], weight - weights[each]
+    return shares

@@ -129,8 +129,21 @@ class QuerySignals:
         weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
         if num_queries == 1:
             weights_w.fill_(newest)
-        voters_BN1 = (weights_w * self._voters[..., -num_queries:]).sum(dim=-1, keepdim=True)
-        return self._sum_over(weights_w) / voters_BN1.clamp_min(torch.finfo().tiny)
+        return self._sum_over(weights_w) / self._weight_of_voters(weights_w)
+
+    def _weight_of_voters(self, weights_w: Tensor) -> Tensor:
+        """Sum (B, N or 1, 1) of the weights of those of the last w queries that count."""
+        voters_BN1 = (weights_w * self._voters[..., -len(weights_w) :]).sum(dim=-1, keepdim=True)
+        return voters_BN1.clamp_min(torch.finfo().tiny)
+
+    def mean_of(self, what: Callable[[Tensor], Tensor], num_queries: int) -> Tensor:
+        """Implements `policies.base.Signals.mean_of`."""
+        return self._answered(("mean_of", what, num_queries), lambda each: each._mean_of(what, num_queries))
+
+    def _mean_of(self, what: Callable[[Tensor], Tensor], num_queries: int) -> Tensor:
+        ones_w = torch.ones(min(num_queries, self._q_BNCH.shape[2]), device=self._q_BNCH.device)
+        total_BNn = self._sum_over(ones_w, lambda attention_BNqn, *_: what(attention_BNqn), cost=2)
+        return total_BNn / self._weight_of_voters(ones_w)
 
     def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
         """Implements `policies.base.Signals.received`."""

@@ -53,7 +53,7 @@ def decide_on_prompt(
     If the prompt is repeated, then row by row, each as it would be alone.
 
     Args:
-        kept: stores all tokens of the prompt, in all layers.
+        kept: stores all tokens of the prompt, in all layers, or what a policy that cascades has left.
         ids_BS: token ids of the padded prompt.
         pads: left padding of each row.
         room: new tokens for which a layer has room after tokens were dropped.
@@ -66,7 +66,8 @@ def decide_on_prompt(
     policy = policies.deciding
     if policy is None or not policy.drops_of(ids_BS.shape[1]):
         return
-    assert all(layer.end == ids_BS.shape[1] for layer in kept.layers), "a part of the prompt is not stored"
+    is_whole = all(layer.end == ids_BS.shape[1] for layer in kept.layers)
+    assert is_whole or policy.cascades, "a part of the prompt is not stored"
     if policy.replay is None:
         scores = [_taken_scores(layer, policy) for layer in kept.layers]
     else:
@@ -76,8 +77,40 @@ def decide_on_prompt(
     if not decided:
         return
     of_all = model.in_step(lambda: [model.joined_over_shards(scores_BKn) for _, scores_BKn in decided])
-    slots = policy.keep_in_all(of_all, ids_BS.shape[1])
+    _cut_all(model, kept, decided, policy.keep_in_all(of_all, ids_BS.shape[1]), room=room)
+
+
+def decide_so_far(
+    model: Model, policy: Policy, kept: KeptCache, layers: Sequence[int], prompt_tokens: int, *, room: int = 0
+) -> None:
+    """Let a policy that cascades cut back the layers of a prompt that have attended, while others are to come.
+
+    Args:
+        kept: stores what is left of these layers, and of others what came before the last piece of the prompt.
+        layers: which have attended.
+        prompt_tokens: length of the padded prompt.
+        room: as of `decide_on_prompt`.
+    """
+    if not policy.drops_of(prompt_tokens):
+        return
+    scores = [(layer, _scores_in(kept.layers[layer], policy)) for layer in layers]
+    decided = [(layer, scores_BKn) for layer, scores_BKn in scores if scores_BKn is not None]
+    of_all = [model.joined_over_shards(scores_BKn) for _, scores_BKn in decided]
+    num_layers = sum(rule is None for rule in model.rules)
+    _cut_all(model, kept, decided, policy.keep_so_far(of_all, prompt_tokens, num_layers), room=room)
+
+
+def _cut_all(
+    model: Model, kept: KeptCache, decided: Sequence[tuple[int, Tensor]], slots: Sequence[Tensor | None], *, room: int
+) -> None:
+    """Cut layers back to their slots, which are of the heads of all ranks that share the model.
+
+    Args:
+        decided: numbers of the layers, and this rank's scores in them.
+    """
     for (layer, scores_BKn), slots_BKm in zip(decided, slots, strict=True):
+        if slots_BKm is None:
+            continue
         first, num_heads = model.shard_number * scores_BKn.shape[1], scores_BKn.shape[1]
         own_BKm = slots_BKm[:, first : first + num_heads]  # heads of other ranks may keep more
         kept.put(layer, cut_back(kept.layers[layer], own_BKm, room=room))
@@ -85,8 +118,14 @@ def decide_on_prompt(
 
 def _taken_scores(layer: KeptLayer, policy: Policy) -> Tensor | None:
     """Take from a layer what a policy has stored in it, minus infinity on padding; None if it has stored nothing."""
-    carried_BKn = layer.carried_BKn(policy.state_key)
+    scores_BKn = _scores_in(layer, policy)
     layer.carried = {each: values for each, values in layer.carried.items() if each != policy.state_key}
+    return scores_BKn
+
+
+def _scores_in(layer: KeptLayer, policy: Policy) -> Tensor | None:
+    """What a policy has stored in a layer, minus infinity on padding; None if it has stored nothing."""
+    carried_BKn = layer.carried_BKn(policy.state_key)
     return None if carried_BKn is None else carried_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
 
 

@@ -28,6 +28,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model
 from runahead.thinning.cutting import cut_back
+from runahead.thinning.replay import decide_so_far
 
 
 class PolicySteps:
@@ -73,6 +74,7 @@ class PolicySteps:
         self.tokens, self.prompt_tokens = tokens, prompt_tokens
         self.room, self.evicts, self.cache, self.part = room, evicts, cache, part
         self._model, self._await_device = model, await_device
+        self._attended = list[int]()  # for a policy that cascades
         self._index_asks = any(isinstance(policy, Retriever) and policy.index_asks_device for policy in policies)
         self._counts_from = {each.queries_from for each in self.policies if each.queries_from is not None}
         self._rotations = model.rotations if self._counts_from else []
@@ -104,6 +106,7 @@ class PolicySteps:
                 kept = kept.to_device()
                 self.cache.put(layer, kept)
             kept = self._run_all(layer, kept, seen, terms, positions_BC)
+            kept = self._cascade(layer, kept)
         if self.cache is not None and (self.evicts or self.cache.indexes_all):
             was_cut = kept.num_slots < before
             if self._index_asks:
@@ -130,6 +133,19 @@ class PolicySteps:
             self.cache.layers[layer] = kept
             self.cache.own(layer, room=self.room, is_borrowed=is_borrowed and kept.slab_TBKX is slab_TBKX)
             self.cache.note_peak()
+
+    def _cascade(self, layer: int, kept: KeptLayer) -> KeptLayer:
+        """Let a policy that cascades cut back this layer of a prompt, and those before it once more."""
+        policy = next((each for each in self.policies if each.cascades), None)
+        if policy is None or not self.evicts or self.tokens.phase is not Phase.prefill:
+            return kept
+        assert self.cache is not None, "a rank that drops tokens has a cache"
+        self.cache.put(layer, kept)
+        self._attended.append(layer)
+        self._await_device()
+        with self._model.ranges("policy", type(policy).__name__):
+            decide_so_far(self._model, policy, self.cache, self._attended, self.prompt_tokens, room=self.room)
+        return self.cache.layers[layer]
 
     def _decides(self, policy: Policy) -> bool:
         """Whether a policy decides on these tokens, rather than only carries something of them."""

@@ -349,6 +349,7 @@ RUN_POLICIES: dict[str, dict[str, str]] = {
     "lagkv": {"budget": "12", "sinks": "2", "lag": "4"},
     "kvzip": {"budget": "12", "chunk_tokens": "16"},
     "zigzagkv": {"budget": "12", "window": "4"},
+    "cake": {"budget": "12", "window": "4"},
     "dms": {},
     "scissorhands": {"budget": "12", "recent": "3", "window": "4"},
     "keyformer": {"budget": "12"},

@@ -90,6 +90,7 @@ class Run:
             tokens,
             prompt_tokens=self.prompt_tokens,
             evicts=evicts,
+            cache=self.kept,
         )
         with throughout(self.model.dtype):
             logits_BV = self.model.forward(

@@ -8,6 +8,7 @@ import pytest
 
 from policies.adakv import AdaKV
 from policies.base import Policy
+from policies.cake import CAKE
 from policies.criticalkv import CriticalKV
 from policies.exact_topk import ExactTopK
 from policies.experiments.minicache import MiniCache
@@ -43,6 +44,7 @@ POLICIES: dict[str, list[Policy]] = {
     "adakv": [AdaKV(scorer=SnapKV(**VOTING))],
     "criticalkv": [CriticalKV(scorer=SnapKV(**VOTING))],
     "zigzagkv": [ZigZagKV(**VOTING)],
+    "cake": [CAKE(**VOTING)],
     "kvzip": [KVzip(**BUDGET, sinks=2)],
     "minicache": [MiniCache(start_share=0.0, retain_share=0.3)],
     "snapkv, exact_topk": [SnapKV(**VOTING), ExactTopK(fetch=6, min_tokens=0)],

@@ -10,6 +10,7 @@ import pytest
 
 from policies.adakv import AdaKV
 from policies.base import Policy
+from policies.cake import CAKE
 from policies.chunkkv import ChunkKV
 from policies.clusterkv import ClusterKV
 from policies.criticalkv import CriticalKV
@@ -61,6 +62,7 @@ EVICTING: list[Policy | list[Policy]] = [
     AdaKV(scorer=SnapKV(budget=16, window=4)),
     KVzip(budget=16),
     ZigZagKV(budget=16, window=4, kernel=3),
+    CAKE(budget=16, window=4, kernel=3),
     Scissorhands(budget=16, recent=3, window=4),
     KCenters(budget=16, evict_every=4),
     CriticalKV(scorer=SnapKV(budget=16, window=4)),

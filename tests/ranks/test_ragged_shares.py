@@ -9,6 +9,7 @@ import torch
 
 from policies.adakv import AdaKV
 from policies.base import ModelFacts, Policy
+from policies.cake import CAKE
 from policies.duo_attention import DuoAttention
 from policies.duo_table import DuoTable
 from policies.fastgen import FastGen
@@ -33,6 +34,7 @@ POLICIES: dict[str, Policy] = {
     "adakv, scores of all heads alike": AdaKV(scorer=TOVA(budget=12), alpha=0.0),
     "kvzip": KVzip(budget=12, sinks=2, chunk_tokens=20),
     "zigzagkv": ZigZagKV(budget=12, window=4, kernel=3, least_share=0.3),
+    "cake": CAKE(budget=12, window=4, kernel=3),
     "fastgen": FastGen(window=4, sinks=2, frequent=6, local=6, recovered=0.5),
     "kvzap": KVzapOfShare(sinks=2, recent=3, evict_every=2, threshold=0.5),
 }

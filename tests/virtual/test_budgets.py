@@ -118,6 +118,7 @@ BUDGETS: dict[str, tuple[float, Waits, Waits]] = {
     "chunkkv": (40, ONCE, PROMPT),
     "r_kv": (87.25, ONCE, PROMPT),
     "kvzip": (44, ONCE, PROMPT | {"cutting.py": 4, "kvzip.py": 6, "replay.py": 1}),
+    "cake": (40, ONCE, PROMPT | {"cake.py": 5, "cutting.py": 9}),
     "zigzagkv": (40, ONCE, PROMPT | {"cutting.py": 4, "zigzagkv.py": 5}),
     "scissorhands": (58.5, ONCE, PROMPT),
     "keyformer": (156.75, ONCE, PROMPT),

@@ -118,7 +118,7 @@ def request(number: int, boundaries: tuple[int, ...], *, is_short: bool = False)
 DROPPING = [name for name in test_matrix.KEEPING if name != "kvzap"]  # which a chain refuses
 POLICIES = {name: partial(test_matrix.policy, name) for name in DROPPING}
 POLICIES |= {name: partial(test_retrieval.policy, name, test_retrieval.SOME[name]) for name in test_retrieval.NAMES}
-ASKING = ["adakv", "duo_attention", "fastgen", "infinigen", "kvzip", "razor_attention", "shadowkv", "zigzagkv"]
+ASKING = ["adakv", "cake", "duo_attention", "fastgen", "infinigen", "kvzip", "razor_attention", "shadowkv", "zigzagkv"]
 """Policies for which the host waits for the device in a prompt."""
 
 

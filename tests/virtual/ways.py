@@ -252,6 +252,7 @@ DROPPING: dict[str, dict[str, Any]] = {
     "r_kv": {"budget": 40, "window": 8, "evict_every": 4},
     "kvzip": {"budget": 40},
     "zigzagkv": {"budget": 40, "window": 8},
+    "cake": {"budget": 40, "window": 8},
     "scissorhands": {"budget": 40, "recent": 8, "window": 8, "evict_every": 4},
     "keyformer": {"budget": 40, "evict_every": 4},
     "k_centers": {"budget": 40, "evict_every": 4},
