@@ -49,7 +49,7 @@ def calibrated_clusters(
             compute,
             count,
             link,
-            kv_bytes_per_token=model.layer_kv_bytes,
+            kv_bytes_per_token=model.layer_sent_bytes(run.prefill.wire_bits),
             state_bytes=places.bytes_of_state,
             prefill=run.prefill,
             backend=ranks.backend,

@@ -67,7 +67,8 @@ def check_links(probe: Mapping[str, Any], facts: Sequence[Facts]) -> list[Findin
             reasons.append(
                 f"sending the keys and values of a prompt takes {times:.1f} times as long as computing it on all "
                 "ranks, so ranks wait for the link: use a faster one (NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose "
-                "between several), fewer ranks or a split that was searched for it (python -m partitioner.search)"
+                "between several), prefill.wire_bits=8, fewer ranks or a split that was searched for it (python -m "
+                "partitioner.search)"
             )
         words = "; ".join(reasons) if reasons else f"{kind}; enough for transfers to hide behind compute"
         bound = gbps(nominal_Bps) if nominal_Bps else f"at least {gbps(needed_Bps)}"

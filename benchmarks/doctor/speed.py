@@ -127,7 +127,7 @@ def _short_of_compute(race: Race, probe: Mapping[str, Any], bound_s: float) -> l
     if sending_s > 0.5 * bound_s:
         return [
             f"{short}: its keys and values take {sending_s:.3g} s on the slowest link, so ranks wait for it; use a "
-            "faster link, or fewer ranks"
+            "faster link, prefill.wire_bits=8, or fewer ranks"
         ]
     if probe["device"] != "cpu" and ours_s / probe["layers"] < LAUNCH_S * 1.5:
         return [

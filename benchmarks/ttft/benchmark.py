@@ -12,6 +12,7 @@ from benchmarks.ttft.measurement import Contenders, Measurement, check_agreement
 from benchmarks.ttft.options import BenchRun
 from benchmarks.ttft.record import Record, shared_fields
 from benchmarks.ttft.tables import COLUMNS, bounds_rows, rows
+from benchmarks.ttft.traffic import kv_bytes_per_token
 from benchmarks.ttft.variants import VARIANTS, Split
 from launch.inputs.options import PartitionName, RunOptions
 from launch.inputs.partitions import partitioner, prepare_partition
@@ -139,7 +140,8 @@ def _set_split(record: Record, ranks: Ranks, contenders: Contenders, compute: Co
     if split is Split.free:
         contenders.splits[name, length] = ContextPartition(boundaries=tuple(record.bounds[length].free_boundaries))
     elif split is Split.searched and run.partition.name is not PartitionName.table and options is not None:
-        cluster = compute.cluster(ranks.size, record.link, options, ranks.backend)
+        sent_bytes = kv_bytes_per_token(record.model.kv_shapes, options.wire_bits)
+        cluster = compute.cluster(ranks.size, record.link, options, ranks.backend, sent_bytes_per_token=sent_bytes)
         contenders.splits[name, length] = ranks.on_rank_0("a split", lambda: searched(length, cluster))
 
 

@@ -94,14 +94,25 @@ class Compute:
         return cls(cost=measured, kv_bytes_per_token=kv_bytes, purpose=purpose, state_bytes=state_bytes)
 
     def cluster(
-        self, num_ranks: int, link: Link | None = None, prefill: PrefillOptions | None = None, backend: str = "gloo"
+        self,
+        num_ranks: int,
+        link: Link | None = None,
+        prefill: PrefillOptions | None = None,
+        backend: str = "gloo",
+        *,
+        sent_bytes_per_token: int | None = None,
     ) -> Cluster:
-        """Cluster of equal ranks with this compute; without a link, communication is free."""
+        """Cluster of equal ranks with this compute; without a link, communication is free.
+
+        Args:
+            sent_bytes_per_token: of keys and values, if they are not sent as they are.
+        """
+        kv_bytes = self.kv_bytes_per_token if sent_bytes_per_token is None else sent_bytes_per_token
         return Cluster.chain(
             self.cost,
             num_ranks,
             link,
-            kv_bytes_per_token=self.kv_bytes_per_token / max(1, self.cost.num_places - len(self.cost.states)),
+            kv_bytes_per_token=kv_bytes / max(1, self.cost.num_places - len(self.cost.states)),
             state_bytes=self.state_bytes / max(1, len(self.cost.states)),
             prefill=prefill or PrefillOptions(),
             backend=backend,

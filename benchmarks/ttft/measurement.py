@@ -169,7 +169,7 @@ def check_agreement(tokens: Mapping[str, int | None], length: int) -> None:
     """
     by_token: dict[int, list[str]] = {}
     for name, token in tokens.items():
-        if token is not None and not VARIANTS[name].narrows:
+        if token is not None and VARIANTS[name].is_exact:
             by_token.setdefault(token, []).append(name)
     if len(by_token) > 1:
         told = "; ".join(f"{', '.join(names)}: {token}" for token, names in by_token.items())

@@ -32,6 +32,8 @@ LOOKS = {
     "kvr_s": Look(VERMILION, "D"),
     "kvr_free": Look(VERMILION, "d", ":"),
     "kvr_direct": Look(ORANGE, "v", "--"),
+    "kvr_8": Look(ORANGE, "x", "--"),
+    "kvr_4": Look(ORANGE, "x", ":"),
     "tsp": Look(BLUE, "P"),
     "tsp_causal": Look(BLUE, "P"),
     "tsp_dense": Look(BLUE, "X", "--"),

@@ -100,7 +100,9 @@ class Record:
                 for number, each in enumerate(runs)
             ],
             "sent_bytes": last.sent_bytes,
-            "formula_bytes": formula_bytes(variant.traffic, partition, model, variant.policies),
+            "formula_bytes": formula_bytes(
+                variant.traffic, partition, model, variant.policies, wire_bits=variant.wire_bits
+            ),
             "kv_bytes_per_token": kv_bytes_per_token(model.kv_shapes),
             "wire_bytes": last.wire_bytes,
             "memory": {

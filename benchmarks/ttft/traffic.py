@@ -10,6 +10,7 @@ import psutil
 from benchmarks.ttft.variants import Traffic
 from partitioner.simulation.bounds import chain_tokens, tsp_tokens
 from policies.base import Policy
+from runahead.cache.quantised.wire import sent_shape
 from runahead.cache.slabs import KVShape
 from runahead.context import ContextPartition, even
 from runahead.model.model import Model
@@ -21,15 +22,29 @@ CARDS_SETTLE_S = 0.05
 """Seconds after a run until its last packets are in a network card's counter."""
 
 
-def kv_bytes_per_token(shapes: Sequence[KVShape]) -> int:
-    """KV cache bytes of one token in one row: 2 x KV heads x head dim x item size x layers if all layers are alike."""
-    return sum(shape.bytes_per_token() for shape in shapes)
+def kv_bytes_per_token(shapes: Sequence[KVShape], wire_bits: int | None = None) -> int:
+    """KV cache bytes of one token in one row: 2 x KV heads x head dim x item size x layers if all layers are alike.
+
+    Args:
+        wire_bits: as `prefill.wire_bits`, of a token that is sent.
+    """
+    return sum(sent_shape(shape, wire_bits).bytes_per_token() for shape in shapes)
 
 
-def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, policies: Sequence[Policy] = ()) -> int:
+def formula_bytes(
+    traffic: Traffic,
+    partition: ContextPartition,
+    model: Model,
+    policies: Sequence[Policy] = (),
+    *,
+    wire_bits: int | None = None,
+) -> int:
     """Bytes that all ranks together send for one prompt: keys and values, or hidden states in tensor parallelism.
 
     Layers with a sliding window send less than a chain's formula says.
+
+    Args:
+        wire_bits: as `prefill.wire_bits`.
     """
     num_tokens, num_ranks = partition.num_tokens, partition.num_ranks
     if traffic is Traffic.passed:
@@ -48,7 +63,8 @@ def formula_bytes(traffic: Traffic, partition: ContextPartition, model: Model, p
         tokens = narrowed_tokens(policies, partition, model.num_layers)
     # Each stage but the last hands on the state of every layer that holds one.
     states = (len(partition.chain) - 1) * sum(shape.num_bytes for shape in model.state_shapes)
-    return states + sum(each * shape.bytes_per_token() for each, shape in zip(tokens, model.kv_shapes, strict=True))
+    sent = [sent_shape(shape, wire_bits).bytes_per_token() for shape in model.kv_shapes]
+    return states + sum(each * per_token for each, per_token in zip(tokens, sent, strict=True))
 
 
 def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool) -> int:

@@ -45,14 +45,25 @@ class Variant:
         prefill: options of `PrefillOptions`; None if the benchmark itself runs the variant, not the engine.
         split: source of its context partition.
         traffic: data that it sends.
-        narrows: whether PyramidInfer is applied, so that the output is not exact.
+        narrows: whether PyramidInfer is applied.
     """
 
     what: str
-    prefill: Mapping[str, str] | None
+    prefill: Mapping[str, str | int] | None
     split: Split = Split.own
     traffic: Traffic = Traffic.nothing
     narrows: bool = False
+
+    @property
+    def wire_bits(self) -> int | None:
+        """As `prefill.wire_bits`."""
+        bits = (self.prefill or {}).get("wire_bits")
+        return None if bits is None else int(bits)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the output is that of the whole prompt, but for rounding."""
+        return not self.narrows and self.wire_bits is None
 
     @property
     def policies(self) -> list[Policy]:
@@ -76,6 +87,8 @@ VARIANTS = {
     "kvr_s": Variant("KV-Runahead, searched split", CHAIN, Split.searched, Traffic.chain),
     "kvr_free": Variant("KV-Runahead, split searched for free links", CHAIN, Split.free, Traffic.chain),
     "kvr_direct": Variant("KV-Runahead, searched split, direct transfer", DIRECT_CHAIN, Split.searched, Traffic.chain),
+    "kvr_8": Variant("KV-Runahead, searched split, 8 bits", {**CHAIN, "wire_bits": 8}, Split.searched, Traffic.chain),
+    "kvr_4": Variant("KV-Runahead, searched split, 4 bits", {**CHAIN, "wire_bits": 4}, Split.searched, Traffic.chain),
     "tsp": Variant("TSP, causal kernel (tsp_causal)", TSP, Split.own, Traffic.gathered),
     "tsp_causal": Variant("TSP, causal kernel", TSP, Split.own, Traffic.gathered),
     "tsp_dense": Variant("TSP as published: dense attention, then the mask", TSP_DENSE, Split.own, Traffic.gathered),

@@ -161,7 +161,7 @@ def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: Prefill
         learned.cost,
         ranks.num_stages,
         learned.link,
-        kv_bytes_per_token=model.layer_kv_bytes,
+        kv_bytes_per_token=model.layer_sent_bytes(prefill.wire_bits),
         state_bytes=Places.of_model(model).bytes_of_state,
         prefill=prefill,
         backend=ranks.backend,

@@ -88,13 +88,15 @@ class Machine:
             splits_embeddings=size.splits_embeddings,
         )
 
-    def cluster(self, size: ModelSize, num_stages: int, num_shares: int, batch: int = 1) -> Cluster:
+    def cluster(
+        self, size: ModelSize, num_stages: int, num_shares: int, batch: int = 1, *, wire_bits: int | None = None
+    ) -> Cluster:
         """One share's chain as a cluster: all chains are alike, so that one of them is simulated."""
         return Cluster(
             compute=self.compute(size, num_shares, batch),
             speed=[1.0] * num_stages,
             links=self.links(num_stages, num_shares),
-            kv_bytes_per_token=batch * size.kv_bytes_per_token(num_shares),
+            kv_bytes_per_token=batch * size.sent_bytes_per_token(num_shares, wire_bits),
             state_bytes=batch * size.places.bytes_of_state,
             pass_on_as_landed=self.pass_on_as_landed,
         )

@@ -29,6 +29,7 @@ class Workload:
         sharded: whether decoding is sharded; None for either.
         reserve: bytes that a rank needs beside what is counted.
         layers_in_flight: as `prefill.layers_in_flight`.
+        wire_bits: as `prefill.wire_bits`.
     """
 
     tokens: int
@@ -38,6 +39,7 @@ class Workload:
     sharded: bool | None = None
     reserve: int = 0
     layers_in_flight: int = 3
+    wire_bits: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,8 @@ def kv_bytes(
 
     A stage has a ring of `layers_in_flight` slabs for its prefix and chunk, the last one a slab per layer for all
     tokens (runahead/prefill/kv_runahead.py). If decoding is sharded, each stage has a ring for its prefix, and slabs of
-    all layers for its chunk and some new tokens. A state is where the model computes with it, and in a slab as it
-    arrives from the stage before and as it goes to the next one.
+    all layers for its chunk and some new tokens. What travels in few bits has a ring of its own. A state is where the
+    model computes with it, and in a slab as it arrives from the stage before and as it goes to the next one.
     """
     layers, each = size.num_attending, work.batch * size.kv_bytes_per_token(num_shares)
     ring = min(work.layers_in_flight, len(size.places))
@@ -112,6 +114,9 @@ def kv_bytes(
             kv_tokens = tokens // (layers if is_last else ring)
             slabs = [copies * state if state else kv_tokens * each for state in states]
             num_bytes = sum(states) + sum(slabs if is_last else (max(slabs[slot::ring]) for slot in range(ring)))
+        if chunk and work.wire_bits is not None and len(partition.chain) > 1:
+            sent = work.batch * size.sent_bytes_per_token(num_shares, work.wire_bits)
+            num_bytes += ring * (chunk.start if is_last else chunk.stop) * sent
         held.append(num_bytes)
     return held
 

@@ -198,6 +198,14 @@ class ModelSize:
         """Bytes of the keys and values of one token in one layer of a share."""
         return self.kv_heads(num_shares) * (self.shape.head_dim + self.value_dim) * self.item_bytes
 
+    def sent_bytes_per_token(self, num_shares: int, wire_bits: int | None) -> int:
+        """The same as they are sent, with `prefill.wire_bits`."""
+        if wire_bits is None:
+            return self.kv_bytes_per_token(num_shares)
+        from runahead.cache.quantised.wire import record_bytes
+
+        return self.kv_heads(num_shares) * record_bytes(self.shape.head_dim, self.value_dim, wire_bits)
+
     @property
     def num_attending(self) -> int:
         """Places with keys and values."""

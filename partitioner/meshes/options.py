@@ -10,7 +10,7 @@ from partitioner.cost.link import Link
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.options import MAX_RANKS, MAX_TOKENS
 from policies.byte_size import num_bytes
-from runahead.config import DecodeOptions, ModelOptions, require
+from runahead.config import DecodeOptions, ModelOptions, PrefillOptions, require
 
 
 @dataclass(kw_only=True)
@@ -21,6 +21,16 @@ class PlanRanks:
 
     def __post_init__(self) -> None:
         require(self.tensor is None or self.tensor >= 1, "ranks.tensor", self.tensor, "must be at least 1")
+
+
+@dataclass(kw_only=True)
+class PlanPrefill:
+    """`wire_bits`: as `prefill.wire_bits` of a run."""
+
+    wire_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        PrefillOptions(wire_bits=self.wire_bits)
 
 
 @dataclass(kw_only=True)
@@ -88,6 +98,7 @@ class PlanRun:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     ranks: PlanRanks = field(default_factory=PlanRanks)
+    prefill: PlanPrefill = field(default_factory=PlanPrefill)
     link: PlanLinks = field(default_factory=PlanLinks)
     efficiency: Efficiency = field(default_factory=Efficiency)
     decode: DecodeOptions = field(default_factory=DecodeOptions)

@@ -53,6 +53,7 @@ def workload_of(run: PlanRun) -> Workload:
         sharded=None if run.decode.name is DecodeName.auto else run.decode.name is DecodeName.sharded,
         reserve=num_bytes(run.reserve, "reserve"),
         layers_in_flight=PrefillOptions().layers_in_flight,
+        wire_bits=run.prefill.wire_bits,
     )
 
 

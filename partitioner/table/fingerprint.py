@@ -86,6 +86,7 @@ class Fingerprint:
             (of weights in 8 bits).
         attention: options of a sparse attention, as a text; "" for attention to all keys.
         adapters: digests of the adapters in the model's weights (`model.adapter`); "" for none.
+        wire_bits: as `prefill.wire_bits`.
         link: between ranks; None if unknown, as in a run that only looks up splits.
         link_measured: the link was measured rather than given.
         name, versions, date: for readers, not compared. The date is UTC, ISO 8601.
@@ -108,6 +109,7 @@ class Fingerprint:
     products: str = "torch"
     attention: str = ""
     adapters: str = ""
+    wire_bits: int | None = None
     name: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
     date: str = ""
@@ -155,6 +157,7 @@ class Fingerprint:
             products=_products(model, device),
             attention=" ".join(map(str, prefill.sparsity.values())),
             adapters=model.adapters,
+            wire_bits=prefill.wire_bits,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),
             name=model.name,
             versions=library_versions(),
@@ -184,7 +187,7 @@ class Fingerprint:
         values += [self.overrides] if self.overrides else []
         values += [
             f"{name} {getattr(self, name)}"
-            for name in ("kernels", "fuse", "products", "attention", "adapters")
+            for name in ("kernels", "fuse", "products", "attention", "adapters", "wire_bits")
             if name in self.added
         ]
         return "|".join(str(value) for value in values)
@@ -205,6 +208,7 @@ class Fingerprint:
             ("kernels", "attention by kernels of "),
             ("fuse", "model.fuse="),
             ("products", "products by "),
+            ("wire_bits", "prefill.wire_bits="),
         ):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -263,7 +267,7 @@ class Fingerprint:
 COMPARED = ("dtype", "device", "threads", "backend", "transfer", "layers_in_flight")
 """Fields that must be equal, besides the model's shape, the link and the speeds."""
 
-ADDED = ("tensor", "overrides", "kernels", "fuse", "products", "attention", "adapters")
+ADDED = ("tensor", "overrides", "kernels", "fuse", "products", "attention", "adapters", "wire_bits")
 """Fields that must be equal, too, and are left out of keys and files at their defaults: those of before stay valid."""
 
 OPTIONS = {
@@ -274,6 +278,7 @@ OPTIONS = {
     "layers_in_flight": "prefill.layers_in_flight",
     "tensor": "ranks.tensor",
     "fuse": "model.fuse",
+    "wire_bits": "prefill.wire_bits",
 }
 """Fields that options set, with these."""
 

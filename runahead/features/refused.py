@@ -127,6 +127,11 @@ REFUSED = (
         "{0} leaves each rank some of the layers, and the draft of {1} is computed by ranks with all of them",
         CHAIN,
     ),
+    Refused(
+        ("prefill=pipeline", "prefill.wire_bits"),
+        "{1} is for the keys and values of a chain, and with {0} these stay where they are computed",
+        CHAIN,
+    ),
     Refused(("prefill=pipeline", "shared KV layers"), OTHERS_KV, CHAIN),
     Refused(("prefill=pipeline", "marks"), MARKED, CHAIN),
     Refused(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.attention.states import StateShape
+from runahead.cache.quantised.wire import sent_shape
 from runahead.cache.slabs import KVShape
 from runahead.model.held import Held, Place
 from runahead.model.layer_kinds import decoder_config, unsupported_calls
@@ -116,10 +117,13 @@ class ModelLayers(ABC):
         """Numbers in the model of the layers that store keys and values."""
         return range(self.num_layers) if self.held is None else list(self.held.kv_of)[: self.num_layers]
 
-    @property
-    def layer_kv_bytes(self) -> int:
-        """Bytes of a token's keys and values in the first layer that stores any; 0 if none does."""
-        return next((shape.bytes_per_token() for shape in self.kv_shapes), 0)
+    def layer_sent_bytes(self, wire_bits: int | None) -> int:
+        """Bytes of a token's keys and values in the first layer that stores any, as they are sent; 0 if none does.
+
+        Args:
+            wire_bits: as `prefill.wire_bits`.
+        """
+        return next((sent_shape(shape, wire_bits).bytes_per_token() for shape in self.kv_shapes), 0)
 
     @property
     def last_attention(self) -> tuple[int, Literal["attended"]]:

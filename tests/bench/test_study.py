@@ -34,12 +34,14 @@ STUDIES = (
     "hybrid.__main__",
     "offloading",
     "peers.__main__",
+    "pipeline",
     "quality.__main__",
     "refused_texts",
     "reused_prefix",
     "serving",
     "speculative_prefill.__main__",
     "start",
+    "wire_bits",
 )
 
 

@@ -39,6 +39,13 @@ def test_an_uneven_chain_sends_its_inner_boundaries(model: Model) -> None:
     assert formula_bytes(Traffic.chain, partition, model) == (50 + 80) * PER_TOKEN
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_chain_in_few_bits_sends_codes_and_scales(bits: int, model: Model) -> None:
+    partition = ContextPartition(boundaries=(0, 50, 80, 100))
+    per_token = LAYERS * KV_HEADS * 2 * (HEAD_DIM * bits // 8 + 2)
+    assert formula_bytes(Traffic.chain, partition, model, wire_bits=bits) == (50 + 80) * per_token
+
+
 def test_ranks_without_a_chunk_are_sent_nothing(model: Model) -> None:
     assert formula_bytes(Traffic.chain, ContextPartition(boundaries=(0, 0, 100)), model) == 0
 

@@ -47,13 +47,21 @@ def test_weights_and_keys_and_values_of_a_share(
 
 
 @pytest.mark.parametrize("boundaries", [(0, 30, 50), (0, 1, 50), (0, 0, 50)])
-def test_keys_and_values_of_stages(rank_pools: RankPools, tmp_path: Path, boundaries: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("wire_bits", [None, 8, 4])
+def test_keys_and_values_of_stages(
+    rank_pools: RankPools, tmp_path: Path, boundaries: tuple[int, ...], wire_bits: int | None
+) -> None:
     size = size_of("llama", tmp_path)
-    prompts, options = [prompt(50), prompt(50, seed=1)], PrefillOptions(layers_in_flight=2)
+    prompts, options = [prompt(50), prompt(50, seed=1)], PrefillOptions(layers_in_flight=2, wire_bits=wire_bits)
     outcomes = rank_pools.run(2, tasks.prefill, "llama", prompts, boundaries, options, NEW_TOKENS)
-    work = Workload(tokens=50, batch=2, new_tokens=NEW_TOKENS, layers_in_flight=2)
+    work = Workload(tokens=50, batch=2, new_tokens=NEW_TOKENS, layers_in_flight=2, wire_bits=wire_bits)
     expected = kv_bytes(size, work, 1, ContextPartition(boundaries=boundaries), sharded=False)
     assert [outcome.kv_peak_bytes for outcome in outcomes] == expected
+    # And so is what the simulation, the search and the planner take for the bytes of a link.
+    sent = size.sent_bytes_per_token(1, wire_bits)
+    assert tasks.tiny_model("llama").layer_sent_bytes(wire_bits) == sent
+    num_layers = size.num_attending if boundaries[1] else 0
+    assert outcomes[0].kv_sent_bytes == num_layers * boundaries[1] * 2 * sent
 
 
 @pytest.mark.slow

@@ -37,10 +37,16 @@ def sent_shape(shape: KVShape, bits: int | None) -> KVShape:
     """
     if bits is None:
         return shape
-    dims = [dim for dim in (shape.key_dim, shape.value_dim) if dim]
-    width = sum(SCALE_BYTES + packed_bytes(dim, bits) for dim in dims)
-    even = -(-width // SCALE_BYTES) * SCALE_BYTES  # scales are read where they lie
-    return KVShape(num_kv_heads=shape.num_kv_heads, key_dim=even, value_dim=0, dtype=torch.uint8, readers=shape.readers)
+    width = record_bytes(shape.key_dim, shape.value_dim, bits)
+    return KVShape(
+        num_kv_heads=shape.num_kv_heads, key_dim=width, value_dim=0, dtype=torch.uint8, readers=shape.readers
+    )
+
+
+def record_bytes(key_dim: int, value_dim: int, bits: int) -> int:
+    """Bytes of a token's record of one head."""
+    width = sum(SCALE_BYTES + packed_bytes(dim, bits) for dim in (key_dim, value_dim) if dim)
+    return -(-width // SCALE_BYTES) * SCALE_BYTES  # scales are read where they lie
 
 
 def encode(kv_SBKX: Tensor, key_dim: int, bits: int, records_SBKW: Tensor) -> None:
