@@ -267,9 +267,11 @@ class Engine:
                     with self.ranks.busy():
                         recording = profiled.enter_context(self.model.ranges.recording(self.ranks.device))
                 self.ranks.barrier("all ranks to hold the prompt")
-                began_s = time.perf_counter() if chosen is None else chosen.began_s
+                began_s = time.perf_counter() if chosen is None else chosen.span.start_s
                 with self.ranks.lending(computing if self._lends else []):
                     prefilled = self.prefills.run(ready)
+                if chosen is not None and plan.record:
+                    prefilled.spans.insert(0, chosen.span)
                 self.prefills.store_prompts(ready, prefilled)
                 # Under policies the cache has what is reused, too, as one text with what was computed.
                 batch = PromptBatch.from_prompts(ready.ids, self.ranks.device) if self.policies else ready.job.batch

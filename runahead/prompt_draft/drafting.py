@@ -20,6 +20,7 @@ from runahead.prompt_draft.looking_ahead import scores
 from runahead.ranks.ranks import Ranks
 from runahead.report import SpeculativeReport
 from runahead.thinning.rank_policies import RankPolicies
+from runahead.timeline.trace import TraceSpan
 
 LAYERS_SHARE = 6
 """One in so many of a model's layers drafts, if no number is given."""
@@ -32,13 +33,12 @@ class Chosen:
     Attributes:
         prompts: these tokens at their positions, which have gaps.
         report: of the draft.
-        began_s, ended_s: `time.perf_counter` of this rank when the draft began and ended.
+        span: of the draft in the timeline of this rank, in seconds of `time.perf_counter`.
     """
 
     prompts: list[ReusingPrompt]
     report: SpeculativeReport
-    began_s: float
-    ended_s: float
+    span: TraceSpan
 
 
 class PromptDraft:
@@ -98,8 +98,7 @@ class PromptDraft:
             report=SpeculativeReport(
                 draft=self.model.name, kept_tokens=[len(places) for places in kept], draft_s=ended_s - began_s
             ),
-            began_s=began_s,
-            ended_s=ended_s,
+            span=TraceSpan(kind="compute", layer=None, start_s=began_s, end_s=ended_s, detail="draft of the prompt"),
         )
 
     def _kept(self, prompts: Sequence[list[int]]) -> list[list[int]]:

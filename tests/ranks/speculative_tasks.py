@@ -26,6 +26,7 @@ def generate(
     decode: DecodeName = DecodeName.last,
     policies: RankPolicies | None = None,
     draft: str | None = None,
+    records: bool = False,
 ) -> tuple[GenerationBatch, list[list[int]]]:
     """Result of `Engine.generate`, and the positions that were computed; chunks are in these ratios, draft's, too."""
 
@@ -49,7 +50,7 @@ def generate(
         if engine._prompt_draft is not None:
             found = engine._prompt_draft.chosen
             engine._prompt_draft.chosen = lambda prompts: _noted(found(prompts), kept)  # type: ignore[method-assign]
-        return engine.generate(prompts, options), kept
+        return engine.generate(prompts, options, record_timeline=records), kept
 
 
 def _noted(chosen: Any, kept: list[list[int]]) -> Any:

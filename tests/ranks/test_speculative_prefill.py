@@ -193,6 +193,25 @@ def test_a_smaller_model_chooses(rank_pools: RankPools) -> None:
     assert batch.generations[0].new_token_ids == tokens
 
 
+def test_a_timeline_begins_with_the_draft(rank_pools: RankPools) -> None:
+    done = rank_pools.run(2, _generate, [PROMPT], ANSWER, {"records": True}, (0.6, 0.4))
+    for batch, _ in done:
+        for spans in batch.spans:
+            draft, *others = spans
+            assert draft.detail == "draft of the prompt" and draft.end_s <= min(each.start_s for each in others)
+        assert batch.speculative is not None and 0 < batch.speculative.draft_s < batch.ttft_s
+
+
+def test_codes_on_the_wire_go_with_it(rank_pools: RankPools) -> None:
+    """In 8 bits the draft chooses the same here, and logits are off by rounding."""
+    options = replace(OPTIONS, wire_bits=8)
+    (batch, chosen), *_ = rank_pools.run(2, _generate, [PROMPT], ANSWER, {"prefill": options}, (0.6, 0.4))
+    kept, logits, _ = reference()
+    assert chosen == [kept]
+    off = largest_difference([each for _, each in batch.generations[0].first_token_logits_top5], top(logits))
+    assert TOLERANCE < off < 0.1
+
+
 def test_all_tokens_are_kept_without_a_draft(rank_pools: RankPools) -> None:
     options = replace(OPTIONS, speculative_share=1.0)
     (batch, [places]), *_ = rank_pools.run(
