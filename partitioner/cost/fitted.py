@@ -119,6 +119,8 @@ class FittedCost:
     ) -> Self:
         """Cost of a decoder with a gated MLP, by counting its floating-point operations.
 
+        After the last layer's keys and values comes the last token alone. Its attention is counted for all queries.
+
         Args:
             kv_dim: KV heads times their dim; equal to `model_dim` without grouped queries.
             matmul_flops, attention_flops: floating-point operations per second that the device sustains; a
@@ -138,7 +140,7 @@ class FittedCost:
             between_s=(step_s, rest + qkv),
             own_s=(step_s, 0.0, pair / 2),
             prefix_s=(step_s, 0.0, 0.0, pair),
-            last_s=(step_s + logits, rest),
+            last_s=(step_s + logits + rest, 0.0),
         )
 
 

@@ -124,14 +124,19 @@ def counted_cost(size: ModelSize, device: PlannedDevice, num_shares: int = 1, ba
     state_s = STATE_FLOPS * batch * size.state_numbers / device.attention_flops
     # A weight is read in item_bytes / memory_Bps and multiplied with a token in 2 / matmul_flops.
     read_tokens = device.matmul_flops * size.item_bytes / (2 * device.memory_Bps) / batch
+    weight_tokens = read_tokens * size.read_per_active(num_shares)
+    rest_s = cost.between_s[1] - cost.first_s[1]  # of a layer after its keys and values, for a token
+    last_s = (cost.last_s[0] + (fewer * max(1.0, weight_tokens) - 1) * rest_s, 0.0)
+    if len(size.places) - 1 in size.places.states:  # which need all tokens
+        last_s = (cost.last_s[0] - rest_s, fewer * rest_s)
     return replace(
         cost,
         first_s=(cost.first_s[0], fewer * cost.first_s[1]),
         between_s=(cost.between_s[0], fewer * cost.between_s[1]),
-        last_s=(cost.last_s[0], fewer * cost.last_s[1]),
+        last_s=last_s,
         own_s=(*cost.own_s[:2], narrower * cost.own_s[2]),
         prefix_s=(*cost.prefix_s[:3], narrower * cost.prefix_s[3]),
         states=size.places.states,
         state_s=(device.step_s if state_s else 0.0, state_s),
-        weight_tokens=read_tokens * size.read_per_active(num_shares),
+        weight_tokens=weight_tokens,
     )

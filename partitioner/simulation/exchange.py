@@ -8,6 +8,7 @@ has a wire of its own, one after the other through a shared port. The compute co
 
 from __future__ import annotations
 
+from partitioner.cost.compute import ComputeCost
 from partitioner.simulation.chain import Simulated
 from partitioner.simulation.cluster import Cluster
 from runahead.config import Attention, Transfer
@@ -37,8 +38,8 @@ def simulate_tsp(
     ready_s = [compute.first(c) / cluster.speed[rank] for rank in range(num_ranks)]
     for layer in range(compute.num_places):
         in_step_s = max(ready_s) + gather_s
-        follows = compute.last if layer == compute.num_places - 1 else compute.between
-        ready_s = [in_step_s + (attention_s[rank] + follows(c)) / cluster.speed[rank] for rank in range(num_ranks)]
+        follows_s = _last_s(compute, c) if layer == compute.num_places - 1 else compute.between(c)
+        ready_s = [in_step_s + (attention_s[rank] + follows_s) / cluster.speed[rank] for rank in range(num_ranks)]
     return _simulated(ready_s, -1, c, attention_s, cluster)
 
 
@@ -71,15 +72,20 @@ def simulate_zigzag(num_tokens: int, num_ranks: int, cluster: Cluster, *, ring: 
     ready_s = [compute.first(2 * a) / cluster.speed[rank] for rank in range(p)]
     for layer in range(compute.num_places):
         began_s = max(ready_s)
-        follows = compute.last if layer == compute.num_places - 1 else compute.between
+        follows_s = _last_s(compute, 2 * a) if layer == compute.num_places - 1 else compute.between(2 * a)
         for rank in range(p):
             speed = cluster.speed[rank]
             now_s = ready_s[rank] + local_s / speed
             for arrival_s, attends_s in zip(arrivals_s, steps_s[rank], strict=True):
                 now_s = max(now_s, began_s + arrival_s) + attends_s / speed
-            ready_s[rank] = now_s + follows(2 * a) / speed
+            ready_s[rank] = now_s + follows_s / speed
     attention_s = [local_s + sum(each) for each in steps_s]
     return _simulated(ready_s, 0, 2 * a, attention_s, cluster)
+
+
+def _last_s(compute: ComputeCost, chunk: float) -> float:
+    """Seconds after the last layer's attention, which ranks that exchange keys and values compute for all tokens."""
+    return max(0.0, compute.between(chunk) - compute.first(chunk)) + compute.last(chunk)
 
 
 def _arrivals_s(chunk: float, num_ranks: int, cluster: Cluster) -> list[float]:
@@ -102,7 +108,7 @@ def _arrivals_s(chunk: float, num_ranks: int, cluster: Cluster) -> list[float]:
 def _simulated(ends_s: list[float], last: int, chunk: float, attention_s: list[float], cluster: Cluster) -> Simulated:
     """Make the result: TTFT is when the rank `last`, with the prompt's last token, ends; others may end later."""
     compute, num_ranks = cluster.compute, len(attention_s)
-    rest_s = compute.first(chunk) + (compute.num_places - 1) * compute.between(chunk) + compute.last(chunk)
+    rest_s = compute.first(chunk) + (compute.num_places - 1) * compute.between(chunk) + _last_s(compute, chunk)
     compute_s = [
         (rest_s + compute.num_places * each_s) / speed
         for each_s, speed in zip(attention_s, cluster.speed, strict=False)

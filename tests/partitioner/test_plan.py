@@ -416,8 +416,14 @@ def test_one_share_costs_what_a_device_does_to_the_digit() -> None:
         step_s=20e-6,
     )
     counted = one.compute(size, 1)
-    for name in ("first_s", "between_s", "own_s", "prefix_s", "last_s"):
+    for name in ("first_s", "between_s", "own_s", "prefix_s"):
         assert getattr(counted, name) == getattr(plain, name), name
+    # For the last token alone the weights behind the last keys and values are read, from memory of 2.5 TB/s.
+    behind = 4096**2 + 3 * 4096 * 14336
+    logits_s = 2 * 4096 * 128256 / 600e12
+    for c in (1, 100_000):
+        assert plain.last(c) == pytest.approx(20e-6 + logits_s + 2 * behind / 600e12)
+        assert counted.last(c) == pytest.approx(20e-6 + logits_s + 2 * behind / 2.5e12)
     # A plan of one share is the search of today: the same cluster, the same split, the same TTFT.
     plan = make_plan(size, one, Workload(tokens=8192, tensor=1))
     cluster = Cluster(
