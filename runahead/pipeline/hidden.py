@@ -72,6 +72,9 @@ class Passage:
     Args:
         width, dtype: of hidden states.
         record: note when each message was sent.
+
+    Attributes:
+        cache: memory of the chunks, each a layer.
     """
 
     def __init__(
@@ -97,8 +100,8 @@ class Passage:
                 device=ranks.device,
                 allocate=carrier.allocator(ranks, self._schedule),
             )
-            self._cache = KVCache(slabs)
-            self.transfer: KVTransfer = carrier(self._schedule, self._cache, ranks, clock, DEPTH, record=record)
+            self.cache = KVCache(slabs)
+            self.transfer: KVTransfer = carrier(self._schedule, self.cache, ranks, clock, DEPTH, record=record)
         self._chunks, self._number, self._clock = chunks, 0, clock
 
     @property
@@ -134,7 +137,7 @@ class Passage:
         log, seconds = self.transfer.log, self._clock.seconds
         report.kv_sent_bytes, report.kv_received_bytes = log.sent_bytes, log.received_bytes
         report.wait_s = sum(seconds(end) - seconds(begin) for _, begin, end in log.waits)
-        report.kv_peak_bytes += self._cache.num_bytes
+        report.kv_peak_bytes += self.cache.num_bytes
 
     def spans(self) -> list[TraceSpan]:
         """What a timeline shows of it."""
@@ -151,7 +154,7 @@ class Passage:
     def _part(self, number: int) -> Tensor:
         """Memory (C, B, D) of a chunk."""
         chunk = self._chunks[number]
-        return self._cache.tokens(number, chunk.start, chunk.stop)[:, :, 0]
+        return self.cache.tokens(number, chunk.start, chunk.stop)[:, :, 0]
 
     def _close(self) -> None:
         self.transfer.close(self._number)

@@ -24,6 +24,7 @@ from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.kv_transfer.nccl_exchange import NcclExchange
 from runahead.kv_transfer.schedule import stored_slots
 from runahead.model.model import Model
+from runahead.pipeline.hidden import Passage
 from runahead.prefill import Prefill, PrefillJob, PromptBatch
 from runahead.prefill.zigzag import Zigzag
 from runahead.ranks.mapped.memory import ALIGNMENT
@@ -294,6 +295,26 @@ def exchange(
         made = carrier(schedule, cache, ranks, Marks(ranks), 2, record=True)
         walk(ranks, made, runs[ranks.stage], in_steps=way is Exchange.ring)
         after(ranks, made)
+
+    return body
+
+
+def pipeline(size: int, *, num_chunks: int = 5) -> Callable[[VirtualRanks], None]:
+    """Part of a rank of a pipeline, each stage of which adds 1 to the hidden states of a chunk."""
+    chunks = [range(CHUNK * at, CHUNK * (at + 1)) for at in range(num_chunks)]
+
+    def body(ranks: VirtualRanks) -> None:
+        connect_stages(ranks, 1)
+        ranks.nccl_links([(stage, stage + 1) for stage in range(size - 1)])
+        passage = Passage(ranks, chunks, batch=1, width=2, dtype=torch.float32, clock=Marks(ranks))
+        for slab in slots_of(passage.cache.slabs):
+            ranks.accelerator.watch(slab, 2 * torch.float32.itemsize)
+        for number in range(num_chunks):
+            own_1CD = torch.full((1, CHUNK, 2), 10.0 * number, device=ranks.device)
+            given_1CD = passage.receive(own_1CD)
+            if ranks.stage < size - 1:
+                passage.send(given_1CD + 1)
+        passage.finish()
 
     return body
 

@@ -11,7 +11,7 @@ import torch
 from runahead.config import Exchange, Transfer
 from runahead.ranks.accelerator import DIRECT_CTAS, OTHER_STREAMS, RELAY_CTAS, link_ctas
 from tests.virtual.device import Deadlock, Job, VirtualRanks, at_random, transfers_early, transfers_late
-from tests.virtual.jobs import chain, decoding, exchange
+from tests.virtual.jobs import chain, decoding, exchange, pipeline
 from tests.virtual.machine import Budget, Half, Operation
 from tests.virtual.orders import stuck_after, stuck_in_any_order
 
@@ -30,6 +30,7 @@ BODIES: dict[str, Callable[[int], Callable[[VirtualRanks], None]]] = {
     "ring": lambda size: exchange(size, Exchange.ring),
     "all_gather": lambda size: exchange(size, Exchange.all_gather),
     "sharded decoding": decoding,
+    "pipeline": pipeline,
 }
 
 
