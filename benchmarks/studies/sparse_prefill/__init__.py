@@ -1,0 +1,1 @@
+"""Sparse prefill beside the exact one: TTFT in a chain, density, and what it loses."""
