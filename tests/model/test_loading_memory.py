@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +205,25 @@ def test_free_gpu_memory_includes_what_torch_holds_unused() -> None:
     assert memory.free_device_bytes(device) <= before - 2**28
     del block
     assert memory.free_device_bytes(device) >= before - 2**26  # the context and small blocks
+
+
+def test_garbage_that_a_load_made_is_freed_and_what_was_there_before_not_looked_through() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.own = self
+
+    had_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the tests' own imports
+    try:
+        gc.collect()
+        earlier = weakref.ref(Ring())
+        with memory.giving_back():
+            assert gc.get_freeze_count() > 100_000
+            made = weakref.ref(Ring())
+        assert made() is None and earlier() is not None
+        assert gc.get_freeze_count() == 0
+        gc.collect()
+        assert earlier() is None
+    finally:
+        if had_frozen:
+            gc.freeze()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import stored_forms
 from runahead.model.loading.checkpoint import Checkpoint
-from runahead.model.loading.memory import give_back
+from runahead.model.loading.memory import giving_back
 from runahead.model.loading.overrides import overridden
 from runahead.model.loading.quiet import one_line, quiet
 from runahead.model.loading.sharing import names_in_model, share_class
@@ -84,11 +85,10 @@ def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTraine
         arguments = _of_parts(parts, arguments["config"]) | {"key_mapping": stored_forms.names_in_decoder(parts)}
     else:
         arguments["key_mapping"] = stored_forms.names_in_decoder(checkpoints.stored_tensors(checkpoint))
-    module = _from_pretrained(model_class or AutoModelForCausalLM, make, arguments, bars=bars)
+    with giving_back() if checkpoint.gguf or checkpoint.form is not None else nullcontext():
+        module = _from_pretrained(model_class or AutoModelForCausalLM, make, arguments, bars=bars)
     if checkpoint.form is not None:
         _read_generation_config(module, checkpoint)
-    if checkpoint.gguf or checkpoint.form is not None:
-        give_back()
     return module
 
 

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,6 +143,24 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def giving_back() -> Iterator[None]:
+    """Context manager that calls `give_back` at its end, for what was made within it.
+
+    Python does not look through what was there before: a million objects of torch and transformers, 0.2 s each time. A
+    program has had them left out for good (`launch/program/ahead.py`).
+    """
+    is_whole = gc.isenabled() and not gc.get_freeze_count()
+    if is_whole:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        give_back()
+        if is_whole:
+            gc.unfreeze()
 
 
 def cgroup_limits(
