@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -299,22 +300,29 @@ def exchange(
     return body
 
 
-def pipeline(size: int, *, num_chunks: int = 5) -> Callable[[VirtualRanks], None]:
-    """Part of a rank of a pipeline, each stage of which adds 1 to the hidden states of a chunk."""
+def pipeline(
+    size: int, *, num_chunks: int = 5, seen: list[torch.Tensor] | None = None
+) -> Callable[[VirtualRanks], None]:
+    """Part of a rank of a pipeline, each stage of which adds 1 to the hidden states of a chunk.
+
+    Args:
+        seen: gets what the last stage receives; None where only the order of operations matters.
+    """
     chunks = [range(CHUNK * at, CHUNK * (at + 1)) for at in range(num_chunks)]
 
     def body(ranks: VirtualRanks) -> None:
         connect_stages(ranks, 1)
         ranks.nccl_links([(stage, stage + 1) for stage in range(size - 1)])
-        passage = Passage(ranks, chunks, batch=1, width=2, dtype=torch.float32, clock=Marks(ranks))
-        for slab in slots_of(passage.cache.slabs):
-            ranks.accelerator.watch(slab, 2 * torch.float32.itemsize)
-        for number in range(num_chunks):
-            own_1CD = torch.full((1, CHUNK, 2), 10.0 * number, device=ranks.device)
-            given_1CD = passage.receive(own_1CD)
-            if ranks.stage < size - 1:
-                passage.send(given_1CD + 1)
-        passage.finish()
+        with Deferred(ranks.accelerator, row_bytes=2 * torch.float32.itemsize) if seen is not None else nullcontext():
+            passage = Passage(ranks, chunks, batch=1, width=2, dtype=torch.float32, clock=Marks(ranks))
+            for number in range(num_chunks):
+                own_1CD = torch.full((1, CHUNK, 2), 10.0 * number, device=ranks.device)
+                given_1CD = passage.receive(own_1CD)
+                if ranks.stage < size - 1:
+                    passage.send(given_1CD + 1)
+                elif seen is not None:
+                    seen.append(given_1CD)
+            passage.finish()
 
     return body
 

@@ -17,8 +17,8 @@ from runahead.prefill.chain_run import ChainRun
 from runahead.prefill.kv_runahead import KVRunahead
 from runahead.prefill.tsp import TSP
 from runahead.prefill.zigzag import Zigzag
-from tests.virtual.device import Choose, Race, at_random, transfers_early, transfers_late
-from tests.virtual.jobs import prefill
+from tests.virtual.device import Choose, Job, Race, at_random, transfers_early, transfers_late
+from tests.virtual.jobs import pipeline, prefill
 
 NUM_TOKENS = 16
 ORDERS = {"early": transfers_early, "late": transfers_late, "random": at_random(7)}
@@ -91,3 +91,17 @@ def test_a_prefix_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch
     assert not torch.allclose(logits, alone()[0])
     with pytest.raises(Race):
         prefill(*CASES["relay"])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_hidden_states_do_not_depend_on_when_messages_arrive(order: str) -> None:
+    """A stage sends from the memory in which it has received."""
+    seen: list[torch.Tensor] = []
+    Job(3, choose=ORDERS[order]).run(pipeline(3, num_chunks=7, seen=seen))
+    assert [x_1CD.unique().tolist() for x_1CD in seen] == [[10.0 * number + 2] for number in range(7)]
+
+
+def test_hidden_states_that_are_not_waited_for_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runahead.kv_transfer.nccl.NcclTransfer.await_prefix", lambda self, layer: None)
+    with pytest.raises(Race):
+        Job(3, choose=transfers_late).run(pipeline(3, num_chunks=7, seen=[]))
