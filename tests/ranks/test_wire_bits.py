@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from itertools import pairwise, product
+from math import inf
 
 import pytest
 import torch
@@ -11,15 +12,17 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runahead import PrefillOptions
+from runahead import GenerationOptions, PrefillOptions, even
 from runahead.cache.attention import CausalAttention
+from runahead.cache.kv_cache import KVCache
 from runahead.config import Carrier, Transfer
 from runahead.prefill import PromptBatch
 from tests.cache.sent_numbers import sent
 from tests.conftest import RankPools
 from tests.families import FAMILIES, HYBRIDS, SHARING, WINDOW, largest_difference, prompt, throughout
 from tests.partitions import boundaries
-from tests.ranks import tasks, wire_tasks
+from tests.ranks import prefix_tasks, tasks, wire_tasks
+from tests.ranks.prefix_tasks import Split
 from tests.ranks.tasks import tiny_model
 from tests.ranks.test_exactness import PROMPT_TOKENS, TOLERANCE, WAYS
 
@@ -41,11 +44,55 @@ def rounded_logits(
             logits_BV = model.forward(
                 batch.ids_BS[:, start:end], attention, start=start, pads=batch.pads, length=batch.num_tokens
             )
-            for slab in cache.slabs.by_layer if bits is not None else ():
-                kv_SBKX = slab.tokens(start, end)
-                parts = kv_SBKX.split([slab.key_dim, slab.value_dim], dim=3)
-                kv_SBKX.copy_(torch.cat([sent(part, bits, **mistake) for part in parts], dim=3))
+            if bits is not None:
+                round_tokens(cache, start, end, bits, **mistake)
     return logits_BV
+
+
+def round_tokens(cache: KVCache, start: int, end: int, bits: int, **mistake: bool) -> None:
+    """Replace keys and values of tokens by what arrives of them."""
+    for slab in cache.slabs.by_layer:
+        kv_SBKX = slab.tokens(start, end)
+        parts = kv_SBKX.split([slab.key_dim, slab.value_dim], dim=3)
+        kv_SBKX.copy_(torch.cat([sent(part, bits, **mistake) for part in parts], dim=3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_stored_prefix_is_sent_in_few_bits_too(
+    rank_pools: RankPools, way: tuple[Transfer, Carrier], bits: int
+) -> None:
+    """The last rank reads what it has stored as it is; the first rank reads what arrives of it."""
+    text, rest = prompt(43), prompt(33, seed=1)
+    options = PrefillOptions(transfer=way[0], carrier=way[1], layers_in_flight=2, wire_bits=bits)
+    once = GenerationOptions(max_new_tokens=1, ignore_eos=True)
+    turns = rank_pools.run(
+        2, prefix_tasks.generate_in_turn, "llama", [[text], [text + rest]], once, Split(), options, inf
+    )[-1]
+    assert turns.ours[1].ranks[-1].reuse.cached_tokens == len(text)
+
+    model, (_, middle, end) = tiny_model("llama"), even(len(rest), 2).boundaries
+    ids_1S = torch.tensor([text + rest])
+
+    def forward(cache: KVCache, start: int, stop: int) -> Tensor:
+        attention = CausalAttention(cache, start=start, pads=[0])
+        return model.forward(ids_1S[:, start:stop], attention, start=start, pads=[0])
+
+    with throughout(model.dtype):
+        last = model.empty_cache(ids_1S.shape[1])
+        (_, begin, stored) = even(len(text), 2).boundaries
+        forward(last, 0, begin)
+        round_tokens(last, 0, begin, bits)
+        forward(last, begin, stored)
+        first = last.fork()
+        round_tokens(first, 0, stored, bits)
+        forward(first, stored, stored + middle)
+        round_tokens(first, stored, stored + middle, bits)
+        for mine, theirs in zip(last.slabs.by_layer, first.slabs.by_layer, strict=True):
+            mine.tokens(stored, stored + middle).copy_(theirs.tokens(stored, stored + middle))
+        expected, _ = forward(last, stored + middle, stored + end)[0].topk(5)
+    ours = [logit for _, logit in turns.ours[1].generations[0].first_token_logits_top5]
+    assert largest_difference(ours, expected) < TOLERANCE
 
 
 def chain_logits(
