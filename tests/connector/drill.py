@@ -46,7 +46,7 @@ from tests.connector.tiny_models import save
 LINES = machine.RESULTS / "connector_drill.jsonl"
 FAMILY = "gemma3"
 """Its layers are of both kinds: with windows, and without."""
-FEW = {"num_gpu_blocks_override": 70, "max_model_len": 640}
+FEW = {"num_gpu_blocks_override": 62, "max_model_len": 576}
 """Room of vLLM for two or three prompts with their answers, of four."""
 NEW, LONGEST, PROMPTS = 60, 500, 12
 KILLED = 0.08
