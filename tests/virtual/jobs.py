@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from policies.base import Policy
 from runahead.cache.base import LayerStore
 from runahead.cache.kept import KeptLayer
 from runahead.cache.kv_cache import KVCache, SlabLayer
+from runahead.cache.quantised.wire import sent_shape
 from runahead.cache.slabs import KVShape, Slabs
 from runahead.config import Exchange, PrefillOptions, Transfer
 from runahead.context import ContextPartition
@@ -112,7 +114,8 @@ def prefill(
         model, thinning = tiny_llama(ranks.rank, num_layers), RankPolicies.everywhere(policies)
         thinning.check(model)  # as `Engine` does before the first prompt
         before = ranks.accelerator.num_kernels
-        row_bytes = model.kv_shapes[0].bytes_per_token(rows) if watched else None
+        as_sent = sent_shape(model.kv_shapes[0], options.wire_bits)  # slabs of both kinds consist of such rows
+        row_bytes = gcd(model.kv_shapes[0].bytes_per_token(rows), as_sent.bytes_per_token(rows)) if watched else None
         with Deferred(ranks.accelerator, row_bytes=row_bytes) as device:
             prefilled = strategy.run(
                 PrefillJob(

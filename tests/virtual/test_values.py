@@ -9,7 +9,7 @@ import torch
 
 from policies.snapkv import SnapKV
 from runahead.cache.attention import LayerCall
-from runahead.config import Exchange, PrefillOptions, Transfer
+from runahead.config import Carrier, Exchange, PrefillOptions, Transfer
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.prefill import Prefill
 from runahead.prefill.chain_policies import ChainPolicies
@@ -45,6 +45,29 @@ def test_values_do_not_depend_on_when_messages_arrive(case: str) -> None:
         assert all(torch.equal(mine, first) for mine, first in zip(result, results[0], strict=True))
         # Float64: parts of attention are merged, so the last bits may differ from one call's.
         assert all(torch.allclose(mine, one, rtol=0, atol=1e-12) for mine, one in zip(result, alone(), strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("transfer", list(Transfer))
+def test_records_are_written_before_they_leave_and_read_once_they_are_there(transfer: Transfer, bits: int) -> None:
+    """Over NCCL and by copies, and never in a slab that is still in use: the values are the same."""
+    found = [
+        prefill(
+            KVRunahead(),
+            (0, 7, 11, 16),
+            PrefillOptions(transfer=transfer, carrier=carrier, wire_bits=bits),
+            choose=choose,
+            hosts=(0, 0, 0),
+        ).values
+        for choose in ORDERS.values()
+        for carrier in (Carrier.backend, Carrier.copy)
+    ]
+    for result in found:
+        assert all(
+            torch.allclose(mine, first, rtol=0, atol=1e-12) for mine, first in zip(result, found[0], strict=True)
+        )
+    difference = max((mine - one).abs().max().item() for mine, one in zip(found[0], alone(), strict=True))
+    assert 1e-6 < difference < 1
 
 
 @pytest.mark.parametrize("order", ORDERS)
