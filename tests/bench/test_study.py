@@ -39,6 +39,7 @@ STUDIES = (
     "refused_texts",
     "reused_prefix",
     "serving",
+    "sparse_prefill.__main__",
     "speculative_prefill.__main__",
     "start",
     "wire_bits",
