@@ -149,7 +149,7 @@ STUDY = Study(
     table=TABLE,
     options={
         "tokens": option([4096, 8000], "lengths of the prompts"),
-        "threshold": option([0.9], "shares of the expected attention"),
+        "threshold": option([0.95], "shares of the expected attention"),
         "density": {"type": float, "nargs": "*", "default": [], "help": "shares of the blocks, in place of thresholds"},
         "stride": option(16, "tokens of a cell"),
         "config": option(None, "folder of a config, for random weights"),
