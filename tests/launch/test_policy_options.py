@@ -71,9 +71,9 @@ def test_a_policy_is_a_file_of_its_name() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(KeyError, match="policy=magicpig is not one of full, adakv"):
-        POLICIES["magicpig"]
-    assert "magicpig" not in POLICIES and [1] not in POLICIES
+    with pytest.raises(KeyError, match="policy=starattention is not one of full, adakv"):
+        POLICIES["starattention"]
+    assert "starattention" not in POLICIES and [1] not in POLICIES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,9 +171,9 @@ def test_ranks_may_differ() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy=magicpig"], "policy=magicpig is not one of"),
+        (["policy=starattention"], "policy=starattention is not one of"),
         (["policy=h2o", "policy.window=3"], "h2o has no option window; it has budget"),
-        (["policy.budget=3"], "policy.budget=3 has no effect with policy=full; add policy=chunkkv|"),
+        (["policy.budget=3"], "policy.budget=3 has no effect with policy=full; add policy=cake|"),
         (["policy=snapkv", "policy.budget=0"], "policy.budget=0 must be"),
         (
             ["policy=snapkv", "policy.budget=half"],
@@ -196,10 +196,10 @@ def test_ranks_may_differ() -> None:
             "adakv has no option budget; use policy.scorer='{name:h2o,budget:64}'",
         ),
         (["policy=adakv", "policy.scorer=h2o", "policy.window=64"], "adakv has no option window; it has scorer, alpha"),
-        (["policy=sequence", "policy.budget=64"], "no option budget; use policy.steps='[{name:chunkkv,budget:64}]'"),
-        (["policy=per_rank", "policy.budget=64"], "use policy.ranks.last='{name:chunkkv,budget:64}'"),
+        (["policy=sequence", "policy.budget=64"], "no option budget; use policy.steps='[{name:cake,budget:64}]'"),
+        (["policy=per_rank", "policy.budget=64"], "use policy.ranks.last='{name:cake,budget:64}'"),
         (["policy=file", "policy.budget=64"], "file has no option budget; use policy.options.budget=64"),
-        (["policy=sequence", "policy.steps=[magicpig]"], "policy.steps=magicpig is not one of"),
+        (["policy=sequence", "policy.steps=[starattention]"], "policy.steps=starattention is not one of"),
         (["policy=sequence", "policy.steps=[3]"], "neither a policy's name"),
         (["policy.steps=[h2o]"], "no effect with policy=full; add policy=sequence"),
         (["policy=per_rank"], "needs policy.ranks.last"),

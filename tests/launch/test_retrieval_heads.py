@@ -56,7 +56,7 @@ def test_scores_are_those_of_whole_matrices(family: str, chunk: int) -> None:
     with throughout(torch.float64):
         scores = scores_of(tiny, ids, copies=COPIES, chunk=chunk)
         noting = Noting(tiny.empty_cache(in_all), start=0, pads=[0])
-        tiny.forward(torch.tensor([ids * COPIES]), noting, start=0, pads=[0])
+        tiny.forward(torch.tensor([ids * COPIES]), noting, start=0, pads=[0], all_hidden=True)
     for layer, (attention_Nnn, terms) in enumerate(noting.found):
         expected = {0: torch.zeros(len(attention_Nnn)), 1: torch.zeros(len(attention_Nnn))}
         if terms.rule is None:

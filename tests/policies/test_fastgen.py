@@ -36,7 +36,7 @@ def attention_of(model: Model, ids: list[int]) -> list[Tensor]:
     """Mean attention (N, n) of the last queries in each layer, from whole matrices."""
     with throughout(torch.float64):
         noting = Noting(model.empty_cache(len(ids)), start=0, pads=[0])
-        model.forward(torch.tensor([ids]), noting, start=0, pads=[0])
+        model.forward(torch.tensor([ids]), noting, start=0, pads=[0], all_hidden=True)
     return [attention_Nnn[:, -WINDOW:].mean(dim=1) for attention_Nnn, _ in noting.found]
 
 

@@ -17,7 +17,7 @@ from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.shard import shard_bytes, shards
-from runahead.config import CacheOptions, Carrier, DecodeName, Device, Positions, PrefillName, Transfer
+from runahead.config import CacheOptions, Carrier, DecodeName, Device, Positions, PrefillName, Speculative, Transfer
 from runahead.context import ContextPartition, even
 from runahead.decoding.placement import NOTED, ROUNDS, STEPS, Placement, Timing
 from runahead.features.slower import SLOWER, Way
@@ -331,6 +331,7 @@ def test_what_does_not_go_with_sharded_decoding_is_refused(rank_pools: RankPools
 
 SHORT = GenerationOptions(max_new_tokens=3, ignore_eos=True)
 CHAIN = PrefillOptions()
+DRAFTED = PrefillOptions(speculative=Speculative.layers, speculative_chunk=8, speculative_layers=1)
 REENCODED = RankPolicies.everywhere([StreamingLLM(budget=16)], positions=Positions.reencoded)
 CLUSTERS = RankPolicies.everywhere([ClusterKV(min_tokens=0, cluster=4, sinks=1, recent=4, fetch=8)])
 PLAIN = random_prompt(random.Random(2), random_segments(random.Random(2)))
@@ -341,6 +342,7 @@ ASKED: dict[str, sharded_tasks.Asked] = {
     "a policy that needs the whole prompt": ("llama", CHAIN, RankPolicies(last=[KVzip()]), prompt(40), SHORT),
     "policy.clamped=true": ("llama", CHAIN, RankPolicies.everywhere([InfLLM(recent=16)]), prompt(40), SHORT),
     "cache policies or cache.bits + policy=prompt_cache": ("llama", CHAIN, CLUSTERS, PLAIN, SHORT),
+    "cache policies or cache.bits + prefill.speculative": ("llama", DRAFTED, CLUSTERS, prompt(40), SHORT),
     "policy.recompute": ("llama", CHAIN, None, blended_prompt(1, 0.5), SHORT),
     "marks": ("llama_dms", CHAIN, None, prompt(40), SHORT),
     "states": ("qwen3_next", CHAIN, None, prompt(40), SHORT),

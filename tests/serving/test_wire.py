@@ -14,7 +14,15 @@ import pytest
 from policies.base import GivenPrompt, ReusingPrompt, Segment, SegmentUse
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.scored_tokens import ScoredToken
-from runahead.report import MemoryReport, RankReport, RetrievalReport, ReuseReport, SpeculationReport, TokenLogprobs
+from runahead.report import (
+    MemoryReport,
+    RankReport,
+    RetrievalReport,
+    ReuseReport,
+    SparseReport,
+    SpeculationReport,
+    TokenLogprobs,
+)
 from runahead.reuse.prefix_tree import Dropped, Stored
 from runahead.serving import items
 from runahead.serving.mail.wire import CLASSES, from_bytes, to_bytes
@@ -58,6 +66,7 @@ MESSAGES = [
                 fetched_share=[None, 0.5], hit_mass=[None], evicted=[0], host_bytes=1, chosen_again=[None]
             ),
             reuse=ReuseReport(found_bytes={"host": 3}),
+            attention=SparseReport(density=[None, 0.5], covered=[None, 0.9]),
             speculation=SpeculationReport(drafts="lookup", within=SpeculationReport(drafts="model")),
             memory=MemoryReport(base_bytes=1, weights_bytes=2, load_peak_bytes=3, predicted_load_peak_bytes=4),
         ),

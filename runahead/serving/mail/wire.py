@@ -21,6 +21,7 @@ from runahead.report import (
     RankReport,
     RetrievalReport,
     ReuseReport,
+    SparseReport,
     SpeculationReport,
     TokenLogprobs,
 )
@@ -47,8 +48,8 @@ CLASSES: Mapping[str, type] = {
         *(PrefillItem, Generate, Cancel, Stop, Check, End),
         *(Tokens, Part, Progress, Handed, Stored, Dropped, Alive, Stopping),
         *(GenerationOptions, Speculate, ReusingPrompt, SegmentUse, Segment, TraceSpan),
-        *(RankReport, RetrievalReport, ReuseReport, SpeculationReport, MemoryReport, TokenLogprobs),
-        PromptLogprobs,
+        *(RankReport, RetrievalReport, ReuseReport, SparseReport, SpeculationReport, MemoryReport),
+        *(TokenLogprobs, PromptLogprobs),
     )
 }
 """What messages are made of: dataclasses and enums, by name."""
