@@ -411,6 +411,13 @@ MARKING: dict[str, Family] = {
     "llama_dms": Family(model_type="llama", config=MARKS),
 }
 """Families whose tokens mark others, about half of them, as in DMS checkpoints."""
+JOINS: dict[str, Any] = {"dmc_window_size": 5, "dmc_init_val": 0.0}
+AVERAGING: dict[str, Family] = {
+    "llama_dmc": Family(model_type="llama", config=JOINS),
+    "llama_dmc_any": Family(model_type="llama", config={**JOINS, "dmc_window_size": 0}),
+    "qwen3_dmc": Family(model_type="qwen3", config={"head_dim": 8, **JOINS}),
+}
+"""Families whose tokens join the one before, about half of them, as in DMC checkpoints."""
 
 REFUSED: dict[str, Family] = {
     "bert": Family(model_type="bert"),  # attends to later tokens
@@ -520,7 +527,11 @@ def build(
     float64 makes transformers run its experts one by one, since its grouped kernels know no float64. Rotary frequencies
     are of float32 as transformers has them, unless `throughout` is open.
     """
-    family = name if isinstance(name, Family) else {**FAMILIES, **SHARING, **HYBRIDS, **MARKING, **REFUSED}[name]
+    family = (
+        name
+        if isinstance(name, Family)
+        else {**FAMILIES, **SHARING, **HYBRIDS, **MARKING, **AVERAGING, **REFUSED}[name]
+    )
     settings = {**SHARED, **family.config, **config}
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with torch.random.fork_rng(devices=[]):

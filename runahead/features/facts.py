@@ -29,6 +29,9 @@ or a convolution."""
 WITH_STATES = (*STATES_ALONE, "hybrid", "hybrid_sliding")
 """All layer types that hold a state, the last two beside attention."""
 
+MARKING = ("dms_window_size", "dmc_window_size")
+"""Options of configs of models that mark tokens. With the last one layers hold the mean so far, as a state."""
+
 WITHOUT_CACHE = ("moe", "mlp")
 """Layer types that hold nothing of earlier tokens."""
 
@@ -384,7 +387,8 @@ def _marks(setup: Setup) -> Words:
 def _no_marks(setup: Setup) -> Words:
     """The model's type, if it marks no tokens."""
     config = setup.text_config
-    return None if config is None else _if(getattr(config, "dms_window_size", None) is None, str(config.model_type))
+    marks = any(getattr(config, option, None) is not None for option in MARKING)
+    return None if config is None else _if(not marks, str(config.model_type))
 
 
 def _shared_kv(setup: Setup) -> Words:
@@ -399,6 +403,8 @@ def _states(setup: Setup) -> Words:
     """The layers that hold a state of the text before."""
     config = setup.text_config
     kinds = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind in WITH_STATES})
+    if getattr(config, MARKING[-1], None) is not None:
+        kinds = ["averaging (DMC)"]
     return None if config is None else _if(kinds, f"{' and '.join(kinds)} layers of {setup.model_name}")
 
 

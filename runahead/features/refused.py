@@ -14,7 +14,7 @@ from runahead.features.combination import Combination, that_hold
 from runahead.features.facts import Setup
 
 OTHERS_KV = "{1} read the keys and values of other layers, which {0} does not support"
-MARKED = "{1} marks tokens that it evicts (DMS), which {0} does not support"
+MARKED = "{1} marks tokens that it evicts (DMS, DMC), which {0} does not support"
 REENCODED = "{1}, so its positions cannot be re-encoded"
 CHAIN = "use prefill=kv_runahead or prefill=single"
 ON_ONE_RANK = "{0}: prefill for other engines needs all keys and values on one rank"
@@ -976,7 +976,7 @@ REFUSED = (
     # ranks.tensor and a model
     Refused(
         ("ranks.tensor", "marks"),
-        "{1} marks tokens that it evicts (DMS), and ranks cannot share such a model",
+        "{1} marks tokens that it evicts (DMS, DMC), and ranks cannot share such a model",
         NO_SHARES,
     ),
     Refused(

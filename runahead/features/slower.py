@@ -131,7 +131,7 @@ SLOWER = (
         "{1} counts positions on its own, so those of other lengths have a forward of their own",
     ),
     Slower(("a server", KEEPS), Way.shared_prompt, "{1} choose for each answer"),
-    Slower(("a server", "marks"), Way.shared_prompt, "{1} marks tokens that it evicts (DMS) for each answer"),
+    Slower(("a server", "marks"), Way.shared_prompt, "{1} marks tokens that it evicts (DMS, DMC) for each answer"),
     Slower(
         ("a server", "decode other than last on several stages"),
         Way.shared_prompt,

@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from runahead.attention.base import ALL_ROWS, LayerAttention, Recording
 from runahead.attention.states import StateLayer, States, StateShape
-from runahead.features.facts import WITH_STATES, WITHOUT_CACHE
+from runahead.features.facts import MARKING, WITH_STATES, WITHOUT_CACHE
 from runahead.model.layer_kinds import KINDS
 
 Place: TypeAlias = tuple[Literal["kv", "state"], int]
@@ -55,6 +55,10 @@ class Held:
     def by_config(cls, config: Any) -> Held | None:
         """The layers as transformers' own cache would have them; None if no layer holds a state."""
         kinds = getattr(config, "layer_types", None) or []
+        if getattr(config, MARKING[-1], None) is not None:  # beside attention, and outside of transformers' cache
+            num = config.num_hidden_layers
+            numbers = {layer: layer for layer in range(num)}
+            return cls(kinds=["full_attention"] * num, kv_of=numbers, state_of=numbers, counts=[1] * num)
         if not any(kind in WITH_STATES for kind in kinds):
             return None
         layers = enumerate(DynamicCache(config=config).layers)

@@ -42,6 +42,7 @@ from runahead.model.layers.fusing import apart, is_fused, takes_rounding, unfuse
 from runahead.model.layers.gated import fuse_gated
 from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
 from runahead.model.layers.marks import Marker, Marks
+from runahead.model.layers.means import Means
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.pieces import give_in_blocks, give_in_pieces
@@ -147,9 +148,9 @@ class Model(ModelLayers):
         self.check = "none"
         self._marker: Marker | None = None
         try:
-            self.marks = Marks.from_config(self.config)
+            self.marks = Means.from_config(self.config) or Marks.from_config(self.config)
             if self.marks is not None:
-                self._marker = Marker.on(module, self.marks, self.config)
+                self._marker = self.marks.marker_on(module, self.config)
             fuses = fuse is Fuse.on or (fuse is Fuse.auto and self.device.type == "cpu" and self.dtype is torch.float32)
             if fuses and shares is None and self.marks is None:  # only what is checked
                 with watching(module) as calls:
@@ -292,7 +293,7 @@ class Model(ModelLayers):
         """Why none of the modules is fused."""
         reasons = {
             "ranks that share it": self.shares is not None,
-            "marks of tokens (DMS)": self.marks is not None,
+            "marks of tokens (DMS, DMC)": self.marks is not None,
             f"{self.dtype}": not takes_rounding(self.dtype),
             "model.weights=int8, and it has no norms that can be fused": self.weights is Weights.int8,
         }

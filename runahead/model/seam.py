@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
@@ -23,7 +23,9 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.held import Held, StatesOfForward
 from runahead.model.layer_kinds import decoder_config
-from runahead.model.layers.marks import Marker
+
+if TYPE_CHECKING:
+    from runahead.model.layers.marks import Marker
 
 ATTENTION_NAME = "runahead"
 
@@ -89,6 +91,7 @@ class SeamCache(Cache):
     Attributes:
         width: number of tokens that a layer's modules are given.
         needs_last_alone: nobody needs the output of the layer that runs for other tokens than the last.
+        taken: what the marker has taken out of the layer that runs, for its attention.
     """
 
     def __init__(
@@ -124,17 +127,18 @@ class SeamCache(Cache):
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
         self.block_ends, self.in_place, self.width = block_ends, in_place, num_new
-        self._stores_first = stores_first
+        self._stores_first, self.pads, self.taken = stores_first, pads, dict[str, Tensor]()
         self._last_layer, self.needs_last_alone = last_layer, False
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
+        if self._marker is not None:
+            logits_BKC = self._marker.taken(self, layer)
+            q_BNCH, k_BKCH, terms = self._marker.marked(logits_BKC, q_BNCH, k_BKCH, terms)
         if self.states is not None:
             layer = self._layer  # modules that several layers share do not know it
             self.states.before_attention(layer)
             layer = self.states.held.kv_of[layer]
-        if self._marker is not None:
-            q_BNCH, k_BKCH, terms = self._marker.marked(layer, q_BNCH, k_BKCH, terms)
         source = self._sources.get(layer)
         if source is None:
             self.attention.needs_last_alone = self.needs_last_alone and layer == self._last_layer

@@ -51,6 +51,7 @@ class Run:
         else:
             rotaries = model.rotaries if reencoded else None
             self.kept = KeptCache.empty(model.kv_shapes, batch=len(prompts), device=model.device, rotaries=rotaries)
+            self.kept.states = model.empty_states()
         self.seen = 0
 
     def prefill(self, chunks: Sequence[int] | None = None) -> Tensor:

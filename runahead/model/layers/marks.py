@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from runahead.attention.partial import AttentionTerms
 from runahead.model.layers.hooks import hook_after
+
+if TYPE_CHECKING:
+    from runahead.model.seam import SeamCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,10 @@ class Marks:
         offset = math.inf if is_off else getattr(config, "dms_initial_alpha_offset", 5.0)
         return cls(window=window, scale=float(getattr(config, "dms_alpha_scale", 100.0)), offset=float(offset))
 
+    def marker_on(self, module: nn.Module, config: Any) -> Marker:
+        """Return the marker of a model's modules, which they have once. Raises: ValueError, as `Marker`."""
+        return Marker.on(module, self, config)
+
 
 class Marker:
     """Takes the logits out of the queries of a model.
@@ -71,23 +78,25 @@ class Marker:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         found = [child for child in module.modules() if hasattr(child, "q_proj") and hasattr(child, "layer_idx")]
         if len(found) != config.num_hidden_layers:
-            raise ValueError("marks tokens (DMS) by a dim of its queries, which no layer projects alone")
+            raise ValueError("marks tokens (DMS, DMC) by a dim of its queries, which no layer projects alone")
         for attention in found:
-            last = getattr(attention, "q_norm", None) or attention.q_proj
-            assert isinstance(last, nn.Module), type(last)
-            hook_after(last, _Taking(self, attention))
+            self._hook(attention)
+
+    def _hook(self, attention: Any) -> None:
+        """Take what is needed from a layer's modules."""
+        hook_after(getattr(attention, "q_norm", None) or attention.q_proj, Taking(self, attention))
 
     @classmethod
     def on(cls, module: nn.Module, marks: Marks, config: Any) -> Marker:
         """Return the marker of a model's modules, which they have once. Raises: ValueError, as the class."""
         taking = [hook for child in module.modules() for hook in child._forward_hooks.values()]
-        found = next((hook.marker for hook in taking if isinstance(hook, _Taking)), None)
+        found = next((hook.marker for hook in taking if isinstance(hook, Taking)), None)
         if found is None:
             return cls(marks, module, config)
         found.marks = marks
         return found
 
-    def take(self, attention: Any, q: Tensor) -> Tensor:
+    def take(self, attention: Any, name: str, q: Tensor) -> Tensor:
         """Keep the logits of a layer, and return its queries without them."""
         q_BCNH = q.view(*q.shape[:2], -1, self._head_dim).clone()
         marking_BCK = q_BCNH[:, :, :: attention.num_key_value_groups, -1]
@@ -95,27 +104,35 @@ class Marker:
         marking_BCK.zero_()
         return q_BCNH.view(q.shape)
 
+    def taken(self, forward: SeamCache, layer: int) -> Tensor:
+        """The logits of a layer, before its attention."""
+        return self.logits.pop(layer)
+
     def marked(
-        self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, terms: AttentionTerms
+        self, logits_BKC: Tensor, q_BNCH: Tensor, k_BKCH: Tensor, terms: AttentionTerms
     ) -> tuple[Tensor, Tensor, AttentionTerms]:
         """Queries and keys of a layer with one more dim, and terms that say what it means.
 
         In the key of a token that marks the one before it the dim is 1; in queries it is 0.
         """
-        logits_BKC = self.logits.pop(layer)
         q_BNCX = torch.cat([q_BNCH, q_BNCH.new_zeros(*q_BNCH.shape[:3], 1)], dim=-1)
         # RoPE has put a part of another dim where the logit was.
-        q_BNCX[:, :: q_BNCH.shape[1] // k_BKCH.shape[1], :, -2] = 0
+        q_BNCX[:, self._spare(q_BNCH.shape[1] // k_BKCH.shape[1]), :, -2] = 0
         k_BKCX = torch.cat([k_BKCH, (logits_BKC > 0).to(k_BKCH.dtype).unsqueeze(-1)], dim=-1)
         return q_BNCX, k_BKCX, replace(terms, marked_window=self.marks.window)
 
+    def _spare(self, group: int) -> slice:
+        """The query heads that have a dim which is no part of them, in groups of so many for a KV head."""
+        return slice(None, None, group)
+
 
 @dataclass(frozen=True, eq=False)
-class _Taking:
-    """The hook on a module that gives a layer's queries."""
+class Taking:
+    """The hook on a module that gives a layer's queries, or its keys or values."""
 
     marker: Marker
     attention: Any
+    name: str = "q"
 
-    def __call__(self, module: nn.Module, args: Any, keywords: Any, q: Tensor) -> Tensor:
-        return self.marker.take(self.attention, q)
+    def __call__(self, module: nn.Module, args: Any, keywords: Any, x: Tensor) -> Tensor:
+        return self.marker.take(self.attention, self.name, x)
