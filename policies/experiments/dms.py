@@ -11,6 +11,9 @@ it, and a marked token is seen by the queries of `dms_window_size` tokens, its o
 Llama); an adapter for the logits (`dms_separate_alpha`) is refused. Keys have one more dim for the mark, which is sent
 with them, so answers are exact on any number of ranks. Attention is plain PyTorch in blocks, not a fused kernel.
 
+Models trained with DMC (Nawrot et al., ICML 2024, arXiv 2403.09636) mark tokens that have joined the next one, which
+holds the mean of both (runahead/model/marking/means.py): what this policy frees of them are means that have grown.
+
 What was found: tests compare with whole matrices, with random weights; no checkpoint was run. It is an experiment since
 it goes with marked models alone, whose attention is their own.
 """

@@ -41,8 +41,6 @@ from runahead.model.layers.cpu_linear import multiply_fast
 from runahead.model.layers.fusing import apart, is_fused, takes_rounding, unfuse, watching
 from runahead.model.layers.gated import fuse_gated
 from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
-from runahead.model.layers.marks import Marker, Marks
-from runahead.model.layers.means import Means
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.pieces import give_in_blocks, give_in_pieces
@@ -54,6 +52,8 @@ from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
 from runahead.model.logits_check import LogitsCheck, StatesLost, check_text, differ, routes_to_experts
+from runahead.model.marking.marks import Marker, Marks
+from runahead.model.marking.means import Means
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.model_layers import Boundary, ModelLayers
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length

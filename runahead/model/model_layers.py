@@ -22,13 +22,13 @@ from runahead.cache.slabs import KVShape
 from runahead.model.held import Held, Place
 from runahead.model.layer_kinds import decoder_config, unsupported_calls
 from runahead.model.layers.attention_input import show_attention_inputs
-from runahead.model.layers.marks import Marks
 from runahead.model.layers.narrowing import decoder_layers
 from runahead.model.layers.output_projection import find_output_projections
 from runahead.model.layers.query_prediction import QueryPrediction
 from runahead.model.layers.shared_kv import end_with_last, find_sources
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.loading.sharing import Shares
+from runahead.model.marking.marks import Marks
 from runahead.model.rope_length import LengthRotary
 from runahead.rotary import Rotary, find_rotaries
 

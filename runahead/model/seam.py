@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
@@ -23,9 +23,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.held import Held, StatesOfForward
 from runahead.model.layer_kinds import decoder_config
-
-if TYPE_CHECKING:
-    from runahead.model.layers.marks import Marker
+from runahead.model.marking.marks import Marker
 
 ATTENTION_NAME = "runahead"
 

@@ -13,7 +13,7 @@ from policies.experiments.dms import DMS
 from policies.snapkv import SnapKV
 from runahead import Conversation, DecodeOptions, Engine, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import DecodeName, Device, PrefillName
-from runahead.model.layers.means import sums_so_far
+from runahead.model.marking.means import sums_so_far
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies

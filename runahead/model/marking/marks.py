@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runahead.attention.partial import AttentionTerms
 from runahead.model.layers.hooks import hook_after
-
-if TYPE_CHECKING:
-    from runahead.model.seam import SeamCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +101,8 @@ class Marker:
         marking_BCK.zero_()
         return q_BCNH.view(q.shape)
 
-    def taken(self, forward: SeamCache, layer: int) -> Tensor:
-        """The logits of a layer, before its attention."""
+    def taken(self, forward: Any, layer: int) -> Tensor:
+        """The logits of a layer of a forward, a `SeamCache`; called once, at its attention."""
         return self.logits.pop(layer)
 
     def marked(

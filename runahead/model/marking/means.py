@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from policies.row_values import row_values
 from runahead.model.layers.hooks import hook_after, hook_before
-from runahead.model.layers.marks import Marker, Marks, Taking
+from runahead.model.marking.marks import Marker, Marks, Taking
 from runahead.model.seam import SeamCache
 
 
@@ -69,7 +69,7 @@ class Averager(Marker):
     marks: Means
     forward: SeamCache | None = None
 
-    def _hook(self, attention: nn.Module) -> None:
+    def _hook(self, attention: Any) -> None:
         hook_before(attention, _Entering(self))
         for name in "qk":
             last = getattr(attention, f"{name}_norm", None) or getattr(attention, f"{name}_proj")
@@ -139,8 +139,9 @@ class Averager(Marker):
         totals_BKC1 = sums_BKCX[..., -1:]
         return sums_BKCX[..., :-1] / totals_BKC1.clamp_min(torch.finfo(totals_BKC1.dtype).tiny)  # 0 on padding
 
-    def taken(self, forward: SeamCache, layer: int) -> Tensor:
-        return forward.taken.pop("logits")
+    def taken(self, forward: Any, layer: int) -> Tensor:
+        logits_BKC: Tensor = forward.taken.pop("logits")
+        return logits_BKC
 
     def _spare(self, group: int) -> slice:
         return slice(None)
