@@ -392,11 +392,8 @@ def of_server(found: Sequence[Line], kind: str, server: str, length: int) -> lis
 
 
 def cell(values: Sequence[float], form: str) -> str:
-    """A median, and the range of several values."""
-    if not values:
-        return "-"
-    middle = format(median(values), form)
-    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
+    """A median."""
+    return format(median(values), form) if values else "-"
 
 
 def newest(found: Sequence[Line], *, checks: bool) -> list[Line]:
@@ -448,7 +445,7 @@ def times(run: list[Line]) -> str:
     rounds = 1 + max(line["round"] for line in run)
     heading = (
         f"*Measured {lines.measured(run)}.* {last['hardware']['cpu']}, {last['threads']} cores that all share; "
-        f"{rounds} rounds, medians and ranges."
+        f"{rounds} rounds, medians."
     )
     before = f" Before the prompt came a token took {median(quiet):.0f} ms." if quiet else ""
     return f"{heading}{before}\n\n{markdown(first)}\n{markdown(beside)}"
