@@ -334,7 +334,7 @@ def test_a_family_without_such_layers_is_told() -> None:
 
 @pytest.mark.parametrize("family", MARKING)
 def test_what_is_not_checked_is_not_fused(family: str) -> None:
-    with pytest.warns(UserWarning, match=r"no effect .*\(DMS\)"):
+    with pytest.warns(UserWarning, match=r"no effect .*\(DMS, DMC\)"):
         assert not is_fused(both(family)[1].module)
 
 
