@@ -9,23 +9,20 @@ Requests come on standard input and answers go to standard output, a JSON line e
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import astuple
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from benchmarks.harness.random_prompts import random_ids
+from benchmarks.harness.rank_answers import answer_requests
 from partitioner.auto.partition import PING_BYTES, AutoPartition
 from partitioner.cost.places import Places
 from partitioner.measure import ping, probe_compute
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
-from runahead.config import PrefillName, RanksOptions
+from runahead.config import PrefillName
 
 HEAD_DIM = 64
 SHORTEST_PROBE = 64
@@ -117,16 +114,5 @@ class Measured:
         }
 
 
-def main() -> None:
-    """Answer requests until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
-    with Ranks.start(RanksOptions(threads=1)) as ranks, TemporaryDirectory(prefix="runahead-splits-") as folder:
-        measured = Measured(ranks, folder)
-        print(json.dumps(None), file=answers, flush=True)  # ready
-        for request in sys.stdin:
-            print(json.dumps(measured.answer(json.loads(request))), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(Measured)

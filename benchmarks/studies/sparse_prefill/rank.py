@@ -9,24 +9,21 @@ Requests come on standard input and answers go to standard output, a JSON line e
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.random_prompts import random_ids
+from benchmarks.harness.rank_answers import answer_requests
 from launch.inputs.text_files import EXAMPLE_TEXT
 from partitioner.auto.partition import AutoPartition
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks
 from runahead.cache.attention import CausalAttention
-from runahead.config import ModelName, RanksOptions
+from runahead.config import ModelName
 from runahead.context import ContextPartition
 from runahead.model.shares import load_model
 from runahead.prefill.base import PrefillJob, PromptBatch
@@ -108,16 +105,5 @@ class Measured:
         }
 
 
-def main() -> None:
-    """Answer requests until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
-    with Ranks.start(RanksOptions(threads=1)) as ranks, TemporaryDirectory(prefix="runahead-splits-") as folder:
-        measured = Measured(ranks, folder)
-        print(json.dumps(None), file=answers, flush=True)  # ready
-        for request in sys.stdin:
-            print(json.dumps(measured.answer(json.loads(request))), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(Measured)

@@ -8,16 +8,12 @@ Requests come on standard input and answers go to standard output, a JSON line e
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.harness.rank_answers import answer_requests
 from benchmarks.studies.speculative_prefill.ways import policies_of, prefill_of, text_ids
 from partitioner.auto.partition import AutoPartition
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks
-from runahead.config import RanksOptions
 from runahead.model.shares import load_model
 
 
@@ -61,16 +57,5 @@ class Measured:
         }
 
 
-def main() -> None:
-    """Answer requests until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
-    with Ranks.start(RanksOptions(threads=1)) as ranks, TemporaryDirectory(prefix="runahead-splits-") as folder:
-        measured = Measured(ranks, folder)
-        print(json.dumps(None), file=answers, flush=True)  # ready
-        for request in sys.stdin:
-            print(json.dumps(measured.answer(json.loads(request))), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(Measured)
