@@ -163,7 +163,7 @@ class Engine:
         self._weights: str | None = None
 
     def _draft_of_prompts(self, draft: Model | RankPolicies | Draft | None) -> PromptDraft | None:
-        """What chooses the tokens of prompts that are computed; None: all are."""
+        """The draft that chooses the tokens of prompts that are computed; None: all are."""
         kind = self.prefill_options.speculative
         if kind is Speculative.none:
             return None

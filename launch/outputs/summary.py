@@ -99,7 +99,7 @@ def dtype_hint(asked: DType, dtype: torch.dtype, device: torch.device) -> str | 
 
 
 def _speculative_rows(batches: Sequence[GenerationBatch]) -> dict[str, str]:
-    """What speculative prefills have computed of the prompts."""
+    """The tokens of the prompts that speculative prefills have computed."""
     reports = [batch.speculative for batch in batches if batch.speculative is not None]
     if not reports:
         return {}

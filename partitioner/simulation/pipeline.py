@@ -21,7 +21,7 @@ def simulate_pipeline(
 ) -> Simulated:
     """Simulate a prompt whose chunks go through the leading ranks, each of which has as many layers as the others.
 
-    Layers that are left over are on the last ranks. Of chunks before the last one nothing is computed behind the keys
+    Layers that are left over are on the last ranks. Of chunks before the last one nothing is computed after the keys
     and values (or the state) of the last place. What leads from a rank's last place to the first one of the next rank
     counts as the sender's.
 

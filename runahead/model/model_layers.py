@@ -37,7 +37,7 @@ PROBED_POSITION = 1 << 17
 
 
 class Boundary(Protocol):
-    """Where the forwards of a model begin and end at other ranks, which have its other layers.
+    """The boundary at which the forwards of a model begin and end at other ranks, which have its other layers.
 
     Attributes:
         is_last: they end here, with the logits.

@@ -140,7 +140,7 @@ class Passage:
         report.kv_peak_bytes += self.cache.num_bytes
 
     def spans(self) -> list[TraceSpan]:
-        """What a timeline shows of it."""
+        """The span that a timeline shows of it."""
         log, seconds = self.transfer.log, self._clock.seconds
         waits = [
             TraceSpan(kind="wait", layer=None, start_s=seconds(begin), end_s=seconds(end), detail=KIND)

@@ -77,7 +77,7 @@ def run_chunked(job: PrefillJob, chunks: int | ContextPartition) -> Prefilled:
     logits_BV, stops = None, job.stops
     kept_states = [] if states is None else [KeptStates(stops, states, model.state_shapes, ranks.device)]
     inside = list[LayerHook](kept_states)
-    # Of a pipeline's chunks but the last one nobody needs what comes behind the last keys and values.
+    # Of a pipeline's chunks but the last one nobody needs what comes after the last keys and values.
     ends_early = model.boundary is not None and model.boundary.is_last
     last_stored: End | None = (model.num_layers - 1, "saved") if ends_early else None
     sparse = BlockSparse.of(job.options, pads) if job.options.is_sparse else None

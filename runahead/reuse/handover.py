@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoverPlace:
-    """Where prompts are handed over.
+    """The place where prompts are handed over.
 
     Attributes:
         path: of the folder.

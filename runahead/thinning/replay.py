@@ -124,7 +124,7 @@ def _taken_scores(layer: KeptLayer, policy: Policy) -> Tensor | None:
 
 
 def _scores_in(layer: KeptLayer, policy: Policy) -> Tensor | None:
-    """What a policy has stored in a layer, minus infinity on padding; None if it has stored nothing."""
+    """Numbers that a policy has stored in a layer, minus infinity on padding; None if it has stored nothing."""
     carried_BKn = layer.carried_BKn(policy.state_key)
     return None if carried_BKn is None else carried_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
 

@@ -194,7 +194,7 @@ class BlockSparse:
 
     @classmethod
     def of(cls, options: PrefillOptions, pads: Sequence[int]) -> BlockSparse:
-        """That of a prefill's options."""
+        """The choice that a prefill's options ask for."""
         rule = ChoiceRule(threshold=options.threshold, density=options.density, stride=options.stride)
         return cls(rule=rule, pads=pads)
 
@@ -207,7 +207,7 @@ class BlockSparse:
         }
 
     def of_layer(self, layer: int) -> Callable[..., Part]:
-        """What computes attention in place of `op.attend` in a layer."""
+        """A function that computes attention in a layer in place of `op.attend`."""
 
         def attend(
             q_BNCH: Tensor,
