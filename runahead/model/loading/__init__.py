@@ -53,7 +53,7 @@ class LoadedWeights:
         overrides: what its config has in place of the checkpoint's, as one line; "" for nothing.
         stored_as: format and bits of quantised weights, which were decoded to `dtype`; "" for plain ones.
         num_coded: linear layers in 8 bits whose codes and scales are those of the files.
-        is_mapped: whether weights are in the page cache of the checkpoint's files.
+        is_mapped: whether weights are in the page cache of the checkpoint's files, those of linear layers, too.
         fuse: as of `ModelOptions`.
         memory: memory of this rank while it loaded.
         peak: goes on from there.
@@ -199,12 +199,13 @@ def load(
         place = device if shares is None and keep is None else torch.device("cpu")
         footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
         footprint.whole = max(footprint.whole, _merging_bytes(merging, place, checkpoint.label, ranks_on_host))
+        are_mapped = footprint.mapped > 0 and checkpoint.form is None
         if options.weights is Weights.int8:
             given_bytes, encoded_bytes, largest_bytes = int8.bytes_of_linears(empty)
             coded = [each for each in stored.values() if each.held_bytes]
             given_bytes -= sum(each.num_elements * dtype.itemsize for each in coded)
             encoded_bytes -= sum(each.held_bytes for each in coded)
-            if footprint.mapped:
+            if are_mapped:
                 footprint.copied += encoded_bytes
                 footprint.read += given_bytes
             elif given_bytes > 0:  # each layer's memory is freed before the next is encoded
@@ -248,7 +249,7 @@ def load(
         overrides=config_overrides.fact(config, options.overrides),
         stored_as=stored_as,
         num_coded=len(checkpoint.form.coded) if checkpoint.form else 0,
-        is_mapped=footprint.mapped > 0,
+        is_mapped=footprint.mapped > 0 and checkpoint.form is None,
         fuse=options.fuse,
         memory=MemoryReport(
             base_bytes=base_bytes,
@@ -481,7 +482,7 @@ def _footprint(
     device: torch.device,
     changed: Collection[str],
 ) -> Footprint:
-    """Bytes that loading takes. A stored tensor is mapped if it is a parameter of the model in the same dtype.
+    """Bytes that loading takes. A stored tensor is mapped if it is a parameter of the model, in the same dtype.
 
     Args:
         changed: parameters that become memory of this process, whatever they are stored as.
@@ -491,12 +492,13 @@ def _footprint(
     parameters, prefix = empty.state_dict(), empty.base_model_prefix
     footprint = Footprint(copied=0)
     packed = [tensor.packed_bytes * (2 if tensor.held_bytes else 1) for tensor in stored.values()]
-    if any(packed):  # nothing is mapped; transformers' threads decode a weight each, or lay its codes out, in parts
+    if any(packed):  # transformers' threads decode a weight each, or lay its codes out, in parts
         footprint.whole = LOADING_THREADS * max(packed)
     for name, tensor in stored.items():
         known = next((each for each in sharing.names_in_model(name, prefix) if each in parameters), None)
         parameter = None if known is None else parameters[known]
-        if parameter is not None and parameter.dtype == tensor.dtype and known not in changed and not footprint.whole:
+        stays = not tensor.packed_bytes and known not in changed
+        if stays and parameter is not None and parameter.dtype == tensor.dtype:
             footprint.mapped += tensor.num_elements * parameter.element_size()
         elif tensor.held_bytes:
             footprint.copied += tensor.held_bytes

@@ -366,7 +366,7 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     }
 
 
-def stored_parts(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def stored_parts(checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, mapped: bool = False) -> dict[str, Any]:
     """Open the safetensors files, without mapping them: a slice object by name, which reads the part that is asked for.
 
     Of a mapped file each page that is read counts as memory of the process, also where only a part of it is kept.
@@ -374,28 +374,41 @@ def stored_parts(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> di
 
     Args:
         dtype: of what is decoded; None for that of the format's library.
+        mapped: map those that are neither decoded nor converted to `dtype`: they are used as they lie in the file.
 
     Raises:
         ValueError: a file is missing, damaged or truncated, or a quantised weight lacks a part.
     """
-    parts: dict[str, Any] = {}
     files = weight_files(checkpoint)
     require_fetched(files, checkpoint.label)
+    parts = _opened(files, checkpoint, backend="pread")
+    if checkpoint.form is None:
+        found = parts
+    else:
+        try:
+            found = checkpoint.form.weights(parts, dtype)
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.label}: {error}; {checkpoint.remedy}") from error
+    if mapped:
+        views = _opened(files, checkpoint)
+        as_stored = [name for name, part in found.items() if part is parts.get(name)]
+        found |= {name: views[name] for name in as_stored if FLOATS.get(parts[name].get_dtype()) == dtype}
+    return found
+
+
+def _opened(files: Iterable[Path], checkpoint: Checkpoint, **options: Any) -> dict[str, Any]:
+    """Slice objects of safetensors files, by name. Raises: ValueError."""
+    parts: dict[str, Any] = {}
     for path in files:
         try:
-            file = safe_open(path, framework="pt", backend="pread")
+            file = safe_open(path, framework="pt", **options)
             parts |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{checkpoint.label}: {path.name} is not a complete safetensors file ({one_line(error)}); "
                 f"{checkpoint.remedy}"
             ) from error
-    if checkpoint.form is None:
-        return parts
-    try:
-        return checkpoint.form.weights(parts, dtype)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.label}: {error}; {checkpoint.remedy}") from error
+    return parts
 
 
 def read_gguf(checkpoint: Checkpoint) -> GGUFHeader:

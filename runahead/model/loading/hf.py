@@ -81,7 +81,7 @@ def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTraine
         # By default transformers looks on the hub for kernels that work on the packed blocks.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     elif checkpoint.form is not None:
-        parts = checkpoints.stored_parts(checkpoint, make.dtype)
+        parts = checkpoints.stored_parts(checkpoint, make.dtype, mapped=True)
         arguments = _of_parts(parts, arguments["config"]) | {"key_mapping": stored_forms.names_in_decoder(parts)}
     else:
         arguments["key_mapping"] = stored_forms.names_in_decoder(checkpoints.stored_tensors(checkpoint))

@@ -137,9 +137,13 @@ def process_limits() -> list[tuple[int, int]]:
     return limits
 
 
-def give_back() -> None:
-    """Return freed memory to the system. glibc would keep it: after unpacking GGUF blocks, as much as the model."""
-    gc.collect()
+def give_back(generation: int = 2) -> None:
+    """Return freed memory to the system. glibc would keep it: after unpacking GGUF blocks, as much as the model.
+
+    Args:
+        generation: the oldest of Python's objects among which garbage is looked for.
+    """
+    gc.collect(generation)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
@@ -149,18 +153,17 @@ def give_back() -> None:
 def giving_back() -> Iterator[None]:
     """Context manager that calls `give_back` at its end, for what was made within it.
 
-    Python does not look through what was there before: a million objects of torch and transformers, 0.2 s each time. A
-    program has had them left out for good (`launch/program/ahead.py`).
+    Until then Python looks for no garbage, so all that was made is young. What was there before, a million objects of
+    torch and transformers, would take 0.2 s to look through.
     """
-    is_whole = gc.isenabled() and not gc.get_freeze_count()
-    if is_whole:
-        gc.freeze()
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        give_back()
-        if is_whole:
-            gc.unfreeze()
+        give_back(generation=1)
+        if was_enabled:
+            gc.enable()
 
 
 def cgroup_limits(

@@ -12,12 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, even
-from runahead.config import DType
+from runahead.config import DType, Weights
 from runahead.model.loading.memory import Footprint
 from runahead.model.loading.quantised.packed import PackedWeight
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.model.quantised import checkpoints
+from tests.model.test_int8 import load_kernels
 from tests.model.test_loading_hf import edit_config, edit_weights, load_hf, refusal
 from tests.model.test_loading_memory import loaded_footprint
 from tests.ranks import share_tasks
@@ -82,12 +83,44 @@ def test_biases_of_zeros_without_a_place_are_left_out(tmp_path: Path) -> None:
     assert f"no place for 1 of the stored tensors, such as {name}.bias" in refusal(lambda: load_hf(tmp_path))
 
 
-def test_weights_count_as_copied_and_none_as_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoded_weights_count_as_copied_and_plain_ones_as_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = checkpoints.save(tmp_path, "int4", tie_word_embeddings=False)
+    num_plain = sum(each.numel() for name, each in expected.items() if not checkpoints.LINEAR.fullmatch(name))
+    num_decoded = sum(each.numel() for each in expected.values()) - num_plain
     largest = 4 * (96 * 64 // 2 + 96 * 64 // GROUP * 2 + 96 * 64 // GROUP // 2 + 2 * 8)
     found = loaded_footprint(monkeypatch, tmp_path)
-    assert found == Footprint(copied=sum(each.numel() for each in expected.values()) * 4, whole=found.whole)
+    assert found == Footprint(copied=num_decoded * 4, mapped=num_plain * 4, whole=found.whole)
     assert 0 < found.whole <= largest
+    in_half = loaded_footprint(monkeypatch, tmp_path, dtype="bfloat16")
+    assert in_half == Footprint(copied=(num_decoded + num_plain) * 2, whole=found.whole)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of a process's memory")
+@pytest.mark.parametrize("weights", Weights)
+def test_weights_that_are_stored_plain_stay_in_the_page_cache(weights: Weights, tmp_path: Path) -> None:
+    """But for those that are converted to another dtype: of these the file's pages would stay beside them."""
+    if weights is Weights.int8:
+        load_kernels()
+    checkpoints.save(tmp_path, "int8")
+
+    def maps(dtype: DType) -> tuple[bool, torch.Tensor]:
+        module = load_hf(tmp_path, dtype=dtype, weights=weights).module
+        embeddings = module.get_input_embeddings().weight
+        [place] = [line for line in Path("/proc/self/maps").read_text().splitlines() if holds(line, embeddings)]
+        return place.endswith(str(tmp_path / "model.safetensors")), embeddings
+
+    is_mapped, embeddings = maps(DType.float32)
+    is_mapped_too, rounded = maps(DType.bfloat16)
+    assert is_mapped and not is_mapped_too
+    assert torch.equal(rounded, embeddings.bfloat16())
+
+
+def holds(line: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory that a line of /proc/self/maps is about."""
+    first, last = (int(each, 16) for each in line.split()[0].split("-"))
+    return first <= tensor.data_ptr() < last
 
 
 GROUP = checkpoints.GROUP

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 2**18
+BLOCK = 2**17
 """Elements that are decoded at a time: they stay in the caches of a core."""
 
 At = tuple[int, ...]
@@ -91,10 +91,16 @@ class PackedWeight:
         )
         codes = self.codes(at, wide_rows, wide_cols)
         scale = _Scaling(self, at, wide_rows, wide_cols)
-        for first, last in blocks(wide_rows, len(wide_cols), self.steps[0]):
-            weight = scale(codes(first, last), first, last)
+        is_whole = (wide_rows, wide_cols) == (rows, cols) and into.dtype == torch.float32
+        step = self.steps[0]
+        # One for all: the first touch of a page of new memory takes the time of decoding it.
+        block = None if is_whole else torch.empty(rows_of_block(wide_rows, len(wide_cols), step), len(wide_cols))
+        for first, last in blocks(wide_rows, len(wide_cols), step):
+            weight = into[first:last] if block is None else block[: last - first]
+            weight.copy_(codes(first, last))
+            scale(weight, first, last)
             begin, end = max(first, rows.start - wide_rows.start), min(last, rows.stop - wide_rows.start)
-            if begin < end:
+            if block is not None and begin < end:
                 offset = wide_rows.start - rows.start
                 of_cols = slice(cols.start - wide_cols.start, cols.stop - wide_cols.start)
                 into[begin + offset : end + offset] = weight[begin - first : end - first, of_cols]
@@ -131,16 +137,17 @@ class _Scaling:
         self._select = select
         self._scales_RG, self._zeros_RG = scales_RG, zeros_RG
 
-    def __call__(self, codes_RC: Tensor, first: int, last: int) -> Tensor:
-        weight = codes_RC.to(torch.float32, copy=codes_RC.dtype == torch.float32)
-        view = weight if self._size is None else weight.unflatten(1, (-1, self._size))
+    def __call__(self, weight_RC: Tensor, first: int, last: int) -> None:
+        """Make numbers of codes, in place: those of rows from `first` to `last`, in float32."""
+        view = weight_RC if self._size is None else weight_RC.unflatten(1, (-1, self._size))
         for numbers, apply in ((self._zeros_RG, view.sub_), (self._scales_RG, view.mul_)):
             if numbers is not None:
                 if self._size is None:
                     apply(numbers[first:last].index_select(1, self._select))
                 else:
                     apply(numbers[first:last, self._select].unsqueeze(2))
-        return weight if self._factor is None else weight.mul_(self._factor)
+        if self._factor is not None:
+            weight_RC.mul_(self._factor)
 
 
 def ranges_of(index: Any, shape: tuple[int, ...]) -> list[range]:
@@ -160,8 +167,13 @@ def around(inner: range, step: int, size: int) -> range:
     return range(inner.start // step * step, min(ceil(inner.stop / step) * step, size))
 
 
+def rows_of_block(rows: range, num_cols: int, step: int) -> int:
+    """Rows of a block of about `BLOCK` elements."""
+    return min(max(1, BLOCK // max(1, num_cols * step)) * step, len(rows))
+
+
 def blocks(rows: range, num_cols: int, step: int) -> Iterator[tuple[int, int]]:
     """Blocks of about `BLOCK` elements, as (first, last) from the beginning of `rows`."""
-    size = max(1, BLOCK // max(1, num_cols * step)) * step
+    size = rows_of_block(rows, num_cols, step)
     for first in range(0, len(rows), size):
         yield first, min(first + size, len(rows))
