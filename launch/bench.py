@@ -28,7 +28,8 @@ and appends a JSON line per variant and length to bench.results. python -m bench
 
   bench.variants=[single,kvr_s,zigzag,tsp]   of {", ".join(list(VARIANTS)[:7])},
                                              {", ".join(list(VARIANTS)[7:12])},
-                                             {", ".join(list(VARIANTS)[12:])}
+                                             {", ".join(list(VARIANTS)[12:17])},
+                                             {", ".join(list(VARIANTS)[17:])}
   bench.lengths=[1024,2048,4096]   bench.pairs=5 (rounds)   bench.warmup=1   bench.probe_repeats=3   bench.strict=true
   bench.results=benchmarks/results/bench.jsonl   bench.resume=false   bench.dirty=false   bench.compute=<json>
   bench.network=given|netns        link.gbps=<rate or list>   link.compute_share=<share or list>

@@ -432,6 +432,11 @@ class PrefillOptions:
         """Whether the prompt is split by the user's partition."""
         return self.name is PrefillName.kv_runahead
 
+    @property
+    def searches_chunks(self) -> bool:
+        """Whether the partition chooses the chunks, of any number, in which a pipeline computes a prompt."""
+        return self.name is PrefillName.pipeline and self.chunk_tokens is None
+
 
 @dataclass(kw_only=True)
 class CacheOptions:

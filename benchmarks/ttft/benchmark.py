@@ -7,7 +7,15 @@ from benchmarks.harness.lines import Line
 from benchmarks.harness.random_prompts import random_ids
 from benchmarks.network.interruptions import signals_deferred
 from benchmarks.ttft import comparison
-from benchmarks.ttft.bounds import Compute, bounds_of, measure_compute, peak_flops, read_compute, searched
+from benchmarks.ttft.bounds import (
+    Compute,
+    bounds_of,
+    measure_compute,
+    peak_flops,
+    read_compute,
+    searched,
+    searched_chunks,
+)
 from benchmarks.ttft.measurement import Contenders, Measurement, check_agreement, prefill_options
 from benchmarks.ttft.options import BenchRun
 from benchmarks.ttft.record import Record, shared_fields
@@ -139,10 +147,18 @@ def _set_split(record: Record, ranks: Ranks, contenders: Contenders, compute: Co
     options = prefill_options(name, run.prefill.layers_in_flight)
     if split is Split.free:
         contenders.splits[name, length] = ContextPartition(boundaries=tuple(record.bounds[length].free_boundaries))
-    elif split is Split.searched and run.partition.name is not PartitionName.table and options is not None:
-        sent_bytes = kv_bytes_per_token(record.model.kv_shapes, options.wire_bits)
+        return
+    if split is not Split.searched or options is None:
+        return
+    is_pipeline, model = options.name is PrefillName.pipeline, record.model
+    if is_pipeline or run.partition.name is not PartitionName.table:
+        sent_bytes = kv_bytes_per_token(model.kv_shapes, options.wire_bits)
         cluster = compute.cluster(ranks.size, record.link, options, ranks.backend, sent_bytes_per_token=sent_bytes)
-        contenders.splits[name, length] = ranks.on_rank_0("a split", lambda: searched(length, cluster))
+        hidden_bytes = int(model.config.hidden_size) * model.dtype.itemsize
+        contenders.splits[name, length] = ranks.on_rank_0(
+            "a split",
+            lambda: searched_chunks(length, cluster, hidden_bytes) if is_pipeline else searched(length, cluster),
+        )
 
 
 def _measure(record: Record, ranks: Ranks, contenders: Contenders, length: int, rounds: int, bar: Bar) -> None:

@@ -12,6 +12,7 @@ from benchmarks.ttft.flops import PromptFlops, matmul_rate, prompt_flops
 from benchmarks.ttft.options import BenchOptions
 from benchmarks.ttft.traffic import kv_bytes_per_token
 from launch.program.progress import Bar
+from partitioner.auto.chunks import PipelineChunks
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.places import Places
@@ -210,6 +211,11 @@ def searched(num_tokens: int, cluster: Cluster) -> ContextPartition:
     splits = best_splits(num_tokens, cluster, min_stride=_stride(num_tokens, cluster.num_ranks))
     best = min(splits.values(), key=lambda split: split.cost_s).partition
     return ContextPartition(boundaries=best.boundaries + (num_tokens,) * (cluster.num_ranks - best.num_ranks))
+
+
+def searched_chunks(num_tokens: int, cluster: Cluster, activation_bytes: float) -> ContextPartition:
+    """The chunks of a pipeline over all ranks of this cluster."""
+    return PipelineChunks(cluster, activation_bytes).split(num_tokens)
 
 
 def _stride(num_tokens: int, num_ranks: int) -> int:

@@ -39,6 +39,7 @@ LOOKS = {
     "tsp_dense": Look(BLUE, "X", "--"),
     "zigzag": Look(GREEN, "^"),
     "pipeline": Look(PURPLE, "D"),
+    "pipeline_even": Look(PURPLE, "D", "--"),
     "zigzag_ring": Look(GREEN, "v", "--"),
     "zigzag_direct": Look(GREEN, "<", ":"),
     "single_pyramidinfer": Look(BLACK, "o", ":"),

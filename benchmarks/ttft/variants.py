@@ -20,7 +20,7 @@ class Split(Enum):
     own = "the strategy's own"
     given = "partition=..."
     even = "even"
-    searched = "of the lookup table, else searched for these ranks and this link"
+    searched = "of the lookup table, else searched for these ranks and this link, as a pipeline's chunks always are"
     free = "searched as if K,V travelled for free"
 
 
@@ -78,6 +78,7 @@ TSP, TSP_DENSE = {"name": "tsp", "attention": "causal"}, {"name": "tsp", "attent
 ZIGZAG, ZIGZAG_RING, ZIGZAG_DIRECT = (
     {"name": "zigzag", "exchange": exchange} for exchange in ("all_gather", "ring", "direct")
 )
+PIPELINE = {"name": "pipeline"}
 KEEPING = f"PyramidInfer keeping {MEAN_KEEP:.0%}"
 
 VARIANTS = {
@@ -101,7 +102,8 @@ VARIANTS = {
         f"KV-Runahead, searched split, {KEEPING} on every rank", CHAIN, Split.searched, Traffic.narrowed, narrows=True
     ),
     "tensor": Variant("tensor parallelism of transformers", {"name": "tensor"}, Split.own, Traffic.activations),
-    "pipeline": Variant("pipeline of layers, 8 chunks per rank", {"name": "pipeline"}, Split.own, Traffic.passed),
+    "pipeline": Variant("pipeline of layers, searched chunks", PIPELINE, Split.searched, Traffic.passed),
+    "pipeline_even": Variant("pipeline of layers, 8 even chunks per rank", PIPELINE, Split.even, Traffic.passed),
     "plain_transformers": Variant("transformers in one process with the threads of all ranks", None),
 }
 

@@ -48,9 +48,10 @@ def load(run: RunsEngine, ranks: Ranks, partition: Partitioner, tokenizer: Any =
     if run.prefill.name is PrefillName.pipeline:
         from runahead.pipeline.stage import load_stage
 
-        return load_stage(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
-    model = load_model(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
-    if run.prefill.takes_partition:
+        model = load_stage(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
+    else:
+        model = load_model(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
+    if run.prefill.takes_partition or run.prefill.searches_chunks:
         prepare_partition(partition, model, ranks, run)
     return model
 

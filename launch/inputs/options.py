@@ -142,6 +142,11 @@ class PartitionOptions:
             close_to_one = abs(total - 1) <= RATIO_SUM_TOLERANCE
             require(close_to_one, "partition.ratios", self.ratios, f"must add up to 1, not {total:g}")
 
+    @property
+    def by_stage(self) -> bool:
+        """Whether it has a chunk for each stage, however long the prompt."""
+        return self.name in (PartitionName.ratios, PartitionName.table)
+
 
 @dataclass(kw_only=True)
 class DraftOptions:
@@ -248,6 +253,7 @@ class RunOptions:
             "prompt.random_tokens": prompt.random_tokens,
             "prompt.chat": None if prompt.chat is Chat.auto else prompt.chat.name,
             "draft.speculate": "model" if draft.speculate is Speculate.model else None,
+            "partition": self.partition.name.name if self.partition.by_stage else None,
         }
         size = prompt.prefix_cache_bytes
         asked = None if isinstance(size, str) else f"prompt.prefix_cache_bytes={size}" if size else ""
@@ -358,6 +364,12 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         ("cache", ["tier_bits"], run.policy["name"] != "prompt_cache", "without policy=prompt_cache"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
         ("partition", ["learn", "alone"], partition is not PartitionName.auto, "without partition=auto"),
+        (
+            "partition",
+            ["table", "learn", "alone"],
+            prefill is PrefillName.pipeline and partition is PartitionName.auto,
+            "with prefill=pipeline",
+        ),
         ("model", ["seed"], model is not ModelName.random and prompt.random_tokens is None, "without model=random"),
     ]
     sentences = [
@@ -375,7 +387,8 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         sentences += ineffective_options(run.draft.policy, "draft.policy")
     if run.decode.name is DecodeName.sharded and not run.prefill.takes_partition:
         sentences.append(f"decode=sharded has no effect with prefill={prefill.name}")
-    if not run.prefill.takes_partition and _changed(run.partition, ["name"]):
+    splits = run.prefill.takes_partition or prefill is PrefillName.pipeline
+    if not splits and _changed(run.partition, ["name"]):
         sentences.append(f"partition={partition.name} has no effect with prefill={prefill.name}")
     return sentences
 

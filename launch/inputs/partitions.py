@@ -86,15 +86,16 @@ class AutoChoice:
         return isinstance(self.chosen, context.KnowsAlone) and self.chosen.is_alone_sooner(partition, num_stored)
 
     def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
-        """Choose a table, or time a few layers. Every rank makes the same call."""
+        """Choose a table that fits, but for a pipeline, or time a few layers. Every rank makes the same call."""
         from partitioner.auto.partition import AutoPartition
         from partitioner.table.fingerprint import Fingerprint
 
         fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
+        tables = self._tables if run.prefill.takes_partition else []
         why_not = ranks.on_rank_0(
-            "the tables", lambda: [_misfit(table, fingerprint, ranks.num_stages) for table in self._tables]
+            "the tables", lambda: [_misfit(table, fingerprint, ranks.num_stages) for table in tables]
         )
-        for table, misfit in zip(self._tables, why_not, strict=True):
+        for table, misfit in zip(tables, why_not, strict=True):
             if misfit is None:
                 self.chosen = TablePartition(table)
                 return

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from partitioner.auto.alone import BothWays
 from partitioner.auto.balance import Balance
+from partitioner.auto.chunks import PipelineChunks
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.probe import Progress, probe
 from partitioner.cost.places import Places
@@ -21,6 +22,7 @@ from runahead.context import ContextPartition, even
 from runahead.failures import first_line
 from runahead.files import cache_folder
 from runahead.model.model import Model
+from runahead.pipeline.hidden import Boundary
 from runahead.ranks.ranks import Ranks
 
 PING_BYTES = 1 << 20
@@ -33,7 +35,8 @@ Tell = Callable[[str], None]
 class AutoPartition:
     """Splits by what a few timed layers and all prompts so far told. Every rank makes the same calls.
 
-    Rank 0 decides, learns and keeps what it learned in a file for the next run; the other ranks are told.
+    Rank 0 decides, learns and keeps what it learned in a file for the next run; the other ranks are told. The chunks of
+    a pipeline are searched with what was timed, and nothing is learned.
 
     Args:
         balance: what is known; None on ranks other than 0, and on a single stage, which has nothing to split.
@@ -45,7 +48,7 @@ class AutoPartition:
     def __init__(
         self,
         ranks: Ranks,
-        balance: Balance | None,
+        balance: Balance | PipelineChunks | None,
         *,
         keep: Callable[[], None] = lambda: None,
         learn: bool = True,
@@ -86,8 +89,15 @@ class AutoPartition:
         path = learned_path(cache_folder() if folder is None else Path(folder), purpose)
         file = _File(path, purpose, tell)
         learned = ranks.on_rank_0("the learned split", lambda: file.read(ranks.num_stages))
+        boundary = model.boundary
+        assert boundary is None or isinstance(boundary, Boundary), boundary
         if learned is None:
-            cost, slowness = probe(model, ranks, on_progress)
+            if boundary is None:
+                cost, slowness = probe(model, ranks, on_progress)
+            else:
+                places = Places.of_attention(sum(ranks.gather(model.num_layers, "the layers")))
+                with boundary.closed():
+                    cost, slowness = probe(model, ranks, on_progress, places=places)
             link = ping(ranks, num_bytes=PING_BYTES)
             assert link is not None
             learned = LearnedSplit(cost=cost, link=link, start=tuple(slowness))
@@ -96,7 +106,10 @@ class AutoPartition:
                 tell(f"partition=auto: timed a few layers for the first split; kept in {path}")
         if ranks.rank != 0:
             return cls(ranks, None, learn=learn, alone=alone)
-        cost, balance = learned.cost, _balance(learned, model, ranks, prefill, lent)
+        cluster = _cluster(learned, model, ranks, prefill)
+        if boundary is not None:
+            return cls(ranks, PipelineChunks(cluster, boundary.token_bytes))
+        cost, balance = learned.cost, Balance(cluster, learned.slowness, lent=lent, ways=BothWays(learned.times))
 
         def keep() -> None:
             file.write(LearnedSplit.from_balance(cost, balance))
@@ -110,7 +123,8 @@ class AutoPartition:
 
     def decide(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         """The same on rank 0 alone."""
-        return even(num_tokens, 1) if num_ranks == 1 else self._known().split(num_tokens)
+        assert self.balance is not None, "rank 0 knows what was timed"
+        return even(num_tokens, 1) if num_ranks == 1 else self.balance.split(num_tokens)
 
     def is_alone_sooner(self, partition: ContextPartition, num_stored: int) -> bool:
         """Whether the last stage computes a prompt alone sooner than all do, split like this. Every rank asks."""
@@ -121,14 +135,14 @@ class AutoPartition:
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the cost by the seconds that each stage computed and waited for one prompt."""
-        if self.balance is not None and self._learns:
+        if isinstance(self.balance, Balance) and self._learns:
             if self._alone and partition.chain[-1] == partition.num_ranks - 1:
                 self.balance.learn_time(partition, compute_s[-1] + wait_s[-1])
             self.balance.learn(partition, compute_s, wait_s)
             self._keep()
 
     def _known(self) -> Balance:
-        assert self.balance is not None, "rank 0 has the balance"
+        assert isinstance(self.balance, Balance), "rank 0 has the balance"
         return self.balance
 
 
@@ -156,8 +170,8 @@ class _File:
             self.tell = lambda sentence: None
 
 
-def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: PrefillOptions, lent: float) -> Balance:
-    cluster = Cluster.chain(
+def _cluster(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Cluster:
+    return Cluster.chain(
         learned.cost,
         ranks.num_stages,
         learned.link,
@@ -166,7 +180,6 @@ def _balance(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: Prefill
         prefill=prefill,
         backend=ranks.backend,
     )
-    return Balance(cluster, learned.slowness, lent=lent, ways=BothWays(learned.times))
 
 
 def _lent(ranks: Ranks) -> float:
@@ -181,5 +194,6 @@ def _purpose(model: Model, ranks: Ranks, prefill: PrefillOptions, policy: str, l
     of cores and of ranks per host, the policy, and how many more threads the last stage has alone, if it has."""
     own = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill).key()
     here = f"{own}|{os.cpu_count()} cores|{ranks.local_size} on a host"
+    here += "|some of the layers" if model.boundary is not None else ""
     keys = ranks.gather(here, "the fingerprint")
     return " & ".join([*keys, policy, *([f"{lent:g} times as many threads alone"] if lent > 1 else [])])

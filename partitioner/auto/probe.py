@@ -10,6 +10,7 @@ from statistics import fmean, median
 from partitioner.cost.compute import layer_s
 from partitioner.cost.fitted import POLYNOMIALS, FittedCost
 from partitioner.cost.measured import MeasuredCost
+from partitioner.cost.places import Places
 from partitioner.measure import probe_compute
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
@@ -31,9 +32,12 @@ Progress = Callable[[int, str], None]
 
 
 def probe(
-    model: Model, ranks: Ranks, on_progress: Progress = lambda total, text: None
+    model: Model, ranks: Ranks, on_progress: Progress = lambda total, text: None, *, places: Places | None = None
 ) -> tuple[FittedCost, list[float]]:
     """Time a few layers on all ranks at once, as they compute in a prompt. Every rank makes the same call.
+
+    Args:
+        places: of the whole model, if ranks have some of its layers.
 
     Returns:
         the cost, whose constants are medians over the stages, and the log slowness of each stage, on every rank.
@@ -48,7 +52,7 @@ def probe(
     longest = ranks.broadcast(found, 0, what)
     chunks = sorted({max(1, longest // 16), max(1, longest // 4), longest})
     ranks.barrier("all ranks to time layers")
-    measured = ranks.on_all_ranks("timed layers", lambda: _measured(model, chunks, REPEATS, tick))
+    measured = ranks.on_all_ranks("timed layers", lambda: _measured(model, chunks, REPEATS, tick, places))
     costs = ranks.gather(counted_cost(measured), "timed layers")
     # The ranks of a stage time the same layers in step, so the first stands for all of them.
     return combined([costs[rank] for rank in ranks.mesh.chain(0)], longest)
@@ -97,12 +101,19 @@ def _longest_chunk(model: Model, ranks: Ranks, on_progress: Callable[[str], None
     return chunk
 
 
-def _measured(model: Model, chunks: Sequence[int], repeats: int, on_progress: Callable[[str], None]) -> MeasuredCost:
+def _measured(
+    model: Model,
+    chunks: Sequence[int],
+    repeats: int,
+    on_progress: Callable[[str], None],
+    places: Places | None = None,
+) -> MeasuredCost:
     return probe_compute(
         model,
         chunks=chunks,
         prefixes=[chunks[0], chunks[-1]],
         repeats=repeats,
+        places=places,
         probe_layers=PROBE_LAYERS,
         on_progress=on_progress,
     )

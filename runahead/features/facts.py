@@ -504,6 +504,7 @@ FACTS: dict[str, Fact] = {
     "prompt.ids_file": _option("prompt.ids_file"),
     "prompt.random_tokens": _option("prompt.random_tokens"),
     "prompt.chat": _option("prompt.chat"),
+    "partition=ratios or table": _option("partition"),
     "a server": _option("a server"),
     DYNAMIC_CACHE: lambda setup: _if(setup.options.get(DYNAMIC_CACHE), DYNAMIC_CACHE),
     "serve.decode_ranks": _option("serve.decode_ranks"),

@@ -123,6 +123,11 @@ REFUSED = (
         "use prefill.chunk_tokens",
     ),
     Refused(
+        ("prefill=pipeline", "partition=ratios or table"),
+        "{1} gives each rank a chunk of the prompt, and with {0} each has some of the layers and all chunks",
+        "use partition=auto or even, or prefill.chunk_tokens",
+    ),
+    Refused(
         ("prefill=pipeline", "prefill.speculative"),
         "{0} leaves each rank some of the layers, and the draft of {1} is computed by ranks with all of them",
         CHAIN,

@@ -168,13 +168,26 @@ class Boundary:
 
     Args:
         width, dtype: of hidden states.
+
+    Attributes:
+        is_closed: forwards neither receive nor hand on.
     """
 
     def __init__(self, ranks: Ranks, *, width: int, dtype: torch.dtype) -> None:
         self.ranks, self._width, self._dtype = ranks, width, dtype
         self.is_last = ranks.stage == ranks.num_stages - 1
         self._passage: Passage | None = None
-        self._is_announced = False
+        self._is_announced, self.is_closed = False, False
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Context manager in which forwards are of this stage's layers alone, which are timed so."""
+        assert self._passage is None, "hidden states are on their way"
+        self.is_closed = True
+        try:
+            yield
+        finally:
+            self.is_closed = False
 
     @contextmanager
     def chunks(self, chunks: Sequence[range], *, batch: int, record: bool = False) -> Iterator[Passage]:
@@ -186,6 +199,11 @@ class Boundary:
             passage.finish()
         finally:
             self._passage, self._is_announced = None, False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's hidden states."""
+        return self._width * self._dtype.itemsize
 
     def receive(self, own_BCD: Tensor, start: int) -> Tensor:
         """Hidden states of the stage before; of the first one its own.

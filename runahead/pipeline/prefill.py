@@ -24,10 +24,12 @@ LEAST_TOKENS = 128
 
 
 class Pipeline(Prefill):
-    """Prefill of even chunks by stages of layers. `split` returns the chunks' boundaries, as many as there are.
+    """Prefill of chunk after chunk by stages of layers. `split` returns the chunks' boundaries, as many as there are.
+
+    The chosen partitioner is asked for `CHUNKS` chunks per stage, and may return any number.
 
     Args:
-        chunk_tokens: most tokens of a chunk; by default as many as make `CHUNKS` chunks per stage.
+        chunk_tokens: most tokens of a chunk, of which all are then even.
     """
 
     def __init__(self, chunk_tokens: int | None = None) -> None:
@@ -41,7 +43,7 @@ class Pipeline(Prefill):
         if self._chunk_tokens is not None:
             return even(num_tokens, -(-num_tokens // self._chunk_tokens))
         most = CHUNKS * num_stages if num_stages > 1 else 1
-        return even(num_tokens, max(1, min(most, num_tokens // LEAST_TOKENS)))
+        return chosen(num_tokens, max(1, min(most, num_tokens // LEAST_TOKENS)))
 
     def first_token_stage(self, partition: ContextPartition, num_stages: int) -> int:
         return num_stages - 1

@@ -152,16 +152,16 @@ def _is_list(value: Any, number: int) -> bool:
     return isinstance(value, list) and len(value) == number
 
 
-def _passing(args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:
+def _passing(boundary: Boundary, args: tuple[Any, ...], keywords: dict[str, Any]) -> SeamCache | None:
     """The forward of all stages in which a layer is called; None by transformers' own attention, or to look at it."""
-    seam = SeamCache.among(args, keywords)
+    seam = None if boundary.is_closed else SeamCache.among(args, keywords)
     return None if seam is None or isinstance(seam.attention, Recording) else seam
 
 
 def _receive(
     boundary: Boundary, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, Any] | None:
-    seam = _passing(args, keywords)
+    seam = _passing(boundary, args, keywords)
     if seam is None:
         return None
     given_BCD = boundary.receive(args[0] if args else keywords["hidden_states"], seam.start)
@@ -171,7 +171,7 @@ def _receive(
 
 
 def _send(boundary: Boundary, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-    if _passing(args, keywords) is not None:
+    if _passing(boundary, args, keywords) is not None:
         x_BCD: Tensor = output[0] if isinstance(output, tuple) else output
         boundary.send(x_BCD)
         raise ForwardEndsHere

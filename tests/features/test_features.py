@@ -149,6 +149,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "prompt.ids_file": lambda: {"options": {"prompt.ids_file": "ids.json"}},
     "prompt.random_tokens": lambda: {"options": {"prompt.random_tokens": 9}},
     "prompt.chat": lambda: {"options": {"prompt.chat": "true"}},
+    "partition=ratios or table": lambda: {"options": {"partition": "ratios"}},
     "serve.handover": lambda: {"options": {"serve.handover": "/dev/shm/runahead"}},
     "serve.decode_ranks": lambda: {"options": {"serve.decode_ranks": 1}},
     "reuse of prefixes": lambda: {"prefixes": "reuse of prefixes"},

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import torch
 
-from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, even
+from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.cache.attention import LayerCall
 from runahead.config import Profile
 from runahead.features.facts import Setup
 from runahead.features.refused import check
-from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.exchanging import ExchangeRun
 from runahead.report import GenerationBatch
 from runahead.timeline.ranges import ranges_for
 from tests.families import throughout
 from tests.ranks.silence import Silence
-from tests.ranks.tasks import PrefillOutcome, tiny_model
+from tests.ranks.tasks import PrefillOutcome, prefilled, tiny_model
 
 
 def prefill_each(
@@ -31,21 +30,10 @@ def prefill_each(
     dtype: torch.dtype = torch.float64,
 ) -> list[PrefillOutcome]:
     """Prefill the prompts in several ways, each with the strategy's own split."""
-    model, batch = tiny_model(family, dtype), PromptBatch.from_prompts(prompts, ranks.device)
-    outcomes = []
+    model, outcomes = tiny_model(family, dtype), []
     for options in variants:
-        strategy = PREFILLS[options.name]()
         check(Setup(prefill=options, model=model, num_stages=ranks.size))
-        job = PrefillJob(
-            model=model,
-            ranks=ranks,
-            batch=batch,
-            partition=strategy.split(batch.num_tokens, ranks.size, even),
-            capacity=batch.num_tokens + num_new - 1,
-            options=options,
-        )
-        with throughout(dtype):
-            outcomes.append(PrefillOutcome.after(strategy.run(job)))
+        outcomes.append(prefilled(ranks, model, prompts, options, num_new))
     return outcomes
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
+from launch.inputs.engine import arrange, load
+from launch.inputs.options import RunOptions
+from launch.inputs.partitions import AutoChoice, partitioner
+from partitioner.auto.chunks import PipelineChunks
+from partitioner.auto.partition import AutoPartition
+from partitioner.simulation.cluster import Cluster
+from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks
 from runahead.config import PrefillName
 from runahead.features.facts import Setup
 from runahead.features.refused import check
 from runahead.pipeline import stage
 from runahead.pipeline.hidden import Passage
-from runahead.pipeline.prefill import Pipeline
-from runahead.prefill import PrefillJob, PromptBatch
 from runahead.report import GenerationBatch
 from tests.families import rounded, throughout
-from tests.ranks.tasks import PrefillOutcome, Steps
+from tests.ranks.tasks import PrefillOutcome, Steps, prefilled
 
 _STAGES: dict[tuple[str, torch.dtype, int, int], Model] = {}
 
@@ -47,21 +53,59 @@ def prefill_each(
     dtype: torch.dtype = torch.float64,
 ) -> list[PrefillOutcome]:
     """Prefill the prompts in chunks of each of these lengths."""
-    model, batch, outcomes = stage_of(ranks, family, dtype), PromptBatch.from_prompts(prompts, ranks.device), []
-    for tokens in chunk_tokens:
-        options = PrefillOptions(name=PrefillName.pipeline, chunk_tokens=tokens)
-        strategy = Pipeline.of(options)
-        job = PrefillJob(
-            model=model,
-            ranks=ranks,
-            batch=batch,
-            partition=strategy.split(batch.num_tokens, ranks.size, even),
-            capacity=batch.num_tokens + num_new - 1,
-            options=options,
-        )
-        with throughout(dtype):
-            outcomes.append(PrefillOutcome.after(strategy.run(job)))
-    return outcomes
+    model = stage_of(ranks, family, dtype)
+    each = [PrefillOptions(name=PrefillName.pipeline, chunk_tokens=tokens) for tokens in chunk_tokens]
+    return [prefilled(ranks, model, prompts, options, num_new) for options in each]
+
+
+def prefill_in(
+    ranks: Ranks, family: str, prompts: list[list[int]], boundaries: list[tuple[int, ...]]
+) -> list[PrefillOutcome]:
+    """Prefill the prompts in chunks with each of these boundaries, as a partitioner chooses them."""
+    model, options = stage_of(ranks, family), PrefillOptions(name=PrefillName.pipeline)
+    splits = [ContextPartition(boundaries=each) for each in boundaries]
+    return [prefilled(ranks, model, prompts, options, 1, lambda *_, split=each: split) for each in splits]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """Results of a run whose chunks are searched, and what rank 0 knew of the machine."""
+
+    boundaries: list[list[int]]
+    tokens: list[list[int]]
+    told: list[str]
+    cluster: Cluster | None
+
+
+def generate_searched(ranks: Ranks, family: str, prompts: list[list[int]], num_new: int, folder: Path) -> Searched:
+    """Generate from prompts, one after the other, in chunks that partition=auto searches."""
+    told: list[str] = []
+    prefill, model = PrefillOptions(name=PrefillName.pipeline), stage_of(ranks, family)
+    with throughout(torch.float64):
+        with mock.patch.object(Passage, "__init__", side_effect=AssertionError("timing sends hidden states")):
+            partition = AutoPartition.start(model, ranks, prefill=prefill, folder=folder, tell=told.append)
+        engine = Engine(model, ranks, prefill=prefill, partition=partition)
+        options = GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+        found = [engine.generate([ids], options) for ids in prompts]
+    known = partition.balance
+    assert known is None or isinstance(known, PipelineChunks)
+    return Searched(
+        boundaries=[batch.boundaries for batch in found],
+        tokens=[batch.generations[0].new_token_ids for batch in found],
+        told=told,
+        cluster=None if known is None else known.cluster,
+    )
+
+
+def loaded(ranks: Ranks, run: RunOptions) -> tuple[list[int], str]:
+    """The chunks of a prompt of 435 tokens after what launch/infer.py does before it, and what splits them."""
+    arrange(run, ranks)
+    partition = partitioner(run.partition, ranks)
+    model = load(run, ranks, partition)
+    engine = Engine(model, ranks, prefill=run.prefill, partition=partition)
+    batch = engine.generate([list(range(3, 90)) * 5], GenerationOptions(max_new_tokens=1))
+    chosen = partition.chosen if isinstance(partition, AutoChoice) else partition
+    return batch.boundaries, type(chosen).__name__
 
 
 def generate(

@@ -20,6 +20,7 @@ from runahead import ContextPartition, Engine, GenerationOptions, Model, Prefill
 from runahead.cache.attention import LayerCall
 from runahead.cache.slabs import Slabs
 from runahead.config import DecodeName, DecodeOptions
+from runahead.context import Partitioner
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
 from runahead.prefill.base import Prefilled
 from runahead.prefill.chain_run import ChainRun
@@ -73,17 +74,33 @@ def prefill(
     dtype: torch.dtype = torch.float64,
 ) -> PrefillOutcome:
     """Prefill prompts, split as the boundaries say, with room for new tokens."""
-    batch = PromptBatch.from_prompts(prompts, ranks.device)
+
+    def split(num_tokens: int, num_ranks: int) -> ContextPartition:
+        return ContextPartition(boundaries=boundaries).check(num_tokens, ranks.size)
+
+    return prefilled(ranks, tiny_model(family, dtype), prompts, options, num_new, split)
+
+
+def prefilled(
+    ranks: Ranks,
+    model: Model,
+    prompts: list[list[int]],
+    options: PrefillOptions,
+    num_new: int = 1,
+    chosen: Partitioner = even,
+) -> PrefillOutcome:
+    """Prefill prompts by the options' strategy, split as it does with the chosen partitioner."""
+    strategy, batch = PREFILLS[options.name].of(options), PromptBatch.from_prompts(prompts, ranks.device)
     job = PrefillJob(
-        model=tiny_model(family, dtype),
+        model=model,
         ranks=ranks,
         batch=batch,
-        partition=ContextPartition(boundaries=boundaries).check(batch.num_tokens, ranks.size),
+        partition=strategy.split(batch.num_tokens, ranks.size, chosen),
         capacity=batch.num_tokens + num_new - 1,
         options=options,
     )
-    with throughout(dtype):
-        return PrefillOutcome.after(PREFILLS[options.name]().run(job))
+    with throughout(model.dtype):
+        return PrefillOutcome.after(strategy.run(job))
 
 
 def score(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from runahead import GenerationOptions
+from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
+from partitioner.simulation.pipeline import simulate_pipeline
+from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
+from runahead.config import ModelName, PrefillName
 from tests.conftest import RankPools
-from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt
+from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt, save_tiny_config
 from tests.ranks import pipeline_tasks
 from tests.ranks.test_batch import BATCH
 from tests.ranks.test_exactness import FLOAT32_TOLERANCE, PROMPT_TOKENS, TOLERANCE
@@ -108,3 +114,71 @@ def test_chunks_alone_bound_what_is_computed_at_a_time(rank_pools: RankPools, ch
         assert batch.generations[0].new_token_ids == oracle_tokens("llama", tuple(ids), 3)
         assert len(batch.boundaries) == (3 if chunk_tokens is None else 2)
         assert all(rank.row_tokens is None for rank in batch.ranks)
+
+
+UNEVEN = [(0, 1, 30, 31, 70), (0, 40, 60, 60, 69, 70), (0, 69, 70), (0, 70)]
+"""Boundaries of chunks of 70 tokens: one token long, empty, ever shorter, one alone."""
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_chunks_of_any_lengths_equal_transformers(rank_pools: RankPools, family: str, size: int) -> None:
+    prompts = [prompt(70), prompt(52, seed=1)]
+    expected = [oracle_logits(family, tuple(ids), torch.float64) for ids in prompts]
+    for outcome in rank_pools.run(size, pipeline_tasks.prefill_in, family, prompts, UNEVEN)[-1]:
+        for ours, theirs in zip(outcome.logits, expected, strict=True):
+            assert largest_difference(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_partition_auto_searches_the_chunks(rank_pools: RankPools, tmp_path: Path, size: int) -> None:
+    """The chunks are those of a search over the whole model's layers, and the next run has them from the file."""
+    prompts = [prompt(300), prompt(480, seed=1), prompt(300, seed=2), prompt(5)]
+    first, *others = rank_pools.run(size, pipeline_tasks.generate_searched, "llama_deep", prompts, 3, tmp_path)
+    assert first.tokens == [oracle_tokens("llama_deep", tuple(ids), 3) for ids in prompts]
+    assert all((each.boundaries, each.tokens) == (first.boundaries, first.tokens) for each in others)
+    cluster = first.cluster
+    assert (cluster.num_ranks, cluster.compute.num_places) == (size, DEEP_LAYERS)
+
+    def ttft_s(chunks: ContextPartition) -> float:
+        return simulate_pipeline(chunks, size, cluster, activation_bytes=HIDDEN_BYTES).ttft_s
+
+    for ids, boundaries in zip(prompts[:2], first.boundaries, strict=False):
+        found = ttft_s(ContextPartition(boundaries=tuple(boundaries)))
+        assert all(found <= ttft_s(even(len(ids), number)) for number in (1, 2, 4, 8))
+    assert first.boundaries[2] == first.boundaries[0] and first.boundaries[3] == [0, 5]
+    [path] = tmp_path.rglob("*.json")
+    assert first.told == [f"partition=auto: timed a few layers for the first split; kept in {path}"]
+    again, *_ = rank_pools.run(size, pipeline_tasks.generate_searched, "llama_deep", prompts[:1], 3, tmp_path)
+    assert again.told == [] and again.boundaries == first.boundaries[:1]
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks", "splits"),
+    [({}, None, "AutoPartition"), ({"chunk_tokens": 100}, 5, "function"), ({"partition": "even"}, 3, "function")],
+)
+def test_what_chooses_the_chunks_of_a_run(
+    rank_pools: RankPools, tmp_path: Path, options: dict[str, Any], chunks: int | None, splits: str
+) -> None:
+    """Layers are timed only where the chunks are searched."""
+    model = ModelOptions(name=ModelName.random, config=str(save_tiny_config(tmp_path)))
+    run = RunOptions(
+        model=model,
+        policy={"name": "full", "positions": "original"},
+        prefill=PrefillOptions(name=PrefillName.pipeline, chunk_tokens=options.get("chunk_tokens")),
+        partition=PartitionOptions(name=PartitionName[options.get("partition", "auto")]),
+    )
+    for boundaries, kind in rank_pools.run(2, pipeline_tasks.loaded, run):
+        assert kind == splits and boundaries[-1] == 435
+        assert chunks is None or ContextPartition(boundaries=tuple(boundaries)) == even(435, chunks)
+
+
+@pytest.mark.parametrize("partition", ["ratios", "table"])
+def test_a_partition_by_rank_is_refused(partition: str) -> None:
+    of = {"ratios": {"ratios": [0.6, 0.4]}, "table": {"table": "mine.json"}}
+    with pytest.raises(ValueError, match=f"partition={partition} gives each rank a chunk of the prompt, and with"):
+        RunOptions(
+            policy={"name": "full", "positions": "original"},
+            prefill=PrefillOptions(name=PrefillName.pipeline),
+            partition=PartitionOptions(name=PartitionName[partition], **of[partition]),
+        )
