@@ -422,6 +422,11 @@ class PrefillOptions:
         return self.attention is Attention.xattention
 
     @property
+    def block(self) -> int:
+        """Tokens of which a rank's chunk is a multiple."""
+        return SPARSE_BLOCK if self.is_sparse else 1
+
+    @property
     def sparsity(self) -> dict[str, Any]:
         """The options of a sparse attention, by their names; none of another one."""
         names = ("stride", "threshold" if self.density is None else "density") if self.is_sparse else ()

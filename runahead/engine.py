@@ -14,8 +14,8 @@ import torch
 
 from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from policies.row_values import row_values
+from runahead.attention.sparse import flex
 from runahead.config import (
-    SPARSE_BLOCK,
     DecodeName,
     DecodeOptions,
     GenerationOptions,
@@ -109,7 +109,7 @@ class Engine:
         self.model, self.ranks, self._lends = model, ranks, lends
         self.policies = policies or RankPolicies()
         self.prefill_options = prefill or PrefillOptions()
-        self.partition, self._block = partition, SPARSE_BLOCK if self.prefill_options.is_sparse else 1
+        self.partition, self._block = partition, self.prefill_options.block
         self._strategy = PREFILLS[self.prefill_options.name].of(self.prefill_options)
         check_arrangement(model, ranks, in_layers=self.prefill_options.name is PrefillName.pipeline)
         self.decode = decode or DecodeOptions()
@@ -126,6 +126,10 @@ class Engine:
             backend=ranks.backend,
         )
         check(self._setup)
+        if self.prefill_options.is_sparse:
+            for shape in model.kv_shapes:  # now, so that no prompt waits for a compiler
+                heads = model.num_query_heads, shape.num_kv_heads
+                flex.is_right(flex.Sizes(model.device, shape.dtype, *heads, shape.key_dim, shape.value_dim))
         self._placement = Placement(
             model,
             ranks,

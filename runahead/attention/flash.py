@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from runahead.attention.masks import MaskRule
-from runahead.attention.partial import AttentionTerms, attend, attend_sequences, softmax_attention
+from runahead.attention.partial import AttentionTerms, attend, attend_sequences, errors, softmax_attention
 from runahead.failures import first_line
 
 FA3, FA4 = ("FA3", "flash_attn_interface"), ("FA4", "flash_attn.cute.interface")
@@ -106,8 +106,4 @@ def _apart_in_sequences(q_SNH: Tensor, k_1UTH: Tensor, v_1UTH: Tensor, dtype: to
 
 
 def _errors(found: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor], dtype: torch.dtype) -> Iterator[float]:
-    for ours, right in zip(found, known, strict=True):
-        ours = ours.cpu().double()
-        sees = right.isfinite()
-        off = torch.where(sees, ours - right, torch.where(ours == right, 0.0, torch.inf)).abs().max()
-        yield off.nan_to_num(torch.inf).item() / TOLERANCE[dtype]
+    return (error / TOLERANCE[dtype] for error in errors(found, known))

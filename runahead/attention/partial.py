@@ -9,7 +9,7 @@ key set i and z_i the log-sum-exp of its scores, attention over the union is sum
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -239,6 +239,14 @@ def softmax_attention(
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k.mT * scaling).masked_fill(hidden_CS, -math.inf)
     return scores.softmax(dim=-1).nan_to_num(0.0) @ v, scores.logsumexp(dim=-1)
+
+
+def errors(found: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]) -> Iterator[float]:
+    """Largest error of an output and of a log-sum-exp from those of `softmax_attention`; infinite for a NaN."""
+    for ours, right in zip(found, known, strict=True):
+        ours = ours.cpu().double()
+        off = torch.where(right.isfinite(), ours - right, torch.where(ours == right, 0.0, math.inf))
+        yield off.abs().max().nan_to_num(math.inf).item()
 
 
 def _no_keys(q_BNCH: Tensor, v_BKSV: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from runahead.attention.partial import AttentionTerms, Kernel, attend_at, fused_kernel, merge
+from runahead.attention.sparse import flex
 from runahead.config import SPARSE_BLOCK
 from runahead.kernels import operators
 
@@ -68,8 +69,8 @@ def attend_to_chosen(
 ) -> tuple[Tensor, Tensor]:
     """Attention as of `partial.attend`, to the keys of the chosen blocks alone. Every key is one that a query may see.
 
-    Our kernel for CPUs copies the keys that it reads, so choosing costs it nothing. For others chosen blocks are
-    gathered. Where scores are modified all of them are computed, and masked.
+    Our kernel for CPUs copies the keys that it reads, so choosing costs it nothing, and FlexAttention reads what is
+    listed. For other kernels chosen blocks are gathered. Where scores are modified all are computed, and masked.
     """
     assert terms.rule is None, "layers with windows see few keys"
     kernel = None if terms.needs_scores else fused_kernel(q_BNCH, k_BKSH, v_BKSV)
@@ -78,6 +79,8 @@ def attend_to_chosen(
         firsts = BLOCK, queries.start % BLOCK, keys.start % BLOCK
         causal = chosen.is_causal and len(queries) > 1
         return operators.attend(q_BNCH, k_BKSH, v_BKSV, causal, terms.scaling, None, 0, chosen.blocks_BKqk, *firsts)
+    if not terms.needs_scores and flex.takes(q_BNCH, k_BKSH, v_BKSV):
+        return flex.attend(q_BNCH, k_BKSH, v_BKSV, terms.scaling, chosen.blocks_BKqk, queries, keys)
     if kernel is None or keys.start % BLOCK or queries.start % BLOCK:
         allowed = chosen.allowed(q_BNCH.device).unsqueeze(2)
         queries_C, keys_S = (torch.arange(each.start, each.stop, device=q_BNCH.device) for each in (queries, keys))
