@@ -34,6 +34,7 @@ command that starts the plan. Weights are not needed, and no rank is started.
   efficiency.matmul=0.64   efficiency.attention=0.38   efficiency.memory=0.8   efficiency.link=0.8
   efficiency.step_us=20    shares of the stated figures that are reached, and the overhead of a step of a layer
   ranks.tensor=<shares>    decode=auto|last|sharded   prefill.wire_bits=8|4   reserve=2GiB
+  prefill.attention=xattention   prefill.threshold=0.95 or prefill.density=<share>   prefill.stride=16
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
                             model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import WeightBoundCost
 from partitioner.cost.link import Link, Links
+from partitioner.cost.sparse import cost_of
 from partitioner.cost.stage import StageCost
 from partitioner.meshes.model_size import STATE_FLOPS, ModelSize
 from partitioner.simulation.cluster import Cluster
+from runahead.config import PrefillOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +74,14 @@ class Machine:
         across = {(stage, stage + 1): self.across(num_shares) for stage in crossing}
         return Links(num_stages, self.inside, across)
 
-    def compute(self, size: ModelSize, num_shares: int, batch: int = 1) -> ComputeCost:
+    def compute(
+        self, size: ModelSize, num_shares: int, batch: int = 1, prefill: PrefillOptions | None = None
+    ) -> ComputeCost:
         """Compute cost of a stage. Measured compute is that of one device, of which a share does its part."""
         share, divisor = self.measured, num_shares
         if share is None:
             share, divisor = counted_cost(size, self.device, num_shares, batch), 1
+        share = cost_of(share, prefill or PrefillOptions())
         if num_shares == 1:
             return share
         return StageCost(
@@ -89,16 +94,23 @@ class Machine:
         )
 
     def cluster(
-        self, size: ModelSize, num_stages: int, num_shares: int, batch: int = 1, *, wire_bits: int | None = None
+        self,
+        size: ModelSize,
+        num_stages: int,
+        num_shares: int,
+        batch: int = 1,
+        prefill: PrefillOptions | None = None,
     ) -> Cluster:
         """One share's chain as a cluster: all chains are alike, so that one of them is simulated."""
+        prefill = prefill or PrefillOptions()
         return Cluster(
-            compute=self.compute(size, num_shares, batch),
+            compute=self.compute(size, num_shares, batch, prefill),
             speed=[1.0] * num_stages,
             links=self.links(num_stages, num_shares),
-            kv_bytes_per_token=batch * size.sent_bytes_per_token(num_shares, wire_bits),
+            kv_bytes_per_token=batch * size.sent_bytes_per_token(num_shares, prefill.wire_bits),
             state_bytes=batch * size.places.bytes_of_state,
             pass_on_as_landed=self.pass_on_as_landed,
+            block=prefill.block,
         )
 
 

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
 from partitioner.meshes.model_size import ModelSize
+from runahead.config import PrefillOptions
 from runahead.context import ContextPartition
 from runahead.model.memory import row_tokens_in
 
@@ -28,8 +29,7 @@ class Workload:
         tensor: shares of a stage; None for any.
         sharded: whether decoding is sharded; None for either.
         reserve: bytes that a rank needs beside what is counted.
-        layers_in_flight: as `prefill.layers_in_flight`.
-        wire_bits: as `prefill.wire_bits`.
+        prefill: its options.
     """
 
     tokens: int
@@ -38,8 +38,7 @@ class Workload:
     tensor: int | None = None
     sharded: bool | None = None
     reserve: int = 0
-    layers_in_flight: int = 3
-    wire_bits: int | None = None
+    prefill: PrefillOptions = field(default_factory=PrefillOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,7 @@ def kv_bytes(
     model computes with it, and in a slab as it arrives from the stage before and as it goes to the next one.
     """
     layers, each = size.num_attending, work.batch * size.kv_bytes_per_token(num_shares)
-    ring = min(work.layers_in_flight, len(size.places))
+    ring = min(work.prefill.layers_in_flight, len(size.places))
     states = [work.batch * num_bytes for num_bytes in size.places.state_bytes]
     room = work.new_tokens - 1  # the last new token is not computed
     new = new_by_stage(partition, room)
@@ -114,8 +113,8 @@ def kv_bytes(
             kv_tokens = tokens // (layers if is_last else ring)
             slabs = [copies * state if state else kv_tokens * each for state in states]
             num_bytes = sum(states) + sum(slabs if is_last else (max(slabs[slot::ring]) for slot in range(ring)))
-        if chunk and work.wire_bits is not None and len(partition.chain) > 1:
-            sent = work.batch * size.sent_bytes_per_token(num_shares, work.wire_bits)
+        if chunk and work.prefill.wire_bits is not None and len(partition.chain) > 1:
+            sent = work.batch * size.sent_bytes_per_token(num_shares, work.prefill.wire_bits)
             num_bytes += ring * (chunk.start if is_last else chunk.stop) * sent
         held.append(num_bytes)
     return held
@@ -191,7 +190,8 @@ def ways(
     for sharded in [False] if is_single else either:
         pieces: list[int | None] = [None]
         if is_single:
-            pieces += [LONGEST_PIECE >> halvings for halvings in range(8) if LONGEST_PIECE >> halvings < work.tokens]
+            halved = (LONGEST_PIECE >> halvings for halvings in range(8))
+            pieces += [piece for piece in halved if piece < work.tokens and piece % work.prefill.block == 0]
         for piece in pieces:
             memory = rank_memory(
                 size, work, num_shares, partition, sharded=sharded, piece_tokens=piece, row_tokens=rows

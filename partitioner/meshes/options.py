@@ -10,7 +10,7 @@ from partitioner.cost.link import Link
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.options import MAX_RANKS, MAX_TOKENS
 from policies.byte_size import num_bytes
-from runahead.config import DecodeOptions, ModelOptions, PrefillOptions, require
+from runahead.config import Attention, DecodeOptions, ModelOptions, PrefillOptions, require
 
 
 @dataclass(kw_only=True)
@@ -25,12 +25,22 @@ class PlanRanks:
 
 @dataclass(kw_only=True)
 class PlanPrefill:
-    """`wire_bits`: as `prefill.wire_bits` of a run."""
+    """Options of the prefill that change its cost, as of a run."""
 
+    attention: Attention = Attention.causal
+    threshold: float = PrefillOptions.threshold
+    density: float | None = None
+    stride: int = PrefillOptions.stride
     wire_bits: int | None = None
 
     def __post_init__(self) -> None:
-        PrefillOptions(wire_bits=self.wire_bits)
+        self.attention = self.of_run().attention
+        if self.attention is Attention.dense:
+            raise ValueError("prefill.attention=dense is for prefill=tsp, which is not planned; use causal")
+
+    def of_run(self) -> PrefillOptions:
+        """The options of a run. Raises: ValueError: one of them is out of range."""
+        return PrefillOptions(**vars(self))
 
 
 @dataclass(kw_only=True)

@@ -171,7 +171,7 @@ def meshes(size: ModelSize, machine: Machine, work: Workload) -> Iterator[tuple[
 
 
 def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: int, num_shares: int) -> Candidate:
-    cluster = machine.cluster(size, num_stages, num_shares, work.batch, wire_bits=work.wire_bits)
+    cluster = machine.cluster(size, num_stages, num_shares, work.batch, work.prefill)
     balanced = equal_work(work.tokens, num_stages, cluster.compute)
 
     def fits(partition: ContextPartition) -> bool:

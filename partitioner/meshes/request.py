@@ -10,7 +10,7 @@ from partitioner.meshes.memory import Workload
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.options import PlanRun
 from policies.byte_size import num_bytes
-from runahead.config import DecodeName, PrefillOptions
+from runahead.config import DecodeName
 from runahead.failures import first_line
 from runahead.files import read_user_file
 
@@ -52,8 +52,7 @@ def workload_of(run: PlanRun) -> Workload:
         tensor=run.ranks.tensor,
         sharded=None if run.decode.name is DecodeName.auto else run.decode.name is DecodeName.sharded,
         reserve=num_bytes(run.reserve, "reserve"),
-        layers_in_flight=PrefillOptions().layers_in_flight,
-        wire_bits=run.prefill.wire_bits,
+        prefill=run.prefill.of_run(),
     )
 
 

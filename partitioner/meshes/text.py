@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
+from partitioner.cost.sparse import Sparsity
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import RankMemory
 from partitioner.meshes.plan import ALIKE, Candidate, MeshPlan, Seconds
-from runahead.config import ModelName, ModelOptions, hydra_text
+from runahead.config import ModelName, ModelOptions, PrefillOptions, hydra_text
 from runahead.picture_style import seconds
 
 COLUMNS = (
@@ -134,7 +135,8 @@ def ratios(candidate: Candidate) -> list[float]:
     """The share of each stage, rounded so that they add up to 1."""
     num_tokens = candidate.partition.num_tokens
     rounded = [round(length / num_tokens, 4) for length in candidate.partition.chunk_lengths]
-    rounded[-1] = round(1 - sum(rounded[:-1]), 4)
+    longest = rounded.index(max(rounded))  # the last one may be empty
+    rounded[longest] = round(rounded[longest] + 1 - sum(rounded), 4)
     return rounded
 
 
@@ -157,6 +159,7 @@ def launch_commands(plan: MeshPlan, model: ModelOptions) -> dict[str, str]:
         words += ["partition=ratios", f"partition.ratios=[{listed}]", f"decode={way(best)}"]
     if best.held.piece_tokens is not None:
         words += ["prefill=single", f"prefill.chunk_tokens={best.held.piece_tokens}"]
+    words += _prefill_words(work.prefill, len(best.partition.chain))
     words += [] if work.batch == 1 else [f"prompt.batch={work.batch}"]
     words.append(f"generation.max_new_tokens={work.new_tokens}")
 
@@ -175,6 +178,14 @@ def launch_commands(plan: MeshPlan, model: ModelOptions) -> dict[str, str]:
         folder = str(name if name.is_dir() else name.parent)
     found = replace(model, name=ModelName.hf, path=folder, config=None, seed=0)
     return {f"The plan, with weights in {folder}{where}": command(found, "prompt.file=prompt.txt")} | timed
+
+
+def _prefill_words(prefill: PrefillOptions, num_stages: int) -> list[str]:
+    """The options of a prefill that differ from their defaults, where they have an effect."""
+    given = {name: value for name, value in prefill.sparsity.items() if value != getattr(PrefillOptions, name)}
+    if prefill.wire_bits is not None and num_stages > 1:
+        given["wire_bits"] = prefill.wire_bits
+    return [f"prefill.{name}={value}" for name, value in given.items()]
 
 
 def _model_words(model: ModelOptions) -> list[str]:
@@ -263,6 +274,13 @@ def assumptions(plan: MeshPlan, shares: dict[str, float]) -> list[str]:
         f"{device.memory_Bps / 1e9:,.0f} GB/s ({shares['memory']:.0%} of what is stated, assumed)"
     )
     lines.append(_links_text(machine, shares["link"]))
+    sparsity = Sparsity.of(plan.work.prefill)
+    if sparsity is not None:
+        share = sparsity.share(plan.work.tokens, 0)
+        why = "" if sparsity.density else " (of SmolLM2 in text, assumed)"
+        lines.append(
+            f"attention to {share:.0%} of the pairs of queries and keys{why}, once a stage has all keys before"
+        )
     lines.append(
         "two all-reduces per layer, ring or tree, overlapped with nothing; shares of a stage are inside a node, and "
         "their chains send at the same time"

@@ -74,7 +74,7 @@ class TableSearch:
         self._entries[length, count] = TableEntry(
             length=length,
             ranks=count,
-            boundaries=result.partition.boundaries,
+            boundaries=result.partition.in_blocks(self.evaluator.clusters[count].block).boundaries,
             ttft_s=result.cost_s,
             objective=self.options.objective.name,
             spread=self.evaluator.spread(result.partition),

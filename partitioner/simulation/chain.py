@@ -44,7 +44,7 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
     """Simulate the prefill of a prompt with this partition.
 
     Args:
-        partition: chunks of the leading ranks; ranks with empty ones take no part.
+        partition: chunks of the leading ranks, rounded to blocks as in a run; ranks with empty ones take no part.
         record: keep the spans.
 
     Raises:
@@ -54,6 +54,8 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
         raise ValueError(f"context partition has {partition.num_ranks} chunks but there are {cluster.num_ranks} ranks")
     if partition.num_tokens < 1:
         raise ValueError("a context partition without tokens cannot be simulated")
+    if cluster.block > 1:
+        partition = partition.in_blocks(cluster.block)
     prefill = _SimulatedPrefill(partition, cluster)
     prefill.run()
     size = cluster.num_ranks

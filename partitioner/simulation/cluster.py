@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.link import Link, Links
+from partitioner.cost.sparse import cost_of
 from runahead.config import PrefillOptions, Transfer
 from runahead.context import ContextPartition
 
@@ -39,6 +40,7 @@ class Cluster:
         layers_in_flight: as `prefill.layers_in_flight`.
         pass_on_as_landed: a chunk is passed on as soon as it has arrived, as over Gloo; otherwise after the own chunk,
             as over NCCL.
+        block: chunks are this many tokens, or multiples, to which partitions are rounded.
 
     Raises:
         ValueError: a speed that is not above 0, links of another number of ranks, too few layers in flight.
@@ -52,6 +54,7 @@ class Cluster:
     layers_in_flight: int = 3
     pass_on_as_landed: bool = True
     state_bytes: float = 0.0
+    block: int = 1
 
     def __post_init__(self) -> None:
         if not self.speed or any(not 0 < speed < inf for speed in self.speed):
@@ -78,15 +81,16 @@ class Cluster:
         backend: str,
         speed: Sequence[float] | None = None,
     ) -> Cluster:
-        """Make the cluster of ranks that send KV as a run with these options does.
+        """Make the cluster of ranks that attend and send KV as a run with these options does.
 
         Args:
+            compute: of attention to all keys.
             link: between all ranks; None for communication without cost.
             backend: of torch.distributed.
             speed: as `speed`; all alike by default. Ranks beyond `num_ranks` are left out.
         """
         return cls(
-            compute=compute,
+            compute=cost_of(compute, prefill),
             speed=list(speed or [1.0] * num_ranks)[:num_ranks],
             links=None if link is None else Links(num_ranks, link),
             kv_bytes_per_token=kv_bytes_per_token,
@@ -94,6 +98,7 @@ class Cluster:
             transfer=prefill.transfer,
             layers_in_flight=prefill.layers_in_flight,
             pass_on_as_landed=backend == "gloo",
+            block=prefill.block,
         )
 
     @property

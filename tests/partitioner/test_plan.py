@@ -33,13 +33,14 @@ from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.places import Places
+from partitioner.cost.sparse import CHOICE
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.experts import Experts
 from partitioner.meshes.machine import Machine, PlannedDevice, counted_cost
 from partitioner.meshes.memory import Workload, activation_bytes, kv_bytes
 from partitioner.meshes.model_size import ModelSize, _weights
 from partitioner.meshes.options import PlanRun
-from partitioner.meshes.plan import MeshPlan, make_plan, shares_that_fit
+from partitioner.meshes.plan import Candidate, MeshPlan, make_plan, shares_that_fit
 from partitioner.meshes.request import read_compute
 from partitioner.meshes.text import as_json, nothing_fits, ratios, reason
 from partitioner.meshes.units import bytes_per_s, flops
@@ -51,7 +52,7 @@ from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
-from runahead.config import ModelName
+from runahead.config import Attention, ModelName
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
 from tests.conftest import RankPools
@@ -482,6 +483,28 @@ def best_s(plan: MeshPlan) -> float:
     return math.inf if plan.best is None or plan.best.ttft is None else plan.best.ttft.total
 
 
+def test_sparse_attention_is_sooner_by_its_pairs() -> None:
+    """On one GPU without overheads, where all else takes what it took; the split of several is evener."""
+    size, work = size_of("llama-8b"), Workload(tokens=65536, tensor=1)
+    sparse = replace(work, prefill=PrefillOptions(attention=Attention.xattention, density=0.1))
+    alone = machine(1, memory=1000, step_s=0)
+    exact_s, sparse_s = (each.ttft.total for each in _best(size, alone, work, sparse) if each.ttft)
+    cost = counted_cost(size, alone.device)
+    all_s = size.shape.num_layers * cost.own(65536)
+    seen = [max(min(2, at), math.ceil(0.1 * at)) - 0.5 for at in range(1, 513)]
+    share = sum(seen) / (512 * 512 / 2) + CHOICE / 256
+    assert exact_s - sparse_s == pytest.approx((1 - share) * all_s, rel=1e-9)
+    several = machine(4, memory=1000, inside=FREE)
+    firsts = [each.partition.boundaries[1] for each in _best(size, several, work, sparse)]
+    assert firsts[0] > firsts[1] > 65536 / 4
+
+
+def _best(size: ModelSize, on: Machine, *works: Workload) -> list[Candidate]:
+    found = [make_plan(size, on, work).best for work in works]
+    assert all(found)
+    return [each for each in found if each is not None]
+
+
 def test_infinite_links_give_the_perfect_split() -> None:
     size = size_of("llama-8b")
     plan = make_plan(size, machine(4, inside=FREE), Workload(tokens=24576, tensor=1))  # chunks at once
@@ -609,6 +632,9 @@ def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
         ["model.config={folder}/config.json"],
         ["model=hf", "model.path={folder}", "~model.config"],
         ["model=smollm2", "~model.config", "tokens=1000"],
+        ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.density=0.2"],
+        ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.threshold=0.9", "prefill.stride=8"],
+        ["gpus=8", "ranks.tensor=1", "prefill.wire_bits=8"],
     ],
 )
 def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[str], tmp_path: Path) -> None:
@@ -632,6 +658,8 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         assert launcher.standalone == (run.nodes == 1) == ("HEAD" not in title)
         assert infer.ranks.tensor == best["shares"]
         assert infer.prefill.chunk_tokens == best["chunk_tokens"]
+        assert infer.prefill.sparsity == run.prefill.of_run().sparsity
+        assert infer.prefill.wire_bits == (run.prefill.wire_bits if best["stages"] > 1 else None)
         assert infer.generation.max_new_tokens == run.new_tokens and infer.prompt.batch == run.batch
         if best["stages"] > 1:
             shares = np.diff(best["boundaries"]) / run.tokens
@@ -665,6 +693,8 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         (["compute=missing.json"], "compute=missing.json cannot be read"),
         (["model.config=missing.json"], "model.config=missing.json does not exist"),
         (["decode=first"], "decode=first is not one of auto, last, sharded"),
+        (["prefill.density=2"], "prefill.density=2.0 must be above 0 and at most 1"),
+        (["prefill.attention=dense"], "prefill.attention=dense is for prefill=tsp"),
     ],
 )
 def test_mistakes_are_told_in_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

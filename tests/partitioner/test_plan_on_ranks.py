@@ -54,7 +54,7 @@ def test_keys_and_values_of_stages(
     size = size_of("llama", tmp_path)
     prompts, options = [prompt(50), prompt(50, seed=1)], PrefillOptions(layers_in_flight=2, wire_bits=wire_bits)
     outcomes = rank_pools.run(2, tasks.prefill, "llama", prompts, boundaries, options, NEW_TOKENS)
-    work = Workload(tokens=50, batch=2, new_tokens=NEW_TOKENS, layers_in_flight=2, wire_bits=wire_bits)
+    work = Workload(tokens=50, batch=2, new_tokens=NEW_TOKENS, prefill=options)
     expected = kv_bytes(size, work, 1, ContextPartition(boundaries=boundaries), sharded=False)
     assert [outcome.kv_peak_bytes for outcome in outcomes] == expected
     # And so is what the simulation, the search and the planner take for the bytes of a link.
