@@ -8,6 +8,9 @@ keys' mean distance from its centre: closer to the scores inside, and no bound a
 2025) takes the mean.
 
 `digest=shrunk` and `digest=mean` are these. ArkVale chooses once for all heads and attends to all pages on the device.
+
+Pages of many sizes (`events`) are taken in the order of their scores until the budget is full, of the last one the
+latest tokens; tokens that are in no page yet come before all.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, P pages, p chosen ones, S slots of a
@@ -23,7 +26,9 @@ import torch
 from torch import Tensor
 
 from policies.base import Budget, choice, require_least
-from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
+from policies.block_index import BlockIndex, BlocksOfRows
+from policies.events import EventRetriever
+from policies.retriever import Choice, Index, PromptView, Slots, most_needed, need_of_group
 
 
 class Digest(Enum):
@@ -45,6 +50,12 @@ def _digest(kind: Digest, k_BKPSH: Tensor) -> tuple[Tensor, Tensor]:
     centre_BKPH = (least_BKPH + most_BKPH) / 2
     distance_BKPH = (k_BKPSH - centre_BKPH.unsqueeze(3)).abs().mean(dim=3)
     return centre_BKPH - distance_BKPH, centre_BKPH + distance_BKPH
+
+
+def _scores(q_BKGH: Tensor, least_BKPH: Tensor, most_BKPH: Tensor) -> Tensor:
+    """Scores (B, K, G, P) of pages by what stands for their keys."""
+    most = q_BKGH.clamp_min(0) @ most_BKPH.mT + q_BKGH.clamp_max(0) @ least_BKPH.mT
+    return most.to(torch.promote_types(most.dtype, torch.float32))
 
 
 class Pages(Index):
@@ -110,16 +121,41 @@ class Pages(Index):
             least_BKPH = torch.cat([least_BKPH, open_least], dim=2)
             most_BKPH = torch.cat([most_BKPH, open_most], dim=2)
         q_BKGH = q_BNH.unflatten(1, (most_BKPH.shape[1], -1)) * self._scaling
-        most = q_BKGH.clamp_min(0) @ most_BKPH.mT + q_BKGH.clamp_max(0) @ least_BKPH.mT
-        return most.to(torch.promote_types(most.dtype, torch.float32))
+        return _scores(q_BKGH, least_BKPH, most_BKPH)
+
+
+class EventPages(BlockIndex):
+    """Index of pages that end where the text surprises the model.
+
+    Args:
+        view: the layer after the prompt.
+        how: the policy.
+    """
+
+    def __init__(self, view: PromptView, how: Quest) -> None:
+        dim = view.k_BKnH.shape[3]
+        super().__init__(view, block=how.events.most, by_event=True, sinks=0, recent=0, digest_dim=2 * dim)
+        self._how = how
+
+    def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
+        return torch.cat(_digest(self._how.digest, k_bKPSH), dim=-1)
+
+    def needs(self, q_BNH: Tensor) -> Tensor:
+        """Need (B, K, n), float64, of each slot, as `need_of_slots`."""
+
+        def places(part: BlocksOfRows, q_bKGH: Tensor) -> Tensor:
+            need_bKP = need_of_group(_scores(q_bKGH, *part.digests_bKPX.chunk(2, dim=-1)), self._how.group)
+            return need_bKP.argsort(dim=-1, stable=True).argsort(dim=-1)
+
+        return self.need_of_slots(q_BNH, self.num_kv_heads, places)
 
 
 @dataclass(kw_only=True)
-class Quest(Retriever, name="quest"):
+class Quest(EventRetriever, name="quest"):
     """Retrieve whole pages with about `fetch` slots in total, including the first and the last ones.
 
     Attributes:
-        page: slots per page.
+        page: slots per page, if these are all of one size (`events`).
         digest: what stands for the keys of a page: bounds (their minimum and maximum in each dim), shrunk (the centre
             of these, plus and minus the keys' mean distance from it: ArkVale) or mean (their mean: ShadowKV).
 
@@ -139,10 +175,16 @@ class Quest(Retriever, name="quest"):
         require_least(self, page=1)
         self.digest = choice("digest", Digest, self.digest)
 
-    def index(self, view: PromptView) -> Pages:
+    def index(self, view: PromptView) -> Index:
+        if self.needs_surprise:
+            return EventPages(view, self)
         return Pages(view.k_BKnH, page=self.page, pads=view.pads, scaling=view.scaling, digest=self.digest)
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        if isinstance(index, EventPages):
+            need_BKn = index.needs(q_BNH)
+            slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
+            return most_needed(need_BKn, self.num_chosen(slots), slots)
         assert isinstance(index, Pages)
         whole, rest = divmod(slots.num_slots, self.page)
         chosen = self._num_pages(slots)
@@ -181,6 +223,8 @@ class Quest(Retriever, name="quest"):
         return (is_sink | is_recent).any(dim=-1)
 
     def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
+        if self.needs_surprise:
+            return super().chosen_padding(slots, num_chosen)
         whole, chosen = slots.num_slots // self.page, self._num_pages(slots)
         held = num_chosen // self.page - chosen
         with_tokens = [whole - held - pad // self.page for pad in slots.pads]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Self
@@ -358,6 +358,27 @@ class Retriever(Policy, ABC):
     def needs_queries(self) -> bool:
         """Whether `index` depends on the queries of the prompt's last `observed` tokens."""
         return self.observed > 0
+
+    @property
+    def needs_surprise(self) -> bool:
+        """Whether indices depend on how the text surprises the model, of which `tell` tells them."""
+        return False
+
+    @property
+    def compares_layers(self) -> bool:
+        """Whether `tell` compares keys of all KV heads and of several layers."""
+        return False
+
+    def tell(self, indices: Mapping[int, Index], surprise_BS: Tensor) -> None:
+        """Tell the indices of the layers how the text surprises the model, for a policy with `needs_surprise`.
+
+        Called after each prompt or turn, and each piece of one, before anything is chosen.
+
+        Args:
+            indices: by layer.
+            surprise_BS: -log p of each slot's token after those before it, float64, on the host. NaN where it is not
+                known: of padding, of the first token and of generated ones; and those of the last slots are missing.
+        """
 
     @property
     def clusters_key(self) -> str | None:

@@ -118,6 +118,8 @@ class ShadowKV(Quest, name="shadowkv"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, outliers=0)
+        reason = "does not go with shadowkv, whose pages are of one size; use quest"
+        require(not self.needs_surprise, "events.by", self.events.by.value, reason)
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "must be at least 1")
         require(self.late is None, "late", self.late, "does not go with shadowkv, whose keys are on the device")
 

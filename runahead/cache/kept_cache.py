@@ -157,6 +157,14 @@ class KeptCache(KVStore):
             chunk: indices of the piece's tokens in the padded batch.
         """
 
+    def see_surprise(self, surprise_BC: Tensor, start: int) -> None:
+        """See how tokens of given ones have surprised the model, before anything is retrieved.
+
+        Args:
+            surprise_BC: -log p of each, float64, on the host; NaN where it is not known.
+            start: index of the first of them in the padded batch.
+        """
+
     def fork(self) -> KeptCache:
         """The same tokens for a forked conversation. Both share memory until new tokens are appended."""
         other = self._forked()

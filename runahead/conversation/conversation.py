@@ -10,7 +10,7 @@ chosen without it. On several ranks, without policies: `ShardedConversation`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 
@@ -33,6 +33,7 @@ from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.features.facts import DYNAMIC_CACHE, Setup
 from runahead.features.refused import check
 from runahead.model.model import Model
+from runahead.prefill.scoring import PromptScorer
 from runahead.report import SpeculationReport
 from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.rank_policies import RankPolicies
@@ -453,21 +454,43 @@ class Conversation:
         self.long_rows = self._long_at(end)
         tokens = NewTokens(self.num_tokens, self.pads)
         steps = self._steps(tokens, end, cut_back=cut_back)
-        logits = self.model.forward(
-            ids_BC,
-            attention_under(steps, self.cache),
-            start=self.num_tokens,
-            pads=self.pads,
-            length=max(end, self.length),
-            tokens=tokens if any(policy.narrows for policy in self.policies) else None,
-            all_logits=all_logits,
-        )
+        scorer = None
+        if self._needs_surprise:
+            pads = [max(0, pad - self.num_tokens) for pad in self.pads]
+            scorer = PromptScorer(self.model, ids_BC, pads, 0)
+        with nullcontext() if scorer is None else scorer.keeping():
+            logits = self.model.forward(
+                ids_BC,
+                attention_under(steps, self.cache),
+                start=self.num_tokens,
+                pads=self.pads,
+                length=max(end, self.length),
+                tokens=tokens if any(policy.narrows for policy in self.policies) else None,
+                all_logits=all_logits,
+                all_hidden=scorer is not None and not all_logits,
+            )
+        if scorer is not None:
+            scorer.score([range(ids_BC.shape[1])])
+            surprise_BC = scorer.surprise()
+            if self.logits_BV is not None and self.num_tokens:  # after the turn before
+                first_B1 = -self.logits_BV.log_softmax(dim=-1).gather(1, ids_BC[:, :1])
+                surprise_BC[:, :1] = first_B1.double().cpu()
+            self._tell_surprise(surprise_BC)
         self.num_tokens = end
         if cut_back and self.policies:
             self.decide()
         if ids_BC.shape[1] > 1:  # single tokens use the remaining room
             (self.cache.end_turn if cut_back else self.cache.free)(room=0)
         return logits
+
+    @property
+    def _needs_surprise(self) -> bool:
+        """Whether a policy asks how the text surprises the model."""
+        return self.rank_policies.needs_surprise
+
+    def _tell_surprise(self, surprise_BC: Tensor) -> None:
+        assert self.cache is not None
+        self.cache.see_surprise(surprise_BC, self.num_tokens)
 
     def decide(self, answers: Answers | None = None) -> None:
         """Let the policy that decides on all layers cut back the first turn, if there is one and it has not yet.

@@ -95,6 +95,15 @@ class _Prefill(Conversation):
             self.model, each, tokens, end, clock_s=self._clock_s, policy_s=self.policy_s, saved_s=self.saved_s
         )
 
+    @property
+    def _needs_surprise(self) -> bool:
+        return any(other.rank_policies.needs_surprise for other in self._others)
+
+    def _tell_surprise(self, surprise_BC: Tensor) -> None:
+        for other in self._others:
+            assert other.cache is not None
+            other.cache.see_surprise(surprise_BC, self.num_tokens)
+
 
 class _EachAlone(PolicySteps):
     """The policies of several conversations, each of which gets its own copy of a layer.

@@ -548,6 +548,8 @@ FACTS: dict[str, Fact] = {
     "policy.pool.bytes": _retriever(
         lambda policy: _if(policy.pool.bytes is not None, f"policy.pool.bytes={policy.pool.bytes}")
     ),
+    "policy.events.by=surprise": _retriever(lambda policy: _if(policy.needs_surprise, "policy.events.by=surprise")),
+    "policy.events.refine": _retriever(lambda policy: _if(policy.compares_layers, "policy.events.refine=modularity")),
     "a policy that follows marks": _step(lambda step: step.follows_marks),
     "a policy that follows no marks": _step(lambda step: not step.follows_marks),
     "a policy that drops tokens": _drops_tokens,
@@ -580,6 +582,7 @@ FACTS: dict[str, Fact] = {
             and (policies.retriever.late is not None or policies.retriever.pool.bytes is not None)
         )
     ),
+    "drafts by policy.events.by=surprise": _drafting(lambda policies: policies.needs_surprise),
     "drafts by policy.clamped=true": _drafting(lambda policies: policies.clamped_to is not None),
     "drafts by a policy that narrows": _drafting(lambda policies: any(policy.narrows for policy in policies.last)),
     "drafts by a policy that decides on layers together": _drafting(

@@ -439,6 +439,11 @@ REFUSED = (
         "use policy.clamped=false or decode=last",
     ),
     Refused(
+        ("decode=sharded", "policy.events.by=surprise"),
+        "decode=sharded keeps tokens of a text on several ranks, and the events of {1} may reach over two of these",
+        "use policy.events.by=size or decode=last",
+    ),
+    Refused(
         ("decode=sharded", "policy=prompt_cache", "cache policies or cache.bits"),
         "decode=sharded with {2} lets each rank choose among its own tokens, and reused segments are tokens of no rank",
         "use decode=last",
@@ -601,6 +606,11 @@ REFUSED = (
         "leave policy.late and policy.pool.bytes out",
     ),
     Refused(
+        ("drafts by policy.events.by=surprise",),
+        "a drafting policy {0} asks how each token surprises the model, which is not computed for drafts",
+        "use policy.events.by=size",
+    ),
+    Refused(
         ("drafts by policy.clamped=true",),
         "a drafting policy {0} clamps distances, for which keys are stored unrotated",
         "use another, such as quest",
@@ -680,6 +690,40 @@ REFUSED = (
         ("echo with logprobs", "a policy that narrows"),
         "policy {1} leaves tokens of a prompt out of deeper layers, so that {0} has nothing to score them by",
         "use one that only evicts, such as snapkv",
+    ),
+    # blocks that end where a prompt surprises the model
+    Refused(
+        ("policy.events.by=surprise", "prefill.attention=xattention"),
+        "{1} chooses by all queries of a block, so that a token's surprise would depend on tokens after it",
+        ALL_KEYS,
+    ),
+    Refused(
+        ("policy.events.by=surprise", "prefill.speculative"),
+        "{1} computes some tokens of a prompt alone, so that nothing tells {0} how the others surprise the model",
+        "use prefill.speculative=none",
+    ),
+    Refused(
+        ("policy.events.by=surprise", "a server", "several stages"),
+        "{0} asks all stages how a prompt surprises them before the last one decodes, and those of {1} go on to others",
+        "use policy.events.by=size, or one stage",
+    ),
+    *(
+        Refused(
+            (reuse, "policy.events.by=surprise"),
+            "{0} leaves tokens uncomputed, so that nothing tells {1} how they surprise the model",
+            "use policy.events.by=size, or no reuse",
+        )
+        for reuse in ("reuse of prefixes", "policy=prompt_cache")
+    ),
+    Refused(
+        ("policy.events.by=surprise", "a sequence"),
+        "{0} ends blocks of all tokens of a text, of which {1} may drop some",
+        "use the policy that retrieves alone",
+    ),
+    Refused(
+        ("policy.events.refine", "ranks.tensor"),
+        "{0} compares the keys of all KV heads, of which with {1} each rank has some",
+        "use policy.events.refine=none, or leave ranks.tensor out",
     ),
     # serve.decode_ranks
     Refused(

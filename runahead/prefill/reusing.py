@@ -16,6 +16,7 @@ from policies.base import GivenPrompt, ids_of, reuse_segments
 from runahead.attention.op import nothing
 from runahead.attention.states import States
 from runahead.cache.base import KVStore
+from runahead.cache.kept_cache import KeptCache
 from runahead.cache.shard import Shard
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition
@@ -57,6 +58,7 @@ class ReadyPrefill:
         reuse: of segments, if the prompts reuse any.
         prefixes: of each row, where they are reused on this rank.
         computed_anew_s: seconds in which lost parts of these were computed.
+        gives_scores: its result has the log-probabilities of the prompts' tokens.
     """
 
     ids: list[list[int]]
@@ -64,6 +66,7 @@ class ReadyPrefill:
     reuse: Reuse | None
     prefixes: list[RowPrefix]
     computed_anew_s: float
+    gives_scores: bool
 
 
 class ReusingPrefill:
@@ -143,10 +146,10 @@ class ReusingPrefill:
             stops = _stops(stored, ids, tree.snapshot_tokens, limit_bytes / self._prefixes.state_bytes)
         owners = plan.owners or [[partition.chain[-1]] * num for num in stored]
         batch, scorer = PromptBatch.from_prompts(computed, ranks.device), None
-        if plan.scores is not None:
+        if plan.scores is not None or self._policies.needs_surprise:
             assert reuse is None and not any(stored), "prompts whose tokens are scored are computed whole"
             between = nothing if meanwhile is None else meanwhile.after_segment_layer
-            scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, plan.scores, between)
+            scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, plan.scores or 0, between)
         job = self._job(
             batch,
             partition,
@@ -165,7 +168,14 @@ class ReusingPrefill:
         with ranks.busy():
             stored_on = [] if job.stored is None else sorted(set().union(*owners))
             self._strategy.connect(ranks, partition, self._options, stored_on=stored_on)
-        return ReadyPrefill(ids=ids, job=job, reuse=reuse, prefixes=prefixes, computed_anew_s=computed_anew_s)
+        return ReadyPrefill(
+            ids=ids,
+            job=job,
+            reuse=reuse,
+            prefixes=prefixes,
+            computed_anew_s=computed_anew_s,
+            gives_scores=plan.scores is not None,
+        )
 
     def run(self, ready: ReadyPrefill) -> Prefilled:
         """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
@@ -179,16 +189,31 @@ class ReusingPrefill:
             is_last = job.partition.chain[-1] == self._ranks.stage
             job.reused = reuse.fetch(self._policies.retriever if is_last else None)  # whose indices are made there
         prefilled = self._strategy.run(job)
+        self._tell_surprise(job, prefilled)
         if prefilled.cache is not None and prefilled.cache.states is not None:
             prefilled.cache.states.begun = ()  # all rows have
         job.reused = job.states = None  # frees reused segments, of which decoding may have its own copies
         prefilled.report.prefill_s += ready.computed_anew_s
-        if job.scorer is not None and not prefilled.is_cancelled:
+        if job.scorer is not None and ready.gives_scores and not prefilled.is_cancelled:
             prefilled.scores = job.scorer.found()
         prefilled.prefixes = ready.prefixes
         if ready.prefixes:
             self._keep_states(ready, prefilled)
         return prefilled
+
+    def _tell_surprise(self, job: PrefillJob, prefilled: Prefilled) -> None:
+        """Let a policy that asks for it know how the prompts have surprised the model, each rank's tokens by that rank.
+
+        All ranks of a chain of several stages call it.
+        """
+        if job.scorer is None or not self._policies.needs_surprise:
+            return
+        surprise_BS = job.scorer.surprise()
+        if len(job.partition.chain) > 1:
+            for other_BS in self._ranks.gather(surprise_BS, "how the prompts surprise the model"):
+                surprise_BS = torch.where(surprise_BS.isnan(), other_BS, surprise_BS)
+        if isinstance(prefilled.cache, KeptCache):
+            prefilled.cache.see_surprise(surprise_BS, 0)
 
     def _states_of(self, prefixes: Sequence[RowPrefix]) -> States | None:
         """The states after what the rows reuse; None if no row has any."""
@@ -223,8 +248,11 @@ class ReusingPrefill:
             meanwhile: what this rank does besides.
         """
         batch = PromptBatch.from_prompts(texts, self._ranks.device)
-        job = self._job(batch, partition, num_new, shards=shards, meanwhile=meanwhile)
-        return job, self._alone.run(job)
+        scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, 0) if self._policies.needs_surprise else None
+        job = self._job(batch, partition, num_new, shards=shards, meanwhile=meanwhile, scorer=scorer)
+        prefilled = self._alone.run(job)
+        self._tell_surprise(job, prefilled)
+        return job, prefilled
 
     def found(
         self,

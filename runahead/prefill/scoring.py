@@ -63,6 +63,15 @@ class PromptScorer:
         largest, ids = logprobs_BTV.topk(self._number)
         return torch.cat([own_BT1.double(), largest.double(), ids.double()], dim=-1).clamp_min(LEAST_LOGPROB)
 
+    def surprise(self) -> Tensor:
+        """-log p (B, S), float64, on the host, of the tokens that were scored; NaN elsewhere. The host waits."""
+        surprise_BS = torch.full(self._ids_BS.shape, torch.nan, dtype=torch.float64)
+        for first, scores in self._found:
+            surprise_BS[:, first : first + scores.shape[1]] = -scores[..., 0].cpu()
+        for row, pad in enumerate(self._pads):
+            surprise_BS[row, : pad + 1] = torch.nan
+        return surprise_BS
+
     def found(self) -> list[list[PromptLogprobs]]:
         """The log-probabilities of each row's prompt so far. The host waits for the device."""
         rows = [list[PromptLogprobs]() for _ in self._pads]

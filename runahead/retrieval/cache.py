@@ -95,6 +95,10 @@ class RetrievedCache(KeptCache):
     def observe(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, chunk: range) -> None:
         self.retrieval.observe(layer, q_BNCH, positions_BC, chunk)
 
+    def see_surprise(self, surprise_BC: Tensor, start: int) -> None:
+        with self.retrieval.working():
+            self.retrieval.see_surprise(surprise_BC, start)
+
     def end_turn(self, *, room: int) -> None:
         if self.form is not None:  # each becomes a pool before the next one is brought: the device holds codes of one
             for layer in range(len(self.layers)):

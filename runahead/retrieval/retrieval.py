@@ -74,6 +74,7 @@ class Retrieval:
         self._fetches = Fetches()
         # By layer, of the pieces of a prompt whose last one is to come: their end, the queries that count, positions.
         self._earlier: dict[int, tuple[int | None, Tensor, Tensor]] = {}
+        self._surprise_BS = torch.empty(batch, 0, dtype=torch.float64)
         self.await_device: Callable[[], None] = nothing
         self.in_pool = [policy.retrieves_in(layer) and rule is None for layer, rule in enumerate(model.rules)]
         self.limit: PoolLimit | None = None
@@ -163,6 +164,17 @@ class Retrieval:
             self.await_device()
             self.pool[layer] = self.pool[layer].to_device()
             self.limit.cut_back(self._indices[layer], self.pool[layer], q_BNCH, slots)
+
+    def see_surprise(self, surprise_BC: Tensor, start: int) -> None:
+        """Implements `KeptCache.see_surprise`. Indices are told of the whole text so far."""
+        before_BS, end = self._surprise_BS, start + surprise_BC.shape[1]
+        seen_BS = torch.full((len(before_BS), max(end, before_BS.shape[1])), torch.nan, dtype=torch.float64)
+        seen_BS[:, : before_BS.shape[1]] = before_BS
+        seen_BS[:, start:end] = torch.where(surprise_BC.isnan(), seen_BS[:, start:end], surprise_BC)
+        self._surprise_BS = seen_BS
+        found = {layer: each.index for layer, each in enumerate(self.layers) if each is not None}
+        if found:
+            self.policy.tell(found, seen_BS)
 
     def offload(self, layer: int, *, room: int) -> None:
         """Move a layer that retrieves to host memory, if the device is a GPU; one in few bits becomes a pool.

@@ -116,6 +116,11 @@ class RankPolicies:
         return next((policy for policy in self.last if isinstance(policy, Retriever)), None)
 
     @property
+    def needs_surprise(self) -> bool:
+        """Whether what is retrieved depends on how the prompt surprises the model."""
+        return self.retriever is not None and self.retriever.needs_surprise
+
+    @property
     def clamped_to(self) -> int | None:
         """Distance in tokens to which a policy that retrieves clamps larger ones; None: none does."""
         return self.retriever.recent if self.retriever is not None and self.retriever.clamps else None

@@ -19,6 +19,8 @@ from policies.adakv import AdaKV
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
 from policies.criticalkv import CriticalKV
+from policies.em_llm import EMLLM
+from policies.events import By, Events
 from policies.exact_topk import ExactTopK
 from policies.expected_attention import ExpectedAttention
 from policies.experiments.dms import DMS
@@ -170,6 +172,9 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "a policy that repeats the prompt": lambda: {"steps": [KVzip()]},
     "a policy that merges layers": lambda: {"steps": [MiniCache()]},
     "a retrieving policy": lambda: {"steps": [ClusterKV()]},
+    "policy.events.by=surprise": lambda: {"steps": [Quest(events=Events(by=By.surprise))]},
+    "policy.events.refine": lambda: {"steps": [EMLLM(clamped=False)]},
+    "drafts by policy.events.by=surprise": lambda: drafting(Quest(events=Events(by=By.surprise))),
     "policy.clamped=true": lambda: {"steps": [InfLLM(recent=16)]},
     "policy.recent of all positions": lambda: {"model": altered(), "steps": [InfLLM(recent=512)]},
     "policy.pool.bytes": lambda: {"steps": [ExactTopK(pool=Pool(bytes=4096))]},

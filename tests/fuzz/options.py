@@ -358,6 +358,7 @@ RUN_POLICIES: dict[str, dict[str, str]] = {
     "pyramidinfer": {"min_tokens": "4"},
     "infinigen": {"min_tokens": "0"},
     "quest": {"min_tokens": "0", "page": "4", "fetch": "8"},
+    "em_llm": {"min_tokens": "0", "sinks": "2", "recent": "4", "fetch": "12", "observed": "4", "clamped": "false"},
     "magicpig": {"min_tokens": "0", "bits": "2", "tables": "6", "dense_every": "0"},
     "exact_topk": {"min_tokens": "0", "fetch": "8"},
     "offload": {"min_tokens": "0"},

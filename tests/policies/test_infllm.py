@@ -218,8 +218,8 @@ def test_a_block_is_represented_by_what_the_newest_queries_look_for() -> None:
     asking_KH, k_KSH = q_BNwH[0].unflatten(0, (2, 2)).sum(dim=(1, 2)), k_BKnH[0, :, 34:38]
     best_KR = (k_KSH @ asking_KH[:, :, None])[..., 0].topk(2).indices
     mean_KH = torch.stack([k_KSH[head, best_R].mean(0) for head, best_R in enumerate(best_KR)])
-    assert index._parts[0].keys_bKPH.shape[2] == 9
-    torch.testing.assert_close(index._parts[0].keys_bKPH[0, :, -1], mean_KH)
+    assert index.parts[0].digests_bKPX.shape[2] == 9
+    torch.testing.assert_close(index.parts[0].digests_bKPX[0, :, -1], mean_KH)
 
 
 def test_a_block_is_in_the_index_once_it_has_left_the_window_and_costs_a_key() -> None:

@@ -30,7 +30,7 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.cache.predicted_bytes import pooled_bytes
 from tests.families import prompt, throughout
 from tests.policies.test_host_pool import LateCopies, copies  # noqa: F401
-from tests.policies.test_retrieval import ALL, NAMES, SOME, policy
+from tests.policies.test_retrieval import ALL, NAMES, SOME, policy, with_forwards_of
 from tests.ranks.tasks import tiny_model
 from tests.reuse.test_prefixes import computed_and_cached, require_same
 
@@ -147,9 +147,12 @@ def test_attention_is_that_to_the_dequantised_tokens(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "deepseek_v3", "gemma2"])
 @pytest.mark.sampled(16)
-def test_where_all_is_chosen_it_is_the_quantised_cache(name: str, family: str, place: str) -> None:
+def test_where_all_is_chosen_it_is_the_quantised_cache(
+    name: str, family: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """KV heads for two queries and for one, values of other width than keys, and windows."""
     options = ALL[name] | ({"outliers": 0, "rank": None} if name == "shadowkv" else {})  # which has exact ones besides
+    with_forwards_of(name, tiny_model(family), monkeypatch)
     ours = Talk(policies_of(policy(name, options)), family=family)
     theirs = Talk(policies_of(), family=family)
     assert torch.equal(ours.first_BV, theirs.first_BV)

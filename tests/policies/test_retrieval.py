@@ -34,6 +34,7 @@ NAMES = [name for name, kind in POLICIES.items() if issubclass(kind, Retriever)]
 ALL: dict[str, dict[str, Any]] = {name: {"fetch": 1.0, "first_layer": 0} for name in NAMES} | {
     "infinigen": {"alpha": math.inf, "max_fetch": 1.0, "first_layer": 1},
     "infllm": {"fetch": 1.0, "clamped": False},
+    "em_llm": {"fetch": 1.0, "clamped": False, "events": {"by": "surprise", "least": 2, "most": 4}},
     "magicpig": {"fetch": 1.0, "dense_every": 0},
     "offload": {},
 }
@@ -45,6 +46,13 @@ SOME: dict[str, dict[str, Any]] = {name: short_options(name) | {"fetch": 10} for
     "squeezed_attention": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "retroinfer": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "magicpig": {"fetch": 10, "bits": 2, "tables": 4, "dense_every": 0},
+    "em_llm": {
+        "fetch": 10,
+        "representatives": 1,
+        "observed": 8,
+        "clamped": False,
+        "events": {"by": "surprise", "gamma": 0.2, "least": 1, "most": 3, "refine": "modularity"},
+    },
     "infllm": {"fetch": 10, "block": 2, "representatives": 1, "observed": 8, "clamped": False},
     "offload": {},
 }
@@ -90,7 +98,18 @@ class Turns:
         return self.conversation.cache.retrieval
 
 
-SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer", "infllm", "shadowkv")
+def with_forwards_of(name: str, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model's forwards be as under this policy: of all tokens in all layers, if it asks for their logits."""
+    forward = model.forward
+
+    def of_all(*args: Any, **options: Any) -> Tensor:
+        return forward(*args, **options | {"all_hidden": not options.get("all_logits")})
+
+    if name == "em_llm":
+        monkeypatch.setattr(model, "forward", of_all)
+
+
+SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer", "infllm", "em_llm", "shadowkv")
 """Names that go with a family of each kind, and with all of them in the slow set."""
 OFTEN = ("gpt_bigcode", "deepseek_v3", "gemma2")
 
@@ -115,8 +134,11 @@ def fit(family: str, lengths: tuple[int, ...]) -> Model:
 @every_case
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
 @pytest.mark.sampled(8)
-def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(name: str, family: str, lengths: tuple[int, ...]) -> None:
+def test_where_all_is_chosen_it_is_the_full_cache_bit_by_bit(
+    name: str, family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = fit(family, lengths)
+    with_forwards_of(name, model, monkeypatch)
     ours, full = Turns(model, [policy(name, ALL[name])], lengths), Turns(model, [Full()], lengths)
     assert torch.equal(ours.prefill(), full.prefill())
     assert torch.equal(ours.decode(GENERATED), full.decode(GENERATED))
@@ -223,8 +245,9 @@ def pieces_do_not_matter(model: Model, one: Policy, lengths: tuple[int, ...] = (
 @every_name
 @pytest.mark.parametrize("lengths", [(NUM_TOKENS,), PADDED], ids=["alone", "padded"])
 @pytest.mark.sampled(3)
-def test_another_turn_sees_everything(name: str, lengths: tuple[int, ...]) -> None:
+def test_another_turn_sees_everything(name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt attends to all K,V; only single tokens are retrieved for."""
+    with_forwards_of(name, tiny_model("llama"), monkeypatch)
     ours, full = (Turns(tiny_model("llama"), [each], lengths) for each in (policy(name, SOME[name]), Full()))
     more = torch.tensor([prompt(9, seed=5)])
     for turns in (ours, full):

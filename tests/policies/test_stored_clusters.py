@@ -48,8 +48,8 @@ POLICIES: dict[str, ClusterKV] = {
 }
 
 STORING = tuple(POLICIES)
-INDEXED = [name for name in SOME if name not in (*STORING, "offload")]
-"""Policies that retrieve and store nothing with modules: they index whole prompts."""
+INDEXED = [name for name in SOME if name not in (*STORING, "offload", "em_llm")]
+"""Policies that retrieve and store nothing with modules: they index whole prompts, which em_llm has computed whole."""
 
 
 def retrieving(name: str, **options: Any) -> Policy:

@@ -14,6 +14,7 @@ from policies.cake import CAKE
 from policies.chunkkv import ChunkKV
 from policies.clusterkv import ClusterKV
 from policies.criticalkv import CriticalKV
+from policies.em_llm import EMLLM
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.infinigen import InfiniGen
@@ -49,6 +50,7 @@ from tests.ranks.tasks import tiny_model
 
 NUM_TOKENS = 60
 TOLERANCE = 1e-9  # float64; as in test_exactness
+EVENTS = {"by": "surprise", "gamma": 0.3, "window": 20, "least": 2, "most": 7, "refine": "modularity"}
 PYRAMID = PyramidInfer(mean_keep=0.6, min_tokens=8)
 EVICTING: list[Policy | list[Policy]] = [
     StreamingLLM(budget=16),
@@ -167,6 +169,8 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         SqueezedAttention(min_tokens=0, cluster=4, block=6, recent=4, first_layer=0, observed=8),
         ShadowKV(min_tokens=0, fetch=12, page=4, outliers=1, rank=6),
         InfLLM(min_tokens=0, fetch=24, sinks=2, recent=8, block=4, observed=8),
+        EMLLM(min_tokens=0, fetch=24, sinks=2, recent=8, observed=8, events=EVENTS),
+        Quest(min_tokens=0, fetch=12, first_layer=0, events=EVENTS),
     ],
     ids=[
         "infinigen",
@@ -181,6 +185,8 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         "squeezed_attention",
         "shadowkv",
         "infllm",
+        "em_llm",
+        "quest, events",
     ],
 )
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 40, 60)])

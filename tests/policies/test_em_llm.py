@@ -1,0 +1,402 @@
+"""EM-LLM: blocks that end where the text surprises the model, refined by their keys, and neighbours of those found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from policies.base import Policy
+from policies.block_index import BlockIndex
+from policies.em_llm import EMLLM, NeighbouringEvents
+from policies.events import By, Events, Refine, far_apart, modularity, of_sizes, refined, surprising
+from policies.infllm import Blocks, InfLLM
+from policies.quest import Digest, EventPages, Quest
+from policies.retriever import Group, need_of_group
+from runahead import Conversation, Model
+from runahead.thinning.rank_policies import RankPolicies
+from tests.families import build, prompt, throughout
+from tests.policies.test_indices import BARE, drawn, slots_of, view
+from tests.policies.test_retrieval import GENERATED, PADDED, Turns
+from tests.ranks.tasks import tiny_model
+
+TOLERANCE = 1e-9  # float64
+LENGTH = 90
+EVENTS: dict[str, Any] = {"by": "surprise", "gamma": 1.0, "window": 20, "least": 2, "most": 9}
+OPTIONS: dict[str, Any] = {"min_tokens": 0, "sinks": 2, "recent": 10, "observed": 8, "representatives": 2, "fetch": 40}
+
+
+def marked(surprises: list[float], window: int, gamma: float, ahead: int = 0) -> list[bool]:
+    """The paper's rule, token by token. With `ahead` the window ends after as many more tokens: the wrong one."""
+    found = []
+    for place, value in enumerate(surprises):
+        before = [each for each in surprises[max(0, place - window) : place + ahead] if not math.isnan(each)]
+        if len(before) < 2 or math.isnan(value):
+            found.append(False)
+            continue
+        mean = sum(before) / len(before)
+        deviation = math.sqrt(sum((each - mean) ** 2 for each in before) / (len(before) - 1))
+        found.append(value > mean + gamma * deviation)
+    return found
+
+
+@pytest.mark.parametrize("window", [2, 7, 500])
+def test_a_token_surprises_by_those_before_it_alone(window: int) -> None:
+    """A window that ends after the token, or after the next one, marks others."""
+    surprises = drawn(200, seed=window).abs() * 3 + 40
+    surprises[[0, 17, 18, 90]] = math.nan
+    ours = surprising(surprises.numpy(), gamma=1.0, window=window).tolist()
+    assert ours == marked(surprises.tolist(), window, 1.0) and 5 < sum(ours) < 100
+    assert all(ours != marked(surprises.tolist(), window, 1.0, ahead) for ahead in (1, 2))
+    cut = surprising(surprises[:60].numpy(), gamma=1.0, window=window).tolist()
+    assert cut == ours[:60]  # whatever comes later
+
+
+def of_graph(k_TX: Tensor, part: int, *, expects: bool = True) -> float:
+    """Modularity of [0, part) and [part, T) by its definition, pair by pair."""
+    a_TT, is_first_T = k_TX @ k_TX.T, torch.arange(len(k_TX)) < part
+    degrees_T, twice_m = a_TT.sum(dim=0), a_TT.sum()
+    is_same_TT = is_first_T[:, None] == is_first_T
+    found_TT = a_TT - expects * degrees_T[:, None] * degrees_T / twice_m
+    return float(found_TT[is_same_TT].sum() / (2 * twice_m))
+
+
+def test_modularity_is_that_of_the_graph_of_all_pairs() -> None:
+    """Without the edges that are expected it is another."""
+    k_TX = drawn(13, 6, seed=3)
+    ours = modularity(k_TX)
+    expected = [of_graph(k_TX, part) for part in range(14)]
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64))
+    assert abs(of_graph(k_TX, 5, expects=False) - float(ours[5])) > 1e-3
+
+
+def refined_by_pairs(
+    ends: list[int], start: int, known: range, k_nX: Tensor, least: int, *, moves: bool = True
+) -> list[int]:
+    """Algorithm 1 in the window of published code. Without `moves` the events before stay where they were: wrong."""
+    found, before = [], start
+    for end in ends:
+        half = (end - before) // 2
+        first, last = max(known.start, before - half), min(known.stop, end + half)
+        best = max(range(before + least, end + 1), key=lambda at: of_graph(k_nX[first:last], at - first))
+        found.append(best)
+        before = best if moves else end
+    return found
+
+
+def test_ends_move_to_where_their_keys_part() -> None:
+    k_nX = drawn(55, 5, seed=2) + drawn(55, 5, seed=4).cumsum(dim=0)
+    ends, known = far_apart([12, 14, 19, 26, 40, 41, 49], 4, 3), range(1, 55)
+    assert ends == [12, 19, 26, 40, 49]
+    ours = refined(ends, 4, known, lambda first, end: k_nX[first:end], 3)
+    assert ours == refined_by_pairs(ends, 4, known, k_nX, 3) != ends
+    assert ours != refined_by_pairs(ends, 4, known, k_nX, 3, moves=False)
+
+
+def test_blocks_are_no_shorter_than_the_least_and_no_longer_than_the_most() -> None:
+    """A rest that is too short is a part of the next block."""
+    assert of_sizes([5, 6, 20, 22, 27], 0, 3, 8) == [5, 13, 20, 27]
+    assert of_sizes([17], 0, 3, 8) == [8, 16] and of_sizes([], 3, 3, 8) == []
+
+
+def expected_ends(
+    model: Model, ids: list[int], policy: InfLLM | Quest, sinks: int, known: int | None = None, ahead: int = 0
+) -> list[int]:
+    """Ends of a row's blocks, from transformers' logits and the keys of the model's own cache, layer by layer."""
+    ids, how = ids[:known], policy.events
+    with torch.no_grad(), throughout(torch.float64):
+        plain = model.module
+        out = reference(plain, ids)
+    logprobs = out.logits[0].double().log_softmax(dim=-1)
+    surprises = [math.nan] + [-float(logprobs[at, token]) for at, token in enumerate(ids[1:])]
+    ends = [end for end, mark in enumerate(marked(surprises, how.window, how.gamma, ahead)) if mark and end > sinks]
+    if how.refine is Refine.modularity:
+        layers = out.past_key_values.layers
+        first = policy.first_layer
+        retrieving = layers[first:]
+        last = retrieving[-max(1, round(how.layers * len(retrieving))) :]
+        k_nX = torch.cat([unrotated(model, layer.keys[0], policy) for layer in last], dim=-1)
+        ends = refined_by_pairs(far_apart(ends, sinks, how.least), sinks, range(len(ids)), k_nX, how.least)
+    return of_sizes(ends, sinks, how.least, how.most)
+
+
+def reference(module: Any, ids: list[int]) -> Any:
+    from runahead.model.logits_check import transformers_attention
+
+    with transformers_attention(module):
+        return module(input_ids=torch.tensor([ids]), use_cache=True)
+
+
+def unrotated(model: Model, k_KnH: Tensor, policy: InfLLM | Quest) -> Tensor:
+    """Keys (n, K x H) as they are stored: before RoPE where distances are clamped."""
+    if policy.clamps:
+        from tests.policies.written_out import WrittenOut
+
+        k_KnH = WrittenOut(model.module).rotated(k_KnH, -torch.arange(k_KnH.shape[1]))
+    return k_KnH.transpose(0, 1).flatten(1)
+
+
+POLICIES: dict[str, InfLLM | Quest] = {
+    "infllm": InfLLM(**OPTIONS, events=EVENTS, clamped=False),
+    "em_llm": EMLLM(**OPTIONS, events=EVENTS | {"refine": "modularity", "layers": 0.7}, clamped=False),
+    "em_llm, clamped": EMLLM(**OPTIONS, events=EVENTS | {"refine": "modularity", "layers": 0.4}),
+    "quest": Quest(min_tokens=0, fetch=30, first_layer=1, events=EVENTS | {"refine": "modularity"}),
+}
+
+
+def blocks_of(turns: Turns | Any) -> list[BlockIndex]:
+    return [each.index for each in turns.retrieval.layers if each is not None]
+
+
+@pytest.mark.parametrize("lengths", [(LENGTH,), (LENGTH, 61, 40)], ids=["alone", "padded"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_blocks_end_where_transformers_logits_and_keys_say(name: str, lengths: tuple[int, ...]) -> None:
+    """In all layers alike, also of rows that are padded.
+
+    A window that ends after the token, or after later ones, and the surprises of another row give others.
+    """
+    policy, model = POLICIES[name], tiny_model("llama")
+    turns = Turns(model, [policy], lengths)
+    turns.prefill()
+    sinks = 0 if isinstance(policy, Quest) else policy.sinks
+    for row, length in enumerate(lengths):
+        pad = max(lengths) - length
+        expected = expected_ends(model, prompt(length, row), policy, sinks)
+        for index in blocks_of(turns):
+            assert [end - pad for end in index.parts[row].ends] == expected
+        wrong = [expected_ends(model, prompt(length, row), policy, sinks, ahead=ahead) for ahead in (1, 20)]
+        wrong.append(expected_ends(model, prompt(length, row + 1), policy, sinks))
+        assert expected not in wrong and len(expected) >= 5
+
+
+@pytest.mark.parametrize("name", ["infllm", "em_llm"])
+def test_pieces_of_a_prompt_have_the_surprises_of_the_whole(name: str) -> None:
+    """The last token of a piece tells that of the next one's first. Ends are known once the index is made."""
+    policy = POLICIES[name]
+    whole, pieces = (Turns(tiny_model("llama"), [policy], (LENGTH,)) for _ in range(2))
+    whole.prefill()
+    pieces.prefill([40, 1, 30, 19])
+    for ours, theirs in zip(blocks_of(pieces), blocks_of(whole), strict=True):
+        assert ours.parts[0].ends == theirs.parts[0].ends
+    torch.testing.assert_close(pieces.decode(GENERATED), whole.decode(GENERATED), atol=TOLERANCE, rtol=0)
+
+
+def test_generated_tokens_and_a_turn_end_in_blocks_too() -> None:
+    """Those of an answer in blocks of `most`, then those of a turn by its surprises."""
+    policy = InfLLM(**OPTIONS | {"recent": 2}, events=EVENTS)
+    turns = Turns(tiny_model("llama"), [policy], (50,))
+    turns.prefill()
+    [index, *_] = blocks_of(turns)
+    told = list(index.parts[0].ends)
+    turns.decode(GENERATED * 5)
+    ends = index.parts[0].ends[len(told) :]
+    assert ends == list(range(told[-1] + 9, 50 + 20, 9))
+    assert index.parts[0].num_blocks == sum(end <= 69 - 2 for end in index.parts[0].ends)  # as the last one asked
+    before = list(index.parts[0].ends)
+    with throughout(torch.float64):
+        turns.conversation.feed(torch.tensor([prompt(30, seed=5)]))
+    ends = index.parts[0].ends
+    sizes = [end - start for start, end in zip([2, *ends], ends, strict=False)]
+    assert ends[: len(before)] == before and len(ends) > len(before) and set(sizes) <= set(range(2, 10))
+    assert len(set(sizes[len(before) :])) > 1
+
+
+@pytest.mark.parametrize("digest", Digest)
+@pytest.mark.parametrize("group", [Group.union, Group.mean])
+def test_pages_of_many_sizes_are_scored_by_their_own_keys(digest: Digest, group: Group) -> None:
+    """By a loop over pages. Tokens in no page yet come first; of the last page that fits in part the latest.
+
+    Of pages that are the best of one head each the latest comes first.
+    """
+    pads, num_slots, fetch = [0, 6], 40, 17
+    policy = Quest(**BARE, fetch=fetch, digest=digest, group=group, events=EVENTS)
+    seen, slots = view(num_slots, pads), slots_of(num_slots, pads)
+    index = policy.index(seen)
+    assert isinstance(index, EventPages)
+    ends = [[3, 9, 13, 22, 30, 36], [9, 14, 23, 33]]
+    for row, each in enumerate(ends):
+        index.add_ends(row, each)
+    index.catch_up()
+    q_BNH = drawn(2, 4, 8, seed=8)
+    choice = policy.choose(index, q_BNH, slots)
+    assert choice is not None
+    for row, each in enumerate(ends):
+        starts, q_KGH = [pads[row], *each], q_BNH[row].unflatten(0, (2, 2))
+        pages = [seen.k_BKnH[row, :, start:end] for start, end in zip(starts, each, strict=False)]
+        scores = torch.stack([page_scores(k_KSH, q_KGH, digest) for k_KSH in pages], dim=-1)
+        need_KP = need_of_group(scores[None] * seen.scaling, group)[0]
+        for head, need_P in enumerate(need_KP):
+            order = sorted(range(len(each)), key=lambda page: (float(need_P[page]), page), reverse=True)
+            wanted = [slot for page in order for slot in reversed(range(starts[page], each[page]))]
+            always = list(range(each[-1], num_slots))
+            assert set(choice.slots_BKm[row, head].tolist()) == {*always, *wanted[: fetch - len(always)]}
+
+
+def page_scores(k_KSH: Tensor, q_KGH: Tensor, digest: Digest) -> Tensor:
+    """Scores (K, G) of a page."""
+    least, most = k_KSH.amin(dim=1), k_KSH.amax(dim=1)
+    if digest is Digest.mean:
+        least = most = k_KSH.mean(dim=1)
+    elif digest is Digest.shrunk:
+        centre = (least + most) / 2
+        distance = (k_KSH - centre[:, None]).abs().mean(dim=1)
+        least, most = centre - distance, centre + distance
+    return torch.maximum(q_KGH * least[:, None], q_KGH * most[:, None]).sum(dim=-1)
+
+
+class Queue:
+    """Events by similarity and their neighbours, one step after another, in lists."""
+
+    def __init__(self, sizes: list[int], share: float, *, keeps: bool = True) -> None:
+        self.sizes, self.share, self.keeps, self.queue = sizes, share, keeps, list[int]()
+
+    def order(self, scores: list[float], room: int) -> list[int]:
+        """All events, from the one that is retrieved first on."""
+        best = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        similar, used = [best[0]], self.sizes[best[0]]
+        for event in best[1:]:
+            used += self.sizes[event]
+            if used > (1 - self.share) * room:
+                break
+            similar.append(event)
+        near = {each for event in similar for each in (event - 1, event + 1) if 0 <= each < len(scores)} - {*similar}
+        old = self.queue if self.keeps else []
+        self.queue = [each for each in old if each not in near] + sorted(near, key=scores.__getitem__)
+        kept, used = list[int](), 0
+        for event in reversed([each for each in self.queue if each not in similar]):
+            used += self.sizes[event]
+            if used > self.share * room:
+                break
+            kept.append(event)
+        self.queue = [each for each in self.queue if each in kept or each in similar]
+        return similar + kept + [each for each in best if each not in similar and each not in kept]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_neighbours_of_what_was_retrieved_are_in_a_queue(share: float) -> None:
+    """Over ten queries. Without a queue, or, if it has room, one that forgets earlier queries, others are found."""
+    num_slots, fetch = 120, 60
+    policy = EMLLM(**OPTIONS | {"fetch": fetch, "representatives": 100}, contiguity=share, events=EVENTS)
+    seen, slots = view(num_slots, [0]), slots_of(num_slots, [0])
+    index = policy.index(seen)
+    assert isinstance(index, NeighbouringEvents)
+    ends = of_sizes(sorted({7, 12, 15, 23, 30, 34, 43, 50, 55, 58, 64, 71, 77, 84, 90, 97, 101, 108}), 2, 3, 9)
+    index.add_ends(0, ends)
+    index.catch_up()
+    inside = [end for end in ends if end <= num_slots - 10]
+    starts = [2, *inside]
+    sizes = [b - a for a, b in zip(starts, inside, strict=False)]
+    always = {*range(2), *range(inside[-1], num_slots)}
+    room = fetch - len(always)
+    queues = [Queue(sizes, share), Queue(sizes, 0.0), Queue(sizes, share, keeps=False)]
+    differs, forked = [False, False], None
+    for seed in range(10):
+        q_BNH = drawn(1, 4, 8, seed=20 + seed)
+        q_KH = q_BNH[0].unflatten(0, (2, 2)).sum(dim=1)
+        scores = [
+            float((q_KH * seen.k_BKnH[0, :, a:b].mean(dim=1)).sum()) for a, b in zip(starts, inside, strict=False)
+        ]
+        wanted, *wrong = (
+            {*[slot for event in each.order(scores, room) for slot in range(starts[event], inside[event])[::-1]][:room]}
+            for each in queues
+        )
+        choice = policy.choose(index, q_BNH, slots)
+        assert choice is not None
+        assert set(choice.slots_BKm[0, 0].tolist()) == always | wanted
+        differs = [before or wanted != each for before, each in zip(differs, wrong, strict=True)]
+        if forked is not None:
+            again = policy.choose(forked, q_BNH, slots)
+            assert again is not None and torch.equal(again.slots_BKm, choice.slots_BKm)
+        if seed == 4:
+            forked = index.fork(seen.stored)
+    assert differs == [share > 0, share > 0.3]
+
+
+def test_blocks_of_one_size_with_events_of_that_size_are_those_of_infllm() -> None:
+    """The same representatives, places and slots, whichever way the ends are said."""
+    plain, seen, slots = InfLLM(**OPTIONS | {"recent": 5}, block=4), view(60, [0, 9]), slots_of(60, [0, 9])
+    by_event = InfLLM(**OPTIONS | {"recent": 5}, events=EVENTS)
+    one, other = Blocks(seen, plain), Blocks(seen, by_event)
+    for row, pad in enumerate([0, 9]):
+        other.add_ends(row, list(range(pad + 6, 58, 4)))
+    other.catch_up()
+    q_BNH = drawn(2, 4, 8, seed=1)
+    choices = [policy.choose(index, q_BNH, slots) for policy, index in ((plain, one), (by_event, other))]
+    assert choices[0] is not None and choices[1] is not None
+    assert torch.equal(choices[0].slots_BKm, choices[1].slots_BKm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (InfLLM, {"events": {"gamma": 2.0}}, "policy.events.gamma=2.0 has no effect on blocks of one size"),
+        (InfLLM, {"events": {"by": "text"}}, "policy.events.by=text is not one of size, surprise"),
+        (Quest, {"events": {"blocks": 3}}, "must have by, gamma"),
+        (Quest, {"events": {"by": "surprise", "least": 9, "most": 8}}, "at least policy.events.least=9"),
+        (EMLLM, {"contiguity": 1.0}, "policy.contiguity=1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(kind: type[Policy], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kind(**options)
+
+
+def test_given_options_of_events_are_in_place_of_those_of_the_policy() -> None:
+    events = EMLLM(events={"gamma": 2.0}).events
+    assert events == Events(by=By.surprise, refine=Refine.modularity, gamma=2.0)
+    assert EMLLM(events={"by": "size", "refine": "none"}).events == Quest().events == Events()
+
+
+def test_a_text_longer_than_the_context_is_read_by_events() -> None:
+    """Piece by piece at clamped distances; what is told of a piece is known when the next one retrieves."""
+    with throughout(torch.float64):
+        model = Model(build("llama", max_position_embeddings=64))
+    policy = InfLLM(**OPTIONS | {"recent": 24, "fetch": 200}, events=EVENTS)
+    ours, plain = (
+        Conversation(model, RankPolicies.everywhere([each]))
+        for each in (policy, replace(policy, events=Events(by=By.size)))
+    )
+    ids = prompt(150)
+    with throughout(torch.float64):
+        for start in range(0, 150, 16):
+            logits = [each.feed(torch.tensor([ids[start : start + 16]])) for each in (ours, plain)]
+            torch.testing.assert_close(*logits, atol=TOLERANCE, rtol=0)  # all is retrieved
+    assert ours.cache is not None
+    assert len(ours.cache.retrieval.layers[0].index.parts[0].ends) > 10
+
+
+def test_a_text_without_surprises_is_read_from_its_end() -> None:
+    """There is no block yet."""
+    few: dict[str, Any] = {"min_tokens": 0, "sinks": 1, "recent": 2, "fetch": 12}
+    policies = [each(**few, events=EVENTS | {"gamma": 1e6, "most": 99}) for each in (InfLLM, Quest)]
+    for policy in policies:
+        turns = Turns(tiny_model("llama"), [policy], (40,))
+        turns.prefill()
+        turns.decode(GENERATED)
+        assert all(not index.parts[0].ends for index in blocks_of(turns))
+
+
+def test_what_was_told_twice_adds_no_block() -> None:
+    """Ends that have moved back would leave the marks that they came from."""
+    turns = Turns(tiny_model("llama"), [POLICIES["em_llm"]], (LENGTH,))
+    turns.prefill()
+    before = [list(index.parts[0].ends) for index in blocks_of(turns)]
+    assert turns.conversation.cache is not None
+    turns.conversation.cache.see_surprise(torch.full((1, LENGTH), torch.nan, dtype=torch.float64), 0)
+    assert [index.parts[0].ends for index in blocks_of(turns)] == before
+
+
+def test_padded_rows_are_what_they_are_alone() -> None:
+    policy = EMLLM(**OPTIONS | {"fetch": 18, "recent": 4}, events=EVENTS, clamped=False)
+    together = Turns(tiny_model("llama"), [policy], PADDED[:2])
+    together.prefill()
+    logits = together.decode(GENERATED)
+    for row, length in enumerate(PADDED[:2]):
+        alone = Conversation(tiny_model("llama"), RankPolicies.everywhere([policy]))
+        with throughout(torch.float64):
+            alone.feed(torch.tensor([prompt(length, row)]))
+            torch.testing.assert_close(logits[row], alone.follow(torch.tensor([GENERATED]))[0], atol=TOLERANCE, rtol=0)
