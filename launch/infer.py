@@ -54,7 +54,8 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prompt.prefix_cache_bytes=auto|<n, of prompts that later ones reuse>
   prefill=kv_runahead|single   prefill.transfer=relay|direct   prefill.layers_in_flight=3
           tsp|zigzag|tensor|pipeline  prefill.carrier=backend|copy|auto
-                               prefill.attention=causal|dense|xattention   prefill.exchange=all_gather|ring|direct
+                               prefill.attention=causal|dense|xattention|streaming_heads
+                               prefill.exchange=all_gather|ring|direct
                                prefill.threshold=0.95 or prefill.density=<share>, prefill.stride=16, of xattention
                                prefill.chunk_tokens=<n, on one rank>   prefill.row_tokens=<n, in a layer; 0: all>
                                prefill.speculative=none|layers|model, the draft that chooses what is computed

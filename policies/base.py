@@ -336,6 +336,21 @@ class Replay:
     weighs: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamedHeads:
+    """KV heads whose queries see a text's first tokens and the last ones alone, so that a prefill needs no others.
+
+    Attributes:
+        by_layer: whether each KV head of this rank does, in each layer.
+        sinks: number of first tokens.
+        recent: number of last tokens before the query's own.
+    """
+
+    by_layer: Sequence[Sequence[bool]]
+    sinks: int
+    recent: int
+
+
 class LayerForm(Protocol):
     """How a cache stores its layers once given tokens have attended to them. Until then they are exact."""
 
@@ -455,6 +470,15 @@ class Policy:
     @property
     def reads(self) -> str | None:
         """The file or folder with what the policy knows of a model, whose content decides what it does; None: none."""
+        return None
+
+    @property
+    def streams(self) -> bool:
+        """Whether `streamed_heads` tells heads."""
+        return False
+
+    def streamed_heads(self, prompt_tokens: int) -> StreamedHeads | None:
+        """The KV heads that keep the first and the last tokens alone of a padded prompt, if it `streams`."""
         return None
 
     def require_file(self) -> None:

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Phase, Policy, PromptPart, require_least
+from policies.base import LayerView, ModelFacts, Phase, Policy, PromptPart, StreamedHeads, require_least
 from policies.kept_slots import best_slots
 from policies.row_values import row_values
 
@@ -83,6 +83,16 @@ class StreamingHeads(Policy, ABC):
         """Whether each KV head of a layer is a retrieval head."""
         assert self._retrieving is not None and len(self._retrieving[layer]) == num_kv_heads, "require() comes first"
         return self._retrieving[layer]
+
+    @property
+    def streams(self) -> bool:
+        return not self.compensates
+
+    def streamed_heads(self, prompt_tokens: int) -> StreamedHeads:
+        assert self._retrieving is not None, "require() comes first"
+        sinks, recent = self.first_and_last(prompt_tokens)
+        by_layer = [[not retrieves for retrieves in heads] for heads in self._retrieving]
+        return StreamedHeads(by_layer=by_layer, sinks=sinks, recent=recent)
 
     def rests(self, layer: int, tokens_BK: Sequence[Sequence[int]], prompt_tokens: int) -> bool:
         retrieving = self.retrieving(layer, len(tokens_BK[0]))

@@ -129,12 +129,14 @@ class Attention(Enum):
     """Scores that a prefill computes.
 
     causal: of all keys that a query sees; dense: of TSP, also of those that it does not, which are masked; xattention:
-    of keys in the blocks that are expected to receive most of the attention, which changes answers.
+    of keys in the blocks that are expected to receive most of the attention; streaming_heads: in the KV heads that the
+    cache policy says, of the first and the last keys. The last two change answers.
     """
 
     dense = "dense"
     causal = "causal"
     xattention = "xattention"
+    streaming_heads = "streaming_heads"
 
 
 class Exchange(Enum):
@@ -427,10 +429,16 @@ class PrefillOptions:
         return SPARSE_BLOCK if self.is_sparse else 1
 
     @property
+    def streams(self) -> bool:
+        """Whether some KV heads attend to the first and the last tokens alone."""
+        return self.attention is Attention.streaming_heads
+
+    @property
     def sparsity(self) -> dict[str, Any]:
         """The options of a sparse attention, by their names; none of another one."""
         names = ("stride", "threshold" if self.density is None else "density") if self.is_sparse else ()
-        return ({"attention": self.attention.name} if names else {}) | {name: getattr(self, name) for name in names}
+        is_any = self.is_sparse or self.streams
+        return ({"attention": self.attention.name} if is_any else {}) | {name: getattr(self, name) for name in names}
 
     @property
     def takes_partition(self) -> bool:

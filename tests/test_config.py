@@ -57,7 +57,7 @@ MISTAKES = [
     (RanksOptions, {"backend": "nccl", "device": "cpu"}, "ranks.backend=gloo"),
     (PrefillOptions, {"layers_in_flight": 1}, "at least 2"),
     (PrefillOptions, {"transfer": "post"}, "relay, direct"),
-    (PrefillOptions, {"attention": "flash"}, "prefill.attention=flash is not one of dense, causal, xattention"),
+    (PrefillOptions, {"attention": "flash"}, "flash is not one of dense, causal, xattention, streaming_heads"),
     (PrefillOptions, {"exchange": "mail"}, "prefill.exchange=mail is not one of all_gather, ring, direct"),
     (PartitionOptions, {"name": "ratios"}, "partition.ratios="),
     (PartitionOptions, {"name": "ratios", "ratios": []}, "partition.ratios="),

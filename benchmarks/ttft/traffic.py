@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 
 from benchmarks.ttft.variants import Traffic
-from partitioner.simulation.bounds import chain_tokens, tsp_tokens
+from partitioner.simulation.bounds import chain_tokens, streamed_tokens, tsp_tokens
 from policies.base import Policy
 from runahead.cache.quantised.wire import sent_shape
 from runahead.cache.slabs import KVShape
 from runahead.context import ContextPartition, even
 from runahead.model.model import Model
 from runahead.model.shares import allreduce_bytes
+from runahead.prefill.base import streaming_of
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -61,6 +63,8 @@ def formula_bytes(
         tokens = [wanted_zigzag_tokens(num_tokens, num_ranks, in_last_layer=n == last) for n in range(model.num_layers)]
     elif traffic is Traffic.narrowed:
         tokens = narrowed_tokens(policies, partition, model.num_layers)
+    elif traffic is Traffic.streamed:
+        return streamed_bytes(policies, partition, model, wire_bits)
     # Each stage but the last hands on the state of every layer that holds one.
     states = (len(partition.chain) - 1) * sum(shape.num_bytes for shape in model.state_shapes)
     sent = [sent_shape(shape, wire_bits).bytes_per_token() for shape in model.kv_shapes]
@@ -78,6 +82,19 @@ def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool
     if in_last_layer:
         return num_tokens - early[-1] - late[-1]
     return (p - 1) * sum(early) + sum((p - 1 - rank) * length for rank, length in enumerate(late))
+
+
+def streamed_bytes(policies: Sequence[Policy], partition: ContextPartition, model: Model, wire_bits: int | None) -> int:
+    """Bytes that ranks send of one prompt of which heads that stream need the first and the last tokens alone."""
+    rank_policies = RankPolicies(last=list(policies))
+    rank_policies.read_files(model)
+    streaming = streaming_of(rank_policies, model, num_tokens=partition.num_tokens, pads=[0])
+    few, total = streamed_tokens(partition, streaming.sinks + streaming.window - 1), 0
+    for number, shape in enumerate(model.kv_shapes):
+        of_head = sent_shape(replace(shape, num_kv_heads=1), wire_bits).bytes_per_token()
+        exact, streamed = len(streaming.exact[number]), len(streaming.streamed[number])
+        total += of_head * (exact * chain_tokens(partition) + streamed * few)
+    return total
 
 
 def narrowed_tokens(policies: Sequence[Policy], partition: ContextPartition, num_layers: int) -> list[int]:

@@ -32,6 +32,7 @@ class Traffic(Enum):
     gathered = "(p - 1) C"
     wanted = "of zigzag chunks those that the receiver attends to: 3/4 (p - 1) C, less in the last layer"
     narrowed = "as chain, of the tokens that PyramidInfer leaves in each layer"
+    streamed = "as chain, but of heads that stream the first and the last tokens alone"
     activations = "hidden states, not K,V"
     passed = "hidden states, (p - 1) C of them"
 

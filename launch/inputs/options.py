@@ -342,7 +342,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         (
             "prefill",
             ["attention"],
-            prefill is not PrefillName.tsp and not run.prefill.is_sparse,
+            prefill is not PrefillName.tsp and not (run.prefill.is_sparse or run.prefill.streams),
             f"with prefill={prefill.name}",
         ),
         ("prefill", of_sparse, not is_sparse, "without prefill.attention=xattention"),

@@ -28,6 +28,15 @@ def tsp_tokens(num_tokens: int, num_ranks: int) -> int:
     return (num_ranks - 1) * num_tokens
 
 
+def streamed_tokens(partition: ContextPartition, num_seen: int) -> int:
+    """Tokens whose KV of a streaming head are sent in one layer along a chain: each rank receives at most so many.
+
+    Args:
+        num_seen: first tokens and last ones before its own that a query of such a head sees.
+    """
+    return sum(min(partition.boundaries[rank + 1], num_seen) for rank in partition.chain[:-1])
+
+
 def chain_tokens(partition: ContextPartition) -> int:
     """Tokens whose KV are sent in one layer along a chain: the sum of the inner boundaries, since rank i sends on the
     prefix of rank i + 1. Direct transfer gives the same sum in another order: chunk i goes to all later ranks.

@@ -106,7 +106,7 @@ class CausalAttention(LayerAttention):
         hooks: from the outermost to the innermost: `closed` and `attended` are called in reverse order.
         ends: where the forward ends, if not with the logits.
         attend: of a layer, by its number: what computes attention in place of `op.attend`, where it has keys and values
-            of its own and not for its last token alone.
+            of its own.
         on_layer: called after each layer that stores keys and values, and after each state.
         stops: as of `LayerAttention`.
     """
@@ -187,6 +187,8 @@ class CausalAttention(LayerAttention):
         else:
             assert call.layer == layer, (call.layer, layer)
             seen = call.store.seen(q_BNCH, call.tokens.after(call.q_BNCH.shape[2] - q_BNCH.shape[2]))
+            if self._attend is not None:
+                seen.attend_to = self._attend(layer)
             call.seen.not_attended, self._input_BCD = call.terms, None
         await_prefix = partial(_call_all, self._loads, call) if awaits else nothing
         keeps_lse = self._waits_for_readers(layer)

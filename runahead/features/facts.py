@@ -485,6 +485,9 @@ FACTS: dict[str, Fact] = {
     "prefill.attention=xattention": lambda setup: (
         None if setup.prefill is None else _if(setup.prefill.is_sparse, "prefill.attention=xattention")
     ),
+    "prefill.attention=streaming_heads": lambda setup: (
+        None if setup.prefill is None else _if(setup.prefill.streams, "prefill.attention=streaming_heads")
+    ),
     "decode=sharded": _choice("decode", "sharded"),
     "decode other than last": _other("decode", "last"),
     "cache.bits": _of_last(_option("cache.bits", "cache")),
@@ -531,6 +534,9 @@ FACTS: dict[str, Fact] = {
         _step(lambda step: not step.retrieves and (step.while_decoding or step.carries_generated))
     ),
     "a policy that decides on the whole prompt": _of_last(_policies(lambda policies: _named(policies.deciding))),
+    "no policy of streaming heads alone": _of_last(
+        _policies(lambda policies: _if([each.streams for each in policies.last] != [True], "no policy of such heads"))
+    ),
     "a policy that repeats the prompt": _of_last(
         _policies(lambda policies: _named(next((each for each in policies.last if each.replay is not None), None)))
     ),

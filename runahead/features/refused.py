@@ -341,6 +341,38 @@ REFUSED = (
         ALL_KEYS,
     ),
     Refused(("prefill.attention=xattention", "marks"), MARKED, ALL_KEYS),
+    # prefill.attention=streaming_heads
+    Refused(
+        ("prefill.attention=streaming_heads", "prefill.speculative"),
+        "{0} counts tokens, and {1} leaves gaps between those that are computed",
+        "leave one of them out",
+    ),
+    Refused(
+        ("prefill.attention=streaming_heads", "prefill=tsp or zigzag"),
+        "{0} is for the keys and values of a chain, and with {1} all ranks exchange theirs",
+        CHAIN,
+    ),
+    Refused(
+        ("prefill.attention=streaming_heads", "reuse of prefixes"),
+        "with {0} a rank lacks keys and values of the heads that stream, and {1} needs all of them",
+        "use prefill.attention=causal, or leave the tree out (serve.prefix_cache_bytes=0)",
+    ),
+    Refused(
+        ("prefill.attention=streaming_heads", "prefill.chunk_tokens"),
+        "{0} lets each query see its own last tokens, and with {1} a policy drops them after each piece",
+        "leave prefill.chunk_tokens out",
+    ),
+    Refused(
+        ("prefill.attention=streaming_heads", "policy.positions=reencoded"),
+        "{1} numbers tokens by what a layer keeps, and with {0} KV heads see different numbers of them",
+        "use policy.positions=original",
+    ),
+    Refused(("prefill.attention=streaming_heads", "marks"), MARKED, ALL_KEYS),
+    Refused(
+        ("prefill.attention=streaming_heads", "no policy of streaming heads alone"),
+        "{0} takes the heads that stream from a cache policy that runs alone and drops what they do not see",
+        "use policy=duo_attention policy.heads=<folder>",
+    ),
     # policy=prompt_cache
     *(
         Refused(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from policies.base import GivenPrompt
 from policies.row_values import sent
+from runahead.attention.sparse.streaming import Streaming
 from runahead.attention.states import States
 from runahead.cache.base import KVStore
 from runahead.cache.shard import Shard
@@ -136,6 +138,15 @@ class NeverCancelled:
         self._meanwhile.after_segment_layer()
 
 
+def streaming_of(policies: RankPolicies, model: Model, *, num_tokens: int, pads: Sequence[int]) -> Streaming:
+    """What some KV heads see alone of a padded prompt, as a policy says which."""
+    [policy] = policies.last
+    heads = policy.streamed_heads(num_tokens)
+    assert heads is not None, policy
+    exact = [n for n, shape in enumerate(model.kv_shapes) if model.rules[n] is not None or shape.readers]
+    return Streaming.of(heads, exact=exact, pads=pads)
+
+
 @dataclass(kw_only=True)
 class PrefillJob:
     """One prompt batch to prefill, as one rank gets it.
@@ -206,6 +217,13 @@ class PrefillJob:
     def own_tokens(self) -> int:
         """Tokens of the padded prompt that this rank's policies speak of."""
         return self.batch.num_tokens if self.shard is None else len(self.shard.chunk)
+
+    @cached_property
+    def streaming(self) -> Streaming | None:
+        """What some KV heads see alone of the prompt, as the policy says which; None: all see all tokens."""
+        if not self.options.streams:
+            return None
+        return streaming_of(self.policies, self.model, num_tokens=self.batch.num_tokens, pads=self.batch.pads)
 
     @property
     def own_new_tokens(self) -> int:

@@ -15,9 +15,10 @@ from runahead.attention.states import StateLayer
 from runahead.cache.attention import LayerCall, LayerHook
 from runahead.cache.index import AfterPrefix
 from runahead.cache.kv_cache import KVCache
-from runahead.cache.quantised.wire import decode, encode, sent_shape
+from runahead.cache.quantised.wire import decode, encode
 from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
+from runahead.kv_transfer.places import Place
 from runahead.kv_transfer.schedule import STORED, Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, PrefillJob
 from runahead.prefill.kept_states import StatePlaces
@@ -43,13 +44,15 @@ class ChainRun(StageRun, LayerHook):
     Args:
         carrier: class that transfers keys and values over the backend of the ranks.
         schedule: messages that this rank sends and receives.
+        places: what each place of the schedule holds.
         spans: tokens [first, end) that each slab stores, in the order of `Model.order`.
         num_slabs: number of slabs; with fewer than layers they form a ring.
-        depth: most layers in flight.
+        depth: most places in flight.
         rotaries: of each layer, if keys are stored unrotated.
         own: stores what follows the spans, in memory that stays.
-        sent_spans: tokens [first, end) of each slab from which is sent and into which is received, with
-            `prefill.wire_bits`: keys and values travel as records, in a ring of their own.
+        sent_spans: tokens [first, end) of each slab from which is sent and into which is received, in the order of the
+            places, where keys and values travel in a ring of their own: as records (`prefill.wire_bits`), or some of
+            them alone.
         attends_last: whether the last layer's attention is computed on every rank, not only where the first token is.
 
     Raises:
@@ -61,6 +64,7 @@ class ChainRun(StageRun, LayerHook):
         job: PrefillJob,
         carrier: type[KVTransfer],
         schedule: Schedule,
+        places: Sequence[Place],
         *,
         spans: Sequence[tuple[int, int]],
         num_slabs: int,
@@ -73,14 +77,16 @@ class ChainRun(StageRun, LayerHook):
         if len(schedule.chain) == 1:
             carrier = NoTransfer
         model, order = job.model, job.model.order
-        self._kv_at, self._state_at = (
-            [place for place, (kind, _) in enumerate(order) if kind == wanted] for wanted in ("kv", "state")
-        )
-        self._bits = job.options.wire_bits if sent_spans is not None else None
+        self._places, self._packs, self._bits = places, sent_spans is not None, job.options.wire_bits
+        of_layers = [[n for n, each in enumerate(places) if each.at == at] for at in range(len(order))]
+        self._kv_at = [found for found, (kind, _) in zip(of_layers, order, strict=True) if kind == "kv"]
+        self._state_at = [found[0] for found, (kind, _) in zip(of_layers, order, strict=True) if kind == "state"]
         slabs = Slabs.empty(
             [
-                sent_shape(model.kv_shapes[n], self._bits) if kind == "kv" else row_shape(model.state_shapes[n])
-                for kind, n in order
+                each.shape(model.kv_shapes[each.number], self._bits)
+                if each.kind == "kv"
+                else row_shape(model.state_shapes[each.number])
+                for each in places
             ],
             batch=len(job.batch.pads),
             spans=spans if sent_spans is None else sent_spans,
@@ -88,15 +94,17 @@ class ChainRun(StageRun, LayerHook):
             device=job.ranks.device,
             allocate=carrier.allocator(job.ranks, schedule),
         )
-        of_kv = slabs.only(self._kv_at) if self._state_at else slabs
-        if self._bits is not None:
+        of_kv = slabs
+        if self._packs:
             of_kv = Slabs.empty(
                 model.kv_shapes,
                 batch=len(job.batch.pads),
-                spans=[spans[place] for place in self._kv_at],
+                spans=[span for span, (kind, _) in zip(spans, order, strict=True) if kind == "kv"],
                 num_slabs=num_slabs,
                 device=job.ranks.device,
             )
+        elif self._state_at:
+            of_kv = slabs.only([place for [place] in self._kv_at])
         cache = KVCache(of_kv, rotaries=rotaries) if own is None else KVCache(own, AfterPrefix(of_kv))
         super().__init__(job, cache)
         if job.states is not None:  # which are for the first stage
@@ -114,7 +122,7 @@ class ChainRun(StageRun, LayerHook):
         self.log, self.is_last = self.transfer.log, schedule.is_last
         computes_all = self.is_last or job.scorer is not None  # to the logits
         self._attends_last = attends_last or job.scorer is not None
-        self._ends_with_state = not computes_all and len(order) - 1 in self._state_at
+        self._ends_with_state = not computes_all and len(places) - 1 in self._state_at
         if attends_last and not computes_all:
             self.ends = model.last_attention
         elif not computes_all and not self._ends_with_state:
@@ -126,7 +134,7 @@ class ChainRun(StageRun, LayerHook):
 
     @property
     def slab_bytes(self) -> int:
-        exact_bytes = 0 if self._bits is None else self.cache.num_bytes - self.cache.state_bytes
+        exact_bytes = self.cache.num_bytes - self.cache.state_bytes if self._packs else 0
         return exact_bytes + self._carried.num_bytes + self.transfer.fed_bytes
 
     def stores_first(self, chunk: range) -> bool:
@@ -181,7 +189,8 @@ class ChainRun(StageRun, LayerHook):
             raise ForwardEndsHere
 
     def before_save(self, call: LayerCall) -> None:
-        self._open(self._kv_at[call.layer])
+        for place in self._kv_at[call.layer]:
+            self._open(place)
 
     def _open(self, place: int) -> None:
         """Wait until the slab of a place may be written. A rank with stored keys and values sends those of a later one.
@@ -190,11 +199,11 @@ class ChainRun(StageRun, LayerHook):
         """
         self.transfer.open(place)
         fed = range(place + self.transfer.lead, place + self.transfer.lead + 1)
-        if any(each in self._kv_at for each in (place, *(fed if self.transfer.lead else ()))):
+        reached = [self._places[place], *(self._places[fed.start : fed.stop] if self.transfer.lead else ())]
+        if any(each.kind == "kv" for each in reached):
             self._await_device_for_reuse()
-        kind, number = self.job.model.order[place]
-        if self.job.stored is not None and kind == "kv":
-            self._place(number)
+        if self.job.stored is not None and self._places[place].kind == "kv":
+            self._place(self._places[place].number)
         self._feed(fed)
 
     def _place(self, layer: int) -> None:
@@ -206,7 +215,8 @@ class ChainRun(StageRun, LayerHook):
         slots = stored_slots(stored.num_slots(len(self.job.batch.pads))).get(stage)
         if slots is not None and self.cache.layer(layer).first <= slots.start:
             stored.gather(reused, layer, self.cache.tokens(layer, slots.start, slots.stop), stage)
-            self._encode(layer, slots.start, slots.stop)
+            for place in self._kv_at[layer]:
+                self._pack(place, slots.start, slots.stop)
 
     def _feed(self, layers: range) -> None:
         """Send stored keys and values of these layers, on the rank that has them."""
@@ -215,8 +225,8 @@ class ChainRun(StageRun, LayerHook):
             if place >= self._carried.num_layers:
                 continue
             assert stored is not None and reused is not None
-            kind, number = self.job.model.order[place]
-            if kind == "state":
+            number = self._places[place].number
+            if self._places[place].kind == "state":
                 assert self.job.states is not None
                 self.transfer.feed(place, partial(_write_state, self.job.states.layers[number]))
                 continue
@@ -234,22 +244,45 @@ class ChainRun(StageRun, LayerHook):
         encode(kv_SBKX, shape.key_dim, self._bits, records_SBKW)
 
     def save(self, call: LayerCall) -> None:
-        place = self._kv_at[call.layer]
-        # A receiver of a sliding window needs fewer of the own tokens than another.
-        own = [each for each in self.transfer.schedule.sends(place) if each.chunk > STORED]
-        if own:
-            self._encode(call.layer, min(each.start for each in own), own[0].end)
-        self.transfer.send(place)
+        for place in self._kv_at[call.layer]:
+            # A receiver of a sliding window needs fewer of the own tokens than another.
+            own = [each for each in self.transfer.schedule.sends(place) if each.chunk > STORED]
+            if own:
+                self._pack(place, min(each.start for each in own), own[0].end)
+            self.transfer.send(place)
 
-    def _encode(self, layer: int, start: int, end: int) -> None:
-        """Write the records of tokens of this rank to where they are sent from, if records travel."""
+    def _pack(self, place: int, start: int, end: int) -> None:
+        """Write what travels of tokens of this rank to where it is sent from, if that is not where they are stored."""
+        if not self._packs:
+            return
+        at, sent_SBKW = self._places[place], self._carried.tokens(place, start, end)
+        stored_SBKX = self.cache.tokens(at.number, start, end)
         if self._bits is not None:
-            key_dim = self.job.model.kv_shapes[layer].key_dim
-            records_SBKW = self._carried.tokens(self._kv_at[layer], start, end)
-            encode(self.cache.tokens(layer, start, end), key_dim, self._bits, records_SBKW)
+            some_SBKX = stored_SBKX if at.heads is None else at.heads.select(stored_SBKX, 2)
+            encode(some_SBKX, self.job.model.kv_shapes[at.number].key_dim, self._bits, sent_SBKW)
+        elif at.heads is None:
+            sent_SBKW.copy_(stored_SBKX)
+        else:
+            for stored, sent in at.heads.pairs(stored_SBKX, sent_SBKW, dim=2):
+                sent.copy_(stored)
+
+    def _unpack(self, place: int, start: int, end: int) -> None:
+        """Write tokens that have arrived to where they are stored."""
+        at, some_SBKX = self._places[place], self._carried.tokens(place, start, end)
+        stored_SBKX = self.cache.tokens(at.number, start, end)
+        if self._bits is not None:
+            records_SBKW, key_dim = some_SBKX, self.job.model.kv_shapes[at.number].key_dim
+            some_SBKX = stored_SBKX if at.heads is None else torch.empty_like(at.heads.select(stored_SBKX, 2))
+            decode(records_SBKW, key_dim, self._bits, some_SBKX)
+        if at.heads is not None:
+            for stored, some in at.heads.pairs(stored_SBKX, some_SBKX, dim=2):
+                stored.copy_(some)
+        elif self._bits is None:
+            stored_SBKX.copy_(some_SBKX)
 
     def wait_for_load(self, call: LayerCall) -> None:
-        self._await_prefix(self._kv_at[call.layer])
+        for place in self._kv_at[call.layer]:
+            self._await_prefix(place)
         self._await_device_for_reuse()
 
     def _await_prefix(self, place: int) -> None:
@@ -257,12 +290,9 @@ class ChainRun(StageRun, LayerHook):
         received = self.transfer.schedule.receives(place)
         self._until(place, received)
         self.transfer.await_prefix(place)
-        kind, number = self.job.model.order[place]
-        if self._bits is not None and kind == "kv":
+        if self._packs and self._places[place].kind == "kv":
             for each in received:
-                kv_SBKX = self.cache.tokens(number, each.start, each.end)
-                key_dim = self.job.model.kv_shapes[number].key_dim
-                decode(self._carried.tokens(place, each.start, each.end), key_dim, self._bits, kv_SBKX)
+                self._unpack(place, each.start, each.end)
 
     def await_messages(self, layer: int, messages: list[Message]) -> None:
         """Wait until these messages of a layer may be read."""
@@ -273,7 +303,7 @@ class ChainRun(StageRun, LayerHook):
         """Do what the rank does besides, if anything, until these messages of a layer have arrived."""
         if self.job.meanwhile is not None:
             arrived, what = partial(self.transfer.has_messages, messages), self.transfer.schedule.name(layer)
-            with self._aside(layer):
+            with self._aside(self._layer_of(layer)):
                 self.job.meanwhile.until(arrived, what, self.transfer.schedule.peers)
 
     def _await_device_for_reuse(self) -> None:
@@ -290,7 +320,11 @@ class ChainRun(StageRun, LayerHook):
     def attended(self, call: LayerCall) -> None:
         """Release the slab of a layer for a later one."""
         if call.source == call.layer:
-            self.transfer.close(self._kv_at[call.layer])
+            for place in self._kv_at[call.layer]:
+                self.transfer.close(place)
+
+    def _layer_of(self, place: int) -> int:
+        return self._places[place].at
 
     def _after_layer(self) -> None:
         try:
@@ -305,13 +339,15 @@ class ChainRun(StageRun, LayerHook):
         So no rank waits for a cancelled one, whenever each learns of it. Zeros are sent, as whatever is in the slabs
         might not be finite, and a rank that knows later than others computes with it.
         """
-        last = self._carried.num_layers - 1
-        for layer in range(first, last + 1):
-            self._open(layer)
-            for message in self.transfer.schedule.sends(layer):
+        last = self._places[-1].at
+        for place, each in enumerate(self._places):
+            if each.at < first:
+                continue
+            self._open(place)
+            for message in self.transfer.schedule.sends(place):
                 self.transfer.part(message).zero_()
-            self.transfer.send(layer)
-            if layer < last or self.is_last or self._attends_last:
-                self.transfer.await_prefix(layer)
-                self.transfer.close(layer)
+            self.transfer.send(place)
+            if each.at < last or self.is_last or self._attends_last:
+                self.transfer.await_prefix(place)
+                self.transfer.close(place)
             self.job.ranks.progress()

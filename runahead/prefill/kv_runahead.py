@@ -25,6 +25,7 @@ from runahead.cache.shard import Shard, shard_slabs
 from runahead.config import SPARSE_BLOCK, Attention, PrefillOptions, Transfer
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
+from runahead.kv_transfer.places import places_of
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_policies import ChainPolicies
 from runahead.prefill.chain_run import ChainRun
@@ -215,14 +216,15 @@ def _linked(
 
     # A state is handed on as the last token of its stage, and each stage needs that of the one before; the first one
     # that of what is stored. The last stage needs those that are kept inside of chunks, too.
-    order, states = model.order, StatePlaces(partition=job.partition, stops=job.stops, batch=len(pads))
-    chunks = [by_layer[number] if kind == "kv" else states.tokens for kind, number in order]
+    states = StatePlaces(partition=job.partition, stops=job.stops, batch=len(pads))
+    streaming, places = job.streaming, places_of(model.order, job.streaming)
+    chunks = [each.chunks(by_layer[each.number], streaming) if each.kind == "kv" else states.tokens for each in places]
     kept_at = [each.token for stage in job.partition.chain[:-1] for each in states.of(stage)]
 
     def first_of(place: int, start: int) -> int:
-        kind, number = order[place]
-        if kind == "kv":
-            return first_needed(number, start)
+        at = places[place]
+        if at.kind == "kv":
+            return at.first_needed(start, first_needed(at.number, start), streaming)
         if start == 0:
             return -1 if stored is not None else 0
         brings_kept = job.options.transfer is Transfer.relay or start == states.tokens.chunk(last).start
@@ -238,6 +240,8 @@ def _linked(
         return job.capacity if kind == "kv" and is_last and not policies else chunk.stop
 
     carrier = carrier or TRANSFERS[ranks.backend]
+    of_order = model.places or [("KV", number) for _, number in model.order]
+    names = [of_order[each.at] for each in places]
     schedule = TransferSchedule(
         job.partition,
         ranks.rank,
@@ -247,26 +251,32 @@ def _linked(
         joined=carrier.joins_prefix,
         mesh=ranks.mesh,
         num_stored=num_stored,
-        places=model.places,
+        places=names if streaming is not None else model.places,
     )
     own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
     keeps_all = is_last and (job.gives_new if policies else own is None)
     depth = _layers_in_memory(job, schedule.layer_skew(), is_last=is_last)
     sent_spans = None
-    if job.options.wire_bits is not None:  # the last rank sends none of its own
+    if job.options.wire_bits is not None or streaming is not None:  # the last rank sends none of its own
         ends = [chunk.start if is_last else chunk.stop for chunk in own_chunks]
         firsts = [first_of(place, chunk.start) for place, chunk in enumerate(own_chunks)]
         sent_spans = list(zip(firsts, ends, strict=True))
+    # Heads that stream lie beside the others, as do those of their tokens that do not arrive and are never read.
+    spans = list[tuple[int, int]]()
+    for place, each in enumerate(places):
+        if each.at == len(spans):
+            chunk = own_chunks[place]
+            is_whole = each.kind == "kv" and streaming is not None
+            first = first_needed(each.number, chunk.start) if is_whole else first_of(place, chunk.start)
+            spans.append((first, end_of(each.kind, chunk)))
     return ChainRun(
         job,
         carrier,
         schedule,
-        spans=[
-            (first_of(place, chunk.start), end_of(kind, chunk))
-            for place, ((kind, _), chunk) in enumerate(zip(order, own_chunks, strict=True))
-        ],
-        num_slabs=len(order) if keeps_all else depth,
-        depth=depth,
+        places,
+        spans=spans,
+        num_slabs=len(model.order) if keeps_all else depth,
+        depth=depth if streaming is None else 3 * depth,  # places of a layer
         rotaries=policies.rotaries(model),
         own=own,
         sent_spans=sent_spans,

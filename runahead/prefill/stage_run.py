@@ -15,11 +15,11 @@ from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import Part, nothing
 from runahead.attention.sparse.blocks import BLOCK
 from runahead.attention.sparse.choice import BlockSparse
+from runahead.attention.sparse.streaming import Streaming
 from runahead.cache.attention import CausalAttention, End, LayerHook
 from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.config import Attention
 from runahead.kv_transfer import TransferLog
 from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
 from runahead.prefill.kept_states import KeptStates
@@ -54,8 +54,11 @@ class StageRun:
     def __init__(self, job: PrefillJob, cache: KVCache) -> None:
         self.job, self.cache, self.log, self.num_done = job, cache, TransferLog(), 0
         cache.states = job.model.empty_states() if job.states is None else job.states
-        is_sparse = job.options.attention is Attention.xattention
-        self.sparse = BlockSparse.of(job.options, job.batch.pads) if is_sparse else None
+        self.sparse: BlockSparse | Streaming | None = None
+        if job.options.is_sparse:
+            self.sparse = BlockSparse.of(job.options, job.batch.pads)
+        elif job.options.streams:
+            self.sparse = job.streaming
         self._kept: KeptStates | None = None
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
         self._layer_ends = [self._clock.mark()]
@@ -139,7 +142,7 @@ class StageRun:
                         tokens=tokens if narrows else None,
                         all_hidden=job.scorer is not None,
                         row_tokens=row_tokens,
-                        row_multiple=1 if self.sparse is None else BLOCK,
+                        row_multiple=BLOCK if job.options.is_sparse else 1,
                         stores_first=row_tokens is not None and self.stores_first(runs[0]),
                     )
                 if job.scorer is not None:
@@ -189,6 +192,10 @@ class StageRun:
         """Whether layers in blocks of rows store all keys and values before any token attends: others wait for them."""
         return False
 
+    def _layer_of(self, place: int) -> int:
+        """The layer, by `Model.order`, of a place of the transfer."""
+        return place
+
     def _begin(self) -> None:
         """Called before the forward."""
 
@@ -231,7 +238,7 @@ class StageRun:
             ends_s.pop()  # nothing follows the last attention
         layers = list(pairwise(ends_s))
         asides = [(at, seconds(b), seconds(e)) for at, b, e in self._asides]
-        all_waits = [(at, seconds(b), seconds(e)) for at, b, e in log.waits]
+        all_waits = [(self._layer_of(at), seconds(b), seconds(e)) for at, b, e in log.waits]
         all_waits += [(at, b, e) for at, b, e in asides if e - b >= LEAST_ASIDE_S]
         all_waits.sort(key=lambda wait: wait[1])
         names = {len(layers) - 1: "last MLP and logits"} if self.is_last or self.job.scorer is not None else {}
@@ -251,7 +258,7 @@ class StageRun:
         spans += [
             TraceSpan(
                 kind="send",
-                layer=places[sent.layer][1],
+                layer=places[self._layer_of(sent.layer)][1],
                 start_s=seconds(begin),
                 end_s=seconds(end),
                 detail=str(sent),

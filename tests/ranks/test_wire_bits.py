@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from itertools import pairwise, product
 from math import inf
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runahead import GenerationOptions, PrefillOptions, even
+from runahead.attention.op import Part
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.config import Carrier, Transfer
@@ -32,15 +34,24 @@ PADDED = [prompt(70), prompt(33, seed=1), prompt(9, seed=2)]
 
 
 def rounded_logits(
-    family: str, prompts: list[list[int]], bounds: tuple[int, ...], bits: int | None, **mistake: bool
+    family: str,
+    prompts: list[list[int]],
+    bounds: tuple[int, ...],
+    bits: int | None,
+    attend: Callable[[int], Callable[..., Part]] | None = None,
+    **mistake: bool,
 ) -> Tensor:
-    """Logits of the last tokens, by one rank that computes chunk by chunk and rounds the chunks before."""
+    """Logits of the last tokens, by one rank that computes chunk by chunk and rounds the chunks before.
+
+    Args:
+        attend: as of `CausalAttention`.
+    """
     model, batch = tiny_model(family), PromptBatch.from_prompts(prompts, torch.device("cpu"))
     with throughout(model.dtype):
         cache = model.empty_cache(batch.num_tokens, batch=len(prompts))
         cache.states = model.empty_states()
         for start, end in pairwise(sorted(set(bounds))):
-            attention = CausalAttention(cache, start=start, pads=batch.pads)
+            attention = CausalAttention(cache, start=start, pads=batch.pads, attend=attend)
             logits_BV = model.forward(
                 batch.ids_BS[:, start:end], attention, start=start, pads=batch.pads, length=batch.num_tokens
             )

@@ -26,14 +26,14 @@ def records(
     ranks: Ranks, family: str, ids: list[int], bounds: tuple[int, ...], options: PrefillOptions, dtype: torch.dtype
 ) -> Records:
     """Prefill a prompt, and tell the records that this rank wrote and read."""
-    found, encode, await_prefix = Records(), ChainRun._encode, ChainRun._await_prefix
+    found, pack, await_prefix = Records(), ChainRun._pack, ChainRun._await_prefix
 
     def digest(run: ChainRun, place: int, start: int, end: int) -> str:
         return hashlib.sha256(bytes(run._carried.tokens(place, start, end).flatten().tolist())).hexdigest()
 
-    def encoding(run: ChainRun, layer: int, start: int, end: int) -> None:
-        encode(run, layer, start, end)
-        found.encoded[layer, start, end] = digest(run, layer, start, end)
+    def packing(run: ChainRun, place: int, start: int, end: int) -> None:
+        pack(run, place, start, end)
+        found.encoded[place, start, end] = digest(run, place, start, end)
 
     def awaiting(run: ChainRun, place: int) -> None:
         await_prefix(run, place)
@@ -41,7 +41,7 @@ def records(
             for start, end in _chunks(bounds, each.start, each.end):
                 found.decoded[place, start, end] = digest(run, place, start, end)
 
-    with mock.patch.multiple(ChainRun, _encode=encoding, _await_prefix=awaiting):
+    with mock.patch.multiple(ChainRun, _pack=packing, _await_prefix=awaiting):
         tasks.prefill(ranks, family, [ids], bounds, options, 1, dtype)
     return found
 

@@ -1,0 +1,217 @@
+"""A prefill with streaming heads: transformers' logits with a mask per head, for every number of ranks and split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from benchmarks.ttft.traffic import formula_bytes
+from benchmarks.ttft.variants import Traffic
+from policies.base import StreamedHeads
+from policies.razor_attention import RazorAttention
+from runahead import ContextPartition, GenerationOptions, PrefillOptions
+from runahead.attention.sparse.streaming import Streaming
+from runahead.config import Attention, Carrier, DecodeName, Transfer
+from runahead.features.facts import Setup
+from runahead.features.refused import check
+from runahead.thinning.rank_policies import RankPolicies
+from tests.conftest import RankPools
+from tests.families import build, largest_difference, oracle_logits, prompt, throughout
+from tests.ranks import streaming_tasks
+from tests.ranks.streaming_tasks import GivenHeads, of_all
+from tests.ranks.tasks import tiny_model
+from tests.ranks.test_exactness import TOLERANCE
+from tests.ranks.test_wire_bits import rounded_logits
+
+PROMPT_TOKENS = 70
+NEW = (5, 7, 11, 13)
+TABLE = ((True, False), (False, True), (True, True))
+SPLITS = [(0, 70), (0, 33, 70), (0, 2, 70), (0, 8, 70), (0, 30, 36, 70), (0, 1, 14, 70), (0, 0, 40, 70)]
+WAYS = list(product(Transfer, (Carrier.backend, Carrier.copy)))
+
+
+def options(**others: Any) -> PrefillOptions:
+    return PrefillOptions(attention=Attention.streaming_heads, **others)
+
+
+@cache
+def masked_logits(family: str, ids: tuple[int, ...], policy_of: tuple[Any, ...] = (TABLE, 3, 9)) -> Tensor:
+    """Transformers' logits (tokens, V), with attention by a mask for each head."""
+    table, num_sinks, recent = policy_of
+
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        num_tokens, group = q.shape[2], q.shape[1] // k.shape[1]
+        streams_N11 = torch.tensor(table[module.layer_idx]).repeat_interleave(group)[:, None, None]
+        at = torch.arange(num_tokens)
+        distances = at[:, None] - at
+        few = (at < num_sinks) | (distances <= recent)
+        sees = (few | ~streams_N11) & (distances >= 0)
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scores = (q @ k.mT * scaling).masked_fill(~sees, -math.inf)
+        return (scores.softmax(dim=-1) @ v).transpose(1, 2), None
+
+    AttentionInterface.register("streaming_by_mask", attention)
+    with throughout(torch.float64), torch.no_grad():
+        module = build(family).double()
+        module.config._attn_implementation = "streaming_by_mask"
+        logits: Tensor = module(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def run(
+    rank_pools: RankPools,
+    family: str,
+    prompts: Sequence[list[int]],
+    bounds: tuple[int, ...],
+    given: PrefillOptions,
+    policy: GivenHeads | None = None,
+    wrong: str = "",
+) -> tuple[Tensor, list[Any]]:
+    """Logits (steps, B, V) after the prompt and new tokens, and all ranks' outcomes."""
+    policy = policy or GivenHeads(table=TABLE)
+    found = rank_pools.run(
+        len(bounds) - 1, streaming_tasks.prefill_and_steps, family, list(prompts), bounds, given, policy, NEW, wrong
+    )
+    [(outcome, steps)] = [each for each in found if each[0].logits is not None]
+    return torch.tensor([outcome.logits, *steps], dtype=torch.float64), [each for each, _ in found]
+
+
+@pytest.mark.parametrize("bounds", SPLITS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_logits_are_those_of_a_mask_per_head(rank_pools: RankPools, family: str, bounds: tuple[int, ...]) -> None:
+    """And those of the tokens after it, of which a policy that cuts after each one sees the same."""
+    ids = prompt(PROMPT_TOKENS)
+    expected = masked_logits(family, (*ids, *NEW))[PROMPT_TOKENS - 1 :]
+    assert largest_difference(oracle_logits(family, tuple(ids)), expected[0]) > 1e-4
+    for transfer, carrier in WAYS:
+        given = options(transfer=transfer, carrier=carrier, layers_in_flight=2)
+        ours, _ = run(rank_pools, family, [ids], bounds, given)
+        assert largest_difference(ours[:, 0], expected) < TOLERANCE, (transfer, carrier)
+
+
+@pytest.mark.parametrize("bounds", [(0, 70), (0, 40, 70), (0, 21, 45, 70)])
+def test_padded_rows_see_their_own_first_tokens(rank_pools: RankPools, bounds: tuple[int, ...]) -> None:
+    texts = [prompt(70), prompt(51, seed=1), prompt(7, seed=2)]
+    for transfer, carrier in WAYS:
+        ours, _ = run(rank_pools, "llama", texts, bounds, options(transfer=transfer, carrier=carrier))
+        for row, ids in enumerate(texts):
+            expected = masked_logits("llama", (*ids, *NEW))[len(ids) - 1 :]
+            assert largest_difference(ours[:, row], expected) < TOLERANCE, (row, transfer, carrier)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        GivenHeads(table=TABLE, sinks=0, recent=1),
+        GivenHeads(table=TABLE, sinks=5, recent=40),
+        GivenHeads(table=((True, True), (True, True), (True, True)), sinks=1, recent=2),
+    ],
+)
+def test_any_numbers_of_tokens_and_heads(rank_pools: RankPools, policy: GivenHeads) -> None:
+    ids = prompt(PROMPT_TOKENS)
+    expected = masked_logits("llama", (*ids, *NEW), (policy.table, policy.sinks, policy.recent))[PROMPT_TOKENS - 1 :]
+    for bounds, (transfer, carrier) in product([(0, 70), (0, 38, 70), (0, 20, 24, 70)], WAYS):
+        ours, _ = run(rank_pools, "llama", [ids], bounds, options(transfer=transfer, carrier=carrier), policy)
+        assert largest_difference(ours[:, 0], expected) < TOLERANCE, (bounds, transfer, carrier)
+
+
+def test_no_streaming_heads_are_the_exact_prefill_bit_by_bit(rank_pools: RankPools) -> None:
+    policy, ids = GivenHeads(table=((False, False),) * 3), prompt(PROMPT_TOKENS)
+    for bounds in ((0, 70), (0, 33, 70)):
+        ours, exact = (
+            run(rank_pools, "llama", [ids], bounds, given, policy)[0] for given in (options(), PrefillOptions())
+        )
+        assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral", "bloom", "qwen3_next"])
+def test_families(rank_pools: RankPools, family: str) -> None:
+    """Soft caps, sinks of the model, biases by distance and states. Layers with windows are exact."""
+    ids, numbers = prompt(PROMPT_TOKENS), [shape.num_kv_heads for shape in tiny_model(family).kv_shapes]
+    few = GivenHeads(table=[[head % 2 == layer % 2 for head in range(num)] for layer, num in enumerate(numbers)])
+    alone, _ = run(rank_pools, family, [ids], (0, 70), options(row_tokens=16), few)
+    exact = oracle_logits(family, tuple(ids))
+    has_windows_alone = all(rule is not None for rule in tiny_model(family).rules)
+    assert (largest_difference(alone[0, 0], exact) < TOLERANCE) is has_windows_alone
+    for bounds in ((0, 33, 70), (0, 20, 45, 70)):
+        ours, _ = run(rank_pools, family, [ids], bounds, options(row_tokens=16), few)
+        assert largest_difference(ours, alone) < TOLERANCE, bounds
+
+
+@pytest.mark.parametrize(("way", "bounds"), list(product(WAYS, [(0, 33, 70), (0, 2, 70), (0, 30, 36, 70)])))
+@pytest.mark.parametrize("bits", [None, 8])
+def test_bytes_are_as_predicted(
+    rank_pools: RankPools, way: tuple[Transfer, Carrier], bounds: tuple[int, ...], bits: int | None
+) -> None:
+    policy, model = GivenHeads(table=TABLE), tiny_model("llama")
+    _, outcomes = run(
+        rank_pools, "llama", [prompt(70)], bounds, options(transfer=way[0], carrier=way[1], wire_bits=bits), policy
+    )
+    partition = ContextPartition(boundaries=bounds)
+    predicted = formula_bytes(Traffic.streamed, partition, model, [policy], wire_bits=bits)
+    assert sum(each.kv_sent_bytes for each in outcomes) == predicted
+    assert predicted < formula_bytes(Traffic.chain, partition, model, wire_bits=bits) or max(bounds[1:-1]) <= 12
+
+
+@pytest.mark.parametrize("wrong", ["a sink left out", "streaming heads read all", "windows by chunk"])
+def test_mistakes_are_seen(rank_pools: RankPools, wrong: str) -> None:
+    ids = prompt(PROMPT_TOKENS)
+    expected = masked_logits("llama", (*ids, *NEW))[PROMPT_TOKENS - 1 :]
+    ours, _ = run(rank_pools, "llama", [ids], (0, 33, 70), options(), wrong=wrong)
+    assert largest_difference(ours[0, 0], expected[0]) > 1e4 * TOLERANCE
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_on_the_wire(rank_pools: RankPools, bits: int) -> None:
+    """The logits of one rank that rounds earlier chunks."""
+    ids, bounds = prompt(PROMPT_TOKENS), (0, 30, 45, 70)
+    streaming = Streaming.of(StreamedHeads(by_layer=TABLE, sinks=3, recent=9), exact=(), pads=[0])
+    expected = rounded_logits("llama", [ids], bounds, bits, streaming.of_layer)
+    assert largest_difference(expected[0], masked_logits("llama", tuple(ids))[-1]) > 1e4 * TOLERANCE
+    for transfer, carrier in WAYS:
+        given = options(transfer=transfer, carrier=carrier, wire_bits=bits)
+        ours, _ = run(rank_pools, "llama", [ids], bounds, given)
+        assert largest_difference(ours[0], expected) < TOLERANCE, (transfer, carrier)
+
+
+def test_engines_report_density_and_answer_alike(rank_pools: RankPools) -> None:
+    """With what a policy keeps in few bits, and on several ranks, where each keeps its part, as with exact prefills."""
+    ids, asked = prompt(PROMPT_TOKENS), GenerationOptions(max_new_tokens=4, ignore_eos=True)
+    policy = GivenHeads(table=TABLE)
+    top5 = masked_logits("llama", tuple(ids))[-1].topk(5)
+    for bounds, decode, bits in (
+        ((0, 70), DecodeName.last, None),
+        ((0, 33, 70), DecodeName.last, 8),
+        ((0, 33, 70), DecodeName.sharded, None),
+        ((0, 30, 36, 70), DecodeName.last, None),
+    ):
+        given = "llama", [ids], asked, bounds, options(), policy, decode, bits
+        batches = rank_pools.run(len(bounds) - 1, streaming_tasks.generate, *given)
+        reported = batches[-1].generations[0].first_token_logits_top5
+        assert [token for token, _ in reported] == top5.indices.tolist()
+        assert largest_difference([logit for _, logit in reported], top5.values) < TOLERANCE
+        for rank, (start, end) in enumerate(pairwise(bounds)):
+            report = batches[0].ranks[rank].attention
+            assert report is not None
+            seen = [sum(min(p + 1, limit) for p in range(start, end)) for limit in (71, 13)]
+            shares = [(seen[0] * (2 - sum(each)) + seen[1] * sum(each)) / (2 * seen[0]) for each in TABLE]
+            counted = shares[: len(report.density)]
+            assert report.density == pytest.approx(counted) and len(counted) >= 2
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes the heads that stream from a cache policy"):
+        check(Setup(prefill=options(), policies=RankPolicies()))
+    with pytest.raises(ValueError, match="takes the heads that stream from a cache policy"):
+        check(Setup(prefill=options(), policies=of_all(RazorAttention())))
+    check(Setup(prefill=options(), policies=of_all(GivenHeads(table=TABLE))))
