@@ -14,9 +14,11 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+from benchmarks.harness.declared import Curves, Panel
 from benchmarks.harness.lines import Line
-from benchmarks.harness.study import Study, Variant, option
+from benchmarks.harness.study import Study, Variant, newest, option
 from benchmarks.harness.text_table import markdown
 from partitioner.cost.fitted import WeightBoundCost
 from partitioner.cost.link import Link, Links
@@ -158,7 +160,7 @@ def _lead(line: Line) -> str:
 
 def table(found: list[Line]) -> str:
     """Leads of the pipeline, a row per model, length and link, and a column per number of ranks."""
-    known = {tuple(line[name] for name in FIELDS): line for line in found}  # the newest of each
+    known = {tuple(line[name] for name in FIELDS): line for line in newest(*FIELDS)(found)}
     counts = sorted({line["ranks"] for line in found})
     rows = [["model", "prompt", "GB/s", "one rank", *(f"{count} ranks" for count in counts)]]
     for model in SHAPES:
@@ -172,6 +174,66 @@ def table(found: list[Line]) -> str:
     return markdown(rows)
 
 
+DRAWN = {"model": "Llama 3 8B", "tokens": 16384}
+"""What the picture shows."""
+
+
+def by_method(found: list[Line]) -> list[Line]:
+    """A line for each method of each line that is drawn."""
+    drawn = [line for line in newest(*FIELDS)(found) if DRAWN.items() <= line.items()]
+    return [line | {"method": method} for method in ("chain", "zigzag", "TSP", "pipeline") for line in drawn]
+
+
+def speed_up(line: Line) -> float:
+    """Speed-up of a method over one rank."""
+    return float(line["ttft_s"]["one rank"] / line["ttft_s"][line["method"]])
+
+
+def bound(line: Line) -> float | None:
+    """Speed-up of a pipeline by equal shares of the compute, or by the bytes on one link if these take longer.
+
+    None for other methods.
+    """
+    if line["method"] != "pipeline":
+        return None
+    shape, stages = SHAPES[line["model"]], min(line["ranks"], SHAPES[line["model"]].num_layers)
+    wire_s = line["tokens"] * shape.activation_bytes / (line["GBps"] * 1e9)
+    return min(float(stages), float(line["ttft_s"]["one rank"] / wire_s))
+
+
+def of_link(GBps: float) -> Panel:
+    def shows(line: Line) -> bool:
+        return bool(line["GBps"] == GBps)
+
+    return Panel(f"{GBps:g} GB/s", "TTFT of one rank over that", speed_up, bound, shows=shows)
+
+
+def doubling(axes: Any, found: list[Line]) -> None:
+    """`finish` of curves over numbers of ranks, which double as speed-ups do."""
+    for axis, set_scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        set_scale("log", base=2)
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+PICTURE = Curves(
+    title="Speed-up over one rank, simulated",
+    subject=lambda found: (
+        "{model}, {tokens:,} tokens; dotted: a pipeline's equal shares, or its bytes on a link".format(**found[-1])
+    ),
+    lines=by_method,
+    curve=lambda line: str(line["method"]),
+    x_label="ranks",
+    x=lambda line: float(line["ranks"]),
+    panels=lambda found: [of_link(GBps) for GBps in LINKS],
+    finish=doubling,
+)
+
+
+def picture(found: list[Line]) -> bytes | None:
+    """The picture, if there are lines for it."""
+    return PICTURE(found) if by_method(found) else None
+
+
 STUDY = Study(
     name="pipeline",
     text=__doc__,
@@ -179,6 +241,7 @@ STUDY = Study(
     variants=variants,
     measure=measure,
     table=table,
+    pictures={"paper_relations_pipeline.png": picture},
     page="paper_relations.md",
     options={
         "models": option(list(SHAPES), "of these"),
