@@ -21,8 +21,9 @@ def generate(
     policies: RankPolicies,
     num_new: int = 4,
     prefill: PrefillOptions | None = None,
+    options: GenerationOptions | None = None,
 ) -> GenerationBatch:
-    """Result of `Engine.generate` under policies."""
+    """Result of `Engine.generate` under policies; with options of its own, or for `num_new` tokens."""
     model = tiny_model(family)
     engine = Engine(
         model,
@@ -32,7 +33,7 @@ def generate(
         policies=policies,
     )
     with throughout(model.dtype):
-        return engine.generate(prompts, GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
+        return engine.generate(prompts, options or GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
 
 
 def refusal(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
-from runahead.model.layers.cpu_linear import CPULinear, multiply_fused
+from runahead.model.layers.cpu_linear import CPULinear, multiply
 from runahead.model.layers.fusing import Calls, FusedForward, takes_rounding
 from runahead.model.loading.memory import give_back
 from runahead.model.parts import is_laid_out
@@ -49,7 +49,7 @@ class Product:
         self.bias_O = _spanning(biases) if biases else None
         self._sizes = [layer.out_features for layer in lying]
         self._places = [lying.index(layer) for layer in layers]
-        self._multiply = multiply_fused if isinstance(layers[0], CPULinear) else F.linear
+        self._multiply = multiply if isinstance(layers[0], CPULinear) else F.linear
         known = [(layer, name, each) for layer in layers for name, each in layer.named_parameters()]
         self._known = [(layer._parameters, name, each, each.data_ptr()) for layer, name, each in known]
         self._own = [each.detach() for *_, each in known]  # so that no memory in the span is freed
