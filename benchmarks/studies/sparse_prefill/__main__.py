@@ -17,18 +17,19 @@ benchmarks/results/sparse_prefill.jsonl.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.harness.declared import Table
-from benchmarks.harness.lines import Line
+from benchmarks.harness.lines import Line, measured
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn, newest, option
+from benchmarks.harness.text_table import markdown
 from benchmarks.studies.commits.job import RankPair
+from benchmarks.studies.sparse_prefill.pictures import by_density, by_length, density, gain, loss
 
 RANK = Path("benchmarks/studies/sparse_prefill/rank.py")
 LEARNED = 2
@@ -99,45 +100,32 @@ def measure(options: Namespace, job: RankPair, variant: Variant) -> Iterator[Lin
         )
 
 
-def gain(line: Line) -> float:
-    """Median over rounds of the exact prefill's time over that of the same round."""
-    return median(exact / each for exact, each in zip(line["exact_s"], line["ttft_s"], strict=True))
-
-
-def density(line: Line) -> float | None:
-    """Mean over the ranks' queries, which are counted alike whatever their chunk."""
-    known = [share for run in line["density"] for share in run if share is not None]
-    return mean(known) if known else None
-
-
 def bound(line: Line) -> str:
     """The most that the density allows by operations, where the share of attention is known."""
     share, kept = SMOLLM2_SHARE.get(line["tokens"]), density(line)
     return "" if share is None or kept is None else f"{1 / (1 - share * (1 - kept)):.2f}"
 
 
-def loss(line: Line) -> str:
-    """Mean difference of copy-NLL to the exact prefill's."""
-    pairs = list(zip(line["nll"], line["exact_nll"], strict=True))
-    return f"{mean(each - exact for each, exact in pairs):+.3f}" if pairs else ""
+COLUMNS: dict[str, Callable[[Line], str]] = {
+    "prefill": lambda line: line["way"],
+    "model": lambda line: Path(line["model"]).name,
+    "tokens": lambda line: f"{line['tokens']:,}",
+    "TTFT": lambda line: f"{median(line['ttft_s']):.2f} s",
+    "times as fast": lambda line: f"{gain(line):.2f}",
+    "at most, by FLOPs": bound,
+    "density": lambda line: "" if density(line) is None else f"{density(line):.0%}",
+    "expected coverage": lambda line: f"{mean(line['covered']):.0%}" if line["covered"] else "",
+    "copy-NLL, nats more": lambda line: "" if loss(line) is None else f"{loss(line):+.3f}",
+    "rounds": lambda line: str(len(line["ttft_s"])),
+}
 
 
-TABLE = Table(
-    lines=newest("model", "tokens", "way"),
-    columns={
-        "model": lambda line: Path(line["model"]).name,
-        "tokens": lambda line: f"{line['tokens']:,}",
-        "prefill": lambda line: line["way"],
-        "TTFT": lambda line: f"{median(line['ttft_s']):.2f} s",
-        "times as fast": lambda line: f"{gain(line):.2f}",
-        "at most, by FLOPs": bound,
-        "density": lambda line: "" if density(line) is None else f"{density(line):.0%}",
-        "expected coverage": lambda line: f"{mean(line['covered']):.0%}" if line["covered"] else "",
-        "copy-NLL, nats more": loss,
-        "rounds": lambda line: str(len(line["ttft_s"])),
-    },
-    left=(0, 2),
-)
+def table(found: list[Line]) -> str:
+    """A row for the newest line of each model, length and way."""
+    shown = newest("model", "tokens", "way")(found)
+    rows = [tuple(cell(line) for cell in COLUMNS.values()) for line in shown]
+    return f"{markdown([tuple(COLUMNS), *rows])}\n{measured(shown)}"
+
 
 STUDY = Study(
     name="sparse_prefill",
@@ -146,7 +134,9 @@ STUDY = Study(
     variants=variants,
     prepare=ranks_of,
     measure=measure,
-    table=TABLE,
+    table=table,
+    pictures={"sparse_ttft.png": by_length, "sparse_loss.png": by_density},
+    page="sparse_prefill.md",
     options={
         "tokens": option([4096, 8000], "lengths of the prompts"),
         "threshold": option([0.95], "shares of the expected attention"),
