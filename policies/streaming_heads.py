@@ -155,6 +155,31 @@ class StreamingHeads(Policy, ABC):
         return slots_BKn[..., view.num_slots - most :]
 
 
+@dataclass(kw_only=True)
+class EverySecondHead(StreamingHeads):
+    """Let every second KV head stream, whatever it is for: for timings, which need no table of the model.
+
+    Attributes:
+        sinks, recent: first and last tokens that these keep.
+    """
+
+    made_by: ClassVar[str] = "nothing"
+
+    heads: str | None = "every second"
+    sinks: int = 64
+    recent: int = 256
+
+    @property
+    def reads(self) -> str | None:
+        return None
+
+    def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
+        return [[(layer + head) % 2 == 0 for head in range(num)] for layer, num in enumerate(model.heads_of_all)]
+
+    def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
+        return self.sinks, self.recent
+
+
 def best_heads(scores: Sequence[Tensor], share: float) -> list[list[bool]]:
     """Whether a KV head is among the share of all heads with the highest scores; of equal ones the earlier.
 

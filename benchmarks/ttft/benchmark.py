@@ -29,6 +29,7 @@ from launch.program.progress import Bar
 from launch.program.text_table import text_table
 from launch.program.written_files import ensure_outputs
 from partitioner.cost.link import Link
+from partitioner.cost.streaming import Streams
 from partitioner.measure import ping
 from partitioner.table.fingerprint import Fingerprint, link_text
 from runahead.config import PrefillName, PrefillOptions
@@ -37,6 +38,7 @@ from runahead.model import loading
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.shares import check_shares, load_model
 from runahead.ranks.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
 
 
 def bench(run: BenchRun, ranks: Ranks) -> None:
@@ -153,7 +155,15 @@ def _set_split(record: Record, ranks: Ranks, contenders: Contenders, compute: Co
     is_pipeline, model = options.name is PrefillName.pipeline, record.model
     if is_pipeline or run.partition.name is not PartitionName.table:
         sent_bytes = kv_bytes_per_token(model.kv_shapes, options.wire_bits)
-        cluster = compute.cluster(ranks.size, record.link, options, ranks.backend, sent_bytes_per_token=sent_bytes)
+        policies = RankPolicies(last=VARIANTS[name].policies)
+        cluster = compute.cluster(
+            ranks.size,
+            record.link,
+            options,
+            ranks.backend,
+            sent_bytes_per_token=sent_bytes,
+            streams=Streams.of(policies, model, length) if options.streams else None,
+        )
         hidden_bytes = int(model.config.hidden_size) * model.dtype.itemsize
         contenders.splits[name, length] = ranks.on_rank_0(
             "a split",

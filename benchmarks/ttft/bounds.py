@@ -16,6 +16,7 @@ from partitioner.auto.chunks import PipelineChunks
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.places import Places
+from partitioner.cost.streaming import Streams
 from partitioner.measure import probe_compute
 from partitioner.searches.best_split import best_splits, practical_bound
 from partitioner.searches.evaluations import SearchResult
@@ -102,11 +103,13 @@ class Compute:
         backend: str = "gloo",
         *,
         sent_bytes_per_token: int | None = None,
+        streams: Streams | None = None,
     ) -> Cluster:
         """Cluster of equal ranks with this compute; without a link, communication is free.
 
         Args:
             sent_bytes_per_token: of keys and values, if they are not sent as they are.
+            streams: KV heads that stream.
         """
         kv_bytes = self.kv_bytes_per_token if sent_bytes_per_token is None else sent_bytes_per_token
         return Cluster.chain(
@@ -117,6 +120,7 @@ class Compute:
             state_bytes=self.state_bytes / max(1, len(self.cost.states)),
             prefill=prefill or PrefillOptions(),
             backend=backend,
+            streams=streams,
         )
 
 

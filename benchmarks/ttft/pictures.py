@@ -34,6 +34,7 @@ LOOKS = {
     "kvr_direct": Look(ORANGE, "v", "--"),
     "kvr_8": Look(ORANGE, "x", "--"),
     "kvr_4": Look(ORANGE, "x", ":"),
+    "kvr_streaming": Look(ORANGE, "*", ":"),
     "tsp": Look(BLUE, "P"),
     "tsp_causal": Look(BLUE, "P"),
     "tsp_dense": Look(BLUE, "X", "--"),

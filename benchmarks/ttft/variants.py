@@ -47,6 +47,7 @@ class Variant:
         split: source of its context partition.
         traffic: data that it sends.
         narrows: whether PyramidInfer is applied.
+        streams: whether every second KV head sees, and sends, the first and the last tokens alone.
     """
 
     what: str
@@ -54,6 +55,7 @@ class Variant:
     split: Split = Split.own
     traffic: Traffic = Traffic.nothing
     narrows: bool = False
+    streams: bool = False
 
     @property
     def wire_bits(self) -> int | None:
@@ -64,13 +66,16 @@ class Variant:
     @property
     def is_exact(self) -> bool:
         """Whether the output is that of the whole prompt, but for rounding."""
-        return not self.narrows and self.wire_bits is None
+        return not self.narrows and not self.streams and self.wire_bits is None
 
     @property
     def policies(self) -> list[Policy]:
         """Cache policies, the same on every rank."""
         from policies.pyramidinfer import PyramidInfer  # imports torch, which --help need not wait for
+        from policies.streaming_heads import EverySecondHead
 
+        if self.streams:
+            return [EverySecondHead()]
         return [PyramidInfer(mean_keep=MEAN_KEEP)] if self.narrows else []
 
 
@@ -91,6 +96,13 @@ VARIANTS = {
     "kvr_direct": Variant("KV-Runahead, searched split, direct transfer", DIRECT_CHAIN, Split.searched, Traffic.chain),
     "kvr_8": Variant("KV-Runahead, searched split, 8 bits", {**CHAIN, "wire_bits": 8}, Split.searched, Traffic.chain),
     "kvr_4": Variant("KV-Runahead, searched split, 4 bits", {**CHAIN, "wire_bits": 4}, Split.searched, Traffic.chain),
+    "kvr_streaming": Variant(
+        "KV-Runahead, searched split, half of the KV heads see 64 first and 256 last tokens",
+        {**CHAIN, "attention": "streaming_heads"},
+        Split.searched,
+        Traffic.streamed,
+        streams=True,
+    ),
     "tsp": Variant("TSP, causal kernel (tsp_causal)", TSP, Split.own, Traffic.gathered),
     "tsp_causal": Variant("TSP, causal kernel", TSP, Split.own, Traffic.gathered),
     "tsp_dense": Variant("TSP as published: dense attention, then the mask", TSP_DENSE, Split.own, Traffic.gathered),

@@ -19,8 +19,13 @@ from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 
 if TYPE_CHECKING:
+    from partitioner.cost.streaming import Streams
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
+
+
+USUAL_TOKENS = 8192
+"""Length of the prompt for which tokens are counted that are a share of it; they are few."""
 
 
 class SplitsPrompts(Protocol):
@@ -111,12 +116,28 @@ class AutoChoice:
                 model,
                 ranks,
                 prefill=run.prefill,
+                streams=_streams(model, ranks, run) if run.prefill.streams else None,
                 policy=json.dumps(run.policy, sort_keys=True, default=str),
                 learn=run.partition.learn,
                 alone=run.partition.alone,
                 tell=tell,
                 on_progress=bar.step_of,
             )
+
+
+def _streams(model: Model, ranks: Ranks, run: SplitsPrompts) -> Streams:
+    """The KV heads that stream, as the policy says. Every rank makes the same call."""
+    from launch.inputs.policies import rank_policies
+    from partitioner.cost.streaming import Streams
+    from runahead.features.facts import Setup
+    from runahead.features.refused import check
+
+    def found() -> Streams:
+        policies = rank_policies(run.policy)
+        check(Setup(prefill=run.prefill, policies=policies, model=model))
+        return Streams.of(policies, model, USUAL_TOKENS)
+
+    return ranks.on_all_ranks("the heads that stream", found)
 
 
 def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str | None:

@@ -14,6 +14,7 @@ from partitioner.auto.chunks import PipelineChunks
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
 from partitioner.auto.probe import Progress, probe
 from partitioner.cost.places import Places
+from partitioner.cost.streaming import Streams
 from partitioner.measure import ping
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
@@ -64,6 +65,7 @@ class AutoPartition:
         *,
         prefill: PrefillOptions | None = None,
         policy: str = "",
+        streams: Streams | None = None,
         learn: bool = True,
         alone: bool = False,
         folder: str | os.PathLike[str] | None = None,
@@ -76,6 +78,7 @@ class AutoPartition:
             prefill: options of the engine's prefill.
             policy: anything that names the cache policies and their options: what is learned under some does not hold
                 for others.
+            streams: KV heads that stream in the prefill.
             learn, alone: as of the class.
             folder: cache folder; by default the user's.
             tell: called on rank 0 when layers are timed, or a file cannot be used.
@@ -106,7 +109,7 @@ class AutoPartition:
                 tell(f"partition=auto: timed a few layers for the first split; kept in {path}")
         if ranks.rank != 0:
             return cls(ranks, None, learn=learn, alone=alone)
-        cluster = _cluster(learned, model, ranks, prefill)
+        cluster = _cluster(learned, model, ranks, prefill, streams)
         if boundary is not None:
             return cls(ranks, PipelineChunks(cluster, boundary.token_bytes))
         cost, balance = learned.cost, Balance(cluster, learned.slowness, lent=lent, ways=BothWays(learned.times))
@@ -170,7 +173,9 @@ class _File:
             self.tell = lambda sentence: None
 
 
-def _cluster(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: PrefillOptions) -> Cluster:
+def _cluster(
+    learned: LearnedSplit, model: Model, ranks: Ranks, prefill: PrefillOptions, streams: Streams | None
+) -> Cluster:
     return Cluster.chain(
         learned.cost,
         ranks.num_stages,
@@ -179,6 +184,7 @@ def _cluster(learned: LearnedSplit, model: Model, ranks: Ranks, prefill: Prefill
         state_bytes=Places.of_model(model).bytes_of_state,
         prefill=prefill,
         backend=ranks.backend,
+        streams=streams,
     )
 
 

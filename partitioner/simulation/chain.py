@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from partitioner.simulation.cluster import Cluster, Steps
-from partitioner.simulation.routes import routes_of
+from partitioner.simulation.routes import Routes, routes_of
 from runahead.context import ContextPartition
 from runahead.timeline.trace import TraceSpan
 
@@ -75,6 +75,19 @@ def simulate(partition: ContextPartition, cluster: Cluster, *, record: bool = Fa
     return result
 
 
+def _bytes_by_route(partition: ContextPartition, cluster: Cluster, routes: Routes) -> list[float]:
+    """Bytes of the keys and values of one layer, by route. What heads need that stream comes with the nearest chunk."""
+    chain, streams, found = partition.chain, cluster.streams, list[float]()
+    for sender, receiver, k in zip(routes.sender, routes.receiver, routes.chunk, strict=True):
+        tokens: float = len(partition.chunk(chain[k]))
+        if streams is not None:
+            is_nearest = k == sender and receiver == sender + 1
+            prefix_tokens = partition.chunk(chain[receiver]).start if is_nearest else 0
+            tokens = streams.sent_tokens(len(partition.chunk(chain[k])), prefix_tokens)
+        found.append(tokens * cluster.kv_bytes_per_token)
+    return found
+
+
 class _SimulatedPrefill:
     """State of one simulated prefill. Ranks are positions in the chain.
 
@@ -91,8 +104,8 @@ class _SimulatedPrefill:
         for place in cluster.compute.states:
             self.is_state[place] = True
         self.costs: list[Steps] = [cluster.steps_s(partition, rank) for rank in partition.chain]
-        self.num_bytes = [len(partition.chunk(rank)) * cluster.kv_bytes_per_token for rank in partition.chain]
-        self.busy_s = [self.num_bytes[k] / Bps for k, Bps in zip(routes.chunk, routes.bandwidth_Bps, strict=True)]
+        self.num_bytes = _bytes_by_route(partition, cluster, routes)
+        self.busy_s = [num_bytes / Bps for num_bytes, Bps in zip(self.num_bytes, routes.bandwidth_Bps, strict=True)]
         self.state_bytes = cluster.state_bytes
         self.state_busy_s = [self.state_bytes / Bps for Bps in routes.bandwidth_Bps]
         # Layers that a rank has slots for.
@@ -133,7 +146,7 @@ class _SimulatedPrefill:
 
     def sent_bytes(self, i: int) -> float:
         """Bytes that a rank sends in all layers."""
-        num_states, num_bytes = sum(self.is_state), [self.num_bytes[self.routes.chunk[n]] for n in self.outgoing[i]]
+        num_states, num_bytes = sum(self.is_state), [self.num_bytes[route] for route in self.outgoing[i]]
         states = num_states * self.state_bytes if i < len(self.costs) - 1 else 0
         return sum(num_bytes) * (self.num_places - num_states) + states
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from partitioner.cost.compute import ComputeCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.sparse import cost_of
+from partitioner.cost.streaming import StreamingCost, Streams
 from runahead.config import PrefillOptions, Transfer
 from runahead.context import ContextPartition
 
@@ -41,6 +42,7 @@ class Cluster:
         pass_on_as_landed: a chunk is passed on as soon as it has arrived, as over Gloo; otherwise after the own chunk,
             as over NCCL.
         block: chunks are this many tokens, or multiples, to which partitions are rounded.
+        streams: KV heads of which ranks send the first and the last tokens alone; None: there are none.
 
     Raises:
         ValueError: a speed that is not above 0, links of another number of ranks, too few layers in flight.
@@ -55,6 +57,7 @@ class Cluster:
     pass_on_as_landed: bool = True
     state_bytes: float = 0.0
     block: int = 1
+    streams: Streams | None = None
 
     def __post_init__(self) -> None:
         if not self.speed or any(not 0 < speed < inf for speed in self.speed):
@@ -80,6 +83,7 @@ class Cluster:
         prefill: PrefillOptions,
         backend: str,
         speed: Sequence[float] | None = None,
+        streams: Streams | None = None,
     ) -> Cluster:
         """Make the cluster of ranks that attend and send KV as a run with these options does.
 
@@ -88,9 +92,11 @@ class Cluster:
             link: between all ranks; None for communication without cost.
             backend: of torch.distributed.
             speed: as `speed`; all alike by default. Ranks beyond `num_ranks` are left out.
+            streams: KV heads that stream.
         """
+        compute = cost_of(compute, prefill)
         return cls(
-            compute=cost_of(compute, prefill),
+            compute=compute if streams is None else StreamingCost(dense=compute, streams=streams),
             speed=list(speed or [1.0] * num_ranks)[:num_ranks],
             links=None if link is None else Links(num_ranks, link),
             kv_bytes_per_token=kv_bytes_per_token,
@@ -99,6 +105,7 @@ class Cluster:
             layers_in_flight=prefill.layers_in_flight,
             pass_on_as_landed=backend == "gloo",
             block=prefill.block,
+            streams=streams,
         )
 
     @property

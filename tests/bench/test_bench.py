@@ -33,7 +33,7 @@ from tests.warm_program import WarmProgram, run_warm
 BENCH = Path(__file__).resolve().parents[2] / "launch" / "bench.py"
 VARIANTS = ["single", "kv_runahead", "kvr_e", "kvr_s", "tsp_dense", "tsp_causal", "zigzag"]
 VARIANTS += ["zigzag_direct", "compute_only", "single_pyramidinfer", "kvr_pyramidinfer", "tensor", "pipeline"]
-VARIANTS += ["pipeline_even", "plain_transformers"]
+VARIANTS += ["pipeline_even", "kvr_streaming", "plain_transformers"]
 KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 4 * 3
 """Keys and values x KV heads x head dim x float32 x layers."""
 HIDDEN_BYTES = 32 * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -11,11 +12,13 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link
 from partitioner.cost.sparse import CHOICE, SparseCost, Sparsity, cost_of
+from partitioner.cost.streaming import Streams
 from partitioner.searches.equal_work import equal_work
+from partitioner.simulation.bounds import chain_tokens, streamed_tokens
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from runahead import ContextPartition, PrefillOptions
-from runahead.config import Attention
+from runahead.config import Attention, Transfer
 from tests.partitioner.clusters import LLAMA_KV_BYTES, llama
 
 PAIR_S = 1e-9
@@ -129,3 +132,21 @@ def _waiting(cost: FittedCost) -> FittedCost:
             return factor * (own + super().prefix(c, P))
 
     return Waiting(**vars(cost))
+
+
+@pytest.mark.parametrize("boundaries", [(0, 1000), (0, 700, 2000), (0, 90, 150, 2000), (0, 800, 1500, 2000)])
+@pytest.mark.parametrize("transfer", list(Transfer))
+def test_heads_that_stream_send_their_first_and_last_tokens(boundaries: tuple[int, ...], transfer: Transfer) -> None:
+    """As the bench's formula says, by which runs send (tests/ranks/test_streaming_prefill.py), and attend to less."""
+    partition, streams = ContextPartition(boundaries=boundaries), Streams(share=0.25, tokens=100)
+    given = {"kv_bytes_per_token": 8.0, "state_bytes": 0.0, "backend": "gloo"}
+    make = partial(Cluster.chain, COST, len(boundaries) - 1, Link(latency_s=0.0, bandwidth_Bps=1e9), **given)  # type: ignore[arg-type]
+    exact, few = (make(prefill=PrefillOptions(transfer=transfer), streams=each) for each in (None, streams))
+    tokens = 0.75 * chain_tokens(partition) + 0.25 * streamed_tokens(partition, 100)
+    assert sum(simulate(partition, few).sent_bytes) == pytest.approx(4 * 8 * tokens)
+    for c, P in ((50, 0), (800, 0), (800, 1200)):
+        seen = min(c * c / 2, 100 * c)
+        assert few.compute.own(c) == pytest.approx(PAIR_S * (0.75 * c * c / 2 + 0.25 * seen))
+        assert few.compute.prefix(c, P) == pytest.approx(0.75 * exact.compute.prefix(c, P))
+    none = make(prefill=PrefillOptions(transfer=transfer), streams=Streams(share=0.0, tokens=100))
+    assert simulate(partition, none).ttft_s == simulate(partition, exact).ttft_s >= simulate(partition, few).ttft_s

@@ -1,0 +1,90 @@
+"""Compute cost and bytes of a prefill with prefill.attention=streaming_heads, from those of attention to all keys."""
+
+# Legend: c chunk tokens, P prefix tokens.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from partitioner.cost.compute import ComputeCost
+
+if TYPE_CHECKING:
+    from runahead.model.model import Model
+    from runahead.thinning.rank_policies import RankPolicies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """KV heads that see a text's first tokens and the last ones alone.
+
+    Attributes:
+        share: of all KV heads of the layers.
+        tokens: first tokens and last ones before its own that a query of such a head sees.
+    """
+
+    share: float
+    tokens: int
+
+    @classmethod
+    def of(cls, policies: RankPolicies, model: Model, num_tokens: int) -> Self:
+        """Those that a policy says of a model that is loaded.
+
+        Args:
+            num_tokens: length of the prompt.
+        """
+        from runahead.prefill.base import streaming_of  # here, so that programs that only simulate do not load torch
+
+        policies.read_files(model)
+        streaming = streaming_of(policies, model, num_tokens=num_tokens, pads=[0])
+        each = [len(exact) + len(streamed) for exact, streamed in zip(streaming.exact, streaming.streamed, strict=True)]
+        return cls(share=sum(map(len, streaming.streamed)) / sum(each), tokens=streaming.sinks + streaming.window - 1)
+
+    def sent_tokens(self, num_tokens: int, prefix_tokens: int) -> float:
+        """Tokens of all heads whose keys and values have as many bytes as what a rank sends to the next one of its own.
+
+        Args:
+            num_tokens: of the own chunk.
+            prefix_tokens: before the next rank's chunk.
+        """
+        return (1 - self.share) * num_tokens + self.share * min(prefix_tokens, self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingCost:
+    """A cost where some KV heads stream, as a `ComputeCost`.
+
+    Attributes:
+        dense: of attention to all keys.
+    """
+
+    dense: ComputeCost
+    streams: Streams
+
+    @property
+    def num_places(self) -> int:
+        return self.dense.num_places
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        return self.dense.states
+
+    def first(self, c: float) -> float:
+        return self.dense.first(c)
+
+    def between(self, c: float) -> float:
+        return self.dense.between(c)
+
+    def own(self, c: float) -> float:
+        """Of heads that stream it is attention to as many tokens as a query sees, before the chunk or in it."""
+        share, own = self.streams.share, self.dense.own(c)
+        return (1 - share) * own + share * min(own, self.dense.prefix(c, self.streams.tokens))
+
+    def prefix(self, c: float, P: float) -> float:
+        return (1 - self.streams.share) * self.dense.prefix(c, P)
+
+    def state(self, c: float, P: float) -> float:
+        return self.dense.state(c, P)
+
+    def last(self, c: float) -> float:
+        return self.dense.last(c)
