@@ -526,8 +526,8 @@ FACTS: dict[str, Fact] = {
         lambda policies: _if(policies and policies.positions is Positions.reencoded, "policy.positions=reencoded")
     ),
     "a policy that needs the whole prompt": _policies(lambda policies: _if(policies.needs_whole, "this policy")),
-    "a policy of earlier ranks that narrows": _policies(
-        lambda policies: _named(next((policy for policy in policies.others if policy.narrows), None))
+    "a policy of earlier ranks that narrows": _of_last(
+        _policies(lambda policies: _named(next((policy for policy in policies.others if policy.narrows), None)))
     ),
     # of the policies of the rank that decodes
     "a policy that decides on each token": _of_last(

@@ -753,6 +753,11 @@ REFUSED = (
         for reuse in ("reuse of prefixes", "policy=prompt_cache")
     ),
     Refused(
+        ("policy.events.by=surprise", "a policy of earlier ranks that narrows"),
+        "policy {1} leaves tokens out of deeper layers, so that nothing tells {0} how these surprise the model",
+        "use policy.ranks.others=full",
+    ),
+    Refused(
         ("policy.events.by=surprise", "a sequence"),
         "{0} ends blocks of all tokens of a text, of which {1} may drop some",
         "use the policy that retrieves alone",

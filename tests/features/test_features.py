@@ -240,6 +240,7 @@ OF_LAST = {
     "a policy that repeats the prompt",
     "a policy that merges layers",
     "a policy that needs all tokens of a prompt",
+    "a policy of earlier ranks that narrows",
     "a policy that needs attention inputs of each token",
     "positions that cannot be re-encoded",
 }

@@ -244,6 +244,7 @@ def tokens(batch: GenerationBatch) -> list[list[int]]:
     return [generation.new_token_ids for generation in batch.generations]
 
 
+EVENTS = {"by": "surprise", "gamma": 0.3, "window": 20, "least": 2, "most": 7}
 POLICIES: dict[str, list[Policy]] = {
     "streaming_llm": [StreamingLLM(budget=16)],
     "snapkv": [SnapKV(budget=16, window=4)],
@@ -274,11 +275,15 @@ POLICIES: dict[str, list[Policy]] = {
     "shadowkv": [ShadowKV(fetch=12, min_tokens=0, recent=4, page=4, outliers=1, rank=None)],
     "infllm": [InfLLM(fetch=24, min_tokens=0, sinks=2, recent=8, block=4, observed=8)],
     "infllm, true distances": [InfLLM(fetch=24, min_tokens=0, sinks=2, recent=8, block=4, observed=8, clamped=False)],
+    "infllm, events": [InfLLM(fetch=24, min_tokens=0, sinks=2, recent=8, observed=8, clamped=False, events=EVENTS)],
+    "quest, events": [Quest(fetch=16, min_tokens=0, events=EVENTS)],
     "infinigen": [InfiniGen(min_tokens=0, alpha=1.0, max_fetch=0.8, recent=4, first_ahead=1, ahead=True, observed=16)],
     "infinigen, own queries": [InfiniGen(min_tokens=0, alpha=1.0, max_fetch=0.8, recent=4, ahead=False, observed=16)],
     "both": [PyramidInfer(mean_keep=0.6, min_tokens=8), SnapKV(budget=16, window=4)],
 }
-REFUSED = {("kvzip", DecodeName.sharded), ("infllm", DecodeName.sharded), ("kvzap", DecodeName.last)}
+REFUSED = {("kvzap", DecodeName.last)} | {
+    (name, DecodeName.sharded) for name in ("kvzip", "infllm", "infllm, events", "quest, events")
+}
 """Ways to decode that need all tokens on one stage where they are on several."""
 
 
