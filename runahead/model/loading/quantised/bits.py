@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,12 +53,26 @@ def as_stored(part: Any) -> Codes:
         numbers = whole(part, at, rows, cols)
         if numbers.dtype.itemsize > 1 or not numbers.is_floating_point():
             return lambda first, last: numbers[first:last]
-        # torch converts 8-bit floating point five times slower than a table does.
-        data = numbers.view(torch.uint8)
-        table = torch.arange(256, dtype=torch.uint8).view(numbers.dtype).float()
+        # torch converts 8-bit floating point ten times slower than a table of two codes does.
+        if numbers.shape[1] % 2 == 0:
+            pairs, data = _pairs_in_8_bits(numbers.dtype), numbers.view(torch.uint16)
+            return lambda first, last: looked_up(pairs, data[first:last])
+        table, data = _in_8_bits(numbers.dtype), numbers.view(torch.uint8)
         return lambda first, last: looked_up(table, data[first:last])
 
     return read
+
+
+def _in_8_bits(dtype: torch.dtype) -> Tensor:
+    """The numbers of the 256 codes of 8-bit floating point."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+@cache
+def _pairs_in_8_bits(dtype: torch.dtype) -> Tensor:
+    """The two numbers of each 16 bits, in float32, side by side in a float64: [65536]."""
+    numbers, codes = _in_8_bits(dtype), torch.arange(2**16)
+    return torch.stack([numbers[codes & 255], numbers[codes >> 8]], dim=1).view(torch.float64).flatten()
 
 
 def along_columns(part: Any, bits: int) -> Codes:
@@ -92,7 +107,7 @@ def pairs_of(table: Tensor, *, high_first: bool = False) -> Tensor:
 
 
 def looked_up(table: Tensor, data: Tensor) -> Tensor:
-    """The numbers that bytes stand for: [R, n] -> float32 [R, n], or [R, 2n] of a table of pairs."""
+    """The numbers that codes stand for: [R, n] -> float32 [R, n], or [R, 2n] of a table of pairs."""
     found = table.index_select(0, data.flatten().int())
     return found.view(torch.float32).view(data.shape[0], -1)
 
