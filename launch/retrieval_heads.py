@@ -149,18 +149,16 @@ def scores_of(model: Model, ids: Sequence[int], *, copies: int, chunk: int, bar:
         bar: progress bar.
 
     Raises:
-        ValueError: the model's attention depends on more than queries and keys (ALiBi).
+        ValueError: the model's attention depends on more than queries and keys (ALiBi), or layers run in passes.
     """
     import torch
 
     from policies.head_scores import HeadScores
     from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 
-    if model.has_key_bias:
-        raise ValueError(
-            f"model {model.name} ({model.config.model_type}) adds a bias to its attention by distance (ALiBi), with "
-            "which cache policies do not go"
-        )
+    if model.has_key_bias or model.reading is not None:
+        what = "adds a bias to its attention by distance (ALiBi)" if model.has_key_bias else "runs in passes (LCKV)"
+        raise ValueError(f"model {model.name} ({model.config.model_type}) {what}, with which cache policies do not go")
     period, totals = len(ids), [torch.zeros(2, 0)] * model.num_layers
 
     class Measuring(LayerHook):

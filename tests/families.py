@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from runahead.model.adapters import know
+
 VOCAB_SIZE = 97
 WINDOW = 16
 EOS = 2
@@ -418,6 +420,29 @@ AVERAGING: dict[str, Family] = {
     "qwen3_dmc": Family(model_type="qwen3", config={"head_dim": 8, **JOINS}),
 }
 """Families whose tokens join the one before, about half of them, as in DMC checkpoints."""
+READING: dict[str, Family] = {
+    "lckv": Family(
+        model_type="lckv-llama",
+        config={
+            "num_hidden_layers": 4,
+            "layer_types": "0_2_2_3",
+            "forward_passes": 3,
+            "backward_passes": 2,
+            "force_nodiag": True,
+        },
+    ),
+    # Two groups that run in passes, layers that read an earlier one inside and outside of these, and own tokens.
+    "lckv_mixed": Family(
+        model_type="lckv-llama",
+        config={
+            "num_hidden_layers": 8,
+            "layer_types": "0_0_4_0_4_4_7_7",
+            "forward_passes": 2,
+            "backward_passes": 1,
+        },
+    ),
+}
+"""Families whose layers read the keys and values of later ones, as in LCKV checkpoints."""
 
 REFUSED: dict[str, Family] = {
     "bert": Family(model_type="bert"),  # attends to later tokens
@@ -530,8 +555,9 @@ def build(
     family = (
         name
         if isinstance(name, Family)
-        else {**FAMILIES, **SHARING, **HYBRIDS, **MARKING, **AVERAGING, **REFUSED}[name]
+        else {**FAMILIES, **SHARING, **HYBRIDS, **MARKING, **AVERAGING, **READING, **REFUSED}[name]
     )
+    know(family.model_type)
     settings = {**SHARED, **family.config, **config}
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     with torch.random.fork_rng(devices=[]):

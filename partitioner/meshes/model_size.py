@@ -130,11 +130,16 @@ class ModelSize:
         check(Setup(config=text, decode=decode))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
-        if FACTS["states alone"](Setup(config=text)):
-            raise ValueError(
-                f"{label} has no layer with attention, and plans reckon with its heads; measure it with "
-                "python -m partitioner.search"
-            )
+        for fact, why in (
+            (
+                "states alone",
+                "has no layer with attention, and plans reckon with its heads; measure it with "
+                "python -m partitioner.search",
+            ),
+            ("passes", "runs its layers in passes (LCKV), on one stage alone, of which there is nothing to plan"),
+        ):
+            if FACTS[fact](Setup(config=text)):
+                raise ValueError(f"{label} {why}")
         heads = int(text.num_attention_heads)
         kv_heads = _kv_heads(text) or heads
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)

@@ -67,7 +67,7 @@ class LastTokenAlone(Exception):
 class LayerAttention(ABC):
     """Base class of the attention of one forward pass. Each of the model's attention layers calls it once.
 
-    It calls `attend`, or `attend_shared` if it reads the keys and values of an earlier layer. Where a layer is computed
+    It calls `attend`, or `attend_shared` if it reads the keys and values of another layer. Where a layer is computed
     in blocks of rows it is called once for each block, in order. The last layer that stores keys and values may call it
     once more for the last token alone, where nobody needs other tokens after it.
 
@@ -127,6 +127,9 @@ class LayerAttention(ABC):
                 last token alone; this is called with its queries, and its keys and values, which are known.
         """
 
+    def put(self, layer: int, k_BKCH: Tensor, v_BKCV: Tensor) -> None:  # noqa: B027 (most attention stores nothing)
+        """Store keys and values of the new tokens in a layer that stores others over them when it attends."""
+
     def attend_shared(
         self,
         layer: int,
@@ -138,7 +141,7 @@ class LayerAttention(ABC):
         *,
         skipped: int = 0,
     ) -> Tensor:
-        """Output (B, N, C, V) of a layer that reads the keys and values of an earlier one, which has attended.
+        """Output (B, N, C, V) of a layer that reads the keys and values of another one, which has stored some.
 
         By default the layer attends to them as if they were its own, which is right where nothing is stored.
 

@@ -46,6 +46,8 @@ class AttentionTerms:
     """One extra logit per query head in the softmax's denominator (gpt-oss)."""
     marked_window: int | None = None
     """Number of queries that see a marked key, see `runahead.attention.marked`; None: no keys are marked."""
+    sees_own: bool = True
+    """A query sees the key of its own token; else only those before it."""
 
     @property
     def needs_scores(self) -> bool:

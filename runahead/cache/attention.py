@@ -17,6 +17,7 @@ from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.states import StateLayer
 from runahead.cache.base import KVStore, LayerStore, Reader, SeenKV
+from runahead.cache.index import SlabIndex
 from runahead.cache.new_tokens import NewTokens
 
 End: TypeAlias = tuple[int, Literal["saved", "attended"]]
@@ -210,10 +211,13 @@ class CausalAttention(LayerAttention):
         self._end_at(layer, "saved")
         if not block.attends:
             raise BlockEndsHere
-        call.seen = call.store.seen(call.q_BNCH, call.tokens)
+        call.seen = call.store.seen(call.q_BNCH, call.tokens if call.terms.sees_own else self._without_own())
         if self._attend is not None:
             call.seen.attend_to = self._attend(layer)
         return call
+
+    def put(self, layer: int, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        self.cache.layers[layer].append(k_BKCH, v_BKCV, self.tokens)
 
     def attend_shared(
         self,
@@ -246,7 +250,7 @@ class CausalAttention(LayerAttention):
         tokens = self.tokens.after(skipped) if skipped else self._tokens_of_block()
         call = LayerCall(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, tokens, self._taken_input())
         call.store = self.cache.layers[source]
-        call.seen = call.store.seen(q_BNCH, tokens)
+        call.seen = call.store.seen(q_BNCH, tokens if terms.sees_own else self._without_own())
         return call
 
     def _tokens_of_block(self) -> NewTokens:
@@ -254,6 +258,12 @@ class CausalAttention(LayerAttention):
         first = self.block.first
         assert not self._needs_all_rows or self.block == ALL_ROWS, f"{self._needs_all_rows} look at all rows of a layer"
         return self.tokens.once(("from", first), partial(self.tokens.after, first)) if first else self.tokens
+
+    def _without_own(self) -> NewTokens:
+        """Tokens whose queries see what those of the new ones see without these: each the one before it."""
+        index = self.cache.slab_index
+        assert type(index) is SlabIndex, f"{type(index).__name__} does not tell tokens by their index alone"
+        return self.tokens.once("without own", partial(self.tokens.after, -1))
 
     def _taken_input(self) -> Tensor | None:
         """The hidden states that were shown since the last call, if any were: no other layer has the same."""

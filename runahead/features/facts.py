@@ -395,8 +395,14 @@ def _shared_kv(setup: Setup) -> Words:
     """The layers that read keys and values of others."""
     if setup.model is not None:
         return _if(setup.model.kv_sources, f"{len(setup.model.kv_sources)} layers of {setup.model_name}")
-    shares = getattr(setup.config, "num_kv_shared_layers", 0)
+    shares = getattr(setup.config, "num_kv_shared_layers", 0) or getattr(setup.config, "kv_sources", None)
     return None if setup.config is None else _if(shares, f"layers of {setup.model_name}")
+
+
+def _passes(setup: Setup) -> Words:
+    """The layers that read keys and values by the model's config, later ones among them."""
+    config = setup.text_config
+    return None if config is None else _if(getattr(config, "kv_sources", None), f"layers of {setup.model_name}")
 
 
 def _states(setup: Setup) -> Words:
@@ -429,6 +435,7 @@ OF_MODEL: dict[str, Fact] = {
     "marks": _marks,
     "no marks": _no_marks,
     "shared KV layers": _shared_kv,
+    "passes": _passes,
     "states": _states,
     "states alone": _states_alone,
     "states one by one": _model(lambda model: model.gives_one_by_one),

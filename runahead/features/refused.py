@@ -15,6 +15,9 @@ from runahead.features.facts import Setup
 
 OTHERS_KV = "{1} read the keys and values of other layers, which {0} does not support"
 MARKED = "{1} marks tokens that it evicts (DMS, DMC), which {0} does not support"
+LATER_KV = (
+    "{1} read the keys and values of later ones, in passes over a whole prompt (LCKV), which {0} does not support"
+)
 REENCODED = "{1}, so its positions cannot be re-encoded"
 CHAIN = "use prefill=kv_runahead or prefill=single"
 ON_ONE_RANK = "{0}: prefill for other engines needs all keys and values on one rank"
@@ -193,6 +196,7 @@ REFUSED = (
         "use prefill.speculative=none",
     ),
     Refused(("prefill.speculative", "marks"), MARKED, ALL_TOKENS),
+    Refused(("prefill.speculative", "passes"), LATER_KV, ALL_TOKENS),
     Refused(
         ("prefill.speculative", "prefill=tsp or zigzag"),
         "{0} gives the tokens that are computed positions with gaps, which {1} does not know",
@@ -860,6 +864,27 @@ REFUSED = (
         ("serve.handover", "angles by length"),
         "{1} rotates keys by angles that depend on the length of the text, which readers of {0} do not know",
         "use a model whose angles do not",
+    ),
+    # layers that read later ones
+    Refused(
+        ("several stages", "passes"),
+        "{1} read what later ones have stored of all tokens in the pass before (LCKV), and in a chain of {0} stages a "
+        "layer's keys and values are sent once",
+        "use one stage",
+    ),
+    *(
+        Refused((fact, "passes"), LATER_KV, remedy)
+        for fact, remedy in (
+            ("prefill.chunk_tokens", "leave it out"),
+            ("prefill.row_tokens", "leave it out"),
+            ("prefill.attention=xattention", ALL_KEYS),
+            ("cache.bits", "use cache.bits=null"),
+            ("generation.speculate", "use generation.speculate=none"),
+            ("reuse of prefixes", "leave the tree out (serve.prefix_cache_bytes=0)"),
+            ("policy=prompt_cache", "give prompts without schemas"),
+            ("a conversation", "give each prompt as a whole"),
+            ("a policy", "use policy=full"),
+        )
     ),
     # a policy and a model
     Refused(

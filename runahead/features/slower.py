@@ -131,6 +131,7 @@ SLOWER = (
         "{1} counts positions on its own, so those of other lengths have a forward of their own",
     ),
     Slower(("a server", KEEPS), Way.shared_prompt, "{1} choose for each answer"),
+    Slower(("a server", "passes"), Way.shared_prompt, "{1} do not see the token itself (LCKV)"),
     Slower(("a server", "marks"), Way.shared_prompt, "{1} marks tokens that it evicts (DMS, DMC) for each answer"),
     Slower(
         ("a server", "decode other than last on several stages"),

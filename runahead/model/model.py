@@ -56,6 +56,7 @@ from runahead.model.marking.marks import Marker, Marks
 from runahead.model.marking.means import Means
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.model_layers import Boundary, ModelLayers
+from runahead.model.reading.sources import Reading
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
@@ -149,10 +150,11 @@ class Model(ModelLayers):
         self._marker: Marker | None = None
         try:
             self.marks = Means.from_config(self.config) or Marks.from_config(self.config)
+            self.reading = Reading.from_config(self.config)
             if self.marks is not None:
                 self._marker = self.marks.marker_on(module, self.config)
             fuses = fuse is Fuse.on or (fuse is Fuse.auto and self.device.type == "cpu" and self.dtype is torch.float32)
-            if fuses and shares is None and self.marks is None:  # only what is checked
+            if fuses and shares is None and self.has_reference:  # only what is checked
                 with watching(module) as calls:
                     self._look_at_layers()
                 fuse_gated(calls)
@@ -294,6 +296,7 @@ class Model(ModelLayers):
         reasons = {
             "ranks that share it": self.shares is not None,
             "marks of tokens (DMS, DMC)": self.marks is not None,
+            "passes over its layers (LCKV)": self.reading is not None,
             f"{self.dtype}": not takes_rounding(self.dtype),
             "model.weights=int8, and it has no norms that can be fused": self.weights is Weights.int8,
         }
@@ -550,6 +553,7 @@ class Model(ModelLayers):
             last_layer=self.last_layer,
             sources=self.kv_sources,
             marker=self._marker,
+            reading=self.reading,
             held=self.held,
             pads=pads,
             one_by_one=self.gives_one_by_one,
@@ -649,7 +653,7 @@ class Model(ModelLayers):
     @property
     def computes_blocks(self) -> bool:
         """Whether layers can compute their tokens in blocks of rows: see `forward`."""
-        return self.has_layers and self.marks is None and not self._wrong_in_blocks
+        return self.has_layers and self.has_reference and not self._wrong_in_blocks
 
     def _is_whole(self, held: Held, layer: int) -> bool:
         """Whether a layer computes all tokens of a forward at once."""
@@ -673,6 +677,10 @@ class Model(ModelLayers):
         """
         if self.held is not None:
             raise ValueError(f"layers of model {self.name} hold states, over which no gradients go; use another model")
+        if self.reading is not None:
+            raise ValueError(
+                f"layers of model {self.name} run in passes, over which no gradients go; use another model"
+            )
         forward = SeamCache(attention, 0)
         parameters = inspect.signature(self.module.base_model.forward).parameters
         name = "cache" if "cache" in parameters else "past_key_values"
@@ -685,7 +693,7 @@ class Model(ModelLayers):
 
     def _check_logits(self, made_from: str) -> None:
         """`_compare_logits`, unless a run before did so for a model made from the same."""
-        if self.marks is not None:  # transformers has no attention that leaves out what is marked
+        if not self.has_reference:
             return
         known, fused, last = None, is_fused(self.module), self.last_layer
         if made_from and self.held is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -29,6 +30,8 @@ from runahead.model.layers.shared_kv import end_with_last, find_sources
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.loading.sharing import Shares
 from runahead.model.marking.marks import Marks
+from runahead.model.reading.passes import give_in_passes
+from runahead.model.reading.sources import Reading
 from runahead.model.rope_length import LengthRotary
 from runahead.rotary import Rotary, find_rotaries
 
@@ -58,6 +61,7 @@ class ModelLayers(ABC):
         config: configuration of the text decoder.
         kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
         kv_sources: of each other layer, the one whose keys and values it reads.
+        reading: the same by the model's config, if that says so: then some may read a later one.
         held: what the layers hold, if some hold a state; the others above are those with keys and values alone.
         num_query_heads: most query heads of a layer.
         rules: mask rule per layer that stores keys and values; None is plain causal attention.
@@ -68,6 +72,7 @@ class ModelLayers(ABC):
     """
 
     marks: Marks | None
+    reading: Reading | None = None
     last_layer: int | None = None
     _is_whole_only = False
     _rotaries: list[LengthRotary]
@@ -115,7 +120,14 @@ class ModelLayers(ABC):
     @property
     def kv_layers(self) -> Sequence[int]:
         """Numbers in the model of the layers that store keys and values."""
+        if self.reading is not None:
+            return self.reading.stores
         return range(self.num_layers) if self.held is None else list(self.held.kv_of)[: self.num_layers]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether transformers' own attention computes the same, so that logits are compared with it."""
+        return self.marks is None and self.reading is None
 
     def layer_sent_bytes(self, wire_bits: int | None) -> int:
         """Bytes of a token's keys and values in the first layer that stores any, as they are sent; 0 if none does.
@@ -128,7 +140,8 @@ class ModelLayers(ABC):
     @property
     def last_attention(self) -> tuple[int, Literal["attended"]]:
         """End of a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
-        return self.num_layers + len(self.kv_sources) - 1, "attended"
+        last = self.num_layers + len(self.kv_sources) - 1
+        return last if self.reading is None else self.reading.numbers[last], "attended"
 
     @cached_property
     def has_layers(self) -> bool:
@@ -150,6 +163,8 @@ class ModelLayers(ABC):
     @property
     def places(self) -> Sequence[tuple[str, int]]:
         """Kind of each of `order`, "KV" or "state", and the number of its layer in the model; empty without states."""
+        if self.reading is not None:
+            return [("KV", layer) for layer in self.reading.stores]
         if self.held is None:
             return ()
         numbers = {"kv": list(self.held.kv_of), "state": list(self.held.state_of)}
@@ -278,7 +293,9 @@ class ModelLayers(ABC):
         """Find the KV shape and attention terms of every layer, and its state, by a forward of one token."""
         self.kv_sources: dict[int, int] = {}
         self.held = held = Held.by_config(self.config)
+        reading, self.reading = self.reading, None  # all layers show their keys
         recording = self._recorded(0)
+        self.reading = reading
         calls = recording.calls
         layers = [layer for layer, *_ in calls]
         num_layers = int(getattr(self.config, "num_hidden_layers", len(set(layers))))
@@ -292,14 +309,14 @@ class ModelLayers(ABC):
             calls = [(number, *call[1:]) for number, call in enumerate(calls)]
         if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
             raise ValueError(f"{self.family} attends to later tokens, as an encoder does, which is not supported")
-        sources = find_sources(calls)
+        sources = find_sources(calls) if reading is None else dict(reading.kv_sources)
         if sources and held is not None:
             kinds = " and ".join(held.kinds_with_states)
             raise ValueError(
                 f"{self.family} has layers that read keys and values of others, beside {kinds} layers that hold "
                 "states, which is not supported"
             )
-        storing = calls[: len(calls) - len(sources)]
+        storing = calls[: len(calls) - len(sources)] if reading is None else [calls[layer] for layer in reading.stores]
         self.kv_shapes = [
             KVShape(
                 num_kv_heads=k.shape[1],
@@ -315,13 +332,17 @@ class ModelLayers(ABC):
         self.num_query_heads = max((q.shape[1] for _, q, *_ in calls), default=0)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self.kv_sources = sources
+        if reading is not None:
+            pairs = zip(self.kv_shapes, reading.stores, strict=True)
+            self.kv_shapes = [replace(shape, readers=tuple(reading.readers(layer))) for shape, layer in pairs]
+            give_in_passes(self._layers, reading)
         self._end_with_last()
 
     def _end_with_last(self) -> None:
         """Let what comes after the last stored keys and values or state compute the last token alone, if asked to."""
         self.last_layer = None
         # What is not compared with transformers stays whole, and what was found to be wrong.
-        if not self.has_layers or self.marks is not None or self._is_whole_only:
+        if not self.has_layers or not self.has_reference or self._is_whole_only:
             return
         kind, number = self.order[-1]
         layer = self.places[-1][1] if self.places else number

@@ -32,9 +32,10 @@ def attends_together(model: Model) -> bool:
     """Whether rows can attend to the same keys and values of a prompt.
 
     That needs positions that the runtime gives, and no marks: a token's mark is in the key of the next one, which each
-    row has for the prompt's last token.
+    row has for the prompt's last token. And queries see their own token.
     """
-    return model.uneven_limit is None and not model.rotates_by_length and model.marks is None
+    is_plain = model.marks is None and model.reading is None
+    return model.uneven_limit is None and not model.rotates_by_length and is_plain
 
 
 def fork(row: KVStore, count: int, model: Model, *, num_tokens: int, num_new: int) -> tuple[list[KVStore], int]:

@@ -104,7 +104,7 @@ class FakeModel(SimpleNamespace):
     """A model without layers: what it decodes are `FakeRow`s."""
 
     ranges = Ranges()
-    marks = held = None
+    marks = held = reading = None
     shard_number, num_shards = 0, 1
 
     def forward(self, ids_B1: torch.Tensor, attention: CausalAttention | RowsAttention, **_: object) -> torch.Tensor:

@@ -18,6 +18,16 @@ ADAPTERS = {
 They are imported for a model of the family."""
 
 
+OWN_FORMS = {"lckv-llama": "runahead.model.reading.lckv:register"}
+"""What registers a family with transformers that has no code there, by model_type."""
+
+
+def know(model_type: object) -> None:
+    """Register a family with transformers if it is one of `OWN_FORMS`."""
+    if isinstance(model_type, str) and model_type in OWN_FORMS:
+        resolve_name(OWN_FORMS[model_type])()
+
+
 def adapt(model: PreTrainedModel, model_type: str) -> None:
     """Make every attention module of a model call our attention."""
     family, method, place = ADAPTERS[model_type]

@@ -30,6 +30,7 @@ from transformers import (
 from runahead.config import MAX_LAYERS, ModelOptions
 from runahead.failures import is_lack_of_memory
 from runahead.features.versions import in_words
+from runahead.model.adapters import know
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import stored_forms
@@ -181,6 +182,7 @@ def read_config(checkpoint: Checkpoint, options: ModelOptions) -> Any:
         checkpoints.read_gguf(checkpoint)
     else:
         stored = checkpoints.read_config(checkpoint)
+        know(stored.get("model_type"))
         _require_known(stored, checkpoint.label)
         if checkpoint.config_file is None:
             stored_forms.form_of(checkpoint, stored, dequantize=options.dequantize)
