@@ -35,6 +35,8 @@ command that starts the plan. Weights are not needed, and no rank is started.
   efficiency.step_us=20    shares of the stated figures that are reached, and the overhead of a step of a layer
   ranks.tensor=<shares>    decode=auto|last|sharded   prefill.wire_bits=8|4   reserve=2GiB
   prefill.attention=xattention   prefill.threshold=0.95 or prefill.density=<share>   prefill.stride=16
+  prefill.speculative=layers     prefill.speculative_share=0.25   prefill.speculative_layers=<n>
+                                 prefill.speculative_chunk=32     prefill.speculative_ahead=8
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
                             model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
                             model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
@@ -103,7 +105,7 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
     from partitioner.meshes.plan import make_plan, meshes
     from partitioner.meshes.request import machine_of, workload_of
 
-    size = ModelSize.read(run.model, on_gpus=run.on_gpus, decode=run.decode)
+    size = ModelSize.read(run.model, on_gpus=run.on_gpus, decode=run.decode, prefill=run.prefill.of_run())
     machine, work = machine_of(run, size), workload_of(run)
     total = len(list(meshes(size, machine, work)))
     with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:

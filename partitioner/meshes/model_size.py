@@ -27,7 +27,7 @@ from partitioner.meshes.experts import Experts
 from partitioner.table.fingerprint import ModelShape, mlp_dim_of
 from runahead.attention.base import ForwardEndsHere, Recording
 from runahead.cache.slabs import KVShape
-from runahead.config import DecodeOptions, ModelOptions
+from runahead.config import DecodeOptions, ModelOptions, PrefillOptions
 from runahead.features.facts import FACTS, Setup
 from runahead.features.refused import check
 from runahead.model import loading
@@ -114,12 +114,20 @@ class ModelSize:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, options: ModelOptions, *, on_gpus: bool = False, decode: DecodeOptions | None = None) -> ModelSize:
+    def read(
+        cls,
+        options: ModelOptions,
+        *,
+        on_gpus: bool = False,
+        decode: DecodeOptions | None = None,
+        prefill: PrefillOptions | None = None,
+    ) -> ModelSize:
         """Read the sizes from a model's config, without its weights.
 
         Args:
             on_gpus: it will run on GPUs, which have another dtype than CPUs for quantised weights.
             decode: how new tokens are to be computed, if that is not left to the plan.
+            prefill: its options, if they are not all defaults.
 
         Raises:
             ValueError, OSError: there is no such model, or it is one that cannot be planned for; one line.
@@ -127,7 +135,7 @@ class ModelSize:
         config = loading.load_config(options, progress=True)
         text = decoder_config(config)
         label = f"model {options.path or options.config or options.name.name} ({text.model_type})"
-        check(Setup(config=text, decode=decode))
+        check(Setup(config=text, decode=decode, prefill=prefill))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
         for fact, why in (

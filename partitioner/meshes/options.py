@@ -10,7 +10,7 @@ from partitioner.cost.link import Link
 from partitioner.meshes.units import bytes_per_s, flops
 from partitioner.options import MAX_RANKS, MAX_TOKENS
 from policies.byte_size import num_bytes
-from runahead.config import Attention, DecodeOptions, ModelOptions, PrefillOptions, require
+from runahead.config import Attention, DecodeOptions, ModelOptions, PrefillOptions, Speculative, require
 
 
 @dataclass(kw_only=True)
@@ -31,10 +31,18 @@ class PlanPrefill:
     threshold: float = PrefillOptions.threshold
     density: float | None = None
     stride: int = PrefillOptions.stride
+    speculative: Speculative = Speculative.none
+    speculative_share: float = PrefillOptions.speculative_share
+    speculative_chunk: int = PrefillOptions.speculative_chunk
+    speculative_ahead: int = PrefillOptions.speculative_ahead
+    speculative_layers: int | None = None
     wire_bits: int | None = None
 
     def __post_init__(self) -> None:
-        self.attention = self.of_run().attention
+        run = self.of_run()
+        self.attention, self.speculative = run.attention, run.speculative
+        if self.speculative is Speculative.model:
+            raise ValueError("prefill.speculative=model is not planned, as its draft is not known; use layers")
         if self.attention is Attention.dense:
             raise ValueError("prefill.attention=dense is for prefill=tsp, which is not planned; use causal")
 
@@ -142,6 +150,11 @@ class PlanRun:
             if getattr(self, name) is not None:
                 kind(getattr(self, name), name)
         needed = ["memory", "bandwidth", *(() if self.compute else ("flops",))]
+        if self.prefill.speculative is not Speculative.none and self.ranks.tensor not in (None, 1):
+            raise ValueError(
+                f"prefill.speculative has the whole draft on each rank, not with ranks.tensor={self.ranks.tensor}; "
+                "leave one of them out"
+            )
         missing = [f"{name}=" for name in needed if self.known is None and getattr(self, name) is None]
         if missing:
             raise ValueError(f"{', '.join(missing)} must be given without a device=, such as device=h100")

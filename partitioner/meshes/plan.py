@@ -7,21 +7,28 @@ t inside a node; the split of each is searched on a simulated chain, and decodin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from partitioner.cost.compute import ComputeCost, layer_s
+from partitioner.cost.fitted import FittedCost
+from partitioner.cost.measured import MeasuredCost
+from partitioner.cost.places import Places
 from partitioner.cost.stage import ALLREDUCES, StageCost
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.machine import Machine
-from partitioner.meshes.memory import MeshMemory, RankMemory, Workload, ways
+from partitioner.meshes.memory import MeshMemory, RankMemory, Workload, rank_memory, ways
 from partitioner.meshes.model_size import ModelSize
 from partitioner.searches.best_split import Effort
 from partitioner.searches.equal_work import equal_work
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
+from partitioner.table.entry import scaled
+from runahead.config import Speculative
 from runahead.context import ContextPartition, even
 from runahead.prefill.row_blocks import projects_twice, share_twice
+from runahead.prompt_draft.choice import num_kept
+from runahead.prompt_draft.drafting import LAYERS_SHARE
 
 EFFORT = Effort(
     links_matter=0.002,
@@ -54,6 +61,13 @@ class Seconds:
     def total(self) -> float:
         return self.compute + self.allreduce + self.wait
 
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            compute=self.compute + other.compute,
+            allreduce=self.allreduce + other.allreduce,
+            wait=self.wait + other.wait,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -65,6 +79,7 @@ class Candidate:
         ttft: None if it does not fit, since then no split is searched.
         last_s, sharded_s: seconds per new token by the two ways; None for the second where layers hold states, which
             are on the last stage alone.
+        draft: what of TTFT the first layers take to choose the tokens that are computed; None: all are.
     """
 
     num_stages: int
@@ -75,6 +90,7 @@ class Candidate:
     ttft: Seconds | None
     last_s: float
     sharded_s: float | None
+    draft: Seconds | None = None
 
     @property
     def fits(self) -> bool:
@@ -172,17 +188,26 @@ def meshes(size: ModelSize, machine: Machine, work: Workload) -> Iterator[tuple[
 
 def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: int, num_shares: int) -> Candidate:
     cluster = machine.cluster(size, num_stages, num_shares, work.batch, work.prefill)
+    drafted = None if work.prefill.speculative is Speculative.none else _Drafted(size, machine, work)
+    if drafted is not None:
+        work = drafted.kept
     balanced = equal_work(work.tokens, num_stages, cluster.compute)
 
     def fits(partition: ContextPartition) -> bool:
-        return _fitting(size, machine, work, num_shares, partition).room >= 0
+        return held_by(partition).room >= 0
+
+    def held_by(partition: ContextPartition) -> MeshMemory:
+        held = _fitting(size, machine, work, num_shares, partition)
+        return held if drafted is None else drafted.fuller(held, partition)
 
     partition, is_best = balanced, True
     if num_stages > 1 and any(fits(start) for start in (balanced, even(work.tokens, num_stages))):
         searched = EFFORT.split(work.tokens, cluster)
         partition = _evened(searched, fits)
         is_best = partition == searched
-    held = _fitting(size, machine, work, num_shares, partition)
+    held = held_by(partition)
+    draft = None if drafted is None or held.room < 0 else drafted.seconds(partition, cluster)
+    ttft = _ttft(partition, cluster, held, size, num_shares) if held.room >= 0 else None
     last_s, sharded_s = (
         token_s(size, machine, num_shares, partition, sharded=way, batch=work.batch) for way in (False, True)
     )
@@ -192,10 +217,58 @@ def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: in
         partition=partition,
         held=held,
         is_best_split=is_best,
-        ttft=_ttft(partition, cluster, held, size, num_shares) if held.room >= 0 else None,
+        ttft=ttft if ttft is None or draft is None else ttft + draft,
+        draft=draft,
         last_s=last_s,
         sharded_s=None if size.places.states else sharded_s,
     )
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """A speculative prefill: the first layers read the whole prompt in the same shares, and all layers what stays."""
+
+    size: ModelSize
+    machine: Machine
+    work: Workload
+
+    @property
+    def num_layers(self) -> int:
+        num_layers = self.size.shape.num_layers
+        return min(num_layers, self.work.prefill.speculative_layers or max(1, num_layers // LAYERS_SHARE))
+
+    @property
+    def kept(self) -> Workload:
+        """The work on the tokens that stay."""
+        prefill = self.work.prefill
+        tokens = num_kept(self.work.tokens, prefill.speculative_share, prefill.speculative_chunk)
+        return replace(self.work, tokens=tokens)
+
+    def fuller(self, held: MeshMemory, partition: ContextPartition) -> MeshMemory:
+        """What is held at the fuller moment: while the draft reads the prompt, or after it.
+
+        Args:
+            held: after it.
+        """
+        first = replace(self.size, places=Places.of_attention(self.num_layers))
+        whole, work = scaled(partition, self.work.tokens), self.work
+        drafting = replace(work, new_tokens=work.prefill.speculative_ahead)
+        rows = held.row_tokens
+        memory = rank_memory(first, drafting, 1, whole, sharded=False, row_tokens=rows)
+        room = self.machine.device.memory_bytes - max(each.total for each in memory)
+        return held if held.room <= room else replace(held, memory=memory, room=room)
+
+    def seconds(self, partition: ContextPartition, cluster: Cluster) -> Seconds:
+        """Of the draft's prefill, and of the tokens that it looks ahead, each in its share of a step's time."""
+        whole = scaled(partition, self.work.tokens)
+        compute = cluster.compute
+        assert isinstance(compute, FittedCost | MeasuredCost), "a draft is on each rank as a whole"
+        first = replace(compute, num_places=self.num_layers)  # with the model's embeddings and logits
+        simulated = simulate(whole, replace(cluster, compute=first))
+        step_s = token_s(self.size, self.machine, 1, whole, sharded=False, batch=self.work.batch)
+        ahead_s = self.work.prefill.speculative_ahead * step_s * self.num_layers / self.size.shape.num_layers
+        wait_s = simulated.wait_s[whole.chain[-1]]
+        return Seconds(compute=simulated.ttft_s - wait_s + ahead_s, allreduce=0.0, wait=wait_s)
 
 
 def _evened(partition: ContextPartition, fits: Callable[[ContextPartition], bool]) -> ContextPartition:

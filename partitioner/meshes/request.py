@@ -10,7 +10,7 @@ from partitioner.meshes.memory import Workload
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.options import PlanRun
 from policies.byte_size import num_bytes
-from runahead.config import DecodeName
+from runahead.config import DecodeName, Speculative
 from runahead.failures import first_line
 from runahead.files import read_user_file
 
@@ -49,7 +49,7 @@ def workload_of(run: PlanRun) -> Workload:
         tokens=run.tokens,
         batch=run.batch,
         new_tokens=run.new_tokens,
-        tensor=run.ranks.tensor,
+        tensor=run.ranks.tensor if run.prefill.speculative is Speculative.none else 1,
         sharded=None if run.decode.name is DecodeName.auto else run.decode.name is DecodeName.sharded,
         reserve=num_bytes(run.reserve, "reserve"),
         prefill=run.prefill.of_run(),

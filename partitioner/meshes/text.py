@@ -13,7 +13,7 @@ from partitioner.cost.sparse import Sparsity
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.memory import RankMemory
 from partitioner.meshes.plan import ALIKE, Candidate, MeshPlan, Seconds
-from runahead.config import ModelName, ModelOptions, PrefillOptions, hydra_text
+from runahead.config import ModelName, ModelOptions, PrefillOptions, Speculative, hydra_text
 from runahead.picture_style import seconds
 
 COLUMNS = (
@@ -183,6 +183,12 @@ def launch_commands(plan: MeshPlan, model: ModelOptions) -> dict[str, str]:
 def _prefill_words(prefill: PrefillOptions, num_stages: int) -> list[str]:
     """The options of a prefill that differ from their defaults, where they have an effect."""
     given = {name: value for name, value in prefill.sparsity.items() if value != getattr(PrefillOptions, name)}
+    if prefill.speculative is not Speculative.none:
+        names = ("speculative_share", "speculative_chunk", "speculative_ahead", "speculative_layers")
+        drafted = {name: getattr(prefill, name) for name in names}
+        given = {"speculative": prefill.speculative.name} | {
+            name: value for name, value in drafted.items() if value != getattr(PrefillOptions, name)
+        }
     if prefill.wire_bits is not None and num_stages > 1:
         given["wire_bits"] = prefill.wire_bits
     return [f"prefill.{name}={value}" for name, value in given.items()]
@@ -285,6 +291,11 @@ def assumptions(plan: MeshPlan, shares: dict[str, float]) -> list[str]:
         "two all-reduces per layer, ring or tree, overlapped with nothing; shares of a stage are inside a node, and "
         "their chains send at the same time"
     )
+    if plan.best is not None and plan.best.draft is not None:
+        lines.append(
+            f"the first layers choose {plan.best.partition.num_tokens:,} of {plan.work.tokens:,} tokens, in "
+            f"{seconds(plan.best.draft.total)} of the plan's TTFT; the split is of those"
+        )
     lines += size.notes
     if size.max_positions is not None and plan.work.tokens + plan.work.new_tokens > size.max_positions:
         lines.append(

@@ -52,7 +52,7 @@ from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
-from runahead.config import Attention, ModelName
+from runahead.config import Attention, ModelName, Speculative
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
 from tests.conftest import RankPools
@@ -499,6 +499,34 @@ def test_sparse_attention_is_sooner_by_its_pairs() -> None:
     assert firsts[0] > firsts[1] > 65536 / 4
 
 
+def test_a_speculative_prefill_is_a_draft_of_all_and_a_prefill_of_what_stays() -> None:
+    """On one GPU: 4 of 32 layers for 8,192 tokens, 2 steps of these, then 32 layers for a quarter of the chunks."""
+    size, work = size_of("llama-8b"), Workload(tokens=8192, tensor=1)
+    options = {"speculative_share": 0.25, "speculative_layers": 4, "speculative_ahead": 2}
+    drafts = replace(work, prefill=PrefillOptions(speculative=Speculative.layers, **options))
+    alone = machine(1, memory=1000, step_s=0)
+    found, short, full = _best(size, alone, drafts, replace(work, tokens=2048), work)
+    cost = counted_cost(size, alone.device)
+    of_layers_s = cost.first(8192) + 3 * cost.between(8192) + 4 * cost.own(8192) + cost.last(8192)
+    ahead_s = 2 * token_s(size, alone, 1, even(8192, 1), sharded=False) * 4 / 32
+    assert found.partition.num_tokens == 2048 and found.ttft and short.ttft and full.ttft and found.draft
+    assert found.draft.total == pytest.approx(of_layers_s + ahead_s, rel=1e-9)
+    assert found.ttft.total == pytest.approx(found.draft.total + short.ttft.total, rel=1e-9)
+    assert found.ttft.total < full.ttft.total and short.token_s == found.token_s < full.token_s
+    several, exact = _best(size, machine(4, memory=1000, inside=FREE), drafts, work)
+    assert several.ttft and exact.ttft and several.ttft.total < 0.5 * exact.ttft.total
+
+
+def test_a_draft_s_keys_and_activations_have_to_fit(tmp_path: Path) -> None:
+    """Where few tokens stay, the draft holds more: of a sixth of the layers all keys and values."""
+    size, work = size_of("llama-8b"), Workload(tokens=262144, tensor=1, new_tokens=1)
+    prefill = PrefillOptions(speculative=Speculative.layers, speculative_share=0.01)
+    (found,) = _best(size, machine(1, memory=60), replace(work, prefill=prefill))
+    kv = 5 * (262144 + prefill.speculative_ahead) * size.kv_bytes_per_token()
+    assert found.held.memory[0].kv == pytest.approx(kv, rel=0.01)
+    assert make_plan(size, machine(1, memory=17), replace(work, prefill=prefill)).best is None
+
+
 def _best(size: ModelSize, on: Machine, *works: Workload) -> list[Candidate]:
     found = [make_plan(size, on, work).best for work in works]
     assert all(found)
@@ -635,6 +663,7 @@ def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
         ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.density=0.2"],
         ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.threshold=0.9", "prefill.stride=8"],
         ["gpus=8", "ranks.tensor=1", "prefill.wire_bits=8"],
+        ["gpus=4", "prefill.speculative=layers", "prefill.speculative_layers=3"],
     ],
 )
 def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[str], tmp_path: Path) -> None:
@@ -659,10 +688,12 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         assert infer.ranks.tensor == best["shares"]
         assert infer.prefill.chunk_tokens == best["chunk_tokens"]
         assert infer.prefill.sparsity == run.prefill.of_run().sparsity
+        for name in ("speculative", "speculative_share", "speculative_layers"):
+            assert getattr(infer.prefill, name) == getattr(run.prefill, name)
         assert infer.prefill.wire_bits == (run.prefill.wire_bits if best["stages"] > 1 else None)
         assert infer.generation.max_new_tokens == run.new_tokens and infer.prompt.batch == run.batch
         if best["stages"] > 1:
-            shares = np.diff(best["boundaries"]) / run.tokens
+            shares = np.diff(best["boundaries"]) / best["boundaries"][-1]
             assert infer.partition.ratios == pytest.approx(list(shares), abs=2e-4)
             assert infer.decode.name.name == best["decode"]
         has_weights = infer.model.name is not ModelName.random
@@ -695,6 +726,9 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         (["decode=first"], "decode=first is not one of auto, last, sharded"),
         (["prefill.density=2"], "prefill.density=2.0 must be above 0 and at most 1"),
         (["prefill.attention=dense"], "prefill.attention=dense is for prefill=tsp"),
+        (["prefill.speculative=model"], "prefill.speculative=model is not planned"),
+        (["prefill.speculative=layers", "ranks.tensor=2"], "not with ranks.tensor=2"),
+        (["prefill.speculative=layers", "prefill.attention=xattention"], "leaves gaps between those that are computed"),
     ],
 )
 def test_mistakes_are_told_in_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
