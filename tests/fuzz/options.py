@@ -360,6 +360,7 @@ RUN_POLICIES: dict[str, dict[str, str]] = {
     "quest": {"min_tokens": "0", "page": "4", "fetch": "8"},
     "em_llm": {"min_tokens": "0", "sinks": "2", "recent": "4", "fetch": "12", "observed": "4", "clamped": "false"},
     "magicpig": {"min_tokens": "0", "bits": "2", "tables": "6", "dense_every": "0"},
+    "retrieval_attention": {"min_tokens": "0", "fetch": "8", "sinks": "1", "observed": "6", "width": "3"},
     "exact_topk": {"min_tokens": "0", "fetch": "8"},
     "offload": {"min_tokens": "0"},
 }

@@ -45,6 +45,7 @@ SOME: dict[str, dict[str, Any]] = {name: short_options(name) | {"fetch": 10} for
     "clusterkv": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "squeezed_attention": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
     "retroinfer": {"fetch": 10, "cluster": 4, "block": 2, "first_layer": 0},
+    "retrieval_attention": {"fetch": 10, "observed": 8, "nearest": 4, "degree": 3, "width": 4, "hops": 2},
     "magicpig": {"fetch": 10, "bits": 2, "tables": 4, "dense_every": 0},
     "em_llm": {
         "fetch": 10,
@@ -109,7 +110,16 @@ def with_forwards_of(name: str, model: Model, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(model, "forward", of_all)
 
 
-SELDOM = ("sparq", "clusterkv", "squeezed_attention", "retroinfer", "infllm", "em_llm", "shadowkv")
+SELDOM = (
+    "sparq",
+    "clusterkv",
+    "squeezed_attention",
+    "retroinfer",
+    "infllm",
+    "em_llm",
+    "retrieval_attention",
+    "shadowkv",
+)
 """Names that go with a family of each kind, and with all of them in the slow set."""
 OFTEN = ("gpt_bigcode", "deepseek_v3", "gemma2")
 

@@ -21,7 +21,7 @@ from tests.ranks.tasks import tiny_model
 from tests.reuse.test_prefixes import ROOMY, computed_and_cached, num_common, require_same
 
 OPTIONS = GenerationOptions(max_new_tokens=3, ignore_eos=True, logprobs=5)
-OBSERVED = {"infinigen": 16, "squeezed_attention": 16, "infllm": 16}
+OBSERVED = {"infinigen": 16, "squeezed_attention": 16, "infllm": 16, "retrieval_attention": 16}
 """Last tokens of a prompt that are always computed, where these are more than one."""
 
 

@@ -56,7 +56,7 @@ def retrieving(name: str, **options: Any) -> Policy:
     """A policy of either kind; with other options if it has them."""
     if name in POLICIES:
         return replace(POLICIES[name], **{each: val for each, val in options.items() if hasattr(POLICIES[name], each)})
-    seen = {"observed": 5} if name in ("infinigen", "infllm") else {}
+    seen = {"observed": 5} if name in ("infinigen", "infllm", "retrieval_attention") else {}
     return policy(name, (ALL if options else SOME)[name] | seen)
 
 

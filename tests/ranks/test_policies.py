@@ -29,6 +29,7 @@ from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
 from policies.r_kv import RKV
+from policies.retrieval_attention import RetrievalAttention
 from policies.retroinfer import RetroInfer
 from policies.scissorhands import Scissorhands
 from policies.shadowkv import ShadowKV
@@ -171,6 +172,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         InfLLM(min_tokens=0, fetch=24, sinks=2, recent=8, block=4, observed=8),
         EMLLM(min_tokens=0, fetch=24, sinks=2, recent=8, observed=8, events=EVENTS),
         Quest(min_tokens=0, fetch=12, first_layer=0, events=EVENTS),
+        RetrievalAttention(min_tokens=0, fetch=14, sinks=2, recent=4, observed=8, nearest=4, width=4, hops=2),
     ],
     ids=[
         "infinigen",
@@ -187,6 +189,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         "infllm",
         "em_llm",
         "quest, events",
+        "retrieval_attention",
     ],
 )
 @pytest.mark.parametrize("bounds", [(0, 35, 60), (0, 20, 40, 60)])

@@ -30,6 +30,7 @@ from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.quest import Quest
 from policies.r_kv import RKV
+from policies.retrieval_attention import RetrievalAttention
 from policies.retroinfer import RetroInfer
 from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
@@ -101,6 +102,9 @@ RETRIEVING: dict[str, Policy] = {
     "infinigen, ahead": InfiniGen(min_tokens=0, fetch=12, sinks=2, recent=4, observed=8, ahead=True, first_ahead=1),
     "infinigen, full pool": InfiniGen(
         min_tokens=0, fetch=12, sinks=2, recent=4, observed=8, pool={"bytes": 24 * 3 * 3 * LAYER_BYTES}
+    ),
+    "retrieval_attention": RetrievalAttention(
+        min_tokens=0, fetch=14, sinks=2, recent=4, observed=8, nearest=4, width=4, hops=2
     ),
 }
 ROOMY: dict[str, Policy] = {

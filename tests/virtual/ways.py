@@ -275,6 +275,7 @@ RETRIEVING: dict[str, dict[str, Any]] = {
     "squeezed_attention": {},
     "retroinfer": {},
     "infllm": {"recent": 32},
+    "retrieval_attention": {"fetch": 32, "sinks": 4, "recent": 16, "width": 8, "hops": 4},
     "exact_topk": {"fetch": 32},
     "offload": {},
 }
