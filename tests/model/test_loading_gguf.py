@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -46,6 +48,40 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
+def in_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `interleaved`."""
+    rows, columns = weight.shape
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+SCALES = {
+    **{"Q4_0": {0: 1}, "Q8_0": {0: 1}, "IQ4_NL": {0: 1}, "Q6_K": {208: 1}},
+    **{"Q4_K": {0: 1, 2: 7.5}, "Q5_K": {0: 1, 2: 15.5}},
+}
+"""Places of the half-precision scales in a block of each common type, in bytes; what each is multiplied by, so that
+random codes are about as often above zero as below."""
+
+
+def random_blocks(weight: Any, form: GGMLQuantizationType) -> Any:
+    """Random bytes in place of a matrix, but for the scales, by which numbers are about as large as the matrix's.
+
+    The gguf package reads more types than it writes.
+    """
+    if form.name not in SCALES:
+        return quantize(weight, form)
+    size, num_bytes = GGML_QUANT_SIZES[form]
+    random = np.random.default_rng(crc32(weight.tobytes()))
+    blocks = random.integers(256, size=(weight.size // size, num_bytes), dtype=np.uint8)
+    of_block = random.uniform(0.5, 1.5, (len(blocks), 1))
+
+    def scaled(factor: float) -> Any:
+        for place, of_place in SCALES[form.name].items():
+            blocks[:, place : place + 2] = (of_block * (factor * of_place)).astype(np.float16).view(np.uint8)
+        return blocks.reshape(len(weight), -1)
+
+    return scaled(2**-8 * weight.std() / dequantize(scaled(2**-8), form).std())
+
+
 def write_gguf(
     path: Path,
     *,
@@ -55,9 +91,13 @@ def write_gguf(
     form: GGMLQuantizationType = GGMLQuantizationType.F32,
     tied: bool = False,
     more: dict[str, Tensor] | None = None,
+    blocks: Callable[[Any, GGMLQuantizationType], Any] = quantize,
     **sizes: int,
 ) -> Any:
-    """A Llama with a byte-level tokenizer, its matrices in `form`; returns the model that it holds, in float32."""
+    """A Llama with a byte-level tokenizer, its matrices in `form`, of `blocks`; returns the model that the file holds.
+
+    Its numbers are those of the gguf package, in float32.
+    """
     sizes |= {"vocab_size": len(byte_level()), "tie_word_embeddings": tied}
     module = families.build("llama", dtype=torch.float32, **sizes)
     config, writer = module.config, GGUFWriter(path, "llama")
@@ -88,20 +128,24 @@ def write_gguf(
         writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     weights = module.state_dict()
 
-    def add(name: str, weight: Tensor) -> None:
+    def add(name: str, weight: Tensor) -> Tensor:
         stored = form if weight.ndim > 1 else GGMLQuantizationType.F32
-        writer.add_tensor(name, quantize(weight.numpy(), stored), raw_dtype=stored)
+        packed = blocks(weight.numpy(), stored)
+        writer.add_tensor(name, packed, raw_dtype=stored)
+        return torch.from_numpy(dequantize(packed, stored).reshape(weight.shape))
 
-    add("token_embd.weight", weights["model.embed_tokens.weight"])
-    add("output_norm.weight", weights["model.norm.weight"])
-    if not tied:
-        add("output.weight", weights["lm_head.weight"])
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"} | ({} if tied else {"lm_head": "output"})
+    for ours, theirs in top.items():
+        weight = weights[f"{ours}.weight"]
+        weight.copy_(add(f"{theirs}.weight", weight))
     for layer in range(config.num_hidden_layers):
         for ours, theirs in LAYER_NAMES.items():
-            weight = weights[f"model.layers.{layer}.{ours}.weight"]
-            if theirs in ("attn_q", "attn_k"):
-                weight = interleaved(weight, {"attn_q": 4, "attn_k": 2}[theirs])
-            add(f"blk.{layer}.{theirs}.weight", weight)
+            weight, name = weights[f"model.layers.{layer}.{ours}.weight"], f"blk.{layer}.{theirs}.weight"
+            heads = {"attn_q": 4, "attn_k": 2}.get(theirs)
+            if heads is None:
+                weight.copy_(add(name, weight))
+            else:
+                weight.copy_(in_halves(add(name, interleaved(weight, heads)), heads))
     if factors:
         add(factors, torch.ones(4))
     for name, weight in (more or {}).items():
@@ -130,40 +174,16 @@ def test_weights_and_tokens_are_those_in_the_file(tmp_path: Path, capfd: pytest.
     assert load_tokenizer(options)("hello world").input_ids == byte_level()("hello world").input_ids
 
 
-SCALES = {"Q4_0": [0], "Q8_0": [0], "IQ4_NL": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
-"""Places of the half-precision scales in a block of each common type, in bytes."""
-
-
 @pytest.mark.parametrize("kind", SCALES)
-def test_blocks_are_unpacked_as_the_gguf_package_does(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_unpacked_as_the_gguf_package_does(kind: str, tmp_path: Path) -> None:
     """Random bytes but for the scales; another place of these would give other numbers."""
-    form = GGMLQuantizationType[kind]
-    size, num_bytes = GGML_QUANT_SIZES[form]
-    random = np.random.default_rng(0)
-    expected: dict[tuple[int, ...], list[Any]] = {}
-
-    def blocks(weight: Any, stored: GGMLQuantizationType) -> Any:
-        if stored != form:
-            return weight
-        made = random.integers(256, size=(weight.size // size, num_bytes), dtype=np.uint8)
-        for place in SCALES[kind]:
-            made[:, place : place + 2] = random.uniform(0.001, 0.01, (len(made), 1)).astype(np.float16).view(np.uint8)
-        made = made.reshape(weight.shape[0], -1)
-        expected.setdefault(weight.shape, []).append(dequantize(made, form))
-        return made
-
-    monkeypatch.setattr(f"{__name__}.quantize", blocks)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-    write_gguf(tmp_path / "blocks.gguf", form=form, **sizes)
+    form, sizes = GGMLQuantizationType[kind], {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    saved = write_gguf(tmp_path / "blocks.gguf", form=form, blocks=random_blocks, **sizes)
     loaded = load_hf(tmp_path / "blocks.gguf")
     assert loaded.stored_as == f"gguf, {kind}"
-    gate, up = expected[512, 256]
-    [down] = expected[256, 512]
     weights = loaded.module.state_dict()
-    for name, numbers in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-        assert np.array_equal(weights[f"model.layers.0.mlp.{name}.weight"].numpy(), numbers), name
+    for name, numbers in saved.state_dict().items():
+        assert torch.equal(weights[name], numbers), name
 
 
 @pytest.mark.parametrize(
