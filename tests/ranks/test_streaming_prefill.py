@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from benchmarks.ttft.traffic import formula_bytes
 from benchmarks.ttft.variants import Traffic
 from policies.base import StreamedHeads
 from policies.razor_attention import RazorAttention
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
+from runahead.attention.masks import MaskRule
 from runahead.attention.sparse.streaming import Streaming
 from runahead.config import Attention, Carrier, DecodeName, Transfer
 from runahead.features.facts import Setup
@@ -66,6 +68,10 @@ def masked_logits(family: str, ids: tuple[int, ...], policy_of: tuple[Any, ...] 
         module.config._attn_implementation = "streaming_by_mask"
         logits: Tensor = module(torch.tensor([ids])).logits[0]
     return logits
+
+
+def streaming_rule(window: int) -> MaskRule:
+    return Streaming.of(StreamedHeads(by_layer=TABLE, sinks=1, recent=window - 1), exact=(), pads=[0]).rule
 
 
 def run(
@@ -207,6 +213,19 @@ def test_engines_report_density_and_answer_alike(rank_pools: RankPools) -> None:
             shares = [(seen[0] * (2 - sum(each)) + seen[1] * sum(each)) / (2 * seen[0]) for each in TABLE]
             counted = shares[: len(report.density)]
             assert report.density == pytest.approx(counted) and len(counted) >= 2
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 5), (2, 9), (3, 4), (8, 30)])
+def test_the_window_is_that_of_a_mask(start: int, end: int) -> None:
+    ours, mask = streaming_rule(4), MaskRule(sliding_window_causal_mask_function(4))
+    found, expected = ours.first_keys(start, end), mask.first_keys(start, end)
+    assert found is not None and expected is not None and torch.equal(found, expected)
+    assert [ours.first_key(query) for query in range(end)] == [mask.first_key(query) for query in range(end)]
+    assert [ours.is_causal(start, end, first) for first in range(start + 1)] == [
+        mask.is_causal(start, end, first) for first in range(start + 1)
+    ]
+    assert ours.window(start, end) in (None, mask.window(start, end))
+    assert ours.window(8, 30) == 4
 
 
 def test_what_cannot_be_is_refused() -> None:

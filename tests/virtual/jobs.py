@@ -116,6 +116,8 @@ def prefill(
         before = ranks.accelerator.num_kernels
         as_sent = sent_shape(model.kv_shapes[0], options.wire_bits)  # slabs of both kinds consist of such rows
         row_bytes = gcd(model.kv_shapes[0].bytes_per_token(rows), as_sent.bytes_per_token(rows)) if watched else None
+        if row_bytes is not None and options.streams:  # some heads alone
+            row_bytes //= as_sent.num_kv_heads
         with Deferred(ranks.accelerator, row_bytes=row_bytes) as device:
             prefilled = strategy.run(
                 PrefillJob(

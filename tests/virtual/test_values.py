@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from policies.snapkv import SnapKV
+from policies.streaming_heads import EverySecondHead
 from runahead.cache.attention import LayerCall
-from runahead.config import Carrier, Exchange, PrefillOptions, Transfer
+from runahead.config import Attention, Carrier, Exchange, PrefillOptions, Transfer
 from runahead.kv_transfer.nccl import NcclTransfer
 from runahead.prefill import Prefill
 from runahead.prefill.chain_policies import ChainPolicies
@@ -68,6 +69,28 @@ def test_records_are_written_before_they_leave_and_read_once_they_are_there(tran
         )
     difference = max((mine - one).abs().max().item() for mine, one in zip(found[0], alone(), strict=True))
     assert 1e-6 < difference < 1
+
+
+@pytest.mark.parametrize("transfer", list(Transfer))
+def test_some_heads_of_some_tokens_arrive_before_they_are_read(transfer: Transfer) -> None:
+    """Three messages of a layer, over NCCL and by copies; slabs in which they travel are used again and again."""
+    policies = [EverySecondHead(sinks=1, recent=3)]
+
+    def logits(choose: Choose, carrier: Carrier) -> torch.Tensor:
+        options = PrefillOptions(transfer=transfer, carrier=carrier, attention=Attention.streaming_heads)
+        found = prefill(
+            KVRunahead(), (0, 7, 11, 16), options, choose=choose, policies=policies, num_layers=5, hosts=(0, 0, 0)
+        )
+        assert found.logits_BV is not None
+        return found.logits_BV
+
+    options = PrefillOptions(attention=Attention.streaming_heads)
+    one = prefill(KVRunahead(), (0, NUM_TOKENS), options, policies=policies, num_layers=5).logits_BV
+    exact = prefill(KVRunahead(), (0, NUM_TOKENS), PrefillOptions(), policies=policies, num_layers=5).logits_BV
+    assert one is not None and exact is not None and (one - exact).abs().max() > 1e-6
+    for choose in ORDERS.values():
+        for carrier in (Carrier.backend, Carrier.copy):
+            torch.testing.assert_close(logits(choose, carrier), one, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("order", ORDERS)

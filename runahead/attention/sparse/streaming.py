@@ -53,7 +53,7 @@ class Streaming:
     counts: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.rule = MaskRule(sliding_window_causal_mask_function(self.window))
+        self.rule = _Window(self.window)
 
     @classmethod
     def of(cls, heads: StreamedHeads, *, exact: Collection[int], pads: Sequence[int]) -> Self:
@@ -138,7 +138,9 @@ class Streaming:
         plain = [run._replace(spans=spans) for spans in (whole, sinks) if spans]
         if plain or not parts:  # of queries that are all padding there are no spans at all
             parts.append(op.attend(q_BNCH, [step._replace(runs=plain or [run])], terms))
-        return parts[0] if len(parts) == 1 else merge(*parts[0], *parts[1])
+        if len(parts) == 1:
+            return parts[0]
+        return merge(*parts[0], *parts[1], in_place=parts[0][0].dtype == parts[0][1].dtype)
 
     def _split(self, span: Span) -> tuple[Span | None, Span | None, Span | None]:
         """Queries that see all tokens before them, later ones with their windows, and these with the first tokens."""
@@ -164,6 +166,30 @@ class Streaming:
             could += num_rows * (exact + streamed) * all_keys
         if could:
             self.counts[layer] = seen, could
+
+
+class _Window(MaskRule):
+    """The rule by which a query sees so many last keys, which needs no evaluation."""
+
+    def __init__(self, num_keys: int) -> None:
+        super().__init__(sliding_window_causal_mask_function(num_keys))
+        self._num_keys = num_keys
+
+    def first_key(self, query: int) -> int:
+        return max(0, query - self._num_keys + 1)
+
+    def first_keys(self, start: int, end: int) -> Tensor:
+        if (start, end) not in self._first_keys:
+            self._first_keys[start, end] = torch.arange(start, end).sub_(self._num_keys - 1).clamp_min_(0)
+        found = self._first_keys[start, end]
+        assert found is not None
+        return found
+
+    def window(self, start: int, end: int) -> int | None:
+        return self._num_keys if start + 1 >= self._num_keys else None
+
+    def is_causal(self, start: int, end: int, first: int = 0) -> bool:
+        return self.first_key(end - 1) <= first
 
 
 @dataclass(frozen=True)
