@@ -1,7 +1,7 @@
 """Operators of the kernels of our own, where they are in use in this process; the C++ files have what they compute."""
 
 # Legend: B batch, N query heads, K kv heads, C queries, S keys, H head dim (key), V head dim (value),
-# q blocks of queries, k blocks of keys, O output features.
+# q blocks of queries, k blocks of keys, O output features, I input features, J inner features of an MLP.
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ class Kernels:
             a model runs: a kernel's results differ from PyTorch's by rounding.
         lacking: why they are not in use, in a sentence, or "", as the first load of a model has decided; None before.
             A build that ends later changes nothing, since models would go on otherwise than they were checked.
+        compared: whether products of many rows are right, by what was compared: sizes of weights, an activation.
     """
 
     in_use = False
     lacking: str | None = None
+
+    def __init__(self) -> None:
+        self.compared: dict[tuple[object, ...], bool] = {}
 
 
 KERNELS = Kernels()
@@ -48,6 +52,8 @@ def load(library: Path) -> None:
         torch.library.register_fake("runahead::linear_int8", _linear_int8_fake)
         torch.library.register_fake("runahead::rms_norm", lambda x, weight, eps: x.new_empty(x.shape))
         torch.library.register_fake("runahead::rotate", _rotate_fake)
+        torch.library.register_fake("runahead::linear", _linear_fake)
+        torch.library.register_fake("runahead::gated_mlp", _gated_mlp_fake)
 
 
 def is_loaded() -> bool:
@@ -147,6 +153,56 @@ def linear_int8(x: Tensor, codes: Tensor, sums: Tensor, scales_O: Tensor, bias_O
 
 def _linear_int8_fake(x: Tensor, codes: Tensor, sums: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(scales))
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Product (..., O) of float32 numbers (..., I) on a CPU with a weight as it lies, contiguous.
+
+    It is meant for many rows. A row's numbers are the same beside any others, and with any number of threads.
+    """
+    out: Tensor = torch.ops.runahead.linear(x, weight_OI, bias_O)
+    return out
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+ACTIVATIONS = ("swish", "gelu_tanh", "relu")
+"""Of `gated_mlp`."""
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_JI: Tensor,
+    gate_bias_J: Tensor | None,
+    up_JI: Tensor,
+    up_bias_J: Tensor | None,
+    down_OJ: Tensor,
+    down_bias_O: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """down(act(gate(x)) * up(x)) (..., O) of float32 numbers (..., I), as `linear`.
+
+    Args:
+        activation: one of `ACTIVATIONS`.
+    """
+    layers = gate_JI, gate_bias_J, up_JI, up_bias_J, down_OJ, down_bias_O
+    out: Tensor = torch.ops.runahead.gated_mlp(x, *layers, activation)
+    return out
+
+
+def _gated_mlp_fake(
+    x: Tensor,
+    gate: Tensor,
+    gate_bias: Tensor | None,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(down))
 
 
 def _attend_fake(

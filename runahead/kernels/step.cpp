@@ -175,20 +175,10 @@ Work each(const Tensor& out, const std::array<Tensor, N>& in, F f) {
   return [loop = std::move(*loop), f] { loop.run(f); };
 }
 
-inline Vec magnitude(Vec x) { return x < 0.f ? -x : x; }
 inline Vec square_root(Vec x) {
   for (int i = 0; i < LANES; ++i) x[i] = std::sqrt(x[i]);
   return x;
 }
-inline Vec sigmoid(Vec x) {  // of either sign without overflow
-  const Vec power = exp2(magnitude(x) * -1.44269504088896341f);
-  return (x < 0.f ? power : ::all(1.f)) / (1.f + power);
-}
-inline Vec tanh(Vec x) {
-  const Vec power = exp2(magnitude(x) * -2.88539008177792681f), found = (1.f - power) / (1.f + power);
-  return x < 0.f ? -found : found;
-}
-inline Vec gelu_tanh(Vec x) { return 0.5f * x * (1.f + tanh(0.797884560802865356f * (x + 0.044715f * x * x * x))); }
 
 // A number that an operator of two tensors is given in place of a tensor, as a tensor of the other's dtype.
 Tensor as_float(const Tensor& x) {

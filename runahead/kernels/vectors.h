@@ -53,6 +53,17 @@ inline Vec exp2(Vec x) {
   return power * (Vec)((Ints)shifted << 23);
 }
 
+inline Vec magnitude(Vec x) { return x < 0.f ? -x : x; }
+inline Vec sigmoid(Vec x) {  // of either sign without overflow
+  const Vec power = exp2(magnitude(x) * -1.44269504088896341f);
+  return (x < 0.f ? power : all(1.f)) / (1.f + power);
+}
+inline Vec tanh(Vec x) {
+  const Vec power = exp2(magnitude(x) * -2.88539008177792681f), found = (1.f - power) / (1.f + power);
+  return x < 0.f ? -found : found;
+}
+inline Vec gelu_tanh(Vec x) { return 0.5f * x * (1.f + tanh(0.797884560802865356f * (x + 0.044715f * x * x * x))); }
+
 inline Ints numbered() {
   Ints found;
   for (int i = 0; i < LANES; ++i) found[i] = i;

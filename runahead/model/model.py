@@ -44,7 +44,7 @@ from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.pieces import give_in_blocks, give_in_pieces
-from runahead.model.layers.products import fuse_products
+from runahead.model.layers.products import fuse_alone, fuse_products
 from runahead.model.layers.rotary_functions import fuse_rotations
 from runahead.model.loading.kernels import library_folder
 from runahead.model.loading.memory import PeakMemory
@@ -159,6 +159,7 @@ class Model(ModelLayers):
                     self._look_at_layers()
                 fuse_gated(calls)
                 fuse_products(module, calls, may_move=not is_mapped)
+                fuse_alone(calls)
                 fuse_norms(calls)
                 if self.dtype is torch.float32 and self.device.type == "cpu" and self.held is None:
                     fuse_rotations(module)

@@ -1,5 +1,7 @@
 """Gated MLPs in float32 on a CPU: activation and product with the gate are computed as each product is written.
 
+Many rows are computed by one kernel of ours, if it is in use and has the activation, which keeps what is between.
+
 An MLP is found by what it computes, down(act(gate(x)) * up(x)), where oneDNN knows the activation. Its code is tried
 with small weights in place of its own, of which nothing is read.
 """
@@ -10,13 +12,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import permutations
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from runahead.model.layers.cpu_linear import CPULinear, library
+from runahead.kernels import operators
+from runahead.model.layers.cpu_linear import CPULinear, by_kernel, library, takes_kernel
 from runahead.model.layers.fusing import Calls, FusedForward
 
 ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
@@ -98,9 +102,25 @@ def _computed(mlp: nn.Module, layers: Sequence[nn.Linear], activation: str, algo
     if torch.is_grad_enabled() or x_CD.dtype is not torch.float32 or not all(_is_plain(layer) for layer in layers):
         out: Tensor = type(mlp).forward(mlp, x_CD)
         return out
+    plain = partial(_by_onednn, layers, activation, algorithm)
+    if takes_kernel(x_CD) and (named := "_".join(filter(None, (activation, algorithm)))) in operators.ACTIVATIONS:
+        kind = named, *(size for each in layers for size in (*each.weight.shape, each.bias is not None))
+        found = by_kernel(x_CD, partial(_by_kernel, layers, named), plain, kind)
+        if found is not None:
+            return found
+    return plain(x_CD)
+
+
+def _by_kernel(layers: Sequence[nn.Linear], activation: str, x_CD: Tensor) -> Tensor:
+    gate, up, down = layers
+    upper = up.weight, up.bias
+    return operators.gated_mlp(x_CD, gate.weight, gate.bias, *upper, down.weight, down.bias, activation)
+
+
+def _by_onednn(layers: Sequence[nn.Linear], activation: str, algorithm: str, x_CD: Tensor) -> Tensor:
     gate, up, down = layers
     multiply = torch.ops.mkldnn._linear_pointwise
     gate_CI = multiply(x_CD, gate.weight, gate.bias, activation, [], algorithm)
     inner_CI = multiply.binary(x_CD, gate_CI, up.weight, up.bias, "mul")
-    out = multiply(inner_CI, down.weight, down.bias, "none", [], "")
+    out: Tensor = multiply(inner_CI, down.weight, down.bias, "none", [], "")
     return out

@@ -3,7 +3,7 @@
 The first layer that is called computes the product with the weights of all, and the others take their part of it. The
 weights lie in memory one after another, and each layer's own is a view of its rows, so that whoever reads or writes a
 layer's weight finds it as before. Weights of a mapped file are fused where they lie so already, as gate and up do, and
-never copied.
+never copied. A layer that is given a tensor alone computes many rows by a kernel of ours, as these do.
 """
 
 # Legend: C rows, I input features, O output features of all layers.
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
-from runahead.model.layers.cpu_linear import CPULinear, multiply
+from runahead.kernels.operators import KERNELS
+from runahead.model.layers.cpu_linear import CPULinear, library, multiply_fused
 from runahead.model.layers.fusing import Calls, FusedForward, takes_rounding
 from runahead.model.loading.memory import give_back
 from runahead.model.parts import is_laid_out
@@ -49,7 +50,7 @@ class Product:
         self.bias_O = _spanning(biases) if biases else None
         self._sizes = [layer.out_features for layer in lying]
         self._places = [lying.index(layer) for layer in layers]
-        self._multiply = multiply if isinstance(layers[0], CPULinear) else F.linear
+        self._multiply = multiply_fused if isinstance(layers[0], CPULinear) else F.linear
         known = [(layer, name, each) for layer in layers for name, each in layer.named_parameters()]
         self._known = [(layer._parameters, name, each, each.data_ptr()) for layer, name, each in known]
         self._own = [each.detach() for *_, each in known]  # so that no memory in the span is freed
@@ -117,6 +118,20 @@ def fuse_products(module: nn.Module, calls: Calls, *, may_move: bool) -> None:
         give_back()
         if layers[0].weight.is_cuda:
             torch.cuda.empty_cache()
+
+
+def fuse_alone(calls: Calls) -> None:
+    """Let the linear layers that no others are fused with compute many rows by a kernel of ours, if it is in use."""
+    for _, layer in calls.linears if KERNELS.in_use else []:
+        is_onednn = type(layer) is CPULinear and library(layer.weight.dtype) == "onednn"
+        if is_onednn and "forward" not in vars(layer):
+            layer.forward = FusedForward(_alone, layer)  # type: ignore[method-assign]
+
+
+def _alone(layer: nn.Linear, x: Tensor) -> Tensor:
+    if type(layer.weight) is not Parameter:  # sharded weights have another type
+        return type(layer).forward(layer, x)
+    return multiply_fused(x, layer.weight, layer.bias)
 
 
 def siblings(module: nn.Module, calls: Calls) -> list[list[nn.Linear]]:

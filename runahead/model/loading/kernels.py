@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from runahead.attention.partial import softmax_attention
 from runahead.files import cache_folder
@@ -183,7 +184,7 @@ def farthest(library: str) -> float:
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         for apart in ((out - known_out).abs() / tolerance, (lse - known_lse).abs() / 1e-4):
             found = torch.tensor([found, apart.max().item()]).max().item()  # NaN if one is
-    for apart in _apart_in_rows(generator):
+    for apart in (*_apart_in_rows(generator), *_apart_in_products(generator)):
         found = torch.tensor([found, apart.abs().max().item() / 1e-5]).max().item()
     layer = nn.Linear(130, 70)
     Int8Linear.take(layer)
@@ -201,6 +202,21 @@ def _apart_in_rows(generator: torch.Generator) -> Iterator[Tensor]:
     for found, own in zip(rotated, (wide, wide[:, :2]), strict=True):
         first, second = own.chunk(2, dim=-1)
         yield found - own * cos - torch.cat([-second, first], dim=-1) * sin
+
+
+def _apart_in_products(generator: torch.Generator) -> Iterator[Tensor]:
+    """Differences of the library's products of many rows from those in float64, whose sums are near 1."""
+    for rows, inputs, inner in ((70, 40, 50), (300, 500, 700)):  # below a tile and a panel, and with several of all
+        x = torch.randn(rows, inputs, generator=generator)
+        gate, up = torch.randn(2, inner, inputs, generator=generator) / inputs**0.5
+        down, bias = (
+            torch.randn(inputs, inner, generator=generator) / inner**0.5,
+            torch.randn(inner, generator=generator),
+        )
+        wide, *weights = (each.double() for each in (x, gate, up, down))
+        yield operators.linear(x, gate, bias) - (wide @ weights[0].T + bias)
+        expected = (F.silu(wide @ weights[0].T + bias) * (wide @ weights[1].T)) @ weights[2].T
+        yield operators.gated_mlp(x, gate, bias, up, None, down, None, "swish") - expected
 
 
 def _run(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
