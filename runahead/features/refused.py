@@ -131,6 +131,11 @@ REFUSED = (
         "use partition=auto or even, or prefill.chunk_tokens",
     ),
     Refused(
+        ("prefill=pipeline", "model.weights=int8"),
+        "{0} compares the logits of all stages with the whole model's, and {1} rounds those of the stages",
+        "use prefill=kv_runahead, or model.weights=full",
+    ),
+    Refused(
         ("prefill=pipeline", "prefill.speculative"),
         "{0} leaves each rank some of the layers, and the draft of {1} is computed by ranks with all of them",
         CHAIN,

@@ -87,6 +87,7 @@ class Model(ModelLayers):
         is_mapped: weights are in the page cache of files, and are not copied to be fused.
         made_from: digest of the files and options that the weights come from: if a check of just this model is kept in
             the cache folder, it is not done again. By default, and of shares, it is always done.
+        compares: False leaves the comparison to who makes the model of a stage of layers.
 
     Attributes:
         check: "done" by this run, "kept" from an earlier one, or "none", as there is nothing to compare with.
@@ -119,6 +120,7 @@ class Model(ModelLayers):
         fuse: Fuse = Fuse.off,
         is_mapped: bool = False,
         made_from: str = "",
+        compares: bool = True,
     ) -> None:
         register()
         super().__init__(module, name=name, shares=shares)
@@ -168,7 +170,8 @@ class Model(ModelLayers):
                 self._look_at_layers()
             if fuse is Fuse.on and not is_fused(module):
                 warnings.warn(f"model.fuse=on has no effect on {self.family} ({self._unfused()})", stacklevel=2)
-            self._check_logits(made_from if shares is None else "")
+            if compares:
+                self._check_logits(made_from if shares is None else "")
         except PeerFailure:
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
@@ -215,8 +218,12 @@ class Model(ModelLayers):
         return cls.of_weights(loaded)
 
     @classmethod
-    def of_weights(cls, loaded: loading.LoadedWeights) -> Model:
-        """Make a model of loaded weights, and check it: the second half of `load`, in which shares wait for others."""
+    def of_weights(cls, loaded: loading.LoadedWeights, *, compares: bool = True) -> Model:
+        """Make a model of loaded weights, and check it: the second half of `load`, in which shares wait for others.
+
+        Args:
+            compares: as of the class.
+        """
         model = cls(
             loaded.module,
             loaded.tokenizer,
@@ -225,6 +232,7 @@ class Model(ModelLayers):
             fuse=loaded.fuse,
             is_mapped=loaded.is_mapped,
             made_from=loaded.made_from,
+            compares=compares,
         )
         model.memory, model._peak, model.overrides = loaded.memory, loaded.peak, loaded.overrides
         model.adapters, model.adapter_names = loaded.adapters, loaded.adapter_names

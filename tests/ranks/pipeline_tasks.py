@@ -15,10 +15,11 @@ from launch.inputs.partitions import AutoChoice, partitioner
 from partitioner.auto.chunks import PipelineChunks
 from partitioner.auto.partition import AutoPartition
 from partitioner.simulation.cluster import Cluster
-from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
 from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.model.logits_check import LogitsCheck
 from runahead.pipeline import stage
 from runahead.pipeline.hidden import Passage
 from runahead.report import GenerationBatch
@@ -124,6 +125,16 @@ def generate(
             steps: Steps = []
             found.append((engine.generate(prompts, options, on_tokens=steps.append, record_timeline=True), steps))
     return found
+
+
+def loaded_with_poor_layers(ranks: Ranks, run: RunOptions) -> str:
+    """What ranks say where each stage alone, but not all together, is far off."""
+    with mock.patch.object(LogitsCheck, "require", side_effect=ValueError("off by rounding")):
+        try:
+            load(run, ranks, even)
+        except Exception as error:
+            return str(error)
+    return "fine"
 
 
 def joined_wrongly(ranks: Ranks, wrong: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
 from partitioner.simulation.pipeline import simulate_pipeline
 from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
-from runahead.config import ModelName, PrefillName
+from runahead.config import DType, ModelName, PrefillName
 from tests.conftest import RankPools
 from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt, save_tiny_config
 from tests.ranks import pipeline_tasks
@@ -171,6 +171,20 @@ def test_what_chooses_the_chunks_of_a_run(
     for boundaries, kind in rank_pools.run(2, pipeline_tasks.loaded, run):
         assert kind == splits and boundaries[-1] == 435
         assert chunks is None or ContextPartition(boundaries=tuple(boundaries)) == even(435, chunks)
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", "fine"), ("float32", "off by rounding")])
+def test_stages_in_16_bits_are_compared_together_alone(
+    rank_pools: RankPools, tmp_path: Path, dtype: str, said: str
+) -> None:
+    """The last layers of SmolLM2, given embeddings, are off by a quarter of their spread in bfloat16."""
+    config = str(save_tiny_config(tmp_path))
+    run = RunOptions(
+        model=ModelOptions(name=ModelName.random, config=config, dtype=DType[dtype]),
+        policy={"name": "full", "positions": "original"},
+        prefill=PrefillOptions(name=PrefillName.pipeline),
+    )
+    assert all(said in told for told in rank_pools.run(2, pipeline_tasks.loaded_with_poor_layers, run))
 
 
 @pytest.mark.parametrize("partition", ["ratios", "table"])
