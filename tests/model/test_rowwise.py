@@ -7,7 +7,10 @@ The references are float64 computations and transformers' own functions.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -166,6 +169,26 @@ def test_attention_beside_states_is_left_as_it_is() -> None:
     assert fused and not [each for each, forward in fused.items() if getattr(forward.func, "__self__", None) is each]
 
 
+def test_a_decorated_forward_is_fused_and_stays_decorated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 5.24, whose decorators rename arguments."""
+    own, seen = modeling_llama.LlamaAttention.forward, []
+
+    @functools.wraps(own)
+    def decorated(*args: Any, **keywords: Any) -> Any:
+        seen.append(len(args))
+        return own(*args, **keywords)
+
+    expected = logits(Model(build("llama", dtype=torch.float32, head_dim=32), fuse=Fuse.off))
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", decorated)
+    fused = Model(build("llama", dtype=torch.float32, head_dim=32), fuse=Fuse.on)
+    seen.clear()
+    assert "runahead::rotate" in calls_of(fused) and seen
+    torch.testing.assert_close(logits(fused), expected, rtol=0, atol=1e-4)
+    forward: Any = fused._layers[0].self_attn.forward  # type: ignore[union-attr]
+    names = [list(inspect.signature(each).parameters) for each in (forward.func, MethodType(own, object()))]
+    assert names[0] == names[1]
+
+
 def test_a_wrong_rotation_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     own = operators.rotate
     monkeypatch.setattr(operators, "rotate", lambda q, k, cos, sin: own(q, k, cos, -sin))
@@ -198,7 +221,7 @@ def test_gradients_go_through() -> None:
         normed = model._layers[0].input_layernorm(x)  # type: ignore[operator]
         cos, sin = model.module.base_model.rotary_emb(x, torch.arange(5)[None])
         q = attention.q_proj(normed).view(1, 5, -1, 32).transpose(1, 2)
-        names = attention.forward.func.__func__.__globals__ if fuse is Fuse.on else vars(modeling_llama)
+        names = inspect.unwrap(attention.forward.func.__func__).__globals__ if fuse is Fuse.on else vars(modeling_llama)
         rotated, _ = names["apply_rotary_pos_emb"](q, q, cos, sin)
         found.append(torch.autograd.grad(rotated.square().sum(), x)[0])
     torch.testing.assert_close(*found)

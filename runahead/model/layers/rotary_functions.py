@@ -2,7 +2,7 @@
 
 The attention of most families rotates by a function of their file, `apply_rotary_pos_emb`. A module whose forward calls
 one that computes x * cos + (-x2, x1) * sin, with the halves of x, gets a copy of that forward that calls ours: the same
-code with another function behind this name.
+code with another function behind this name, also within decorators.
 """
 
 # Legend: B batch, N query heads, K kv heads, C tokens, H head dim.
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType, MethodType
-from typing import Any
+from inspect import unwrap
+from types import CellType, FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +34,37 @@ def fuse_rotations(module: nn.Module) -> None:
     if not KERNELS.in_use:
         return
     for child in module.modules():
-        forward = type(child).forward
-        if "forward" in vars(child) or not isinstance(forward, FunctionType) or NAME not in forward.__code__.co_names:
+        forward: Any = type(child).forward
+        inner = unwrap(forward)
+        if "forward" in vars(child) or not isinstance(inner, FunctionType) or NAME not in inner.__code__.co_names:
             continue
-        own = forward.__globals__.get(NAME)
-        if isinstance(own, FunctionType) and _is_rotation(own):
-            child.forward = FusedForward(MethodType(_with(forward, own), child))
+        own = inner.__globals__.get(NAME)
+        if isinstance(own, FunctionType) and _is_rotation(own) and (found := _with(forward, own)) is not None:
+            child.forward = FusedForward(MethodType(found, child))
 
 
 @cache
-def _with(forward: FunctionType, own: Rotation) -> FunctionType:
-    """The forward of a class with our rotation in place of its own."""
+def _with(forward: FunctionType, own: Rotation) -> FunctionType | None:
+    """The forward of a class with our rotation in place of its own; None if a decorator holds it as we do not know."""
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is not None:
+        cells = forward.__closure__ or ()
+        places = [place for place, cell in enumerate(cells) if cell.cell_contents is inner]
+        found = _with(inner, own)
+        if found is None or len(places) != 1:
+            return None
+        held = (*cells[: places[0]], CellType(found), *cells[places[0] + 1 :])
+        decorated: Any = _copy(forward, forward.__globals__, held)
+        decorated.__wrapped__ = found  # for what asks for the signature
+        return cast(FunctionType, decorated)
     names = {**forward.__globals__, NAME: _rotation(own)}
-    found = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    found.__kwdefaults__ = forward.__kwdefaults__
+    return _copy(forward, names, forward.__closure__)
+
+
+def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
+    """A function with other globals and another closure."""
+    found = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    found.__kwdefaults__ = function.__kwdefaults__
     return found
 
 
