@@ -80,6 +80,7 @@ DROPPING = (
     scored("pyramidkv"),
     scored("chunkkv"),
     scored("zigzagkv"),
+    scored("cake"),
     scored("tova"),
     scored("h2o"),
     scored("keyformer"),
@@ -144,12 +145,15 @@ RETRIEVING = (
     retrieving("quest", digest="shrunk"),
     retrieving("quest", digest="mean"),
     retrieving("infllm", block=16, clamped=False),
+    retrieving("em_llm", events={"most": 32}, clamped=False),
     retrieving("clusterkv", cluster=16),
     retrieving("squeezed_attention", cluster=16),
     retrieving("retroinfer"),
     retrieving("retroinfer", estimate=0.0),
     # For keys of 128 to 192 dims in all KV heads together; published: rank 160 of 1,024, 48 outliers of 128k tokens.
     retrieving("shadowkv", rank=32, outliers=4),
+    retrieving("retrieval_attention"),
+    retrieving("magicpig", dense_every=0),
 )
 
 FAMILIES = {"dropping": DROPPING, "retrieving": RETRIEVING}
