@@ -60,12 +60,12 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"no: {first_line(error)}")
         return MISTAKE
     print("\n".join(f"slower: {sentence}" for sentence in sentences.values()) or "yes")
-    for what, others in _by_deciding(facts for _, facts in undecided(REFUSED, setup)).items():
+    # Rows of which something is asked for: the others hold for any options.
+    refused = [facts for row, facts in undecided(REFUSED, setup) if len(facts) < len(row.facts)]
+    for what, others in _by_deciding(refused).items():
         print(f"depends on {what}: not with {'; '.join(others)}")
     may_be_slower = [
-        facts
-        for row, facts in undecided(SLOWER, setup)
-        if row.way not in sentences and len(facts) < len(row.facts)  # something that is asked for is in it
+        facts for row, facts in undecided(SLOWER, setup) if row.way not in sentences and len(facts) < len(row.facts)
     ]
     for what, others in _by_deciding(may_be_slower).items():
         print(f"depends on {what}: slower with {'; '.join(others)}")

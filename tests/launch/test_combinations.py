@@ -30,7 +30,7 @@ def test_options_that_go_together_are_told_with_what_the_model_decides(capsys: p
     status, [answer, *depends] = asked(capsys, "policy=adakv", "cache.bits=4")
     assert (status, answer) == (0, "yes")
     assert depends == [
-        "depends on the model: not with marks; states alone",
+        "depends on the model: not with marks; passes; states alone",
         "depends on the ranks and the prompt: slower with decode=auto on several stages; a GPU",
     ]
 
@@ -82,7 +82,10 @@ def test_what_ranks_and_prompt_decide_is_told_apart(capsys: pytest.CaptureFixtur
         "depends on the ranks and the prompt: slower with decode=auto on several stages",
     ]
     _, [_, *depends] = asked(capsys, "prefill.chunk_tokens=64")
-    assert depends == ["depends on the ranks and the prompt: not with a prompt in several chunks"]
+    assert depends == [
+        "depends on the ranks and the prompt: not with a prompt in several chunks",
+        "depends on the model: not with passes",
+    ]
 
 
 def test_drafting_policies_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
