@@ -16,6 +16,7 @@ block's length beyond both of its ends, and not beyond the text that is known. P
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -54,7 +55,7 @@ class Events:
         window: tokens before it of which these are.
         least, most: tokens of a block.
         refine: none or modularity.
-        layers: share of the layers, the last ones, whose keys are compared for that.
+        layers: share of the layers that retrieve, the last ones, whose keys are compared for that.
 
     Raises:
         ValueError: an option is out of range, or has no effect.
@@ -74,7 +75,10 @@ class Events:
         require(self.window >= 2, "events.window", self.window, "must be at least 2")
         require(self.least >= 1, "events.least", self.least, "must be at least 1")
         require(self.most >= self.least, "events.most", self.most, f"must be at least policy.events.least={self.least}")
+        require(math.isfinite(self.gamma), "events.gamma", self.gamma, "must be a finite number")
         require(0 < self.layers <= 1, "events.layers", self.layers, "must be above 0 and at most 1")
+        refines = self.refine is not Refine.none or self.layers == Events.layers
+        require(refines, "events.layers", self.layers, "has no effect without policy.events.refine=modularity")
         if self.by is By.size:
             for each in fields(self):
                 name, value = each.name, getattr(self, each.name)

@@ -455,7 +455,7 @@ class Conversation:
         tokens = NewTokens(self.num_tokens, self.pads)
         steps = self._steps(tokens, end, cut_back=cut_back)
         scorer = None
-        if self._needs_surprise:
+        if self.rank_policies.needs_surprise:
             pads = [max(0, pad - self.num_tokens) for pad in self.pads]
             scorer = PromptScorer(self.model, ids_BC, pads, 0)
         with nullcontext() if scorer is None else scorer.keeping():
@@ -475,22 +475,13 @@ class Conversation:
             if self.logits_BV is not None and self.num_tokens:  # after the turn before
                 first_B1 = -self.logits_BV.log_softmax(dim=-1).gather(1, ids_BC[:, :1])
                 surprise_BC[:, :1] = first_B1.double().cpu()
-            self._tell_surprise(surprise_BC)
+            self.cache.see_surprise(surprise_BC, self.num_tokens)
         self.num_tokens = end
         if cut_back and self.policies:
             self.decide()
         if ids_BC.shape[1] > 1:  # single tokens use the remaining room
             (self.cache.end_turn if cut_back else self.cache.free)(room=0)
         return logits
-
-    @property
-    def _needs_surprise(self) -> bool:
-        """Whether a policy asks how the text surprises the model."""
-        return self.rank_policies.needs_surprise
-
-    def _tell_surprise(self, surprise_BC: Tensor) -> None:
-        assert self.cache is not None
-        self.cache.see_surprise(surprise_BC, self.num_tokens)
 
     def decide(self, answers: Answers | None = None) -> None:
         """Let the policy that decides on all layers cut back the first turn, if there is one and it has not yet.

@@ -28,10 +28,11 @@ from runahead.thinning.steps import PolicySteps
 def may_share_prefill(policies: RankPolicies) -> bool:
     """Whether the layers compute of a prompt under these policies what they compute without any.
 
-    They do not if hidden states are dropped between layers, or if keys are stored unrotated.
+    They do not if hidden states are dropped between layers, or if keys are stored unrotated. Policies that ask how the
+    prompt surprises the model compute more: all its logits.
     """
     is_rotated = policies.positions is Positions.original and policies.clamped_to is None
-    return is_rotated and not any(policy.narrows for policy in policies.last)
+    return is_rotated and not policies.needs_surprise and not any(policy.narrows for policy in policies.last)
 
 
 def feed_all(
@@ -94,15 +95,6 @@ class _Prefill(Conversation):
         return _EachAlone(
             self.model, each, tokens, end, clock_s=self._clock_s, policy_s=self.policy_s, saved_s=self.saved_s
         )
-
-    @property
-    def _needs_surprise(self) -> bool:
-        return any(other.rank_policies.needs_surprise for other in self._others)
-
-    def _tell_surprise(self, surprise_BC: Tensor) -> None:
-        for other in self._others:
-            assert other.cache is not None
-            other.cache.see_surprise(surprise_BC, self.num_tokens)
 
 
 class _EachAlone(PolicySteps):

@@ -33,7 +33,7 @@ class PromptScorer:
         self, model: Model, ids_BS: Tensor, pads: Sequence[int], number: int, between: Callable[[], object] = nothing
     ) -> None:
         self._ids_BS, self._pads, self._number, self._between = ids_BS, pads, number, between
-        self._head, self._vocab_size = Head(model.module), model.vocab_size
+        self._model, self._head, self._vocab_size = model, Head(model.module), model.vocab_size
         self._found: list[tuple[int, Tensor]] = []
 
     def keeping(self) -> AbstractContextManager[None]:
@@ -64,13 +64,16 @@ class PromptScorer:
         return torch.cat([own_BT1.double(), largest.double(), ids.double()], dim=-1).clamp_min(LEAST_LOGPROB)
 
     def surprise(self) -> Tensor:
-        """-log p (B, S), float64, on the host, of the tokens that were scored; NaN elsewhere. The host waits."""
+        """-log p (B, S), float64, on the host, of the tokens that were scored; NaN elsewhere. The host waits.
+
+        Ranks that share the model have the first one's, since rounding may let unlike ones end blocks elsewhere.
+        """
         surprise_BS = torch.full(self._ids_BS.shape, torch.nan, dtype=torch.float64)
         for first, scores in self._found:
             surprise_BS[:, first : first + scores.shape[1]] = -scores[..., 0].cpu()
         for row, pad in enumerate(self._pads):
             surprise_BS[row, : pad + 1] = torch.nan
-        return surprise_BS
+        return self._model.of_first_share(surprise_BS)
 
     def found(self) -> list[list[PromptLogprobs]]:
         """The log-probabilities of each row's prompt so far. The host waits for the device."""

@@ -32,6 +32,7 @@ STUDIES = (
     "endurance",
     "handover",
     "hybrid.__main__",
+    "index_recall",
     "offloading",
     "peers.__main__",
     "pipeline",

@@ -9,6 +9,7 @@ import torch
 
 from policies import POLICIES
 from policies.adakv import AdaKV
+from policies.em_llm import EMLLM
 from policies.h2o import H2O
 from policies.keyformer import Keyformer
 from policies.kvzip import KVzip
@@ -173,6 +174,8 @@ def test_what_several_policies_ask_is_computed_once(model: Model, monkeypatch: p
 def test_reencoded_positions_and_narrowing_need_a_prefill_of_their_own(model: Model) -> None:
     policies = policies_of("window")
     assert may_share_prefill(policies) and not may_share_prefill(policies_of("pyramidinfer"))
+    by_events = RankPolicies.everywhere([EMLLM(clamped=False)])  # all logits of the prompt, for its own seconds
+    assert by_events.clamped_to is None and not may_share_prefill(by_events)
     reencoded = RankPolicies.everywhere(policies.last, Positions.reencoded)
     assert not may_share_prefill(reencoded)
     with pytest.raises(AssertionError):

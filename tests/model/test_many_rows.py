@@ -182,6 +182,18 @@ def test_layouts() -> None:
         operators.gated_mlp(x, weight, None, weight, None, numbers(40, 90), None, "tanh")
 
 
+@pytest.mark.usefixtures("in_use")
+@torch.inference_mode()
+def test_weights_that_lie_otherwise_are_left_to_onednn() -> None:
+    """Tied, transposed matrices: before, an error of the kernel ended the forward."""
+    mlp, x = fused(MLP()), numbers(1, 100, 32)
+    expected, product = MLP.forward(mlp, x), mlp.one(x)
+    for layer in (mlp.one, mlp.two, mlp.three):
+        layer.weight = nn.Parameter(layer.weight.T.contiguous().T, requires_grad=False)
+    torch.testing.assert_close(mlp(x), expected)
+    torch.testing.assert_close(multiply_fused(x, mlp.one.weight, mlp.one.bias), product)
+
+
 def names_of(run: Callable[[], object]) -> set[str]:
     with torch.profiler.profile() as profile:
         run()

@@ -337,6 +337,8 @@ def test_blocks_of_one_size_with_events_of_that_size_are_those_of_infllm() -> No
         (InfLLM, {"events": {"by": "text"}}, "policy.events.by=text is not one of size, surprise"),
         (Quest, {"events": {"blocks": 3}}, "must have by, gamma"),
         (Quest, {"events": {"by": "surprise", "least": 9, "most": 8}}, "at least policy.events.least=9"),
+        (EMLLM, {"events": {"gamma": float("nan")}}, "policy.events.gamma=nan must be a finite number"),
+        (EMLLM, {"events": {"refine": "none", "layers": 0.9}}, "policy.events.layers=0.9 has no effect without"),
         (EMLLM, {"contiguity": 1.0}, "policy.contiguity=1.0 must be at least 0 and below 1"),
     ],
 )

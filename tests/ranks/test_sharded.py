@@ -11,13 +11,25 @@ from typing import Any
 import pytest
 
 from policies.clusterkv import ClusterKV
+from policies.events import By, Events
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
+from policies.quest import Quest
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.shard import shard_bytes, shards
-from runahead.config import CacheOptions, Carrier, DecodeName, Device, Positions, PrefillName, Speculative, Transfer
+from runahead.config import (
+    Attention,
+    CacheOptions,
+    Carrier,
+    DecodeName,
+    Device,
+    Positions,
+    PrefillName,
+    Speculative,
+    Transfer,
+)
 from runahead.context import ContextPartition, even
 from runahead.decoding.placement import NOTED, ROUNDS, STEPS, Placement, Timing
 from runahead.features.slower import SLOWER, Way
@@ -334,6 +346,9 @@ CHAIN = PrefillOptions()
 DRAFTED = PrefillOptions(speculative=Speculative.layers, speculative_chunk=8, speculative_layers=1)
 REENCODED = RankPolicies.everywhere([StreamingLLM(budget=16)], positions=Positions.reencoded)
 CLUSTERS = RankPolicies.everywhere([ClusterKV(min_tokens=0, cluster=4, sinks=1, recent=4, fetch=8)])
+EVENTS = RankPolicies.everywhere([Quest(min_tokens=0, fetch=8, events=Events(by=By.surprise))])
+SNAPKV = RankPolicies.everywhere([SnapKV(budget=16, window=4)])
+SPARSE = PrefillOptions(attention=Attention.xattention)
 PLAIN = random_prompt(random.Random(2), random_segments(random.Random(2)))
 ASKED: dict[str, sharded_tasks.Asked] = {
     "nothing": ("llama", CHAIN, None, prompt(40), SHORT),
@@ -347,7 +362,9 @@ ASKED: dict[str, sharded_tasks.Asked] = {
     "marks": ("llama_dms", CHAIN, None, prompt(40), SHORT),
     "states": ("qwen3_next", CHAIN, None, prompt(40), SHORT),
     "cache.bits": ("llama", CHAIN, RankPolicies(storage=CacheOptions(bits=4)), prompt(40), SHORT),
-    "cache policies": ("llama", CHAIN, RankPolicies.everywhere([SnapKV(budget=16, window=4)]), prompt(40), SHORT),
+    "policy.events.by=surprise": ("llama", CHAIN, EVENTS, prompt(40), SHORT),
+    "a policy that drops tokens + prefill.attention=xattention": ("llama", SPARSE, SNAPKV, prompt(40), SHORT),
+    "cache policies": ("llama", CHAIN, SNAPKV, prompt(40), SHORT),
 }
 """For each fact with which decode=auto keeps all on the last stage, a batch of which it holds."""
 

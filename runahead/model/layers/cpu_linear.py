@@ -111,7 +111,7 @@ def multiply(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 def multiply_fused(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """`multiply` for layers that are fused: many rows by a kernel of ours, if it is in use."""
-    if takes_kernel(x):
+    if takes_kernel(x, weight_OI, bias_O):
         found = by_kernel(
             x,
             lambda x: operators.linear(x, weight_OI, bias_O),
@@ -123,11 +123,22 @@ def multiply_fused(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tenso
     return multiply(x, weight_OI, bias_O)
 
 
-def takes_kernel(x: Tensor) -> bool:
-    """Whether a kernel of ours computes the product of a tensor (..., I), where oneDNN would otherwise."""
-    if not KERNELS.in_use or x.dtype is not torch.float32 or torch.is_grad_enabled() or not x.is_cpu:
+def takes_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Whether a kernel of ours computes products of a tensor (..., I) with these, where oneDNN would otherwise.
+
+    It reads rows of weights whose numbers lie beside each other, which those of a tied, transposed matrix do not.
+    """
+    if (
+        not KERNELS.in_use
+        or torch.is_grad_enabled()
+        or not x.is_cpu
+        or x.numel() < MANY_ROWS * x.shape[-1]
+        or not x.numel()
+    ):
         return False
-    return x.numel() >= MANY_ROWS * x.shape[-1] > 0 and takes_onednn()
+    numbers = [x, *(each for each in parameters if each is not None)]
+    is_float32 = all(each.dtype is torch.float32 for each in numbers)
+    return is_float32 and all(each.is_contiguous() for each in numbers[1:]) and takes_onednn()
 
 
 def by_kernel(

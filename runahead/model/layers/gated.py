@@ -103,7 +103,11 @@ def _computed(mlp: nn.Module, layers: Sequence[nn.Linear], activation: str, algo
         out: Tensor = type(mlp).forward(mlp, x_CD)
         return out
     plain = partial(_by_onednn, layers, activation, algorithm)
-    if takes_kernel(x_CD) and (named := "_".join(filter(None, (activation, algorithm)))) in operators.ACTIVATIONS:
+    parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
+    if (
+        takes_kernel(x_CD, *parameters)
+        and (named := "_".join(filter(None, (activation, algorithm)))) in operators.ACTIVATIONS
+    ):
         kind = named, *(size for each in layers for size in (*each.weight.shape, each.bias is not None))
         found = by_kernel(x_CD, partial(_by_kernel, layers, named), plain, kind)
         if found is not None:

@@ -48,8 +48,8 @@ def _with(forward: FunctionType, own: Rotation) -> FunctionType | None:
     """The forward of a class with our rotation in place of its own; None if a decorator holds it as we do not know."""
     inner = getattr(forward, "__wrapped__", None)
     if inner is not None:
-        cells = forward.__closure__ or ()
-        places = [place for place, cell in enumerate(cells) if cell.cell_contents is inner]
+        cells = getattr(forward, "__closure__", None) or ()  # a decorator may be any callable
+        places = [place for place, cell in enumerate(cells) if _holds(cell, inner)]
         found = _with(inner, own)
         if found is None or len(places) != 1:
             return None
@@ -59,6 +59,13 @@ def _with(forward: FunctionType, own: Rotation) -> FunctionType | None:
         return cast(FunctionType, decorated)
     names = {**forward.__globals__, NAME: _rotation(own)}
     return _copy(forward, names, forward.__closure__)
+
+
+def _holds(cell: CellType, what: object) -> bool:
+    try:
+        return cell.cell_contents is what
+    except ValueError:  # it is empty
+        return False
 
 
 def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
