@@ -387,9 +387,10 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         sentences += ineffective_options(run.draft.policy, "draft.policy")
     if run.decode.name is DecodeName.sharded and not run.prefill.takes_partition:
         sentences.append(f"decode=sharded has no effect with prefill={prefill.name}")
-    splits = run.prefill.takes_partition or prefill is PrefillName.pipeline
+    splits = run.prefill.takes_partition or run.prefill.searches_chunks
     if not splits and _changed(run.partition, ["name"]):
-        sentences.append(f"partition={partition.name} has no effect with prefill={prefill.name}")
+        what = "prefill.chunk_tokens" if prefill is PrefillName.pipeline else f"prefill={prefill.name}"
+        sentences.append(f"partition={partition.name} has no effect with {what}")
     return sentences
 
 

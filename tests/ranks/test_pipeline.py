@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.inputs.options import PartitionName, PartitionOptions, RunOptions
+from launch.inputs.options import PartitionName, PartitionOptions, RunOptions, ineffective_settings
 from partitioner.simulation.pipeline import simulate_pipeline
 from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
 from runahead.config import DType, ModelName, PrefillName
@@ -185,6 +185,18 @@ def test_stages_in_16_bits_are_compared_together_alone(
         prefill=PrefillOptions(name=PrefillName.pipeline),
     )
     assert all(said in told for told in rank_pools.run(2, pipeline_tasks.loaded_with_poor_layers, run))
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "told"), [(None, []), (100, ["partition=even has no effect with prefill.chunk_tokens"])]
+)
+def test_a_partition_beside_the_length_of_the_chunks_is_told(chunk_tokens: int | None, told: list[str]) -> None:
+    run = RunOptions(
+        policy={"name": "full", "positions": "original"},
+        prefill=PrefillOptions(name=PrefillName.pipeline, chunk_tokens=chunk_tokens),
+        partition=PartitionOptions(name=PartitionName.even),
+    )
+    assert ineffective_settings(run) == told
 
 
 @pytest.mark.parametrize("partition", ["ratios", "table"])
