@@ -104,6 +104,15 @@ class SearchOptions:
         return max(self.stride(length, count), int(self.reach * length))
 
 
+def require_known_heads(prefill: PrefillOptions) -> None:
+    """Check that no policy is needed that says which KV heads stream. Raises: ValueError."""
+    if prefill.streams:
+        raise ValueError(
+            "prefill.attention=streaming_heads is for launch/infer.py with partition=auto, as a policy says which "
+            "heads stream; use causal or xattention"
+        )
+
+
 @dataclass(kw_only=True)
 class SearchRun:
     """Options of one run of partitioner/search.py: `table` is the JSON file that it writes or adds to."""
@@ -120,6 +129,7 @@ class SearchRun:
             raise ValueError("table=<json file> is needed: the file that the partitions are written to")
         if self.prefill.name is PrefillName.single:
             raise ValueError("prefill=single has no partition to search for; use prefill=kv_runahead")
+        require_known_heads(self.prefill)
         speeds, counts = self.search.speeds, self.search.ranks
         if speeds is not None and counts is not None and max(counts) > len(speeds):
             raise ValueError(f"search.speeds has {len(speeds)} ranks but search.ranks goes up to {max(counts)}")

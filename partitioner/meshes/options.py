@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from partitioner.cost.known_gpus import NAMES, KnownGPU, known_gpu
 from partitioner.cost.link import Link
 from partitioner.meshes.units import bytes_per_s, flops
-from partitioner.options import MAX_RANKS, MAX_TOKENS
+from partitioner.options import MAX_RANKS, MAX_TOKENS, require_known_heads
 from policies.byte_size import num_bytes
 from runahead.config import Attention, DecodeOptions, ModelOptions, PrefillOptions, Speculative, require
 
@@ -45,6 +45,7 @@ class PlanPrefill:
             raise ValueError("prefill.speculative=model is not planned, as its draft is not known; use layers")
         if self.attention is Attention.dense:
             raise ValueError("prefill.attention=dense is for prefill=tsp, which is not planned; use causal")
+        require_known_heads(run)
 
     def of_run(self) -> PrefillOptions:
         """The options of a run. Raises: ValueError: one of them is out of range."""

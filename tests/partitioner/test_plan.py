@@ -726,6 +726,7 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         (["decode=first"], "decode=first is not one of auto, last, sharded"),
         (["prefill.density=2"], "prefill.density=2.0 must be above 0 and at most 1"),
         (["prefill.attention=dense"], "prefill.attention=dense is for prefill=tsp"),
+        (["prefill.attention=streaming_heads"], "prefill.attention=streaming_heads is for launch/infer.py"),
         (["prefill.speculative=model"], "prefill.speculative=model is not planned"),
         (["prefill.speculative=layers", "ranks.tensor=2"], "not with ranks.tensor=2"),
         (["prefill.speculative=layers", "prefill.attention=xattention"], "leaves gaps between those that are computed"),

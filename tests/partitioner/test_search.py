@@ -16,6 +16,7 @@ from partitioner.search import SEARCH, main
 from partitioner.searches.points import Points
 from partitioner.table.lookup_table import LookupTable
 from runahead import ContextPartition, Model, PrefillOptions, Ranks, even
+from runahead.config import Attention
 from tests.conftest import RankPools
 from tests.exit_status import exit_status
 from tests.families import build, save_tiny_config
@@ -142,6 +143,12 @@ def test_table_of_another_plan_is_not_added_to(
     assert ended(options(config, path, "link.gbps=10", "search.lengths=[128]", *more)) == 2
     assert message in capsys.readouterr().err
     assert path.read_text() == before
+
+
+def test_heads_of_a_policy_are_refused() -> None:
+    """A search knows no policy, and would answer for attention to all keys."""
+    with pytest.raises(ValueError, match="prefill.attention=streaming_heads is for launch/infer.py"):
+        SearchRun(table="t.json", prefill=PrefillOptions(attention=Attention.streaming_heads))
 
 
 def test_every_option_has_a_default_in_conf() -> None:
