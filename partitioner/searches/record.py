@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from partitioner.cost.compute import ComputeCost
 from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
+from partitioner.cost.sparse import SparseCost, cost_of
 from partitioner.searches.evaluations import Evaluation, SearchResult
 from partitioner.simulation.cluster import Cluster
-from runahead.config import Transfer
+from runahead.config import Attention, PrefillOptions, Transfer
 from runahead.context import ContextPartition
 from runahead.files import read_user_file, write_whole
 
@@ -122,7 +123,7 @@ def _cluster(plain: Any) -> Cluster:
         overrides = {(int(sender), int(receiver)): Link.from_json(link) for sender, receiver, link in plain["links"]}
         links = Links(len(plain["speed"]), Link.from_json(plain["link"]), overrides)
     return Cluster(
-        compute=COMPUTE[plain["compute"]["kind"]].from_json(plain["compute"]["json"]),
+        compute=_compute(plain["compute"]),
         speed=[float(speed) for speed in plain["speed"]],
         links=links,
         kv_bytes_per_token=float(plain["kv_bytes_per_token"]),
@@ -130,10 +131,20 @@ def _cluster(plain: Any) -> Cluster:
         layers_in_flight=int(plain["layers_in_flight"]),
         pass_on_as_landed=bool(plain["pass_on_as_landed"]),
         state_bytes=float(plain.get("state_bytes", 0.0)),
+        block=int(plain.get("block", 1)),
     )
 
 
-def _plain_compute(compute: ComputeCost) -> dict[str, str]:
+def _compute(plain: Any) -> ComputeCost:
+    dense = COMPUTE[plain["kind"]].from_json(plain["json"])
+    if "sparsity" not in plain:
+        return dense
+    return cost_of(dense, PrefillOptions(attention=Attention.xattention, **plain["sparsity"]))
+
+
+def _plain_compute(compute: ComputeCost) -> dict[str, Any]:
+    if isinstance(compute, SparseCost):
+        return _plain_compute(compute.dense) | {"sparsity": asdict(compute.sparsity)}
     for kind, known in COMPUTE.items():
         if isinstance(compute, known):
             return {"kind": kind, "json": compute.to_json()}

@@ -30,7 +30,7 @@ from partitioner.searches.record import SearchRecord, record_path
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.lookup_table import LookupTable
-from runahead.config import Transfer
+from runahead.config import Attention, PrefillOptions, Transfer
 from runahead.context import ContextPartition, even
 from runahead.picture_style import new_figure, rows_and_columns, seconds, set_title, tokens
 from runahead.timeline import picture
@@ -70,6 +70,12 @@ def no_warnings() -> Iterator[None]:
 def cluster_of(ranks: int, **others: Any) -> Cluster:
     options: dict[str, Any] = {"compute": COMPUTE, "links": Links(ranks, LINK), "speed": [1.0] * ranks}
     return Cluster(kv_bytes_per_token=2048.0, **options | others)
+
+
+def sparse(**options: Any) -> Cluster:
+    """A cluster of a search with prefill.attention=xattention."""
+    prefill = PrefillOptions(attention=Attention.xattention, **options)
+    return Cluster.chain(COMPUTE, 2, LINK, kv_bytes_per_token=2048.0, state_bytes=0.0, prefill=prefill, backend="gloo")
 
 
 def search_of(length: int, ranks: int) -> SearchResult:
@@ -287,6 +293,8 @@ CLUSTERS = {
     "free": cluster_of(2, links=None),
     "infinite": cluster_of(2, links=Links(2, Link(latency_s=0.0, bandwidth_Bps=math.inf))),
     "direct": cluster_of(2, transfer=Transfer.direct, layers_in_flight=5, pass_on_as_landed=False),
+    "sparse": sparse(threshold=0.9),
+    "sparse by density": sparse(density=0.25, stride=8),
 }
 
 
@@ -299,6 +307,7 @@ def test_a_cluster_that_was_kept_simulates_the_same(name: str, tmp_path: Path) -
     ends = [length * rank // cluster.num_ranks for rank in range(cluster.num_ranks + 1)]
     split = ContextPartition(boundaries=tuple(ends))
     assert simulate(split, kept, record=True) == simulate(split, cluster, record=True)
+    assert (kept.compute, kept.block) == (cluster.compute, cluster.block)
 
 
 def evaluations_of(cost: Cost, num_tokens: int, num_ranks: int) -> Evaluations:
