@@ -53,6 +53,10 @@ def formula_bytes(
         return (num_ranks - 1) * num_tokens * int(model.config.hidden_size) * model.dtype.itemsize
     if traffic is Traffic.activations:
         return allreduce_bytes(model, num_tokens, num_ranks)
+    # Each stage but the last hands on the state of every layer that holds one.
+    states = (len(partition.chain) - 1) * sum(shape.num_bytes for shape in model.state_shapes)
+    if traffic is Traffic.streamed:
+        return states + streamed_bytes(policies, partition, model, wire_bits)
     tokens = [0] * model.num_layers
     if traffic is Traffic.chain:
         tokens = [chain_tokens(partition)] * model.num_layers
@@ -63,10 +67,6 @@ def formula_bytes(
         tokens = [wanted_zigzag_tokens(num_tokens, num_ranks, in_last_layer=n == last) for n in range(model.num_layers)]
     elif traffic is Traffic.narrowed:
         tokens = narrowed_tokens(policies, partition, model.num_layers)
-    elif traffic is Traffic.streamed:
-        return streamed_bytes(policies, partition, model, wire_bits)
-    # Each stage but the last hands on the state of every layer that holds one.
-    states = (len(partition.chain) - 1) * sum(shape.num_bytes for shape in model.state_shapes)
     sent = [sent_shape(shape, wire_bits).bytes_per_token() for shape in model.kv_shapes]
     return states + sum(each * per_token for each, per_token in zip(tokens, sent, strict=True))
 
@@ -85,7 +85,7 @@ def wanted_zigzag_tokens(num_tokens: int, num_ranks: int, *, in_last_layer: bool
 
 
 def streamed_bytes(policies: Sequence[Policy], partition: ContextPartition, model: Model, wire_bits: int | None) -> int:
-    """Bytes that ranks send of one prompt of which heads that stream need the first and the last tokens alone."""
+    """Bytes of keys and values that ranks send of one prompt; heads that stream need the first and the last tokens."""
     rank_policies = RankPolicies(last=list(policies))
     rank_policies.read_files(model)
     streaming = streaming_of(rank_policies, model, num_tokens=partition.num_tokens, pads=[0])

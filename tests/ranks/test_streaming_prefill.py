@@ -169,6 +169,14 @@ def test_bytes_are_as_predicted(
     assert predicted < formula_bytes(Traffic.chain, partition, model, wire_bits=bits) or max(bounds[1:-1]) <= 12
 
 
+def test_states_are_among_the_bytes(rank_pools: RankPools) -> None:
+    model, bounds = tiny_model("qwen3_next"), (0, 30, 45, 70)
+    policy = GivenHeads(table=[[True] + [False] * (shape.num_kv_heads - 1) for shape in model.kv_shapes])
+    _, outcomes = run(rank_pools, "qwen3_next", [prompt(70)], bounds, options(), policy)
+    predicted = formula_bytes(Traffic.streamed, ContextPartition(boundaries=bounds), model, [policy])
+    assert model.state_shapes and sum(each.kv_sent_bytes for each in outcomes) == predicted
+
+
 @pytest.mark.parametrize("wrong", ["a sink left out", "streaming heads read all", "windows by chunk"])
 def test_mistakes_are_seen(rank_pools: RankPools, wrong: str) -> None:
     ids = prompt(PROMPT_TOKENS)
