@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from policies.base import StreamedHeads
 from policies.razor_attention import RazorAttention
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.attention.masks import MaskRule
+from runahead.attention.op import spans_of
 from runahead.attention.sparse.streaming import Streaming
 from runahead.config import Attention, Carrier, DecodeName, Transfer
 from runahead.features.facts import Setup
@@ -234,6 +237,31 @@ def test_the_window_is_that_of_a_mask(start: int, end: int) -> None:
     ]
     assert ours.window(start, end) in (None, mask.window(start, end))
     assert ours.window(8, 30) == 4
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 5), (2, 12), (0, 13), (11, 12), (12, 13), (5, 40), (20, 41)])
+def test_keys_are_counted_without_a_look_at_each_token(start: int, end: int) -> None:
+    streaming = Streaming.of(StreamedHeads(by_layer=TABLE, sinks=3, recent=8), exact=(), pads=[0, 0])
+    [span] = spans_of(range(end), start=start, num_new=end - start, pads=[0])
+    spans = [replace(span, positions=Ends(start, end))]
+    steps: list[Any] = [SimpleNamespace(runs=[SimpleNamespace(spans=spans)])]
+    streaming._count(0, steps)
+    of_exact, of_streamed = (sum(min(at + 1, most) for at in range(start, end)) for most in (end, 12))
+    assert streaming.counts == {0: (2 * (of_exact + of_streamed), 4 * of_exact)}
+
+
+class Ends(Sequence[int]):
+    """Numbers of which only the first one is known, and how many there are."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._start, self._end = start, end
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def __getitem__(self, place: Any) -> Any:
+        assert place == 0, "looked at"
+        return self._start
 
 
 def test_what_cannot_be_is_refused() -> None:

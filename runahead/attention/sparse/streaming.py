@@ -160,12 +160,19 @@ class Streaming:
         exact, streamed, most = len(self.exact[layer]), len(self.streamed[layer]), self.sinks + self.window
         for span in (span for step in steps for run in step.runs for span in run.spans):  # type: ignore[union-attr]
             num_rows = len(self.pads) if isinstance(span.rows, slice) and span.rows == slice(None) else 1
-            before = [position + 1 for position in span.positions]
-            all_keys, few = sum(before), sum(min(each, most) for each in before)
+            # Positions follow each other: two series, of queries that see all before them and of those that do not.
+            num, first = len(span.positions), span.positions[0] + 1
+            early = min(max(0, most - first), num)
+            all_keys, few = _series(first, num), _series(first, early) + (num - early) * most
             seen += num_rows * (exact * all_keys + streamed * few)
             could += num_rows * (exact + streamed) * all_keys
         if could:
             self.counts[layer] = seen, could
+
+
+def _series(first: int, num: int) -> int:
+    """Sum of so many numbers, each one more than the one before."""
+    return num * (2 * first + num - 1) // 2
 
 
 class _Window(MaskRule):
