@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.masking_utils import sliding_window_causal_mask_function
 
@@ -23,7 +24,8 @@ from policies.razor_attention import RazorAttention
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.attention.masks import MaskRule
 from runahead.attention.op import spans_of
-from runahead.attention.sparse.streaming import Streaming
+from runahead.attention.sparse.heads import Heads
+from runahead.attention.sparse.streaming import Streaming, _bias_of
 from runahead.config import Attention, Carrier, DecodeName, Transfer
 from runahead.features.facts import Setup
 from runahead.features.refused import check
@@ -262,6 +264,24 @@ class Ends(Sequence[int]):
     def __getitem__(self, place: Any) -> Any:
         assert place == 0, "looked at"
         return self._start
+
+
+@pytest.mark.parametrize("numbers", [(0, 2), (1,), (0, 1, 3), (0, 1, 2, 3), ()])
+@pytest.mark.parametrize("shape", [(8, 5), (2, 8, 5)])
+def test_the_bias_of_some_heads_is_selected_without_an_index(numbers: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Which would be a copy to the device. Each of four KV heads has two query heads."""
+    bias, called = torch.rand(shape), list[str]()
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with Noting():
+        found = _bias_of(lambda _: bias, Heads(numbers=numbers, of=4), torch.arange(5))
+    query_heads = [2 * head + of_two for head in numbers for of_two in (0, 1)]
+    assert torch.equal(found, bias[..., query_heads, :])
+    assert called and "index" not in called
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -28,7 +28,7 @@ from policies.base import StreamedHeads
 from runahead.attention import op
 from runahead.attention.masks import MaskRule
 from runahead.attention.op import Codec, KVReader, Lengths, Part, Run, Span, Step, nothing
-from runahead.attention.partial import AttentionTerms, merge
+from runahead.attention.partial import AttentionTerms, KeyBias, merge
 from runahead.attention.sparse.heads import Heads
 
 
@@ -229,15 +229,15 @@ def _within(
         return run._replace(keys=_Reader(run.keys, heads))
 
     if (bias := terms.key_bias) is not None:
-        group = q_BNCH.shape[1] // heads.of
-        rows = [head * group + of_group for head in heads.numbers for of_group in range(group)]
-        terms = replace(terms, key_bias=partial(_bias_of, bias, rows))
+        terms = replace(terms, key_bias=partial(_bias_of, bias, heads))
     found = [step._replace(runs=[run_of(run) for run in step.runs]) for step in steps]
     return heads.select_queries(q_BNCH), found, terms
 
 
-def _bias_of(bias: Callable[[Tensor], Tensor], heads: list[int], keys: Tensor) -> Tensor:
-    return bias(keys)[..., heads, :]
+def _bias_of(bias: KeyBias, heads: Heads, positions: Tensor) -> Tensor:
+    """The bias of the query heads of some KV heads, by slices: an index would go to the device in each call."""
+    of_all = bias(positions)
+    return heads.select(of_all.unflatten(-2, (heads.of, -1)), of_all.dim() - 2).flatten(-3, -2)
 
 
 def _joined(q_BNCH: Tensor, parts: Sequence[tuple[Heads, Part]]) -> Part:
