@@ -34,7 +34,7 @@ command that starts the plan. Weights are not needed, and no rank is started.
   efficiency.matmul=0.64   efficiency.attention=0.38   efficiency.memory=0.8   efficiency.link=0.8
   efficiency.step_us=20    shares of the stated figures that are reached, and the overhead of a step of a layer
   ranks.tensor=<shares>    decode=auto|last|sharded   prefill.wire_bits=8|4   reserve=2GiB
-  prefill.attention=xattention   prefill.threshold=0.95 or prefill.density=<share>   prefill.stride=16
+  prefill.attention=xattention   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16
   prefill.speculative=layers     prefill.speculative_share=0.25   prefill.speculative_layers=<n>
                                  prefill.speculative_chunk=32     prefill.speculative_ahead=8
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...

@@ -39,7 +39,7 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
                             model.dequantize=true|false   model.keep_dequantized=false|true
                             model.weights=full|int8
   prefill.transfer=relay|direct   prefill.layers_in_flight=3   prefill.wire_bits=8|4
-  prefill.attention=xattention   prefill.threshold=0.95 or prefill.density=<share>   prefill.stride=16
+  prefill.attention=xattention   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16
   ranks.device=...   ranks.threads=<n>
   ranks.tensor=<n>       ranks that share one model, a stage: lengths and numbers of ranks are then for stages
 """

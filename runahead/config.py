@@ -374,7 +374,7 @@ class PrefillOptions:
     carrier: Carrier = Carrier.backend
     layers_in_flight: int = 3
     attention: Attention = Attention.causal
-    threshold: float = 0.95
+    threshold: float = 0.99
     density: float | None = None
     stride: int = 16
     exchange: Exchange = Exchange.all_gather

@@ -340,7 +340,7 @@ def test_cfg_job_prints_what_would_run():
         "carrier": "backend",
         "layers_in_flight": 3,
         "attention": "causal",
-        "threshold": 0.95,
+        "threshold": 0.99,
         "density": None,
         "stride": 16,
         "exchange": "all_gather",

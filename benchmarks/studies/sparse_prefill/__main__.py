@@ -139,7 +139,7 @@ STUDY = Study(
     page="sparse_prefill.md",
     options={
         "tokens": option([4096, 8000], "lengths of the prompts"),
-        "threshold": option([0.95], "shares of the expected attention"),
+        "threshold": option([0.99], "shares of the expected attention"),
         "density": {"type": float, "nargs": "*", "default": [], "help": "shares of the blocks, in place of thresholds"},
         "stride": option(16, "tokens of a cell"),
         "config": option(None, "folder of a config, for random weights"),

@@ -43,7 +43,7 @@ class ChoiceRule:
         stride: tokens of a cell, a divisor of the block.
     """
 
-    threshold: float = 0.95
+    threshold: float = 0.99
     density: float | None = None
     stride: int = 16
 
