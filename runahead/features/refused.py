@@ -383,6 +383,12 @@ REFUSED = (
     ),
     Refused(("prefill.attention=streaming_heads", "marks"), MARKED, ALL_KEYS),
     Refused(
+        ("prefill.attention=streaming_heads", "a policy of earlier ranks that narrows"),
+        "{0} lets queries see tokens by their places in the whole prompt, and policy {1} leaves some out of deeper "
+        "layers",
+        "use policy=duo_attention on all ranks",
+    ),
+    Refused(
         ("prefill.attention=streaming_heads", "no policy of streaming heads alone"),
         "{0} takes the heads that stream from a cache policy that runs alone and drops what they do not see",
         "use policy=duo_attention policy.heads=<folder>",

@@ -55,6 +55,7 @@ from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 from tests.combinations import PAGE, table
 from tests.policies.made_up_kvzap import MadeUpKVzap
+from tests.policies.made_up_streaming import MadeUpStreaming
 from tests.ranks.tasks import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,13 +311,23 @@ def test_policies_of_earlier_ranks_end_in_the_same_sentence(row: Refused) -> Non
     setup = setup_with(*row.facts)
     policies, expected = setup.policies or RankPolicies(), told(row, setup)
     earlier = replace(setup, policies=replace(policies, last=policies.others, others=policies.last) or None)
-    if policies.last and not OF_LAST.isdisjoint(row.facts):
+    if (policies.last or policies.others) and not OF_LAST.isdisjoint(row.facts):
         assert told(row, earlier) is None
         return
     assert told(row, earlier) == expected
     with pytest.raises(ValueError) as raised:
         check(earlier)
     assert str(raised.value) == expected
+
+
+def test_streaming_heads_are_refused_beside_earlier_ranks_that_narrow() -> None:
+    """Though the rank that decodes has a policy of such heads alone."""
+    setup = Setup(prefill=PrefillOptions(attention=Attention.streaming_heads))
+    last: list[Policy] = [MadeUpStreaming()]
+    with pytest.raises(ValueError, match="policy PyramidInfer leaves some out of deeper layers; use policy=duo_att"):
+        check(replace(setup, policies=RankPolicies(last=last, others=[PyramidInfer()])))
+    for others in ([], [SnapKV()], last):
+        check(replace(setup, policies=RankPolicies(last=last, others=others)))
 
 
 @pytest.mark.parametrize("last", ["quest", "infllm"])
