@@ -57,8 +57,10 @@ class SparseReport:
     """What a rank's queries attended to in the prefill, by layer; None in layers where they attended to everything.
 
     Attributes:
-        density: blocks of keys that were chosen over those that queries could see.
-        covered: mean share of the attention that these were expected to receive.
+        density: of xattention, blocks of keys that were chosen over those that queries could see; of streaming heads,
+            keys that queries of all heads saw over those before them.
+        covered: mean share of the attention that chosen blocks were expected to receive; None with streaming heads, as
+            nothing expects it.
     """
 
     density: list[float | None]
@@ -208,7 +210,7 @@ class RankReport:
             retrieving policy, but with its indices.
         state_bytes: bytes of the rows' states, part of the two above, in a model with layers that hold states.
         kept_tokens: number of kept tokens by layer, under a cache policy or in fewer bits.
-        attention: density and expected coverage by layer, where queries attend to some blocks of keys alone.
+        attention: density and expected coverage by layer, where queries attend to some keys alone.
         kv_host_bytes: bytes of a retrieving policy's pool.
         retrieval: statistics of a retrieving policy.
         reuse: statistics of segment reuse.
