@@ -171,6 +171,11 @@ class ModelLayers(ABC):
         return [("KV" if kind == "kv" else kind, numbers[kind][number]) for kind, number in self.order]
 
     @property
+    def named_order(self) -> Sequence[tuple[str, int]]:
+        """As `places`, also where no layer holds a state."""
+        return self.places or [("KV", layer) for _, layer in self.order]
+
+    @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 

@@ -240,7 +240,7 @@ def _linked(
         return job.capacity if kind == "kv" and is_last and not policies else chunk.stop
 
     carrier = carrier or TRANSFERS[ranks.backend]
-    of_order = model.places or [("KV", number) for _, number in model.order]
+    of_order = model.named_order
     names = [of_order[each.at] for each in places]
     schedule = TransferSchedule(
         job.partition,

@@ -242,7 +242,7 @@ class StageRun:
         all_waits += [(at, b, e) for at, b, e in asides if e - b >= LEAST_ASIDE_S]
         all_waits.sort(key=lambda wait: wait[1])
         names = {len(layers) - 1: "last MLP and logits"} if self.is_last or self.job.scorer is not None else {}
-        places = self.job.model.places or [("KV", layer) for layer in range(len(self.job.model.order))]
+        places = self.job.model.named_order
         states = {place for place, (kind, _) in enumerate(places) if kind == "state"}
         spans = []
         for layer, (start, end) in enumerate(layers):

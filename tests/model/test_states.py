@@ -420,6 +420,12 @@ def test_the_check_at_load_computes_few_logits(monkeypatch: pytest.MonkeyPatch) 
     assert 40 <= max(rows) <= 60
 
 
+def test_places_have_names_also_where_no_layer_holds_a_state() -> None:
+    plain, with_states = tiny_model("llama"), tiny_model("qwen3_next")
+    assert plain.named_order == [("KV", 0), ("KV", 1), ("KV", 2)] and not plain.places
+    assert with_states.named_order == with_states.places and ("state", 0) in with_states.places
+
+
 def test_states_alone_take_the_bytes_that_are_told() -> None:
     """A model without attention stores no keys and values, and no policy has anything to choose."""
     model, ids = tiny_model("mamba2"), prompt(70)
