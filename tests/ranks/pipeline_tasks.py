@@ -127,14 +127,26 @@ def generate(
     return found
 
 
-def loaded_with_poor_layers(ranks: Ranks, run: RunOptions) -> str:
-    """What ranks say where each stage alone, but not all together, is far off."""
-    with mock.patch.object(LogitsCheck, "require", side_effect=ValueError("off by rounding")):
+def compared(ranks: Ranks, run: RunOptions, is_poor: bool) -> tuple[str, bool, bool]:
+    """What ranks say as they load a model, and whether they compare their stage alone and all stages together.
+
+    Args:
+        is_poor: each stage alone, but not all together, is far off.
+    """
+    said, require = "fine", LogitsCheck.require
+
+    def is_off(*_: Any) -> None:
+        raise ValueError("off by rounding")
+
+    with (
+        mock.patch.object(LogitsCheck, "require", autospec=True, side_effect=is_off if is_poor else require) as alone,
+        mock.patch.object(stage, "differ", side_effect=stage.differ) as together,
+    ):
         try:
             load(run, ranks, even)
         except Exception as error:
-            return str(error)
-    return "fine"
+            said = str(error)
+    return said, alone.called, together.called
 
 
 def joined_wrongly(ranks: Ranks, wrong: str) -> str:

@@ -13,7 +13,7 @@ from partitioner.simulation.pipeline import simulate_pipeline
 from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
 from runahead.config import DType, ModelName, PrefillName
 from tests.conftest import RankPools
-from tests.families import FAMILIES, largest_difference, oracle_logits, oracle_tokens, prompt, save_tiny_config
+from tests.families import FAMILIES, build, largest_difference, oracle_logits, oracle_tokens, prompt, save_tiny_config
 from tests.ranks import pipeline_tasks
 from tests.ranks.test_batch import BATCH
 from tests.ranks.test_exactness import FLOAT32_TOLERANCE, PROMPT_TOKENS, TOLERANCE
@@ -173,18 +173,35 @@ def test_what_chooses_the_chunks_of_a_run(
         assert chunks is None or ContextPartition(boundaries=tuple(boundaries)) == even(435, chunks)
 
 
-@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", "fine"), ("float32", "off by rounding")])
-def test_stages_in_16_bits_are_compared_together_alone(
-    rank_pools: RankPools, tmp_path: Path, dtype: str, said: str
-) -> None:
-    """The last layers of SmolLM2, given embeddings, are off by a quarter of their spread in bfloat16."""
-    config = str(save_tiny_config(tmp_path))
+def compared(
+    rank_pools: RankPools, folder: Path, family: str, dtype: str, *, is_poor: bool = True, **config: Any
+) -> list[tuple[str, bool, bool]]:
+    """What two ranks say of a model, whether each compares its stage alone, and which compares all together."""
+    build(family, **config).config.save_pretrained(folder)
     run = RunOptions(
-        model=ModelOptions(name=ModelName.random, config=config, dtype=DType[dtype]),
+        model=ModelOptions(name=ModelName.random, config=str(folder), dtype=DType[dtype]),
         policy={"name": "full", "positions": "original"},
         prefill=PrefillOptions(name=PrefillName.pipeline),
     )
-    assert all(said in told for told in rank_pools.run(2, pipeline_tasks.loaded_with_poor_layers, run))
+    found: list[tuple[str, bool, bool]] = rank_pools.run(2, pipeline_tasks.compared, run, is_poor)
+    return found
+
+
+def test_stages_in_16_bits_are_compared_together_alone(rank_pools: RankPools, tmp_path: Path) -> None:
+    """The last layers of SmolLM2, given embeddings, are off by a quarter of their spread in bfloat16."""
+    assert compared(rank_pools, tmp_path, "llama", "bfloat16") == [("fine", False, False), ("fine", False, True)]
+    assert all("off by rounding" in said for said, *_ in compared(rank_pools, tmp_path, "llama", "float32"))
+
+
+@pytest.mark.parametrize(("family", "config"), [("mixtral", {}), ("deepseek_v3", {"first_k_dense_replace": 2})])
+def test_each_stage_of_a_mixture_of_experts_is_compared_alone(
+    rank_pools: RankPools, tmp_path: Path, family: str, config: dict[str, Any]
+) -> None:
+    """Logits of all stages do not tell, as in 16 bits rounding exchanges experts. The second has them in one stage."""
+    for said, alone, _ in compared(rank_pools, tmp_path, family, "bfloat16", **config):
+        assert "off by rounding" in said and alone
+    found = compared(rank_pools, tmp_path, family, "bfloat16", is_poor=False, **config)
+    assert found == [("fine", True, False)] * 2
 
 
 @pytest.mark.parametrize(
