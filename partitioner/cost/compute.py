@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 POINTS = ("first_s", "between_s", "own_s", "last_s", "state_s")
@@ -55,6 +55,37 @@ class ComputeCost(Protocol):
 
     def last(self, c: float) -> float:
         """Steps after the last place: output projection, MLP, norm, and the logits of one token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherAttention:
+    """A cost with the steps of another one but for attention, which subclasses give (`own`, `prefix`).
+
+    Attributes:
+        dense: of attention to all keys.
+    """
+
+    dense: ComputeCost
+
+    @property
+    def num_places(self) -> int:
+        return self.dense.num_places
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        return self.dense.states
+
+    def first(self, c: float) -> float:
+        return self.dense.first(c)
+
+    def between(self, c: float) -> float:
+        return self.dense.between(c)
+
+    def state(self, c: float, P: float) -> float:
+        return self.dense.state(c, P)
+
+    def last(self, c: float) -> float:
+        return self.dense.last(c)
 
 
 def layer_s(cost: ComputeCost, c: float, P: float) -> float:

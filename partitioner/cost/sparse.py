@@ -15,7 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from partitioner.cost.compute import ComputeCost
+from partitioner.cost.compute import ComputeCost, OtherAttention
 from runahead.config import SPARSE_BLOCK, Attention, PrefillOptions
 
 CHOSEN, GROWTH = 1.07, 0.35
@@ -30,7 +30,7 @@ MOST_BLOCKS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Sparsity:
-    """What blocks of queries are expected to see: options of a prefill.
+    """Expected share of the keys that blocks of queries see: options of a prefill.
 
     Attributes:
         threshold, density, stride: as of `PrefillOptions`.
@@ -42,7 +42,7 @@ class Sparsity:
 
     @classmethod
     def of(cls, prefill: PrefillOptions) -> Self | None:
-        """That of a prefill; None if it attends to all keys."""
+        """The sparsity of a prefill; None if it attends to all keys."""
         if prefill.attention is not Attention.xattention:
             return None
         return cls(threshold=prefill.threshold, density=prefill.density, stride=prefill.stride)
@@ -85,31 +85,13 @@ def _pairs_of_blocks(sparsity: Sparsity, num_blocks: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseCost:
+class SparseCost(OtherAttention):
     """A cost whose attention is sparse, as a `ComputeCost`.
 
     Layers with windows, which see all keys of theirs, count as the others: their attention is a small part of the mean.
-
-    Attributes:
-        dense: of attention to all keys.
     """
 
-    dense: ComputeCost
     sparsity: Sparsity
-
-    @property
-    def num_places(self) -> int:
-        return self.dense.num_places
-
-    @property
-    def states(self) -> tuple[int, ...]:
-        return self.dense.states
-
-    def first(self, c: float) -> float:
-        return self.dense.first(c)
-
-    def between(self, c: float) -> float:
-        return self.dense.between(c)
 
     def own(self, c: float) -> float:
         """Nothing: a rank does not attend before it has the keys of all tokens before its own."""
@@ -119,12 +101,6 @@ class SparseCost:
         """The choice, and attention of the chunk to what is chosen of itself and of its prefix."""
         share = self.sparsity.share(c, P) + CHOICE / self.sparsity.stride**2
         return share * (self.dense.own(c) + self.dense.prefix(c, P))
-
-    def state(self, c: float, P: float) -> float:
-        return self.dense.state(c, P)
-
-    def last(self, c: float) -> float:
-        return self.dense.last(c)
 
 
 def cost_of(dense: ComputeCost, prefill: PrefillOptions) -> ComputeCost:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from partitioner.cost.compute import ComputeCost
+from partitioner.cost.compute import OtherAttention
 
 if TYPE_CHECKING:
     from runahead.model.model import Model
@@ -28,7 +28,7 @@ class Streams:
 
     @classmethod
     def of(cls, policies: RankPolicies, model: Model, num_tokens: int) -> Self:
-        """Those that a policy says of a model that is loaded.
+        """The streams that a policy names for a model that is loaded.
 
         Args:
             num_tokens: length of the prompt.
@@ -51,40 +51,15 @@ class Streams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingCost:
-    """A cost where some KV heads stream, as a `ComputeCost`.
+class StreamingCost(OtherAttention):
+    """A cost where some KV heads stream, as a `ComputeCost`."""
 
-    Attributes:
-        dense: of attention to all keys.
-    """
-
-    dense: ComputeCost
     streams: Streams
 
-    @property
-    def num_places(self) -> int:
-        return self.dense.num_places
-
-    @property
-    def states(self) -> tuple[int, ...]:
-        return self.dense.states
-
-    def first(self, c: float) -> float:
-        return self.dense.first(c)
-
-    def between(self, c: float) -> float:
-        return self.dense.between(c)
-
     def own(self, c: float) -> float:
-        """Of heads that stream it is attention to as many tokens as a query sees, before the chunk or in it."""
+        """Attention to the chunk; heads that stream see as many tokens as a query, before or in it."""
         share, own = self.streams.share, self.dense.own(c)
         return (1 - share) * own + share * min(own, self.dense.prefix(c, self.streams.tokens))
 
     def prefix(self, c: float, P: float) -> float:
         return (1 - self.streams.share) * self.dense.prefix(c, P)
-
-    def state(self, c: float, P: float) -> float:
-        return self.dense.state(c, P)
-
-    def last(self, c: float) -> float:
-        return self.dense.last(c)

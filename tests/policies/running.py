@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from policies.base import ModelFacts, Phase, Policy
 from policies.duo_attention import DuoAttention
+from policies.experiments.dms import DMS
 from policies.razor_attention import RazorAttention
 from policies.streaming_heads import StreamingHeads
+from runahead import Conversation
 from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import Positions
@@ -19,7 +22,16 @@ from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
 from runahead.thinning.steps import PolicySteps
-from tests.families import build, prompt, throughout
+from tests.conftest import RankPools
+from tests.families import build, largest_difference, prompt, throughout
+from tests.ranks import policy_tasks
+from tests.ranks.tasks import tiny_model
+
+ByHand = Callable[[str, tuple[int, ...]], tuple[Tensor, Any]]
+"""(family, ids) -> logits (S, V) of a text, by a test's own computation in float64, and whatever else it finds."""
+
+MARKED_TOKENS, GENERATED = 40, [5, 7, 11, 13, 17, 19, 23, 29, 31, 37]
+ROUNDING = 1e-9
 
 
 def model_with(kv_heads: int) -> Model:
@@ -126,3 +138,40 @@ class Duo(EveryThird, DuoAttention):
 
 STREAMING = {"razor_attention": Razor, "duo_attention": Duo}
 """Policies whose heads a file tells of a model, without one."""
+
+
+def require_rows_chunks_and_turns(family: str, by_hand: ByHand) -> None:
+    """Compare padded rows, chunks, turns and a conversation of a model that marks tokens with a computation."""
+    model, prompts = tiny_model(family), [prompt(MARKED_TOKENS), prompt(23, seed=1), prompt(7, seed=2)]
+    run, chunked = Run(model, [DMS()], prompts), Run(model, [DMS()], prompts)
+    first, again = run.prefill(), chunked.prefill([17, 1, 12, 10])
+    more = prompt(9, seed=5)
+    decoded = [run.decode(token) for token in GENERATED]
+    turn = run.next_prompt(more)
+    for row, ids in enumerate(prompts):
+        expected, _ = by_hand(family, (*ids, *GENERATED, *more))
+        assert largest_difference(first[row], expected[len(ids) - 1]) < ROUNDING
+        assert largest_difference(again[row], expected[len(ids) - 1]) < ROUNDING
+        for step, logits in enumerate(decoded):
+            assert largest_difference(logits[row], expected[len(ids) + step]) < ROUNDING
+        assert largest_difference(turn[row], expected[-1]) < ROUNDING
+    with throughout(torch.float64):
+        talk = Conversation(model, RankPolicies(last=[DMS()]))
+        talk.feed(torch.tensor([prompts[0]]))
+        peeked = talk.peek(torch.tensor([more]))
+        logits = talk.feed(torch.tensor([more]), all_logits=True)
+    expected, _ = by_hand(family, (*prompts[0], *more))
+    assert largest_difference(logits[0], expected[MARKED_TOKENS:]) < ROUNDING
+    assert largest_difference(peeked[0], expected[MARKED_TOKENS:]) < ROUNDING
+
+
+def require_chains(rank_pools: RankPools, family: str, chosen: RankPolicies, by_hand: ByHand) -> None:
+    """Compare the tokens and first logits of chains of 1 to 3 ranks with a computation."""
+    given = [prompt(MARKED_TOKENS), prompt(23, seed=1)]
+    for bounds in ((0, 40), (0, 21, 40), (0, 1, 20, 40)):
+        batch = rank_pools.run(len(bounds) - 1, policy_tasks.generate, family, given, bounds, chosen, 6)[-1]
+        for ids, generation in zip(given, batch.generations, strict=True):
+            expected, _ = by_hand(family, (*ids, *generation.new_token_ids))
+            assert generation.new_token_ids == expected[len(ids) - 1 : -1].argmax(dim=-1).tolist()
+            for token, logit in generation.first_token_logits_top5:
+                assert abs(float(expected[len(ids) - 1, token]) - logit) < ROUNDING

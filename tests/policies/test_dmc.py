@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from policies.experiments.dms import DMS
 from policies.snapkv import SnapKV
-from runahead import Conversation, DecodeOptions, Engine, Model, PrefillOptions, Ranks, RanksOptions
+from runahead import DecodeOptions, Engine, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import DecodeName, Device, PrefillName
 from runahead.model.marking.means import sums_so_far
 from runahead.reuse.prefix_tree import PrefixTree
@@ -19,12 +19,17 @@ from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import AVERAGING, JOINS, build, largest_difference, prompt, throughout
-from tests.policies.running import Run
-from tests.ranks import policy_tasks
+from tests.policies.running import (
+    GENERATED,
+    MARKED_TOKENS,
+    ROUNDING,
+    Run,
+    require_chains,
+    require_rows_chunks_and_turns,
+)
 from tests.ranks.tasks import tiny_model
 
-NUM_TOKENS, TOLERANCE = 40, 1e-9  # float64
-GENERATED = [5, 7, 11, 13, 17, 19, 23, 29, 31, 37]
+NUM_TOKENS, TOLERANCE = MARKED_TOKENS, ROUNDING  # float64
 
 every_family = pytest.mark.parametrize("family", AVERAGING)
 
@@ -175,27 +180,7 @@ def test_joining_all_is_one_slot_and_joining_none_keeps_all() -> None:
 
 @every_family
 def test_padded_rows_chunks_and_later_turns(family: str) -> None:
-    model, prompts = tiny_model(family), [prompt(NUM_TOKENS), prompt(23, seed=1), prompt(7, seed=2)]
-    run, chunked = Run(model, [DMS()], prompts), Run(model, [DMS()], prompts)
-    first, again = run.prefill(), chunked.prefill([17, 1, 12, 10])
-    more = prompt(9, seed=5)
-    decoded = [run.decode(token) for token in GENERATED]
-    turn = run.next_prompt(more)
-    for row, ids in enumerate(prompts):
-        expected, _ = by_hand(family, (*ids, *GENERATED, *more))
-        assert largest_difference(first[row], expected[len(ids) - 1]) < TOLERANCE
-        assert largest_difference(again[row], expected[len(ids) - 1]) < TOLERANCE
-        for step, logits in enumerate(decoded):
-            assert largest_difference(logits[row], expected[len(ids) + step]) < TOLERANCE
-        assert largest_difference(turn[row], expected[-1]) < TOLERANCE
-    with throughout(torch.float64):
-        talk = Conversation(model, RankPolicies(last=[DMS()]))
-        talk.feed(torch.tensor([prompts[0]]))
-        peeked = talk.peek(torch.tensor([more]))
-        logits = talk.feed(torch.tensor([more]), all_logits=True)
-    expected, _ = by_hand(family, (*prompts[0], *more))
-    assert largest_difference(logits[0], expected[NUM_TOKENS:]) < TOLERANCE
-    assert largest_difference(peeked[0], expected[NUM_TOKENS:]) < TOLERANCE
+    require_rows_chunks_and_turns(family, by_hand)
 
 
 @every_family
@@ -203,14 +188,7 @@ def test_padded_rows_chunks_and_later_turns(family: str) -> None:
 @pytest.mark.sampled(2)
 def test_chains_of_ranks(rank_pools: RankPools, family: str, chosen: RankPolicies) -> None:
     """The first tokens of a rank's chunk may join the last ones of the rank before."""
-    given = [prompt(NUM_TOKENS), prompt(23, seed=1)]
-    for bounds in ((0, 40), (0, 21, 40), (0, 1, 20, 40)):
-        batch = rank_pools.run(len(bounds) - 1, policy_tasks.generate, family, given, bounds, chosen, 6)[-1]
-        for ids, generation in zip(given, batch.generations, strict=True):
-            expected, _ = by_hand(family, (*ids, *generation.new_token_ids))
-            assert generation.new_token_ids == expected[len(ids) - 1 : -1].argmax(dim=-1).tolist()
-            for token, logit in generation.first_token_logits_top5:
-                assert abs(float(expected[len(ids) - 1, token]) - logit) < TOLERANCE
+    require_chains(rank_pools, family, chosen, by_hand)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -186,7 +186,7 @@ def test_pieces_of_a_prompt_have_the_surprises_of_the_whole(name: str) -> None:
 
 
 def test_generated_tokens_and_a_turn_end_in_blocks_too() -> None:
-    """Those of an answer in blocks of `most`, then those of a turn by its surprises."""
+    """An answer has blocks of `most`, a later turn those of its surprises."""
     policy = InfLLM(**OPTIONS | {"recent": 2}, events=EVENTS)
     turns = Turns(tiny_model("llama"), [policy], (50,))
     turns.prefill()
