@@ -87,7 +87,7 @@ class Events:
                 require(value == each.default, f"events.{name}", value, rule)
 
     def with_options(self, value: Any) -> Events:
-        """Those of a dictionary in place of these. Raises: ValueError."""
+        """These options with those of a dictionary in their place. Raises: ValueError."""
         if isinstance(value, Events):
             return value
         known = [field.name for field in fields(self)]

@@ -39,7 +39,7 @@ UNFOUND = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What queries have found, in no order.
+    """Keys that queries have found, in no order.
 
     Attributes:
         slots_BKGf, scores_BKGf: the best slots and their scores; minus infinity where there are fewer.

@@ -14,7 +14,7 @@ from runahead.config import RanksOptions
 
 
 class Measured(Protocol):
-    """What a rank measures with."""
+    """The model with which a rank measures."""
 
     def answer(self, request: dict[str, Any]) -> Any: ...
 

@@ -79,7 +79,7 @@ class Noting(ExactTopK):
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """What a model has of a text: by layer, the view of its keys and the queries (T, N, H) that follow."""
+    """Keys and queries of a text, by layer: the view of its keys and the queries (T, N, H) that follow."""
 
     views: Mapping[int, PromptView]
     q_TNH: Mapping[int, Tensor]
@@ -206,7 +206,7 @@ def _of_faiss(
 
 
 def means(found: list[Line]) -> list[Line]:
-    """Of each index and effort the mean over layers."""
+    """Means over layers, of each index and effort."""
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in newest(*FIELDS, "layer")(found):
         groups.setdefault(tuple(line[name] for name in FIELDS), []).append(line)

@@ -57,7 +57,7 @@ class StreamingCost(OtherAttention):
     streams: Streams
 
     def own(self, c: float) -> float:
-        """Attention to the chunk; heads that stream see as many tokens as a query, before or in it."""
+        """Attention to the chunk; of heads that stream, to the tokens that a query of theirs sees, in it or before."""
         share, own = self.streams.share, self.dense.own(c)
         return (1 - share) * own + share * min(own, self.dense.prefix(c, self.streams.tokens))
 

@@ -245,7 +245,7 @@ class _Drafted:
         return replace(self.work, tokens=tokens)
 
     def fuller(self, held: MeshMemory, partition: ContextPartition) -> MeshMemory:
-        """What is held at the fuller moment: while the draft reads the prompt, or after it.
+        """The memory at the fuller moment: while the draft reads the prompt, or after it.
 
         Args:
             held: after it.
@@ -259,7 +259,7 @@ class _Drafted:
         return held if held.room <= room else replace(held, memory=memory, room=room)
 
     def seconds(self, partition: ContextPartition, cluster: Cluster) -> Seconds:
-        """Of the draft's prefill, and of the tokens that it looks ahead, each in its share of a step's time."""
+        """Seconds of the draft's prefill and of the tokens that it looks ahead, each in its share of a step's time."""
         whole = scaled(partition, self.work.tokens)
         compute = cluster.compute
         assert isinstance(compute, FittedCost | MeasuredCost), "a draft is on each rank as a whole"

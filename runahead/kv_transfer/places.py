@@ -1,4 +1,4 @@
-"""What the messages of each place of a chain's transfer hold: keys and values of a layer, some of them, or a state."""
+"""Contents of the messages of each place of a chain's transfer: a layer's keys and values, part of them, or a state."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class NeverCancelled:
 
 
 def streaming_of(policies: RankPolicies, model: Model, *, num_tokens: int, pads: Sequence[int]) -> Streaming:
-    """What some KV heads see alone of a padded prompt, as a policy says which."""
+    """The streaming heads of a padded prompt, as a policy names them."""
     [policy] = policies.last
     heads = policy.streamed_heads(num_tokens)
     assert heads is not None, policy
@@ -220,7 +220,7 @@ class PrefillJob:
 
     @cached_property
     def streaming(self) -> Streaming | None:
-        """What some KV heads see alone of the prompt, as the policy says which; None: all see all tokens."""
+        """The heads that stream in the prompt, as the policy names them; None: all see all tokens."""
         if not self.options.streams:
             return None
         return streaming_of(self.policies, self.model, num_tokens=self.batch.num_tokens, pads=self.batch.pads)

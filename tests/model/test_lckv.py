@@ -140,7 +140,7 @@ def ours(model: Model, *texts: tuple[int, ...]) -> list[Tensor]:
 @every_family
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 6, NUM_TOKENS])
 def test_logits_are_those_of_dense_passes(family: str, num_tokens: int) -> None:
-    """Of a prompt, of tokens that are generated, and of a turn of several tokens."""
+    """Logits of a prompt, of tokens that are generated, and of a turn of several tokens."""
     texts = tuple(prompt(num_tokens)), *((token,) for token in GENERATED), tuple(prompt(9, seed=1)), (3,)
     for logits, expected in zip(ours(tiny_model(family), *texts), by_hand(family, *texts), strict=True):
         assert largest_difference(logits, expected) < TOLERANCE

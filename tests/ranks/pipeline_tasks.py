@@ -128,7 +128,7 @@ def generate(
 
 
 def compared(ranks: Ranks, run: RunOptions, is_poor: bool) -> tuple[str, bool, bool]:
-    """What ranks say as they load a model, and whether they compare their stage alone and all stages together.
+    """Errors of ranks as they load a model, and whether they compare their stage alone and all stages together.
 
     Args:
         is_poor: each stage alone, but not all together, is far off.

@@ -176,7 +176,7 @@ def test_what_chooses_the_chunks_of_a_run(
 def compared(
     rank_pools: RankPools, folder: Path, family: str, dtype: str, *, is_poor: bool = True, **config: Any
 ) -> list[tuple[str, bool, bool]]:
-    """What two ranks say of a model, whether each compares its stage alone, and which compares all together."""
+    """Answers of two ranks about a model: whether each compares its stage alone, and which compares all together."""
     build(family, **config).config.save_pretrained(folder)
     run = RunOptions(
         model=ModelOptions(name=ModelName.random, config=str(folder), dtype=DType[dtype]),

@@ -30,7 +30,7 @@ MOST_KERNELS = 64
 
 
 class Sizes(NamedTuple):
-    """What a compiled kernel is for."""
+    """The kind of calls that a compiled kernel is for."""
 
     device: torch.device
     dtype: torch.dtype

@@ -57,7 +57,7 @@ class Streaming:
 
     @classmethod
     def of(cls, heads: StreamedHeads, *, exact: Collection[int], pads: Sequence[int]) -> Self:
-        """What a policy says of a prompt, but for these layers, in which all heads see all tokens."""
+        """The heads that a policy names for a prompt, but for these layers, in which all heads see all tokens."""
         by_layer = [[streams and n not in exact for streams in each] for n, each in enumerate(heads.by_layer)]
 
         def chosen(wanted: bool) -> list[Heads]:

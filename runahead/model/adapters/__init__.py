@@ -19,7 +19,7 @@ They are imported for a model of the family."""
 
 
 OWN_FORMS = {"lckv-llama": "runahead.model.reading.lckv:register"}
-"""What registers a family with transformers that has no code there, by model_type."""
+"""Functions that register families which transformers has no code of, by model_type."""
 
 
 def know(model_type: object) -> None:

@@ -144,7 +144,7 @@ def takes_kernel(x: Tensor, *parameters: Tensor | None) -> bool:
 def by_kernel(
     x: Tensor, kernel: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], kind: tuple[object, ...]
 ) -> Tensor | None:
-    """What a kernel of ours computes of a tensor (..., I); None, with a warning once, if it is wrong.
+    """The product of a tensor (..., I) by a kernel of ours; None, with a warning once, if it is wrong.
 
     Its first product of a kind is compared with the plain one, on some of the rows.
 

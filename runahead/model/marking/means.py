@@ -77,7 +77,7 @@ class Averager(Marker):
         hook_after(attention.v_proj, Taking(self, attention, "v"))  # the last of the three
 
     def take(self, attention: Any, name: str, x_BCY: Tensor) -> Tensor:
-        """What is given to RoPE, or is a value, in place of a layer's queries, keys or values.
+        """The rows given to RoPE, or the values, in place of a layer's queries, keys or values.
 
         Memory for keys is filled once the values are there.
         """

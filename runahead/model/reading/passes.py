@@ -74,7 +74,7 @@ def _in_passes(
 def _through(
     members: Sequence[nn.Module], hidden: Tensor, rest: Sequence[Any], keywords: dict[str, Any], *, is_positional: bool
 ) -> Tensor:
-    """Hidden states behind the layers."""
+    """Hidden states after the layers."""
     for member in members:
         given = (hidden, *rest) if is_positional else ()
         hidden = member(*given, **(keywords if is_positional else keywords | {"hidden_states": hidden}))
