@@ -12,7 +12,8 @@ from enum import Enum
 
 from runahead.features.combination import Combination, that_hold
 from runahead.features.facts import Setup
-from runahead.features.refused import REFUSED, Refused
+from runahead.features.refused import REFUSED
+from runahead.features.refused.row import Refused
 
 AUTO = "decode=auto on several stages"
 KEEPS = "cache policies or cache.bits"

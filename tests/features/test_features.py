@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +49,11 @@ from runahead.config import (
     Speculative,
     Weights,
 )
+from runahead.features import refused
 from runahead.features.combination import PLACES, Combination
 from runahead.features.facts import FACTS, Setup
-from runahead.features.refused import REFUSED, Refused, check
+from runahead.features.refused import REFUSED, check
+from runahead.features.refused.row import Refused
 from runahead.features.slower import PREFIXES, SLOWER, Slower, Way, in_the_way_of_prefixes, slower, takes
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
@@ -394,6 +398,12 @@ def test_every_fact_is_in_the_table() -> None:
     assert {fact for row in (*REFUSED, *SLOWER) for fact in row.facts} == set(FACTS) == set(EXAMPLES)
     assert len({row.facts for row in REFUSED}) == len(REFUSED)
     assert len({(row.way, row.facts) for row in SLOWER}) == len(SLOWER)
+
+
+def test_every_file_of_rows_is_in_the_table() -> None:
+    files = pkgutil.iter_modules(refused.__path__, "runahead.features.refused.")
+    rows = [row for file in files for row in getattr(import_module(file.name), "ROWS", ())]
+    assert len(rows) == len(REFUSED) and set(rows) == set(REFUSED)
 
 
 def test_the_page_has_the_table() -> None:
