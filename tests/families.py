@@ -51,6 +51,15 @@ SHARED: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMA4: dict[str, Any] = {
+    "head_dim": 8,
+    "attention_chunk_size": WINDOW,
+    "no_rope_layers": [1, 0, 1],
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "attn_temperature_tuning": False,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,31 +141,10 @@ FAMILIES: dict[str, Family] = {
         model_type="cohere2",
         config={"head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS, "logit_scale": 1.0},
     ),
-    "llama4_text": Family(
-        model_type="llama4_text",
-        config={
-            "head_dim": 8,
-            "attention_chunk_size": WINDOW,
-            "no_rope_layers": [1, 0, 1],
-            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
-            "attn_temperature_tuning": False,
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 48,
-        },
-    ),
+    "llama4_text": Family(model_type="llama4_text", config=LLAMA4),
     "llama4_text_tempered": Family(
         model_type="llama4_text",
-        config={
-            "head_dim": 8,
-            "attention_chunk_size": WINDOW,
-            "no_rope_layers": [1, 0, 1],
-            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
-            "attn_temperature_tuning": True,
-            "floor_scale": 8,
-            "attn_scale": 0.3,
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 48,
-        },
+        config=LLAMA4 | {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.3},
     ),
     "gpt_oss": Family(
         model_type="gpt_oss",

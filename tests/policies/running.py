@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from policies.duo_attention import DuoAttention
 from policies.experiments.dms import DMS
 from policies.razor_attention import RazorAttention
 from policies.streaming_heads import StreamingHeads
-from runahead import Conversation
+from runahead import Conversation, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import Positions
 from runahead.model.model import Model
+from runahead.report import GenerationBatch
 from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
@@ -118,6 +119,27 @@ class Run:
         return logits_BV
 
 
+def require_answers(
+    ranks: Ranks,
+    model: Model,
+    policy: Policy,
+    lengths: Sequence[int],
+    num_new: int,
+    prefill: PrefillOptions | None = None,
+) -> GenerationBatch:
+    """Compare an engine's greedy answers to prompts of these lengths with a `Run` that is given the same tokens."""
+    run = Run(model, [policy], prompts(lengths))
+    with throughout(model.dtype):
+        engine = Engine(model, ranks, prefill=prefill, policies=RankPolicies.everywhere([policy]))
+        batch = engine.generate(prompts(lengths), GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
+    logits_BV = run.prefill()
+    for step in range(num_new):
+        tokens = [generation.new_token_ids[step] for generation in batch.generations]
+        assert logits_BV.argmax(dim=-1).tolist() == tokens
+        logits_BV = run.decode_each(tokens)
+    return batch
+
+
 class EveryThird(StreamingHeads):
     """Every third head retrieves, counted with its layer: in a model with one head all of a layer do, or none."""
 
@@ -138,6 +160,26 @@ class Duo(EveryThird, DuoAttention):
 
 STREAMING = {"razor_attention": Razor, "duo_attention": Duo}
 """Policies whose heads a file tells of a model, without one."""
+
+
+def require_logits(family: str, by_hand: ByHand) -> Iterator[tuple[KeptCache, Any]]:
+    """Compare the logits of a model that marks tokens with a computation, with and without evicting.
+
+    Yields:
+        after the prompt and each given token, what is kept where tokens are evicted, and what the computation found.
+    """
+    text, model = prompt(MARKED_TOKENS), tiny_model(family)
+    kept, full = Run(model, [DMS(evict_every=1)], [text]), Run(model, [], [text])
+    for token in [None, *GENERATED]:
+        if token is None:
+            logits = [run.prefill() for run in (kept, full)]
+        else:
+            text = [*text, token]
+            logits = [run.decode(token) for run in (kept, full)]
+        expected, found = by_hand(family, tuple(text))
+        for ours in logits:
+            assert largest_difference(ours[0], expected[-1]) < ROUNDING
+        yield kept.kept, found
 
 
 def require_rows_chunks_and_turns(family: str, by_hand: ByHand) -> None:

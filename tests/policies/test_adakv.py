@@ -22,7 +22,7 @@ from runahead.cache.kept import KeptLayer
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.policies.running import Run, model_with, prompts
+from tests.policies.running import Run, model_with, prompts, require_answers
 from tests.policies.test_matrix import policy
 from tests.policies.test_scorers import view_of
 from tests.policies.test_selection import signals_of, tensors
@@ -245,16 +245,7 @@ def test_heads_that_come_to_keep_equally_many_are_dense_again() -> None:
 
 
 def test_the_engine_decodes_what_the_policy_left(ranks: Ranks) -> None:
-    model, policies = model_with(4), RankPolicies.everywhere([AdaKV(scorer=SNAPKV)])
-    run = Run(model, list(policies.last), prompts(LENGTHS))
-    logits_BV = [run.prefill()]
-    with throughout(torch.float64):
-        engine = Engine(model, ranks, policies=policies)
-        batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=6, ignore_eos=True))
-    for step in range(6):
-        expected = [generation.new_token_ids[step] for generation in batch.generations]
-        assert logits_BV[-1].argmax(dim=-1).tolist() == expected
-        logits_BV.append(run.decode_each(expected))
+    batch = require_answers(ranks, model_with(4), AdaKV(scorer=SNAPKV), LENGTHS, 6)
     assert batch.ranks[0].kept_tokens == [BUDGET] * 3
     room, per_token, places = 5, 2 * 8 * 8 + 4, 4 * (2 * 3 * 4 + 1) + 8 * 3 * 4
     tokens = 4 * sum(min(BUDGET, length) + room for length in LENGTHS)

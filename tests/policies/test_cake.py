@@ -12,12 +12,12 @@ from torch import Tensor
 from policies.adakv import AdaKV
 from policies.cake import CAKE
 from policies.snapkv import SnapKV
-from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
+from runahead import Conversation, DecodeOptions, Engine, PrefillOptions, Ranks, RanksOptions
 from runahead.config import DecodeName, Device
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import build, prompt, throughout
-from tests.policies.running import Run, prompts
+from tests.policies.running import Run, prompts, require_answers
 from tests.policies.test_adakv import kept_by, model_with
 from tests.ranks import policy_tasks
 from tests.ranks.tasks import tiny_model
@@ -129,21 +129,12 @@ def test_a_chain_keeps_what_one_rank_keeps(rank_pools: RankPools, bounds: tuple[
     assert batch.generations[0].new_token_ids == tokens
 
 
-def test_the_engine_and_a_conversation_decide_once() -> None:
-    model, policies = tiny_model("llama"), RankPolicies.everywhere([POLICY])
-    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-    run = Run(model, [POLICY], prompts(LENGTHS))
-    logits_BV = [run.prefill()]
+def test_the_engine_and_a_conversation_decide_once(ranks: Ranks) -> None:
+    model = tiny_model("llama")
+    for chunk_tokens in (None, WINDOW + 1):
+        require_answers(ranks, model, POLICY, LENGTHS, 3, PrefillOptions(chunk_tokens=chunk_tokens))
     with throughout(torch.float64):
-        for prefill in (PrefillOptions(), PrefillOptions(chunk_tokens=WINDOW + 1)):
-            engine = Engine(model, ranks, prefill=prefill, policies=policies)
-            batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=3, ignore_eos=True))
-            for step in range(3):
-                expected = [generation.new_token_ids[step] for generation in batch.generations]
-                assert logits_BV[step].argmax(dim=-1).tolist() == expected
-                if len(logits_BV) == step + 1:
-                    logits_BV.append(run.decode_each(expected))
-        talk = Conversation(model, policies)
+        talk = Conversation(model, RankPolicies.everywhere([POLICY]))
         talk.feed(torch.tensor([prompt(40)]))
         first = talk.kept_tokens
         assert max(first) < 40 and sum(first) <= BUDGET * LAYERS

@@ -25,6 +25,7 @@ from tests.policies.running import (
     ROUNDING,
     Run,
     require_chains,
+    require_logits,
     require_rows_chunks_and_turns,
 )
 from tests.ranks.tasks import tiny_model
@@ -135,25 +136,13 @@ def test_sums_are_of_the_tokens_that_joined() -> None:
 @every_family
 def test_logits_are_those_of_slots_that_tokens_join(family: str) -> None:
     """With or without freeing what has been averaged into another; then each head has a slot per group of tokens."""
-    ids, model = prompt(NUM_TOKENS), tiny_model(family)
-    kept, full = Run(model, [DMS(evict_every=1)], [ids]), Run(model, [], [ids])
-    text = list(ids)
-    for token in [None, *GENERATED]:
-        if token is None:
-            logits = [run.prefill() for run in (kept, full)]
-        else:
-            text.append(token)
-            logits = [run.decode(token) for run in (kept, full)]
-        expected, slots = by_hand(family, tuple(text))
-        for ours in logits:
-            assert largest_difference(ours[0], expected[-1]) < TOLERANCE
+    for kept, slots in require_logits(family, by_hand):
         # The last token joins one before it with the next token that comes.
-        held = [
-            [sum(at >= 0 for at in head) for head in layer.positions_BKn()[0].tolist()] for layer in kept.kept.layers
-        ]
+        held = [[sum(at >= 0 for at in head) for head in layer.positions_BKn()[0].tolist()] for layer in kept.layers]
         assert held == slots
-    assert any(isinstance(layer, RaggedLayer) for layer in kept.kept.layers)
-    assert 0.2 < sum(map(sum, slots)) / (len(text) * sum(map(len, slots))) < 0.8
+    assert any(isinstance(layer, RaggedLayer) for layer in kept.layers)
+    num_tokens = NUM_TOKENS + len(GENERATED)
+    assert 0.2 < sum(map(sum, slots)) / (num_tokens * sum(map(len, slots))) < 0.8
 
 
 @pytest.mark.parametrize("wrong", ["weighs", "counts", "rotated first"])

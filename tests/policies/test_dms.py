@@ -21,11 +21,11 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import MARKING, MARKS, build, largest_difference, prompt, throughout
 from tests.policies.running import (
-    GENERATED,
     MARKED_TOKENS,
     ROUNDING,
     Run,
     require_chains,
+    require_logits,
     require_rows_chunks_and_turns,
 )
 from tests.ranks.tasks import tiny_model
@@ -74,27 +74,16 @@ def by_hand(family: str, ids: tuple[int, ...], **marks: float) -> tuple[Tensor, 
 @every_family
 def test_logits_are_those_of_whole_matrices_with_or_without_evicting(family: str) -> None:
     """And what is evicted is what the next query does not see; its memory is freed."""
-    ids, model = prompt(NUM_TOKENS), tiny_model(family)
-    kept, full = Run(model, [DMS(evict_every=1)], [ids]), Run(model, [], [ids])
-    text = list(ids)
-    for token in [None, *GENERATED]:
-        if token is None:
-            logits = [run.prefill() for run in (kept, full)]
-        else:
-            text.append(token)
-            logits = [run.decode(token) for run in (kept, full)]
-        expected, seen = by_hand(family, tuple(text))
-        for ours in logits:
-            assert largest_difference(ours[0], expected[-1]) < TOLERANCE
-        for layer, seen_KS in zip(kept.kept.layers, seen, strict=True):
+    for kept, seen in require_logits(family, by_hand):
+        for layer, seen_KS in zip(kept.layers, seen, strict=True):
             positions_Kn = layer.positions_BKn()[0].expand(len(seen_KS), -1)
             held = [[at for at in head if at >= 0] for head in positions_Kn.tolist()]
             assert held == [seen_S.nonzero().flatten().tolist() for seen_S in seen_KS]
     assert 0.3 < sum(int(each.sum()) for each in seen) / sum(each.numel() for each in seen) < 0.8
-    assert any(isinstance(layer, RaggedLayer) for layer in kept.kept.layers)
-    kept.kept.free(room=0)
+    assert any(isinstance(layer, RaggedLayer) for layer in kept.layers)
+    kept.free(room=0)
     tokens = sum(int(each.sum()) for each in seen)
-    assert sum(layer.slab_TBKX.nbytes for layer in kept.kept.layers) == tokens * (8 + 1 + 8) * 8
+    assert sum(layer.slab_TBKX.nbytes for layer in kept.layers) == tokens * (8 + 1 + 8) * 8
 
 
 @every_family

@@ -12,7 +12,7 @@ from policies.base import budget_tokens
 from policies.kvzip import KVzip
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
-from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks
+from runahead import Conversation, DecodeOptions, Engine, Model, PrefillOptions, Ranks
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.attention import CausalAttention
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
@@ -20,7 +20,7 @@ from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import score_prompt
 from tests.families import build, prompt, throughout
-from tests.policies.running import Run, prompts
+from tests.policies.running import Run, prompts, require_answers
 from tests.policies.test_adakv import kept_by
 from tests.ranks.tasks import tiny_model
 
@@ -182,16 +182,7 @@ def test_the_request_comes_before_each_chunk(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("prefill", [PrefillOptions(), PrefillOptions(chunk_tokens=7)], ids=["whole", "in chunks"])
 def test_the_engine_decodes_what_the_policy_left(ranks: Ranks, prefill: PrefillOptions) -> None:
-    model = tiny_model("llama")
-    run = Run(model, [KVZIP], prompts(LENGTHS))
-    logits_BV = [run.prefill()]
-    with throughout(torch.float64):
-        engine = Engine(model, ranks, prefill=prefill, policies=RankPolicies.everywhere([KVZIP]))
-        batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=6, ignore_eos=True))
-    for step in range(6):
-        expected = [generation.new_token_ids[step] for generation in batch.generations]
-        assert logits_BV[-1].argmax(dim=-1).tolist() == expected
-        logits_BV.append(run.decode_each(expected))
+    batch = require_answers(ranks, tiny_model("llama"), KVZIP, LENGTHS, 6, prefill)
     room, per_token, places = 5, 2 * 8 * 8 + 4, 4 * (2 * 3 * 2 + 1) + 8 * 3 * 2
     tokens = sum(min(BUDGET, length) + room for length in LENGTHS)
     assert batch.ranks[0].kv_kept_bytes == 3 * (2 * tokens * per_token + places)

@@ -19,14 +19,14 @@ from policies.head_scores import HeadScores
 from policies.razor_attention import RazorAttention
 from policies.streaming_heads import StreamingHeads, best_heads
 from policies.streaming_llm import StreamingLLM
-from runahead import Conversation, Engine, GenerationOptions, Model, Ranks
+from runahead import Conversation, Model, Ranks
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.thinning.cutting import cut_back
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.policies.running import Run, model_with, prompts
+from tests.policies.running import Run, model_with, prompts, require_answers
 from tests.policies.test_adakv import kept_by
 from tests.ranks.tasks import tiny_model
 from tests.thinning.test_ragged_layer import KEY_DIM, PROMPT, SCALING, TOLERANCE, Both
@@ -382,16 +382,7 @@ def test_a_bad_option_is_refused(kind: type[Policy], options: dict[str, Any], sa
 def test_the_engine_decodes_what_the_policy_left(tmp_path: Path, ranks: Ranks) -> None:
     """Its bytes are those of the tokens that heads keep, with room for new ones."""
     model = model_with(4)
-    policy = duo(tmp_path, model, 0.5)
-    run = Run(model, [policy], prompts(LENGTHS))
-    logits_BV = [run.prefill()]
-    with throughout(torch.float64):
-        engine = Engine(model, ranks, policies=RankPolicies.everywhere([policy]))
-        batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=8, ignore_eos=True))
-    for step in range(8):
-        expected = [generation.new_token_ids[step] for generation in batch.generations]
-        assert logits_BV[-1].argmax(dim=-1).tolist() == expected
-        logits_BV.append(run.decode_each(expected))
+    batch = require_answers(ranks, model, duo(tmp_path, model, 0.5), LENGTHS, 8)
     room, per_token, places = 7, 2 * 8 * 8 + 4, 4 * (2 * 3 * 4 + 1) + 8 * 3 * 4
     tokens = sum(6 * (length + room) + 6 * (min(SINKS + RECENT, length) + room) for length in LENGTHS)
     assert batch.ranks[0].kv_kept_bytes == tokens * per_token + 3 * places

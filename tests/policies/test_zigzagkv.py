@@ -10,13 +10,13 @@ from policies.criticalkv import CriticalKV
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
 from policies.zigzagkv import ZigZagKV, proportional_shares
-from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
+from runahead import Conversation, DecodeOptions, Engine, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.kept import KeptLayer
 from runahead.config import DecodeName, Device
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt, throughout
-from tests.policies.running import Run, prompts
+from tests.policies.running import Run, prompts, require_answers
 from tests.policies.test_adakv import kept_by, model_with
 from tests.ranks.tasks import tiny_model
 
@@ -91,22 +91,13 @@ def test_shares_are_in_proportion_as_far_as_there_is_room(
     assert proportional_shares(weights, total, least=least, most=most) == shares
 
 
-def test_the_engine_and_a_conversation_decide_once() -> None:
+def test_the_engine_and_a_conversation_decide_once(ranks: Ranks) -> None:
     """The engine also where the prompt is computed in chunks; a conversation keeps all of its later turns."""
-    model, policies = tiny_model("llama"), RankPolicies.everywhere([ZIGZAG])
-    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-    run = Run(model, [ZIGZAG], prompts(LENGTHS))
-    logits_BV = [run.prefill()]
+    model = tiny_model("llama")
+    for chunk_tokens in (None, WINDOW + 1):
+        require_answers(ranks, model, ZIGZAG, LENGTHS, 3, PrefillOptions(chunk_tokens=chunk_tokens))
     with throughout(torch.float64):
-        for prefill in (PrefillOptions(), PrefillOptions(chunk_tokens=WINDOW + 1)):
-            engine = Engine(model, ranks, prefill=prefill, policies=policies)
-            batch = engine.generate(prompts(LENGTHS), GenerationOptions(max_new_tokens=3, ignore_eos=True))
-            for step in range(3):
-                expected = [generation.new_token_ids[step] for generation in batch.generations]
-                assert logits_BV[step].argmax(dim=-1).tolist() == expected
-                if len(logits_BV) == step + 1:
-                    logits_BV.append(run.decode_each(expected))
-        talk = Conversation(model, policies)
+        talk = Conversation(model, RankPolicies.everywhere([ZIGZAG]))
         talk.feed(torch.tensor([prompt(40)]))
         first = talk.kept_tokens
         assert talk.cache is not None
