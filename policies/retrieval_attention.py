@@ -112,7 +112,7 @@ class KeyGraph(Index):
         return Found(slots_BKGf=slots.clamp_max(none - 1), scores_BKGf=scores, num_scored=num_scored)
 
     def _linked(self, at_BKGw: Tensor) -> Tensor:
-        """What keys are linked to (B, K, G, c); the number of slots is nothing."""
+        """Slots to which keys are linked (B, K, G, c); the number of slots stands for none."""
         num_linked, degree = self.links_BKnD.shape[2:]
         at_BKx1 = at_BKGw.clamp_max(num_linked - 1).flatten(2).unsqueeze(3)
         to_BKGwD = self.links_BKnD.gather(2, at_BKx1.expand(-1, -1, -1, degree)).unflatten(2, at_BKGw.shape[2:])

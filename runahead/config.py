@@ -479,7 +479,7 @@ class CacheOptions:
 
 @dataclass(kw_only=True)
 class DecodeOptions:
-    """Where keys and values are while decoding, and so which ranks decode."""
+    """Options of the ranks that keep keys and values while decoding, and so decode."""
 
     name: DecodeName = DecodeName.auto
 
@@ -495,7 +495,7 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True, kw_only=True)
 class Guide:
-    """What the text of a row follows.
+    """A JSON schema or a grammar that the text of a row follows.
 
     Attributes:
         text: a JSON schema, as JSON text, or a grammar in llguidance's form of Lark.
@@ -638,7 +638,7 @@ class GenerationOptions:
 
     @property
     def guide(self) -> Guide | None:
-        """What the text of a row follows; None for any text."""
+        """The schema or grammar that the text of a row follows; None if it may be any text."""
         text = self.grammar if self.json_schema is None else self.json_schema
         if text is None:
             return None

@@ -54,7 +54,7 @@ def _mean_of_known(shares: Sequence[float | None]) -> float | None:
 
 @dataclass(kw_only=True)
 class SparseReport:
-    """What a rank's queries attended to in the prefill, by layer; None in layers where they attended to everything.
+    """Shares of the keys that a rank's queries saw in the prefill, by layer; None in layers where they saw all.
 
     Attributes:
         density: of xattention, blocks of keys that were chosen over those that queries could see; of streaming heads,

@@ -1,4 +1,4 @@
-"""Where is a chunked pipeline of layers sooner than a chain, zigzag and TSP? By simulation, on 2 to 64 ranks.
+"""TTFT of a chunked pipeline of layers beside a chain, zigzag and TSP, simulated on 2 to 64 ranks.
 
     python -m benchmarks.studies.pipeline
     python -m benchmarks.studies.pipeline --models "Llama 3 8B" --ranks 2 8
@@ -32,7 +32,7 @@ from runahead.config import Attention, Transfer
 from runahead.context import ContextPartition, even
 
 MATMUL_FLOPS, ATTENTION_FLOPS, MEMORY_BPS = 200e12, 120e12, 2e12
-"""What an A100 reaches: products in fp16, a causal flash kernel, memory."""
+"""Rates that an A100 reaches: products in fp16, a causal flash kernel, memory."""
 BYTES = 2
 """Bytes per number in fp16."""
 STEP_S, LATENCY_S = 20e-6, 10e-6
@@ -175,7 +175,7 @@ def table(found: list[Line]) -> str:
 
 
 DRAWN = {"model": "Llama 3 8B", "tokens": 16384}
-"""What the picture shows."""
+"""Lines that the picture shows."""
 
 
 def by_method(found: list[Line]) -> list[Line]:

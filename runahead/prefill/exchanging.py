@@ -124,7 +124,7 @@ class ExchangingPrefill(Prefill):
 
     @abstractmethod
     def index(self, run: ExchangeRun, schedule: ExchangeSchedule) -> SlabIndex:
-        """Where this rank's tokens and those of other ranks lie in the slabs, and in which order they are attended to.
+        """Places of this rank's tokens and others' in the slabs, and the order in which they are attended to.
 
         No step of it arrives: what does is an `Arriving`.
         """

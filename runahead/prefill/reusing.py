@@ -436,7 +436,7 @@ def _all_kv(cache: KVStore, num_tokens: int) -> list[torch.Tensor]:
 def _stops(
     reused: Sequence[int], prompts: Sequence[Sequence[int]], snapshot_tokens: int, most: float
 ) -> dict[int, list[int]]:
-    """Where states inside prompts are kept, as `PrefillJob.stops`.
+    """Places inside prompts before which states are kept, with their rows, as `PrefillJob.stops`.
 
     Args:
         reused: first tokens of each prompt that are not computed.

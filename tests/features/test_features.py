@@ -386,7 +386,7 @@ def test_policies_of_the_options_are_made_once(program: Any, monkeypatch: pytest
 
 
 def test_a_policy_that_cannot_be_made_ends_in_its_own_error() -> None:
-    """Where the run makes its policies, and not where the options are checked, which say what they know without it."""
+    """The check of the options says what it knows without the policy, and leaves the error to the run."""
     run = RunOptions(policy={"name": "snapkv", "budget": -1})
     assert run.setup.policies is None
     with pytest.raises(ValueError, match="policy.budget=-1"):

@@ -518,7 +518,7 @@ def test_a_speculative_prefill_is_a_draft_of_all_and_a_prefill_of_what_stays() -
 
 
 def test_a_draft_s_keys_and_activations_have_to_fit(tmp_path: Path) -> None:
-    """Where few tokens stay, the draft holds more: of a sixth of the layers all keys and values."""
+    """A draft holds more than what stays where few tokens do: all keys and values of a sixth of the layers."""
     size, work = size_of("llama-8b"), Workload(tokens=262144, tensor=1, new_tokens=1)
     prefill = PrefillOptions(speculative=Speculative.layers, speculative_share=0.01)
     (found,) = _best(size, machine(1, memory=60), replace(work, prefill=prefill))

@@ -70,7 +70,7 @@ def test_thresholds_see_what_was_measured(threshold: float, density: float) -> N
 
 
 def test_halves_of_a_longer_prompt_see_what_was_measured() -> None:
-    """Of 8,000 tokens the first 4,224 saw 46% of the blocks, the others 23%."""
+    """The first 4,224 of 8,000 tokens saw 46% of the blocks, the others 23%."""
     for start, end, density in ((0, 33, 0.46), (33, 63, 0.234)):
         seen = range(start + 1, end + 1)
         pairs = Sparsity(threshold=0.95).share(128 * len(seen), 128 * start) * (len(seen) * start + len(seen) ** 2 / 2)
@@ -93,7 +93,7 @@ def test_longer_prompts_than_are_counted_go_on_alike() -> None:
 
 
 def test_the_split_goes_towards_even_chunks() -> None:
-    """Where later chunks see fewer of their keys, attention makes them less longer."""
+    """Later chunks see a smaller share of the keys before them, and so have less to do than with all keys."""
     ends = [
         equal_work(32_768, 4, cost_of(llama(), given)).boundaries[1]
         for given in (PrefillOptions(), sparse(), sparse(density=0.05))

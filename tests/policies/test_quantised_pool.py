@@ -118,7 +118,7 @@ def as_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["device", "host"])
 def place(request: pytest.FixtureRequest) -> str:
-    """Where codes are: a CPU's own memory, or memory of the host, from which copies arrive late."""
+    """Memory that has the codes: a CPU's own, or the host's, from which copies arrive late."""
     if request.param == "host":
         request.getfixturevalue("copies")
     return str(request.param)

@@ -155,7 +155,7 @@ def recall(index: KeyGraph, k_BKnH: Tensor, q_BNH: Tensor, number: int) -> tuple
 
 
 def test_a_graph_of_queries_leads_queries_further_than_one_of_keys() -> None:
-    """Where queries lie elsewhere than keys. Keys in place of queries, the wrong graph, find less at as many scores."""
+    """Queries here lie elsewhere than keys. A graph of keys in place of queries finds less at as many scores."""
     n, dim = 1500, 16
     spread = torch.linspace(2, 0.2, dim, dtype=torch.float64)
     k_BKnH = drawn(1, 2, n, dim, seed=1) * spread

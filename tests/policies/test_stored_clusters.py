@@ -167,7 +167,7 @@ def test_rows_that_share_a_module_retrieve_as_each_would_alone() -> None:
 
 @pytest.mark.parametrize("pads", [[0], [0, 11]], ids=["alone", "padded"])
 def test_every_token_is_in_one_cluster_of_its_module_which_has_the_mean_of_those_in_the_prompt(pads: list[int]) -> None:
-    """Where clusters of two modules have one number it fails, as where tokens of none join those of a module.
+    """It fails if clusters of two modules share a number, or if tokens of no module join those of one.
 
     Of the first module some tokens are computed again, and of both some are alone; the second row has one of them.
     """

@@ -117,7 +117,7 @@ def generate(
     chunk_tokens: int | None,
     times: int,
 ) -> list[tuple[GenerationBatch, Steps]]:
-    """What `Engine.generate` returns a few times, and the calls of `on_tokens`."""
+    """Results of a few calls of `Engine.generate`, with the calls of `on_tokens`."""
     prefill = PrefillOptions(name=PrefillName.pipeline, chunk_tokens=chunk_tokens)
     engine, found = Engine(stage_of(ranks, family), ranks, prefill=prefill), []
     with throughout(torch.float64):
@@ -150,7 +150,7 @@ def compared(ranks: Ranks, run: RunOptions, is_poor: bool) -> tuple[str, bool, b
 
 
 def joined_wrongly(ranks: Ranks, wrong: str) -> str:
-    """What ranks say whose stages were made wrongly."""
+    """The refusal by ranks whose stages were made wrongly."""
     module, part, keep_layers = rounded("llama_deep"), stage.Stage(ranks), stage.keep_layers
 
     def other_layers(module: Any, layers: range) -> None:

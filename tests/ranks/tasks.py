@@ -111,7 +111,7 @@ def score(
     options: PrefillOptions,
     number: int,
 ) -> list[list[PromptLogprobs]]:
-    """What this rank scores of the tokens of prompts, with so many of the most likely ones."""
+    """Log-probabilities of the tokens of prompts that this rank scores, with so many of the most likely ones."""
     model, batch = tiny_model(family), PromptBatch.from_prompts(prompts, ranks.device)
     scorer = PromptScorer(model, batch.ids_BS, batch.pads, number)
     job = PrefillJob(

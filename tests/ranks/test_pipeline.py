@@ -22,7 +22,7 @@ from tests.ranks.test_memory import DEEP_LAYERS, LAYER_BYTES
 BY_LENGTH = ("llama_dynamic_ntk", "phi3_longrope")
 """Families whose angles depend on the length of the text, which the table refuses."""
 HIDDEN_BYTES = 32 * 8
-"""Of a token in float64."""
+"""Hidden states of a token in float64."""
 
 
 def check_logits(
@@ -107,7 +107,7 @@ def test_stages_that_are_joined_wrongly_are_found(rank_pools: RankPools, wrong: 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 400])
 def test_chunks_alone_bound_what_is_computed_at_a_time(rank_pools: RankPools, chunk_tokens: int | None) -> None:
-    """Where a whole model would compute blocks of rows, and compare them first."""
+    """With 300 tokens a whole model would compute blocks of rows, and compare them first."""
     ids = prompt(300)
     options = GenerationOptions(max_new_tokens=3, ignore_eos=True)
     for [(batch, _)] in rank_pools.run(2, pipeline_tasks.generate, "llama", [ids], options, chunk_tokens, 1):

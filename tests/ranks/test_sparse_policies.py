@@ -172,7 +172,7 @@ def test_steps_see_what_the_policy_left_of_a_sparse_prefill(rank_pools: RankPool
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.sampled(8)
 def test_a_chain_is_what_one_rank_does(rank_pools: RankPools, policy: Policy | list[Policy], bits: int | None) -> None:
-    """Of padded rows; the last rank has all keys and values, and the queries of the window."""
+    """Rows are padded; the last rank has all keys and values, and the queries of the window."""
     steps = policy if isinstance(policy, list) else [policy]
     policies = RankPolicies.everywhere(steps, storage=CacheOptions(bits=bits, residual=8))
     prompts = [prompt(NUM_TOKENS), prompt(333, seed=3)]

@@ -269,7 +269,7 @@ class Ends(Sequence[int]):
 @pytest.mark.parametrize("numbers", [(0, 2), (1,), (0, 1, 3), (0, 1, 2, 3), ()])
 @pytest.mark.parametrize("shape", [(8, 5), (2, 8, 5)])
 def test_the_bias_of_some_heads_is_selected_without_an_index(numbers: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Which would be a copy to the device. Each of four KV heads has two query heads."""
+    """An index would be a copy to the device. Each of four KV heads has two query heads."""
     bias, called = torch.rand(shape), list[str]()
 
     class Noting(TorchDispatchMode):

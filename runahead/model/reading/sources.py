@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which layer reads whose keys and values.
+    """The layer whose keys and values each layer of a model reads.
 
     Attributes:
         sources: of each layer, the one whose keys and values it reads.

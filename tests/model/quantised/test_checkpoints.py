@@ -160,7 +160,7 @@ def test_settings_that_are_wrong_are_told(case: str, tmp_path: Path) -> None:
 
 
 def test_bits_may_be_called_w_bit_and_have_to_be_there(tmp_path: Path) -> None:
-    """Where the shapes do not tell."""
+    """Unless shapes tell them; here zeros have the shape of no number of bits."""
     checkpoints.save(tmp_path, "gptq")
     name = "model.layers.0.mlp.up_proj.qzeros"
     edit_weights(tmp_path, lambda weights: weights.update({name: weights[name][:, :1].contiguous()}))
