@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, require
+from policies.base import LayerView, Phase, require, require_default
 from policies.kept_slots import first_slots
 from policies.wrapper import Wrapper
 
@@ -44,6 +44,8 @@ class AdaKV(Wrapper, name="adakv"):
             raise ValueError(
                 f"policy.scorer={type(self.scorer).__name__} shares out its budget over heads by itself; use it alone"
             )
+        rule = "with adakv, which keeps all generated tokens; leave it out"
+        require_default(self.scorer, "evict_every", rule=rule, prefix="scorer.")
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         """The scorer's bound, on average over the KV heads of a layer."""

@@ -11,7 +11,7 @@ policy that declares it (`keeps_ragged`) may keep different numbers of tokens in
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -604,6 +604,20 @@ def require_least(options: object, **least: int) -> None:
     """Raise a ValueError for the first of these options that is below its least value."""
     for name, value in least.items():
         require(getattr(options, name) >= value, name, getattr(options, name), f"must be at least {value}")
+
+
+def require_default(options: object, *names: str, given: bool = True, rule: str, prefix: str = "") -> None:
+    """Raise a ValueError for the first of these options that is given although it has no effect.
+
+    Args:
+        options: a dataclass; an option that has its default counts as not given.
+        given: whether others are given by which these have none.
+        rule: why, and what to do.
+        prefix: of the options' names, such as "scorer.".
+    """
+    for each in fields(options) if given else ():  # type: ignore[arg-type]
+        value = getattr(options, each.name)
+        require(each.name not in names or value == each.default, prefix + each.name, value, f"has no effect {rule}")
 
 
 def choice(option: str, kind: type[E], value: E | str) -> E:

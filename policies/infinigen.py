@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import ModelFacts, require, require_least
+from policies.base import ModelFacts, require, require_default, require_least
 from policies.columns import Columns
 from policies.retriever import (
     Choice,
@@ -126,6 +126,12 @@ class InfiniGen(Retriever, name="infinigen"):
         require(
             self.first_ahead >= 1, "first_ahead", self.first_ahead, "must be at least 1: no layer is before layer 0"
         )
+        rule = f"with policy.fetch={self.fetch}, which is a fixed number; leave one of them out"
+        require_default(self, "alpha", "max_fetch", given=self.fetch is not None, rule=rule)
+        rule = "with policy.ahead=false, which predicts no queries; leave it out"
+        require_default(self, "first_ahead", given=self.ahead is False, rule=rule)
+        rule = f"with policy.skew={self.skew}, which has queries of its own; leave it out"
+        require_default(self, "observed", given=not self.needs_queries, rule=rule)
         if self.skew not in ("auto", "none"):
             Skew.load(self.skew)  # finds mistakes in the file before the model is loaded
 

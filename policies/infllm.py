@@ -23,7 +23,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import Budget, PromptPart, require, require_least
+from policies.base import Budget, PromptPart, require, require_default, require_least
 from policies.block_index import BlockIndex, BlocksOfRows
 from policies.events import EventRetriever
 from policies.retriever import Choice, Group, Index, PromptView, Slots, most_needed, need_of_group
@@ -114,6 +114,8 @@ class InfLLM(EventRetriever, name="infllm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, block=1, representatives=1, observed=1)
+        rule = "with policy.events.by=surprise; use policy.events.most"
+        require_default(self, "block", given=self.needs_surprise, rule=rule)
         require(self.fetch is not None, "fetch", self.fetch, "must be given: blocks are ranked, not compared")
         require(self.late is None, "late", self.late, "does not go with infllm, which chooses for all heads together")
         if self.clamped:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.base import LayerView, require, require_least
+from policies.base import LayerView, require, require_default, require_least
 from policies.h2o import H2O
 
 
@@ -45,6 +45,7 @@ class Keyformer(H2O, name="keyformer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, tau_tokens=1, seed=0)
+        require_default(self, "seed", given=not self.noise, rule="with policy.noise=false; leave it out")
         for option in ("tau", "last_tau"):
             value = getattr(self, option)
             require(0.01 <= value < math.inf, option, value, "must be a temperature of at least 0.01")

@@ -21,7 +21,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from policies.base import Budget, LayerView, ModelFacts, Phase, PromptPart, require
+from policies.base import Budget, LayerView, ModelFacts, Phase, PromptPart, require, require_default
 from policies.kept_slots import first_slots
 from policies.score_maps import FILES, ScoreMaps
 from policies.scorer import Scorer
@@ -60,6 +60,13 @@ class KVzap(Scorer, name="kvzap"):
         if self.threshold is not None:
             require(math.isfinite(self.threshold), "threshold", self.threshold, "must be a number")
         ScoreMaps.load(self.predictor)  # finds mistakes in the file before the model is loaded
+
+    def _require_room(self) -> None:
+        if self.threshold is None:
+            super()._require_room()
+        else:
+            rule = f"with policy.threshold={self.threshold}; leave one of them out"
+            require_default(self, "budget", rule=rule)
 
     @property
     def keeps_ragged(self) -> bool:  # type: ignore[override]

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from policies.base import require_default
 from policies.retriever import Choice, Index, PromptView, Retriever, Slots
 
 
@@ -25,6 +26,12 @@ class Offload(Retriever, name="offload"):
 
     compares_by_kv_head: ClassVar[bool] = False
     asks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = "with offload, which fetches all tokens; leave it out"
+        require_default(self, "fetch", "group", rule=rule)
+        require_default(self, "sinks", "recent", given=self.pool.bytes is None, rule=rule)
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         return True

@@ -34,7 +34,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Phase, Policy, PromptPart, choice, require, require_least
+from policies.base import Budget, LayerView, Phase, Policy, PromptPart, choice, require, require_default, require_least
 from policies.kept_slots import best_slots, kept_by_row
 
 
@@ -116,7 +116,14 @@ class PyramidInfer(Policy, name="pyramidinfer"):
         if self.voters is not None:
             require(self.voters >= 1, "voters", self.voters, "must be at least 1 token, or null for all recent ones")
         require(0 < self.newest_weight < math.inf, "newest_weight", self.newest_weight, "must be above 0")
-        if self.schedule is not KeepSchedule.cosine:
+        rule = "without policy.select=top_p; leave it out"
+        require_default(self, "top_p", "decay", given=self.select is not Select.top_p, rule=rule)
+        is_cosine = self.schedule is KeepSchedule.cosine
+        rule = "with policy.schedule=cosine, whose shape is policy.cosine_start; leave it out"
+        require_default(self, "mean_keep", given=is_cosine, rule=rule)
+        rule = "without policy.schedule=cosine; leave it out"
+        require_default(self, "cosine_start", given=not is_cosine, rule=rule)
+        if not is_cosine:
             rule = f"must be above policy.recent_ratio={self.recent_ratio}, which every layer keeps"
             require(self.mean_keep > self.recent_ratio, "mean_keep", self.mean_keep, rule)
 

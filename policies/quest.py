@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, choice, require_least
+from policies.base import Budget, choice, require_default, require_least
 from policies.block_index import BlockIndex, BlocksOfRows
 from policies.events import EventRetriever
 from policies.retriever import Choice, Index, PromptView, Slots, most_needed, need_of_group
@@ -173,6 +173,8 @@ class Quest(EventRetriever, name="quest"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, page=1)
+        rule = "with policy.events.by=surprise; use policy.events.most"
+        require_default(self, "page", given=self.needs_surprise, rule=rule)
         self.digest = choice("digest", Digest, self.digest)
 
     def index(self, view: PromptView) -> Index:

@@ -16,7 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from policies.base import Budget, ModelFacts, PromptPart, budget_tokens, check_budget, require, require_least
+from policies.base import (
+    Budget,
+    ModelFacts,
+    PromptPart,
+    budget_tokens,
+    check_budget,
+    require,
+    require_default,
+    require_least,
+)
 from policies.head_scores import HeadScores
 from policies.streaming_heads import StreamingHeads, best_heads
 
@@ -52,6 +61,8 @@ class RazorAttention(StreamingHeads, name="razor_attention"):
             require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be a share of the heads in [0, 1]")
         check_budget(self.recent, "recent")
         require_least(self, sinks=0, least_recent=0)
+        rule = f"with policy.recent={self.recent}, which is a number; leave one of them out, or make that a share"
+        require_default(self, "least_recent", given=isinstance(self.recent, int), rule=rule)
         if self.heads is not None:
             HeadScores.load(self.heads)  # finds mistakes in the file before the model is loaded
 

@@ -13,7 +13,17 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Phase, Policy, PromptPart, budget_tokens, check_budget, require_least
+from policies.base import (
+    Budget,
+    LayerView,
+    Phase,
+    Policy,
+    PromptPart,
+    budget_tokens,
+    check_budget,
+    require_default,
+    require_least,
+)
 from policies.kept_slots import best_slots, kept_by_row
 
 
@@ -43,6 +53,12 @@ class Scorer(Policy, ABC):
     def __post_init__(self) -> None:
         check_budget(self.budget)
         require_least(self, sinks=0, recent=0, evict_every=1)
+        rule = f"with {self.name}, which keeps all generated tokens; leave it out"
+        require_default(self, "evict_every", given=not self.while_decoding, rule=rule)
+        self._require_room()
+
+    def _require_room(self) -> None:
+        """Check that the budget has room for sinks and recent tokens. Raises: ValueError."""
         if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
             raise ValueError(
                 f"policy.budget={self.budget} has no room for policy.sinks={self.sinks} and "

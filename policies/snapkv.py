@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from policies.base import LayerView, Phase, PromptPart, choice, require
+from policies.base import LayerView, Phase, PromptPart, choice, require, require_default
 from policies.scorer import Scorer
 
 
@@ -45,6 +45,8 @@ class SnapKV(Scorer, name="snapkv"):
         self.pooling = choice("pooling", Pooling, self.pooling)
         require(self.window >= 1, "window", self.window, "must be at least 1 token")
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "must be an odd number of tokens")
+        rule = "with policy.kernel=1, which pools nothing; use policy.kernel=3 or more"
+        require_default(self, "pooling", given=self.kernel == 1, rule=rule)
         self.recent = max(self.recent, self.window)
         if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
             raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {self.recent}")

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import Budget, require, require_least
+from policies.base import Budget, require, require_default, require_least
 from policies.clusterkv import ClusterKV
 from policies.clusters import Ranking
 from policies.retriever import Choice, Group, Index, PromptView, Slots, num_needed
@@ -67,7 +67,10 @@ class SqueezedAttention(ClusterKV, name="squeezed_attention"):
             least, most = self.coarse_quantile, self.quantile
             require(0 <= least <= most, "coarse_quantile", least, f"must be from 0 to policy.quantile={most}")
             require(self.fetch is None, "coarse", self.coarse, "has a threshold; leave policy.fetch out")
+        require_default(self, "coarse_quantile", given=not self.coarse, rule="without policy.coarse; leave it out")
         require(0 < self.max_fetch <= 1, "max_fetch", self.max_fetch, "must be above 0 and at most 1")
+        rule = f"with policy.fetch={self.fetch}, which is a fixed number; leave one of them out"
+        require_default(self, "quantile", "max_fetch", given=self.fetch is not None, rule=rule)
         require_least(self, observed=1)
         if self.group not in (Group.mean, Group.max):
             raise ValueError(

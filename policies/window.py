@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView
+from policies.base import LayerView, require_default
 from policies.scorer import Scorer
 
 
@@ -17,6 +17,11 @@ class Window(Scorer, name="window"):
     """Score: the position of the token."""
 
     chooses_alike: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = f"with {self.name}, which keeps the last tokens anyway; use policy.budget"
+        require_default(self, "recent", rule=rule)
 
     @property
     def last_queries(self) -> int:

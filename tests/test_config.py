@@ -1,12 +1,23 @@
 """Options check themselves, in one line, and work as OmegaConf schemas."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
 
 from launch.inputs.options import Chat, PartitionOptions, PromptOptions, RunOptions, ineffective_settings
-from runahead.config import DType, GenerationOptions, ModelName, ModelOptions, PrefillOptions, RanksOptions, Transfer
+from launch.server.options import ServeRun, warnings
+from runahead.config import (
+    CacheOptions,
+    DType,
+    GenerationOptions,
+    ModelName,
+    ModelOptions,
+    PrefillOptions,
+    RanksOptions,
+    Transfer,
+)
 
 
 def test_defaults_are_a_valid_run():
@@ -121,6 +132,41 @@ def test_settings_without_effect_are_told():
         ]
         assert ineffective_settings(RunOptions(prefill=PrefillOptions(name=prefill.name))) == []
     assert not ineffective_settings(RunOptions(generation=GenerationOptions(do_sample=True, temperature=0.5, top_k=3)))
+
+
+GUIDED = GenerationOptions(stop=["a"], include_stop=True, kept_tokens=["<s>"], logprobs=2)
+WITHOUT_EFFECT: list[tuple[RunOptions, list[str]]] = [
+    (RunOptions(generation=GenerationOptions(include_stop=True)), ["generation.include_stop"]),
+    (RunOptions(generation=replace(GUIDED, skip_special_tokens=False), report="a.json"), ["generation.kept_tokens"]),
+    (RunOptions(generation=GUIDED), ["generation.logprobs"]),
+    (RunOptions(generation=GUIDED, report="a.json"), []),
+    (RunOptions(prompt=PromptOptions(text="a", batch=4)), ["prompt.batch"]),
+    (RunOptions(prompt=PromptOptions(random_tokens=9, batch=4)), []),
+    (RunOptions(prompt=PromptOptions(file="a.jsonl", batch=4)), []),
+    (RunOptions(model=ModelOptions(trust_remote_code=True)), ["model.trust_remote_code"]),
+    (RunOptions(model=ModelOptions(dequantize=False)), ["model.dequantize"]),
+    (RunOptions(model=ModelOptions(keep_dequantized=True)), ["model.keep_dequantized"]),
+    (
+        RunOptions(model=ModelOptions(name="hf", path="a", keep_dequantized=True, trust_remote_code=True)),  # type: ignore[arg-type]
+        [],
+    ),
+    (RunOptions(cache=CacheOptions(residual=64)), ["cache.residual"]),
+    (RunOptions(prefill=PrefillOptions(stride=8)), ["prefill.stride"]),
+]
+
+
+@pytest.mark.parametrize(("run", "options"), WITHOUT_EFFECT)
+def test_each_option_without_effect_beside_others_is_told_alone(run, options):
+    assert [sentence.split(" has no effect ")[0] for sentence in ineffective_settings(run)] == options
+
+
+def test_a_server_tells_what_has_no_effect_on_its_engine():
+    run = ServeRun(cache=CacheOptions(residual=64), prefill=PrefillOptions(stride=8), generation=GUIDED)
+    assert warnings(run) == [
+        "prefill.stride has no effect without prefill.attention=xattention",
+        "cache.residual has no effect without cache.bits",
+    ]
+    assert warnings(ServeRun()) == []
 
 
 def test_sampling_options_beside_those_of_the_checkpoint_may_have_an_effect():

@@ -302,18 +302,21 @@ def setup_of(run: Any, options: Mapping[str, Any]) -> Setup:
     )
 
 
+Unused = tuple[str, list[str], bool, str]
+"""A group of options, some of them, whether these have no effect, and with or without what."""
+
+
 def ineffective_settings(run: RunOptions) -> list[str]:
     """A sentence for each option that differs from its default and has no effect in this run."""
-    prompt, prefill, partition, model = run.prompt, run.prefill.name, run.partition.name, run.model.name
+    prompt, prefill, partition = run.prompt, run.prefill.name, run.partition.name
     is_single = prompt.ids_file is None and not (prompt.file or "").lower().endswith(".jsonl")
     sampling = ["temperature", "top_p", "top_k", "min_p", "seed"]
     drafting, speculate = ["speculate_tokens", "speculate_always"], run.generation.speculate
     drafts = speculate in (Speculate.policy, Speculate.model)
     looks_up = speculate is Speculate.lookup or (drafts and run.draft.speculate is Speculate.lookup)
-    is_chain, is_sparse = prefill not in (PrefillName.tsp, PrefillName.zigzag), run.prefill.is_sparse
-    chain_only = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
-    of_sparse = ["threshold", "density", "stride"]
-    unused: list[tuple[str, list[str], bool, str]] = [
+    stops = bool(run.generation.stop or run.generation.stop_token_ids)
+    unused: list[Unused] = [
+        ("prompt", ["batch"], is_single and prompt.random_tokens is None, "on a single prompt"),
         ("prompt", ["skip_invalid"], is_single, "on a single prompt"),
         ("prompt", ["prefix_cache_bytes"], is_single, "on a single prompt"),
         ("prompt", ["chat_template"], prompt.chat is Chat.false, "with prompt.chat=false"),
@@ -331,6 +334,14 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             not looks_up,
             "without speculate=lookup",
         ),
+        ("generation", ["include_stop"], not stops, "without generation.stop or generation.stop_token_ids"),
+        (
+            "generation",
+            ["kept_tokens"],
+            not run.generation.skip_special_tokens,
+            "with generation.skip_special_tokens=false",
+        ),
+        ("generation", ["logprobs"], run.report is None, "without report="),
         (
             "draft",
             ["model", "overrides"],
@@ -338,6 +349,42 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             "without generation.speculate=model or prefill.speculative=model",
         ),
         ("draft", ["speculate"], not drafts, "without generation.speculate=policy or model"),
+        ("cache", ["tier_bits"], run.policy["name"] != "prompt_cache", "without policy=prompt_cache"),
+        (
+            "model",
+            ["seed"],
+            run.model.name is not ModelName.random and prompt.random_tokens is None,
+            "without model=random",
+        ),
+    ]
+    sentences = _sentences(run, unused) + ineffective_engine_settings(run)
+    if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
+        sentences.append("policy.positions has no effect with policy=full")
+    sentences += ineffective_options(run.policy)
+    if run.draft.policy and speculate is not Speculate.policy:
+        sentences.append("draft.policy has no effect without generation.speculate=policy")
+    else:
+        sentences += ineffective_options(run.draft.policy, "draft.policy")
+    if run.decode.name is DecodeName.sharded and not run.prefill.takes_partition:
+        sentences.append(f"decode=sharded has no effect with prefill={prefill.name}")
+    splits = run.prefill.takes_partition or run.prefill.searches_chunks
+    if not splits and _changed(run.partition, ["name"]):
+        what = "prefill.chunk_tokens" if prefill is PrefillName.pipeline else f"prefill={prefill.name}"
+        sentences.append(f"partition={partition.name} has no effect with {what}")
+    return sentences
+
+
+def ineffective_engine_settings(run: Any) -> list[str]:
+    """A sentence for each option of model, prefill, partition and cache that has no effect, whatever the prompts.
+
+    Args:
+        run: with these groups.
+    """
+    prefill, partition, model = run.prefill.name, run.partition.name, run.model.name
+    is_chain, is_sparse = prefill not in (PrefillName.tsp, PrefillName.zigzag), run.prefill.is_sparse
+    chain_only = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
+    of_sparse = ["threshold", "density", "stride"]
+    unused: list[Unused] = [
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         (
             "prefill",
@@ -361,7 +408,6 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             "without prefill.speculative=layers",
         ),
         ("cache", ["residual", "residual_bits"], run.cache.bits is None, "without cache.bits"),
-        ("cache", ["tier_bits"], run.policy["name"] != "prompt_cache", "without policy=prompt_cache"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
         ("partition", ["learn", "alone"], partition is not PartitionName.auto, "without partition=auto"),
         (
@@ -370,28 +416,19 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             prefill is PrefillName.pipeline and partition is PartitionName.auto,
             "with prefill=pipeline",
         ),
-        ("model", ["seed"], model is not ModelName.random and prompt.random_tokens is None, "without model=random"),
+        ("model", ["dequantize", "keep_dequantized"], model is not ModelName.hf, f"with model={model.name}"),
+        ("model", ["trust_remote_code"], model is ModelName.smollm2, f"with model={model.name}"),
     ]
-    sentences = [
+    return _sentences(run, unused)
+
+
+def _sentences(run: Any, unused: list[Unused]) -> list[str]:
+    return [
         f"{section}.{name} has no effect {reason}"
         for section, names, is_unused, reason in unused
         if is_unused
         for name in _changed(getattr(run, section), names)
     ]
-    if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
-        sentences.append("policy.positions has no effect with policy=full")
-    sentences += ineffective_options(run.policy)
-    if run.draft.policy and speculate is not Speculate.policy:
-        sentences.append("draft.policy has no effect without generation.speculate=policy")
-    else:
-        sentences += ineffective_options(run.draft.policy, "draft.policy")
-    if run.decode.name is DecodeName.sharded and not run.prefill.takes_partition:
-        sentences.append(f"decode=sharded has no effect with prefill={prefill.name}")
-    splits = run.prefill.takes_partition or run.prefill.searches_chunks
-    if not splits and _changed(run.partition, ["name"]):
-        what = "prefill.chunk_tokens" if prefill is PrefillName.pipeline else f"prefill={prefill.name}"
-        sentences.append(f"partition={partition.name} has no effect with {what}")
-    return sentences
 
 
 def _changed(options: Any, names: list[str]) -> list[str]:

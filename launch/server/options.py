@@ -9,7 +9,14 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from launch.inputs.options import AUTO, PartitionOptions, only_outer, require_tree_size, setup_of
+from launch.inputs.options import (
+    AUTO,
+    PartitionOptions,
+    ineffective_engine_settings,
+    only_outer,
+    require_tree_size,
+    setup_of,
+)
 from launch.inputs.policies import checked, ineffective_options
 from launch.server.answer.calls import ToolForm
 from launch.server.request.template_variables import RESERVED
@@ -235,8 +242,8 @@ class ServeRun:
 
 
 def warnings(run: ServeRun) -> list[str]:
-    """A sentence if other machines can use the server without a key, and for each policy option without effect."""
-    sentences = ineffective_options(run.policy)
+    """A sentence if other machines can use the server without a key, and for each option without effect."""
+    sentences = ineffective_options(run.policy) + ineffective_engine_settings(run)
     if run.serve.api_key_file is None and run.serve.host not in LOCAL_HOSTS:
         sentences.append(
             f"serve.host={run.serve.host} without serve.api_key_file: whoever reaches this address can use the server"

@@ -39,7 +39,7 @@ RESIDUAL = 8
 LAYERS = range(3)
 
 Stored = tuple[list[Policy], CacheOptions]
-SNAPKV = SnapKV(budget=12, window=4, kernel=3, evict_every=4)
+SNAPKV = SnapKV(budget=12, window=4, kernel=3)
 KINDS: dict[str, Stored] = {
     "all": ([], CacheOptions()),
     "4 bits": ([], CacheOptions(bits=4, residual=RESIDUAL)),

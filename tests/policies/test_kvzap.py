@@ -113,8 +113,8 @@ def test_generated_tokens_have_scores_in_a_later_turn_under_adakv() -> None:
             return super().predicted(view) - 20
 
     found = []
-    scorer = Lower(budget=30, sinks=2, recent=3, evict_every=1000)
-    for policy in (AdaKV(scorer=scorer, alpha=1.0), scorer):
+    scorer = Lower(budget=30, sinks=2, recent=3)
+    for policy in (AdaKV(scorer=scorer, alpha=1.0), replace(scorer, evict_every=1000)):
         talk = Conversation(tiny_model("llama"), RankPolicies.everywhere([policy]))
         with throughout(torch.float64):
             talk.feed(torch.tensor([prompt(60)]))

@@ -218,14 +218,14 @@ def test_layers_number_their_own_slots(policy: Policy) -> None:
 
 
 UNEQUAL: dict[str, list[Policy]] = {
-    "adakv": [AdaKV(scorer=SnapKV(budget=16, window=4, kernel=3, evict_every=2), alpha=0.0)],
+    "adakv": [AdaKV(scorer=SnapKV(budget=16, window=4, kernel=3), alpha=0.0)],
     "fastgen": [FastGen(window=4, sinks=2, frequent=8, local=10, recovered=0.15)],
     "duo_attention": [Duo(sinks=3, recent=8)],
     "kvzap": [MadeUpKVzap(recent=3, threshold=0.0, evict_every=2)],
     "kvzip": [KVzip(budget=16, sinks=2, chunk_tokens=15)],
     "zigzagkv": [ZigZagKV(budget=16, window=4, kernel=3)],
     "before another": [AdaKV(scorer=SnapKV(budget=20, window=4, kernel=3), alpha=0.0), TOVA(budget=12, evict_every=2)],
-    "after another": [H2O(budget=20), AdaKV(scorer=SnapKV(budget=12, window=4, kernel=3, evict_every=2), alpha=0.0)],
+    "after another": [H2O(budget=20), AdaKV(scorer=SnapKV(budget=12, window=4, kernel=3), alpha=0.0)],
 }
 
 

@@ -66,7 +66,8 @@ GENERATED = [5, 7, 11, 13]
 def policy(name: str, options: dict[str, Any]) -> Policy:
     if name == "infinigen":
         options = {"ahead": True, "first_ahead": 1} | options
-    return POLICIES[name](**({"sinks": 2, "recent": 3, "min_tokens": 0} | options))
+    always = {} if name == "offload" else {"sinks": 2, "recent": 3}
+    return POLICIES[name](**(always | {"min_tokens": 0} | options))
 
 
 class Turns:

@@ -303,9 +303,9 @@ TWICE: list[tuple[Policy, type[Policy], dict[str, Any]]] = [
         {"budget": 14, "sinks": 5, "future_tokens": 4, "evict_every": 2},
     ),
     (
-        AdaKV(scorer=H2O(budget=24, evict_every=3), alpha=0.0),
+        AdaKV(scorer=H2O(budget=24), alpha=0.0),
         OtherAdaKV,
-        {"scorer": ExpectedAttention(budget=14, sinks=4, evict_every=2), "alpha": 0.5},
+        {"scorer": ExpectedAttention(budget=14, sinks=4), "alpha": 0.5},
     ),
 ]
 
