@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this file's folder
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -18,19 +18,19 @@ from launch.inputs.policy_help import choices, policy_help
 from launch.program.compose import Program
 from launch.program.ending import leave, say
 from launch.program.run import run_program
-from runahead.config import ModelName, ModelOptions, Speculate, Speculative
 
 if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
+    from launch.outputs.answers import AnswerWriter
     from launch.outputs.answers_file import AnswersFile
     from policies.base import GivenPrompt
     from runahead.context import Partitioner
-    from runahead.decoding.speculative.speculator import Draft
     from runahead.engine import Engine
     from runahead.model.model import Model
     from runahead.ranks.mesh import Mesh
     from runahead.ranks.ranks import Ranks
     from runahead.report import GenerationBatch
+    from runahead.reuse.store import SegmentStore
     from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -147,9 +147,8 @@ def infer(
         ValueError, OSError: for a user's mistakes.
         SharedError: for mistakes that rank 0 reports.
     """
+    from launch.inputs.draft import draft_of
     from launch.inputs.engine import arrange, load, make_engine
-    from launch.inputs.policies import prompt_cache_options
-    from launch.outputs.answers import AnswerStream, AnswerWriter
     from launch.outputs.summary import dtype_hint, summary
     from runahead.thinning.rank_policies import RankPolicies
 
@@ -157,29 +156,19 @@ def infer(
     arrange(run, ranks)
     tokenizers = list[Any]()
     prompts = ranks.on_rank_0("the prompts", lambda: _prepare(run, partition, policies, ranks.mesh, tokenizers))
-    places = prompts.places
     starts = list(range(0, len(prompts.ids), run.prompt.batch))
     kept = ranks.on_rank_0("the answers", lambda: _kept_answers(run, policies, prompts, ranks.num_stages))
     if kept is not None:
-        starts = [start for start in starts if kept.missing(places[start : start + run.prompt.batch])]
+        starts = [start for start in starts if kept.missing(prompts.places[start : start + run.prompt.batch])]
         if not starts:
             ranks.on_rank_0("the answers", lambda: kept.answers(None).finish())
             files = [f"{option}=" for option in ("report", "timeline") if getattr(run, option) is not None]
             unwritten = f" ({' and '.join(files)} not written)" if files else ""
             say(f"nothing to do: {kept.path} answers all prompts; remove it to answer them again{unwritten}")
             return []
-    draft = _draft(run, ranks)
+    draft = draft_of(run, ranks)
     model = load(run, ranks, partition, tokenizers[0] if tokenizers else None)
-    store = None
-    if run.policy["name"] == "prompt_cache":
-        from runahead.reuse.store import SegmentStore, StoreLimits
-
-        policy = prompt_cache_options(run.policy)
-        limits = StoreLimits(**policy.limits)
-        store = ranks.on_all_ranks(
-            "the store", lambda: SegmentStore(model, policy.store, limits, bits=run.cache.tier_bits)
-        )
-
+    store = _store(run, model, ranks)
     kept_texts = None
     if prompts.reusing is None and len(starts) > 1:
         from launch.inputs.prefixes import kept_prefixes
@@ -188,7 +177,7 @@ def infer(
         kept_texts = kept_prefixes(run, model, ranks, policies, batches_of_ids)
     tree = None if kept_texts is None else kept_texts.tree
 
-    def batches_of(engine: Engine) -> list[range]:
+    def calls_of(engine: Engine) -> list[range]:
         """The prompts of each call of the engine; those that cannot run at once have calls of their own."""
         found = list[range]()
         for start in starts:
@@ -198,106 +187,84 @@ def infer(
         return found
 
     def check_prompts(engine: Engine) -> None:
-        for batch in batches_of(engine):
-            engine.check(prompts.asked[batch.start : batch.stop], [run.generation] * len(batch))
+        for call in calls_of(engine):
+            engine.check(prompts.asked[call.start : call.stop], [run.generation] * len(call))
 
     engine, _ = make_engine(
         run, model, ranks, check_prompts, partition=partition, policies=policies, store=store, tree=tree, draft=draft
     )
-    answers = AnswerWriter(skipped=prompts.skipped)
-    if kept is not None:
-        weights, opened = model.fingerprint, list[AnswerWriter]()
-        ranks.on_rank_0("the answers", lambda: opened.append(kept.answers(weights)))
-        answers = opened[0] if opened else answers
-        if kept.answered:
-            say(f"{len(kept.answered):,} of {len(prompts.places) + len(prompts.skipped):,} prompts are in {kept.path}")
-    calls = batches_of(engine)
-    batches: list[GenerationBatch] = []
+    answers = _writer(prompts, kept, model, ranks)
+    calls = calls_of(engine)
     with nullcontext() if tree is None else tree.nothing_stored():
         for _ in range(run.warmup):
             few_tokens = replace(run.generation, max_new_tokens=min(2, run.generation.max_new_tokens))
             engine.generate(prompts.asked[calls[0].start : calls[0].stop], few_tokens)
+    batches: list[GenerationBatch] = []
     for call in calls:
         if kept_texts is not None:
             kept_texts.make_way(prompts.ids[call.start : call.stop], run.generation.max_new_tokens)
-        stream = None
-        if prompts.one_text and ranks.rank == 0:
-            stream = AnswerStream(answers, model.tokenizer, run.generation, eos_ids=model.eos_token_ids)
-        batch = engine.generate(
-            prompts.asked[call.start : call.stop],
-            run.generation,
-            on_tokens=stream.on_tokens if stream else None,
-            # Of several calls the last one is recorded, which is warm.
-            record_timeline=run.timeline is not None and call is calls[-1],
-            first_index=call.start,
-        )
-        batches.append(batch)
-        if stream:
-            stream.finish()
-        elif ranks.rank == 0:
-            for place, generation in zip(places[call.start : call.stop], batch.generations, strict=True):
-                answers.write_line(place, generation)
+        # Of several calls the last one is recorded, which is warm.
+        is_recorded = run.timeline is not None and call is calls[-1]
+        batches.append(_answered(run, engine, prompts, call, answers, is_recorded=is_recorded))
     if ranks.rank == 0:
         answers.finish()
     ranks.on_rank_0("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
     if run.report is not None and kept is not None and kept.answered:
         num_reported = sum(len(batch.generations) for batch in batches)
-        say(f"report={run.report} has {num_reported:,} of {len(places):,} prompts: those of this run")
+        say(f"report={run.report} has {num_reported:,} of {len(prompts.places):,} prompts: those of this run")
     if ranks.rank == 0:
         hint = dtype_hint(run.model.dtype, model.dtype, model.device)
         sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint, weights=model.stored_as))
     return batches
 
 
-def _draft(run: RunOptions, ranks: Ranks) -> Draft | None:
-    """The drafter, if the generation options ask for a model or policies. Every rank calls this."""
-    from launch.inputs.policy_file import load_files
-    from runahead.decoding.speculative.speculator import Draft
-    from runahead.model.shares import load_model
-
-    kind, draft = run.generation.speculate, run.draft
-    if kind not in (Speculate.model, Speculate.policy) and run.prefill.speculative is not Speculative.model:
+def _store(run: RunOptions, model: Model, ranks: Ranks) -> SegmentStore | None:
+    """The store of policy=prompt_cache; None with other policies. Every rank calls this."""
+    if run.policy["name"] != "prompt_cache":
         return None
-    policies = None
-    if kind is Speculate.policy:
-        load_files(draft.policy, ranks, "draft.policy")
-        policies = ranks.on_rank_0("the drafting policy", lambda: _drafting_policies(run))
-    model = None
-    if draft.needs_model(kind, run.prefill.speculative):
-        options = ranks.on_rank_0("the drafting model", lambda: _drafting_model(run))
-        model = load_model(options, ranks, profile=run.profile)
-    first: Model | Literal["lookup"] | None = "lookup" if draft.speculate is Speculate.lookup else None
-    if policies is not None:
-        return Draft(by=policies, first=first if model is None else model)
-    assert model is not None
-    return Draft(by=model, first=first)
+    from launch.inputs.policies import prompt_cache_options
+    from runahead.reuse.store import SegmentStore, StoreLimits
+
+    policy = prompt_cache_options(run.policy)
+    limits = StoreLimits(**policy.limits)
+    return ranks.on_all_ranks("the store", lambda: SegmentStore(model, policy.store, limits, bits=run.cache.tier_bits))
 
 
-def _drafting_model(run: RunOptions) -> ModelOptions:
-    """The options of draft.model, whose config can be read. Rank 0 calls it. Raises: ValueError."""
-    from runahead.model import loading
+def _writer(prompts: Prompts, kept: AnswersFile | None, model: Model, ranks: Ranks) -> AnswerWriter:
+    """What writes the answers to standard output, or to the file of answers=. Every rank calls this."""
+    from launch.outputs.answers import AnswerWriter
 
-    draft = run.draft
-    options = ModelOptions(name=ModelName.hf, path=draft.model, dtype=run.model.dtype, overrides=draft.overrides)
-    try:
-        loading.load_decoder_config(options)
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.overrides", "draft.overrides")) from error
-    return options
+    if kept is None:
+        return AnswerWriter(skipped=prompts.skipped)
+    weights, opened = model.fingerprint, list[AnswerWriter]()
+    ranks.on_rank_0("the answers", lambda: opened.append(kept.answers(weights)))
+    if kept.answered:
+        say(f"{len(kept.answered):,} of {len(prompts.places) + len(prompts.skipped):,} prompts are in {kept.path}")
+    return opened[0] if opened else AnswerWriter(skipped=prompts.skipped)
 
 
-def _drafting_policies(run: RunOptions) -> RankPolicies:
-    """The policies of draft.policy, checked against the config of the model. Rank 0 calls it. Raises: ValueError."""
-    from launch.inputs.policies import named, rank_policies
-    from runahead.features.facts import Setup
-    from runahead.features.refused import check
-    from runahead.model import loading
+def _answered(
+    run: RunOptions, engine: Engine, prompts: Prompts, call: range, answers: AnswerWriter, *, is_recorded: bool
+) -> GenerationBatch:
+    """Answer the prompts of one call of the engine; rank 0 writes the answers. Every rank calls this."""
+    from launch.outputs.answers import AnswerStream
 
-    with named("draft.policy"):
-        policies = rank_policies(run.draft.policy, file_option="draft.policy")
-        policies.require_files()
-        check(Setup(policies=policies, config=loading.load_decoder_config(run.model)))
-    return policies
+    stream, model, rank = None, engine.model, engine.ranks.rank
+    if prompts.one_text and rank == 0:
+        stream = AnswerStream(answers, model.tokenizer, run.generation, eos_ids=model.eos_token_ids)
+    batch = engine.generate(
+        prompts.asked[call.start : call.stop],
+        run.generation,
+        on_tokens=stream.on_tokens if stream else None,
+        record_timeline=is_recorded,
+        first_index=call.start,
+    )
+    if stream:
+        stream.finish()
+    elif rank == 0:
+        for place, generation in zip(prompts.places[call.start : call.stop], batch.generations, strict=True):
+            answers.write_line(place, generation)
+    return batch
 
 
 def _prepare(
@@ -401,6 +368,7 @@ def _write_files(
     ranks: Ranks,
     partition: Partitioner,
 ) -> None:
+    """Write report= and timeline=. Rank 0 calls it. Raises: OSError."""
     from launch.inputs.partitions import kvr_name
     from launch.inputs.policies import reported
     from runahead.files import write_whole

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch import infer
+from launch.inputs.draft import draft_of
 from launch.inputs.options import DraftOptions, RunOptions, ineffective_settings
 from launch.outputs.summary import summary
 from launch.server.options import ServeRun
@@ -656,12 +656,12 @@ def test_the_config_of_a_drafting_model_has_overrides(tmp_path: Path) -> None:
     def drafting(overrides: dict[str, Any]) -> Any:
         options = replace(PLAIN, speculate=Speculate.model)
         draft = DraftOptions(model=save_tiny_llama(tmp_path, byte_level()), overrides=overrides)
-        draft_of = infer._draft(
+        made = draft_of(
             RunOptions(generation=options, policy={"name": "full"}, draft=draft),
             Ranks.start(RanksOptions(device=Device.cpu)),
         )
-        assert draft_of is not None and isinstance(draft_of.by, Model)
-        return draft_of.by.config
+        assert made is not None and isinstance(made.by, Model)
+        return made.by.config
 
     assert drafting({"rms_norm_eps": 0.5}).rms_norm_eps == 0.5 != drafting({}).rms_norm_eps
     with pytest.raises(ValueError, match=r"draft\.overrides\.rms_eps is no key .*did you mean rms_norm_eps"):
