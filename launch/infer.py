@@ -57,6 +57,7 @@ Reads a long prompt on several ranks with KV-Runahead and streams the answer to 
                                prefill.attention=causal|dense|xattention|streaming_heads
                                prefill.exchange=all_gather|ring|direct
                                prefill.threshold=0.99 or prefill.density=<share>, prefill.stride=16, of xattention
+                               prefill.exact_layers=[<numbers, which attend to all keys beside xattention>]
                                prefill.chunk_tokens=<n, on one rank>   prefill.row_tokens=<n, in a layer; 0: all>
                                prefill.speculative=none|layers|model, the draft that chooses what is computed
                                prefill.speculative_share=0.25   prefill.speculative_chunk=32

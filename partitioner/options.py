@@ -113,6 +113,13 @@ def require_known_heads(prefill: PrefillOptions) -> None:
         )
 
 
+def require_layers(prefill: PrefillOptions, num_layers: int) -> None:
+    """Check that a model with so many layers has those that the options name. Raises: ValueError."""
+    exact = prefill.exact_layers
+    rule = f"must be numbers of layers from 0 to {num_layers - 1}: the model has {num_layers}"
+    require(max(exact, default=0) < num_layers, "prefill.exact_layers", exact, rule)
+
+
 @dataclass(kw_only=True)
 class SearchRun:
     """Options of one run of partitioner/search.py: `table` is the JSON file that it writes or adds to."""

@@ -14,6 +14,7 @@ from launch.program.ending import refuse, say
 from launch.program.text_table import text_table
 from launch.program.written_files import ensure_outputs
 from partitioner.meshes.options import PlanRun
+from partitioner.options import require_layers
 from runahead.files import write_whole
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ command that starts the plan. Weights are not needed, and no rank is started.
   efficiency.step_us=20    shares of the stated figures that are reached, and the overhead of a step of a layer
   ranks.tensor=<shares>    decode=auto|last|sharded   prefill.wire_bits=8|4   reserve=2GiB
   prefill.attention=xattention   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16
+                                 prefill.exact_layers=[<numbers>]
   prefill.speculative=layers     prefill.speculative_share=0.25   prefill.speculative_layers=<n>
                                  prefill.speculative_chunk=32     prefill.speculative_ahead=8
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
@@ -107,6 +109,7 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
 
     size = ModelSize.read(run.model, on_gpus=run.on_gpus, decode=run.decode, prefill=run.prefill.of_run())
     machine, work = machine_of(run, size), workload_of(run)
+    require_layers(work.prefill, size.places.num_layers)
     total = len(list(meshes(size, machine, work)))
     with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:
 

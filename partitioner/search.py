@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from launch.program.compose import Program
 from launch.program.ending import leave
 from launch.program.run import run_program
-from partitioner.options import Objective, SearchRun
+from partitioner.options import Objective, SearchRun, require_layers
 
 if TYPE_CHECKING:
     from partitioner.table.fingerprint import Fingerprint
@@ -40,6 +40,7 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
                             model.weights=full|int8
   prefill.transfer=relay|direct   prefill.layers_in_flight=3   prefill.wire_bits=8|4
   prefill.attention=xattention   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16
+                                 prefill.exact_layers=[<numbers>]
   ranks.device=...   ranks.threads=<n>
   ranks.tensor=<n>       ranks that share one model, a stage: lengths and numbers of ranks are then for stages
 """
@@ -151,6 +152,7 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[s
             "them for the first new token; leave the longest out or use search.objective=replayed"
         )
     whole = loading.load_decoder_config(replace(run.model, layers=None))
+    require_layers(run.prefill, int(whole.num_hidden_layers))
     return int(whole.num_hidden_layers), list(getattr(whole, "layer_types", None) or [])
 
 

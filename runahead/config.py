@@ -356,6 +356,7 @@ class PrefillOptions:
         threshold: share of a block of queries' expected attention that xattention covers; 1 is all.
         density: share of the blocks of keys that it computes, in place of the threshold.
         stride: tokens of a cell, of whose mean query and key it expects the attention.
+        exact_layers: numbers of the layers that attend to all keys beside xattention in the others.
         exchange: way of keys and values between all ranks, for zigzag.
         chunk_tokens: most tokens that are computed at a time if one rank has the whole prompt, None is all; or of a
             chunk of pipeline.
@@ -377,6 +378,7 @@ class PrefillOptions:
     threshold: float = 0.99
     density: float | None = None
     stride: int = 16
+    exact_layers: list[int] = field(default_factory=list)
     exchange: Exchange = Exchange.all_gather
     chunk_tokens: int | None = None
     row_tokens: int | None = None
@@ -414,6 +416,13 @@ class PrefillOptions:
             require(is_alone, "prefill.density", self.density, rule)
         is_divisor = 1 <= self.stride <= SPARSE_BLOCK and SPARSE_BLOCK % self.stride == 0
         require(is_divisor, "prefill.stride", self.stride, f"must be a divisor of {SPARSE_BLOCK}, such as 8 or 16")
+        exact = self.exact_layers
+        rule = f"must be numbers of layers from 0 to {MAX_LAYERS - 1:,}"
+        are_numbers = all(type(layer) is int and 0 <= layer < MAX_LAYERS for layer in exact)
+        require(are_numbers, "prefill.exact_layers", exact, rule)
+        twice = sorted({layer for layer in exact if exact.count(layer) > 1})
+        require(not twice, "prefill.exact_layers", exact, f"names {', '.join(map(str, twice))} twice; name each once")
+        self.exact_layers = sorted(exact)
         for name in ("chunk_tokens", "row_tokens") if self.is_sparse else ():
             value, rule = getattr(self, name), f"must be a multiple of {SPARSE_BLOCK} with prefill.attention=xattention"
             require(not value or value % SPARSE_BLOCK == 0, f"prefill.{name}", value, rule)
@@ -437,8 +446,12 @@ class PrefillOptions:
     def sparsity(self) -> dict[str, Any]:
         """The options of a sparse attention, by their names; none of another one."""
         names = ("stride", "threshold" if self.density is None else "density") if self.is_sparse else ()
-        is_any = self.is_sparse or self.streams
-        return ({"attention": self.attention.name} if is_any else {}) | {name: getattr(self, name) for name in names}
+        is_any, exact = self.is_sparse or self.streams, self.is_sparse and self.exact_layers
+        return (
+            ({"attention": self.attention.name} if is_any else {})
+            | {name: getattr(self, name) for name in names}
+            | ({"exact_layers": exact} if exact else {})
+        )
 
     @property
     def takes_partition(self) -> bool:

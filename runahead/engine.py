@@ -40,6 +40,7 @@ from runahead.model.fingerprint import model_fingerprint
 from runahead.model.model import Model
 from runahead.model.shares import check_arrangement
 from runahead.prefill import PREFILLS, InterleavedWork, Prefilled, PrefillJob, PrefillPlan, PromptBatch
+from runahead.prefill.base import exact_layers
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.prefill.reusing import ReusingPrefill
 from runahead.ranks.agreement import fact, option_facts, secret
@@ -127,6 +128,7 @@ class Engine:
         )
         check(self._setup)
         if self.prefill_options.is_sparse:
+            exact_layers(model, self.prefill_options)
             for shape in model.kv_shapes:  # now, so that no prompt waits for a compiler
                 heads = model.num_query_heads, shape.num_kv_heads
                 flex.is_right(flex.Sizes(model.device, shape.dtype, *heads, shape.key_dim, shape.value_dim))

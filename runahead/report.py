@@ -54,7 +54,8 @@ def _mean_of_known(shares: Sequence[float | None]) -> float | None:
 
 @dataclass(kw_only=True)
 class SparseReport:
-    """Shares of the keys that a rank's queries saw in the prefill, by layer; None in layers where they saw all.
+    """Shares of the keys that a rank's queries saw in the prefill, by layer; None in layers where they saw all, but for
+    `prefill.exact_layers`, of which they are 1.
 
     Attributes:
         density: of xattention, blocks of keys that were chosen over those that queries could see; of streaming heads,
@@ -68,12 +69,12 @@ class SparseReport:
 
     @property
     def mean_density(self) -> float | None:
-        """Mean over the layers that choose; None if none does."""
+        """Mean over the layers that choose and exact ones; None if there are none."""
         return _mean_of_known(self.density)
 
     @property
     def mean_covered(self) -> float | None:
-        """Mean over the layers that choose; None if none does."""
+        """Mean over the layers that choose and exact ones; None if there are none."""
         return _mean_of_known(self.covered)
 
 

@@ -69,6 +69,8 @@ MISTAKES = [
     (PrefillOptions, {"layers_in_flight": 1}, "at least 2"),
     (PrefillOptions, {"transfer": "post"}, "relay, direct"),
     (PrefillOptions, {"attention": "flash"}, "flash is not one of dense, causal, xattention, streaming_heads"),
+    (PrefillOptions, {"exact_layers": [3, 5, 3]}, "prefill.exact_layers=[3, 5, 3] names 3 twice; name each once"),
+    (PrefillOptions, {"exact_layers": [-1]}, "prefill.exact_layers=[-1] must be numbers of layers from 0 to"),
     (PrefillOptions, {"exchange": "mail"}, "prefill.exchange=mail is not one of all_gather, ring, direct"),
     (PartitionOptions, {"name": "ratios"}, "partition.ratios="),
     (PartitionOptions, {"name": "ratios", "ratios": []}, "partition.ratios="),

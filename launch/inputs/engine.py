@@ -13,6 +13,7 @@ from runahead.decoding.speculative.speculator import Draft
 from runahead.engine import Engine
 from runahead.model.model import Model
 from runahead.model.shares import load_model
+from runahead.prefill.base import exact_layers
 from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -51,6 +52,8 @@ def load(run: RunsEngine, ranks: Ranks, partition: Partitioner, tokenizer: Any =
         model = load_stage(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
     else:
         model = load_model(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
+    if run.prefill.is_sparse:  # before layers are timed for a split
+        exact_layers(model, run.prefill)
     if run.prefill.takes_partition or run.prefill.searches_chunks:
         prepare_partition(partition, model, ranks, run)
     return model

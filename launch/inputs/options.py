@@ -383,7 +383,7 @@ def ineffective_engine_settings(run: Any) -> list[str]:
     prefill, partition, model = run.prefill.name, run.partition.name, run.model.name
     is_chain, is_sparse = prefill not in (PrefillName.tsp, PrefillName.zigzag), run.prefill.is_sparse
     chain_only = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
-    of_sparse = ["threshold", "density", "stride"]
+    of_sparse = ["threshold", "density", "stride", "exact_layers"]
     unused: list[Unused] = [
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         (

@@ -33,19 +33,25 @@ class Sparsity:
     """Expected share of the keys that blocks of queries see: options of a prefill.
 
     Attributes:
-        threshold, density, stride: as of `PrefillOptions`.
+        threshold, density, stride, exact_layers: as of `PrefillOptions`.
     """
 
     threshold: float = PrefillOptions.threshold
     density: float | None = None
     stride: int = PrefillOptions.stride
+    exact_layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, prefill: PrefillOptions) -> Self | None:
         """The sparsity of a prefill; None if it attends to all keys."""
         if prefill.attention is not Attention.xattention:
             return None
-        return cls(threshold=prefill.threshold, density=prefill.density, stride=prefill.stride)
+        return cls(
+            threshold=prefill.threshold,
+            density=prefill.density,
+            stride=prefill.stride,
+            exact_layers=tuple(prefill.exact_layers),
+        )
 
     def blocks(self, seen: np.ndarray) -> np.ndarray:
         """Blocks of keys that are chosen of so many: the first and the own one in any case."""
@@ -57,8 +63,17 @@ class Sparsity:
         factor = CHOSEN * math.log(1 / (1 - self.threshold))
         return np.clip(factor * seen.astype(float) ** GROWTH, least, seen)
 
+    def exact_share(self, num_layers: int) -> float:
+        """Share of so many layers with attention that attend to all keys."""
+        return min(1.0, len(self.exact_layers) / max(1, num_layers))
+
+    def mean_share(self, c: float, P: float, num_layers: int) -> float:
+        """`share`, mean over so many layers with attention, with those that attend to all keys."""
+        exact = self.exact_share(num_layers)
+        return exact + (1 - exact) * self.share(c, P)
+
     def share(self, c: float, P: float) -> float:
-        """Share of the pairs of a query and a key it may see that are attended."""
+        """Share of the pairs of a query and a key it may see that are attended, in a layer that chooses."""
         c = max(c, 1.0)
         return (self._pairs_up_to(P + c) - self._pairs_up_to(P)) / (c * P + c * c / 2)
 
@@ -86,21 +101,26 @@ def _pairs_of_blocks(sparsity: Sparsity, num_blocks: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCost(OtherAttention):
-    """A cost whose attention is sparse, as a `ComputeCost`.
+    """A cost whose attention is sparse, as a `ComputeCost`: the mean over its places, of which some may be exact.
 
     Layers with windows, which see all keys of theirs, count as the others: their attention is a small part of the mean.
     """
 
     sparsity: Sparsity
 
+    @property
+    def _exact(self) -> float:
+        return self.sparsity.exact_share(self.num_places - len(self.states))
+
     def own(self, c: float) -> float:
-        """Nothing: a rank does not attend before it has the keys of all tokens before its own."""
-        return 0.0
+        """That of exact layers: in others a rank does not attend before it has all keys before its own."""
+        return self._exact * self.dense.own(c)
 
     def prefix(self, c: float, P: float) -> float:
-        """The choice, and attention of the chunk to what is chosen of itself and of its prefix."""
-        share = self.sparsity.share(c, P) + CHOICE / self.sparsity.stride**2
-        return share * (self.dense.own(c) + self.dense.prefix(c, P))
+        """The choice, and attention of the chunk to what is chosen of itself and of its prefix; all in exact layers."""
+        share, exact = self.sparsity.share(c, P) + CHOICE / self.sparsity.stride**2, self._exact
+        chosen = share * (self.dense.own(c) + self.dense.prefix(c, P))
+        return (1 - exact) * chosen + exact * self.dense.prefix(c, P)
 
 
 def cost_of(dense: ComputeCost, prefill: PrefillOptions) -> ComputeCost:

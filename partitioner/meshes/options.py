@@ -31,6 +31,7 @@ class PlanPrefill:
     threshold: float = PrefillOptions.threshold
     density: float | None = None
     stride: int = PrefillOptions.stride
+    exact_layers: list[int] = field(default_factory=list)
     speculative: Speculative = Speculative.none
     speculative_share: float = PrefillOptions.speculative_share
     speculative_chunk: int = PrefillOptions.speculative_chunk

@@ -182,7 +182,8 @@ def launch_commands(plan: MeshPlan, model: ModelOptions) -> dict[str, str]:
 
 def _prefill_words(prefill: PrefillOptions, num_stages: int) -> list[str]:
     """The options of a prefill that differ from their defaults, where they have an effect."""
-    given = {name: value for name, value in prefill.sparsity.items() if value != getattr(PrefillOptions, name)}
+    defaults = PrefillOptions()
+    given = {name: value for name, value in prefill.sparsity.items() if value != getattr(defaults, name)}
     if prefill.speculative is not Speculative.none:
         names = ("speculative_share", "speculative_chunk", "speculative_ahead", "speculative_layers")
         drafted = {name: getattr(prefill, name) for name in names}
@@ -191,7 +192,8 @@ def _prefill_words(prefill: PrefillOptions, num_stages: int) -> list[str]:
         }
     if prefill.wire_bits is not None and num_stages > 1:
         given["wire_bits"] = prefill.wire_bits
-    return [f"prefill.{name}={value}" for name, value in given.items()]
+    told = {name: hydra_text(value) if isinstance(value, list) else value for name, value in given.items()}
+    return [f"prefill.{name}={value}" for name, value in told.items()]
 
 
 def _model_words(model: ModelOptions) -> list[str]:
@@ -282,10 +284,11 @@ def assumptions(plan: MeshPlan, shares: dict[str, float]) -> list[str]:
     lines.append(_links_text(machine, shares["link"]))
     sparsity = Sparsity.of(plan.work.prefill)
     if sparsity is not None:
-        share = sparsity.share(plan.work.tokens, 0)
+        share = sparsity.mean_share(plan.work.tokens, 0, size.num_attending)
         why = "" if sparsity.density else " (of SmolLM2 in text, assumed)"
+        exact = f"; all in {len(sparsity.exact_layers)} of its layers" if sparsity.exact_layers else ""
         lines.append(
-            f"attention to {share:.0%} of the pairs of queries and keys{why}, once a stage has all keys before"
+            f"attention to {share:.0%} of the pairs of queries and keys{why}{exact}, once a stage has all keys before"
         )
     lines.append(
         "two all-reduces per layer, ring or tree, overlapped with nothing; shares of a stage are inside a node, and "

@@ -147,6 +147,23 @@ def streaming_of(policies: RankPolicies, model: Model, *, num_tokens: int, pads:
     return Streaming.of(heads, exact=exact, pads=pads)
 
 
+def exact_layers(model: Model, options: PrefillOptions) -> frozenset[int]:
+    """Layers of `prefill.exact_layers`, numbered among those that store keys and values.
+
+    Raises:
+        ValueError: one is no layer of the model, or none that xattention would let attend to fewer keys.
+    """
+    number_of = {layer: number for number, layer in enumerate(model.kv_layers) if model.rules[number] is None}
+    others = [layer for layer in options.exact_layers if layer not in number_of]
+    if others:
+        raise ValueError(
+            f"prefill.exact_layers={options.exact_layers} names {', '.join(map(str, others))}, and the layers of model "
+            f"{model.name} in which xattention chooses keys are {', '.join(map(str, number_of)) or 'none'}; name some "
+            "of those"
+        )
+    return frozenset(number_of[layer] for layer in options.exact_layers)
+
+
 @dataclass(kw_only=True)
 class PrefillJob:
     """One prompt batch to prefill, as one rank gets it.

@@ -20,7 +20,7 @@ from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.context import ContextPartition
-from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
+from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob, exact_layers
 from runahead.prefill.kept_states import KeptStates
 from runahead.report import RankReport, SparseReport
 from runahead.reuse.cache import reusing
@@ -80,7 +80,7 @@ def run_chunked(job: PrefillJob, chunks: int | ContextPartition) -> Prefilled:
     # Of a pipeline's chunks but the last one nobody needs what comes after the last keys and values.
     ends_early = model.boundary is not None and model.boundary.is_last
     last_stored: End | None = (model.num_layers - 1, "saved") if ends_early else None
-    sparse = BlockSparse.of(job.options, pads) if job.options.is_sparse else None
+    sparse = BlockSparse.of(job.options, pads, exact_layers(model, job.options)) if job.options.is_sparse else None
     attend = None if sparse is None else sparse.of_layer
     for start, end in pairwise(edges):
         tokens = NewTokens(start, pads)

@@ -343,6 +343,7 @@ def test_cfg_job_prints_what_would_run():
         "threshold": 0.99,
         "density": None,
         "stride": 16,
+        "exact_layers": [],
         "exchange": "all_gather",
         "chunk_tokens": None,
         "row_tokens": None,

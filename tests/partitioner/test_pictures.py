@@ -295,6 +295,7 @@ CLUSTERS = {
     "direct": cluster_of(2, transfer=Transfer.direct, layers_in_flight=5, pass_on_as_landed=False),
     "sparse": sparse(threshold=0.9),
     "sparse by density": sparse(density=0.25, stride=8),
+    "sparse but for some layers": sparse(threshold=0.9, exact_layers=[1, 3]),
 }
 
 

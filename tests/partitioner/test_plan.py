@@ -494,6 +494,9 @@ def test_sparse_attention_is_sooner_by_its_pairs() -> None:
     seen = [max(min(2, at), math.ceil(0.1 * at)) - 0.5 for at in range(1, 513)]
     share = sum(seen) / (512 * 512 / 2) + CHOICE / 256
     assert exact_s - sparse_s == pytest.approx((1 - share) * all_s, rel=1e-9)
+    given = PrefillOptions(attention=Attention.xattention, density=0.1, exact_layers=[*range(8)])
+    (quarter_s,) = (each.ttft.total for each in _best(size, alone, replace(work, prefill=given)) if each.ttft)
+    assert exact_s - quarter_s == pytest.approx((1 - 8 / size.shape.num_layers) * (exact_s - sparse_s), rel=1e-9)
     several = machine(4, memory=1000, inside=FREE)
     firsts = [each.partition.boundaries[1] for each in _best(size, several, work, sparse)]
     assert firsts[0] > firsts[1] > 65536 / 4
@@ -662,6 +665,7 @@ def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
         ["model=smollm2", "~model.config", "tokens=1000"],
         ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.density=0.2"],
         ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.threshold=0.9", "prefill.stride=8"],
+        ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.exact_layers=[5,2]"],
         ["gpus=8", "ranks.tensor=1", "prefill.wire_bits=8"],
         ["gpus=4", "prefill.speculative=layers", "prefill.speculative_layers=3"],
     ],
@@ -725,6 +729,7 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         (["model.config=missing.json"], "model.config=missing.json does not exist"),
         (["decode=first"], "decode=first is not one of auto, last, sharded"),
         (["prefill.density=2"], "prefill.density=2.0 must be above 0 and at most 1"),
+        (["prefill.exact_layers=[31,32]"], "prefill.exact_layers=[31, 32] must be numbers of layers from 0 to 31"),
         (["prefill.attention=dense"], "prefill.attention=dense is for prefill=tsp"),
         (["prefill.attention=streaming_heads"], "prefill.attention=streaming_heads is for launch/infer.py"),
         (["prefill.speculative=model"], "prefill.speculative=model is not planned"),

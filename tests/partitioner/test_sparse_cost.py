@@ -61,6 +61,24 @@ def test_attention_takes_the_pairs_of_chosen_blocks(density: float, chosen: list
         assert cost.between(c) == COST.between(c)
 
 
+@pytest.mark.parametrize("exact", [[0], [1, 3], [0, 1, 2, 3]])
+def test_exact_layers_take_all_pairs(exact: list[int]) -> None:
+    """Of four; their own chunk is attended to before the wait. One that holds a state does not attend."""
+    c, P, all_pairs = 256, 384, 256 * 384 + 256 * 128
+    chosen = [2, 3]  # blocks of queries 3 and 4: half of 4 and of 5, rounded up
+    sparse_s = PAIR_S * (128**2 * (sum(chosen) - 1) + all_pairs * CHOICE / 256)
+    cost = cost_of(COST, sparse(density=0.5, exact_layers=exact))
+    assert 4 * attention_s(cost, c, P) == pytest.approx(
+        len(exact) * PAIR_S * all_pairs + (4 - len(exact)) * sparse_s, rel=1e-12
+    )
+    assert 4 * cost.own(c) == pytest.approx(len(exact) * PAIR_S * c * c / 2)
+    hybrid = cost_of(replace(COST, states=(2,), state_s=(0.0, 0.0)), sparse(density=0.5, exact_layers=[0]))
+    assert 3 * attention_s(hybrid, c, P) == pytest.approx(PAIR_S * all_pairs + 2 * sparse_s, rel=1e-12)
+    assert Sparsity.of(sparse(density=0.5, exact_layers=[0])).mean_share(c, P, 4) == pytest.approx(  # type: ignore[union-attr]
+        1 / 4 + 3 / 4 * Sparsity(density=0.5).share(c, P)
+    )
+
+
 @pytest.mark.parametrize(("threshold", "density"), [(0.9, 0.37), (0.95, 0.48), (0.97, 0.59)])
 def test_thresholds_see_what_was_measured(threshold: float, density: float) -> None:
     """Chosen over visible blocks of SmolLM2 at 4,096 tokens, as docs/log.md has them; the fit has two constants."""

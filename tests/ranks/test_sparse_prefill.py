@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.attention.sparse.choice import ChoiceRule
 from runahead.config import Attention, Carrier, DecodeName, PrefillName, Transfer
+from runahead.prefill.base import exact_layers
 from tests.attention.xattention import BLOCK, chosen_by_all_products
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, oracle_logits, prompt, throughout
@@ -33,8 +34,14 @@ def options(rule: ChoiceRule, **others: Any) -> PrefillOptions:
 
 
 @cache
-def sparse_logits(family: str, ids: tuple[int, ...], rule: ChoiceRule, wrong: str = "") -> Tensor:
-    """Transformers' logits of the last token, with attention by a mask; the last layer's last query sees all."""
+def sparse_logits(
+    family: str, ids: tuple[int, ...], rule: ChoiceRule, wrong: str = "", exact: tuple[int, ...] = ()
+) -> Tensor:
+    """Transformers' logits of the last token, with attention by a mask; the last layer's last query sees all.
+
+    Args:
+        exact: layers whose queries all do.
+    """
 
     def attention(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
@@ -48,6 +55,8 @@ def sparse_logits(family: str, ids: tuple[int, ...], rule: ChoiceRule, wrong: st
             found[:, 4:, 4:] = chosen_by_all_products(q[0, :, 512:], k[0, :, 512:], scaling, rule)
         elif wrong == "the future":
             found[:, :-1, :-1] = chosen_by_all_products(q[0].roll(-128, dims=1), k[0], scaling, rule)[:, :-1, :-1]
+        if module.layer_idx in exact:
+            found = torch.ones_like(found)
         at = torch.arange(num_tokens) // BLOCK
         sees = found[:, at[:, None], at].repeat_interleave(group, dim=0)
         if module.layer_idx == module.config.num_hidden_layers - 1:
@@ -80,6 +89,43 @@ def test_logits_are_those_of_the_mask(
             outcomes = rank_pools.run(len(bounds) - 1, tasks.prefill, family, [ids], bounds, given)
             (logits,) = [outcome.logits for outcome in outcomes if outcome.logits is not None]
             assert largest_difference(logits[0], expected) < TOLERANCE, (transfer, row_tokens)
+
+
+EXACT = [("llama", (1,)), ("llama_deep", (2, 3, 7)), ("qwen3_next", (1,)), ("falcon_h1", (0, 2))]
+
+
+@pytest.mark.parametrize(("family", "exact"), EXACT)
+def test_exact_layers_attend_to_all(rank_pools: RankPools, family: str, exact: tuple[int, ...]) -> None:
+    """For every split; layers have the model's numbers. With the next layers in their place, or none, it is far off."""
+    ids = prompt(500)
+    expected = sparse_logits(family, tuple(ids), HALF, exact=exact)
+    for bounds in ((0, 500), (0, 256, 500), (0, 128, 384, 500)):
+        given = options(HALF, exact_layers=[*exact])
+        outcomes = rank_pools.run(len(bounds) - 1, tasks.prefill, family, [ids], bounds, given)
+        (logits,) = [outcome.logits for outcome in outcomes if outcome.logits is not None]
+        assert largest_difference(logits[0], expected) < TOLERANCE, bounds
+    for others in ((), tuple(layer + 1 for layer in exact), tuple(layer - 1 for layer in exact)):
+        wrong = sparse_logits(family, tuple(ids), HALF, exact=others)
+        assert largest_difference(logits[0], wrong) > 1e-6, others
+
+
+def test_all_layers_exact_are_the_exact_prefill_bit_by_bit(rank_pools: RankPools) -> None:
+    texts, bounds = [prompt(500), prompt(333, seed=1)], (0, 256, 500)
+    found = [
+        [outcome.logits for outcome in rank_pools.run(2, tasks.prefill, "llama", texts, bounds, given)][1]
+        for given in (PrefillOptions(), options(HALF, exact_layers=[0, 1, 2]), options(HALF))
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("family", "exact", "those"),
+    [("llama", [1, 3], "3, and .* are 0, 1, 2;"), ("qwen3_next", [0], "0, and"), ("gemma2", [0], "0, and .* are 1;")],
+)
+def test_layers_that_choose_nothing_are_no_exact_ones(family: str, exact: list[int], those: str) -> None:
+    """Beyond the last one; with a state; with a window."""
+    with pytest.raises(ValueError, match=rf"^prefill.exact_layers=.* names {those}"):
+        exact_layers(tasks.tiny_model(family), options(HALF, exact_layers=exact))
 
 
 @pytest.mark.parametrize("wrong", ["no own block", "by chunk", "the future"])
@@ -119,16 +165,22 @@ def test_engines_split_into_blocks_and_report_what_was_chosen(rank_pools: RankPo
         (options(HALF), 2, (0, 205, 500)),
         (options(HALF, chunk_tokens=128, name=PrefillName.single), 1, None),
         (options(HALF), 3, None),
+        (options(HALF, exact_layers=[1]), 2, (0, 205, 500)),
+        (options(HALF, chunk_tokens=128, name=PrefillName.single, exact_layers=[1]), 1, None),
     ):
         decode = DecodeName.sharded if size == 3 else DecodeName.last
         for batch, _ in rank_pools.run(size, tasks.generate, "llama", [ids], asked, bounds, given, 0, None, decode):
-            known = sparse_logits("llama", tuple(ids), HALF).topk(5)
+            known = sparse_logits("llama", tuple(ids), HALF, exact=tuple(given.exact_layers)).topk(5)
             reported = batch.generations[0].first_token_logits_top5
             assert [token for token, _ in reported] == known.indices.tolist()
             assert largest_difference([logit for _, logit in reported], known.values) < TOLERANCE
             assert all(end % BLOCK == 0 for end in batch.boundaries[:-1])
             for rank in batch.ranks:
                 assert rank.attention is not None and all(0.4 < each <= 1 for each in rank.attention.density if each)
+                if given.exact_layers:
+                    assert rank.attention.density[1] == 1 == rank.attention.covered[1]
+            if rank.chunk_tokens > 2 * BLOCK:  # of the last rank; two blocks are both seen in any case
+                assert rank.attention.density[0] < 1 and (rank.attention.density[1] == 1) == bool(given.exact_layers)
 
 
 def test_partitions_are_rounded_to_blocks(rank_pools: RankPools) -> None:

@@ -16,7 +16,7 @@ keys up to them alone; the mass of a block is the mean over the query heads of a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -185,29 +185,37 @@ class BlockSparse:
     A token whose attention is computed alone, as in the last layer, attends to all.
 
     Attributes:
-        counts: of each layer, by its number.
+        exact: numbers of layers that attend to all keys, as without it.
+        counts: of each layer that chose, by its number.
+        attended: exact layers that attended.
     """
 
     rule: ChoiceRule
     pads: Sequence[int]
+    exact: Collection[int] = ()
     counts: dict[int, BlockCounts] = field(default_factory=dict)
+    attended: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, options: PrefillOptions, pads: Sequence[int]) -> BlockSparse:
+    def of(cls, options: PrefillOptions, pads: Sequence[int], exact: Collection[int]) -> BlockSparse:
         """The choice that a prefill's options ask for."""
         rule = ChoiceRule(threshold=options.threshold, density=options.density, stride=options.stride)
-        return cls(rule=rule, pads=pads)
+        return cls(rule=rule, pads=pads, exact=exact)
 
     def by_layer(self) -> dict[str, list[float | None]]:
-        """Density and expected coverage of each layer; None of one that chose nothing."""
-        layers = [self.counts.get(layer) for layer in range(max(self.counts, default=-1) + 1)]
+        """Density and expected coverage of each layer, 1 of exact ones; None of one that chose nothing."""
+        layers = range(max(*self.counts, *self.attended, -1, -1) + 1)
+        whole: dict[int, float | None] = dict.fromkeys(self.attended, 1.0)
         return {
-            "density": [None if layer is None else layer.density for layer in layers],
-            "covered": [None if layer is None else layer.covered for layer in layers],
+            name: [getattr(self.counts[layer], name) if layer in self.counts else whole.get(layer) for layer in layers]
+            for name in ("density", "covered")
         }
 
     def of_layer(self, layer: int) -> Callable[..., Part]:
         """A function that computes attention in a layer in place of `op.attend`."""
+        if layer in self.exact:
+            self.attended.add(layer)
+            return op.attend
 
         def attend(
             q_BNCH: Tensor,
