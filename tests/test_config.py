@@ -134,6 +134,8 @@ def test_settings_without_effect_are_told():
         ]
         assert ineffective_settings(RunOptions(prefill=PrefillOptions(name=prefill.name))) == []
     assert not ineffective_settings(RunOptions(generation=GenerationOptions(do_sample=True, temperature=0.5, top_k=3)))
+    (told,) = ineffective_settings(RunOptions(prefill=PrefillOptions(exact_layers=[5])))
+    assert told == "prefill.exact_layers has no effect without prefill.attention=xattention"
 
 
 GUIDED = GenerationOptions(stop=["a"], include_stop=True, kept_tokens=["<s>"], logprobs=2)
