@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from policies.base import ReusingPrompt, ids_of
+from policies.base import GivenPrompt, ReusingPrompt, ids_of
 from runahead.config import Guide, Speculate
 from runahead.context import ContextPartition
 from runahead.decoding.lanes import Lane, Lanes
@@ -50,7 +48,7 @@ from runahead.serving.items import (
 )
 from runahead.serving.limits import QueueLimits
 from runahead.serving.mail.mail import LostConnection
-from runahead.serving.room import Room, num_tokens_of
+from runahead.serving.room import Room, TakenRoom, num_tokens_of
 
 Wait = Callable[[Callable[[float], bool]], None]
 """Waits until the given function, which may block for the given seconds, returns true."""
@@ -103,7 +101,7 @@ class Executor:
         self._limits, self._asked_to_end, self._clock_offset_s = limits, asked_to_end, clock_offset_s
         self._reuses, self._prefixes = reuses, dict[RowId, RowPrefix]()
         self._room = room or Room(max_tokens=None)
-        self._num_tokens, self._num_rows = dict[int, int](), Counter[int]()  # of each item whose rows have room
+        self._taken_room = TakenRoom(self._room, None if engine.prefixes is None else engine.prefixes.tree)
         lanes = Lanes(engine.model, engine.policies, most_tokens=self._room.max_tokens)
         payoff, lead = Payoff(warm_up=lanes.warm_up), lead_among(engine.model)
         self.drafts = PayingDrafts(LookupDrafter(), payoff, name=Speculate.lookup.name, lead=lead)
@@ -112,7 +110,6 @@ class Executor:
         decodes = self._ranks.stage == self._ranks.num_stages - 1
         self._leads = decodes and self._ranks.share == 0
         self._handover = handover
-        self._written = SimpleQueue[int]()  # numbers of items, once for each prompt whose file has ended
         self._stores = reuses and self._leads and engine.prefixes is not None
         if engine.prefixes is not None and self._stores:
             engine.prefixes.tree.listen(report)
@@ -207,37 +204,9 @@ class Executor:
         for number, handover in handovers.items():
             handover.end(_why_not_handed_over(prefilled, number))
         if prefilled.cache is not None:
-            assert prefilled.logits_BV is not None
-            self._await_guides(item)
-            rows = [
-                Row(self._engine.model, ids_of(prompt), options, seed=options.seed)
-                for prompt, options in zip(item.prompts, item.options, strict=True)
-            ]
-            ids = [(item.number, row) for row in range(len(rows))]
-            # Under policies the cache has what is reused, too, as one text with what was computed.
-            lengths = [len(ids_of(each)) if self._engine.policies else len(each) for each in prompts]
-            if (prefixes := prefilled.prefixes) and prefilled.given is None:
-                store_prompts(prefixes, list(map(ids_of, prompts)), prefilled.cache, prefilled.logits_BV)
-                lengths = [length - prefix.num_tokens for length, prefix in zip(lengths, prefixes, strict=True)]
-                self._prefixes |= self._prefixes_of_rows(ids, item, prefixes, prompt_of)
-            elif prefilled.given is not None:  # what the rows reuse is in their own memory, too
-                store_prompts(prefixes, list(map(ids_of, prompts)), prefilled.given, prefilled.logits_BV)
-                prefilled.given = None
-                for prefix in prefixes:
-                    prefix.release()
-            if was_idle and not self.live:
-                self._stepped_s = time.monotonic()
-            new = self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, lengths, prompt_of)
-            cached = {
-                id: sum(use.num_tokens for use in prompt.all_uses if use.segment.content_key not in prefilled.encoded)
-                for id, prompt in zip(ids, item.prompts, strict=True)
-                if isinstance(prompt, ReusingPrompt)
-            }
-            if prefilled.prefixes:
-                cached |= {id: prefilled.prefixes[number].num_cached for id, number in zip(ids, prompt_of, strict=True)}
-            self._tell(new, cached=cached)
+            self._join(item, prompts, prompt_of, prefilled, was_idle=was_idle)
         else:
-            self._give_room(item.number, len(item.prompts))
+            self._taken_room.give(item.number, len(item.prompts))
             for prefix in prefilled.prefixes:
                 prefix.release()
         report = prefilled.report
@@ -266,6 +235,51 @@ class Executor:
             )
         )
 
+    def _join(
+        self,
+        item: PrefillItem,
+        prompts: Sequence[GivenPrompt],
+        prompt_of: Sequence[int],
+        prefilled: Prefilled,
+        *,
+        was_idle: bool,
+    ) -> None:
+        """Let the rows of a computed item join those that are decoded, store its prompts, and tell the first tokens.
+
+        Args:
+            prompts, prompt_of: as of `PrefillItem.different`.
+            was_idle: whether no row was decoded when the prefill began.
+        """
+        assert prefilled.cache is not None and prefilled.logits_BV is not None, "it was computed to its end"
+        self._await_guides(item)
+        rows = [
+            Row(self._engine.model, ids_of(prompt), options, seed=options.seed)
+            for prompt, options in zip(item.prompts, item.options, strict=True)
+        ]
+        ids = [(item.number, row) for row in range(len(rows))]
+        # Under policies the cache has what is reused, too, as one text with what was computed.
+        lengths = [len(ids_of(each)) if self._engine.policies else len(each) for each in prompts]
+        if (prefixes := prefilled.prefixes) and prefilled.given is None:
+            store_prompts(prefixes, list(map(ids_of, prompts)), prefilled.cache, prefilled.logits_BV)
+            lengths = [length - prefix.num_tokens for length, prefix in zip(lengths, prefixes, strict=True)]
+            self._prefixes |= self._prefixes_of_rows(ids, item, prefixes, prompt_of)
+        elif prefilled.given is not None:  # what the rows reuse is in their own memory, too
+            store_prompts(prefixes, list(map(ids_of, prompts)), prefilled.given, prefilled.logits_BV)
+            prefilled.given = None
+            for prefix in prefixes:
+                prefix.release()
+        if was_idle and not self.live:
+            self._stepped_s = time.monotonic()
+        new = self.live.join(ids, rows, prefilled.logits_BV, prefilled.cache, lengths, prompt_of)
+        cached = {
+            id: sum(use.num_tokens for use in prompt.all_uses if use.segment.content_key not in prefilled.encoded)
+            for id, prompt in zip(ids, item.prompts, strict=True)
+            if isinstance(prompt, ReusingPrompt)
+        }
+        if prefilled.prefixes:
+            cached |= {id: prefilled.prefixes[number].num_cached for id, number in zip(ids, prompt_of, strict=True)}
+        self._tell(new, cached=cached)
+
     def _handovers(self, item: PrefillItem, prompt_of: Sequence[int]) -> dict[int, Handover]:
         """Begin to hand over each of the different prompts of an item that some row asks for, by its number.
 
@@ -280,13 +294,13 @@ class Executor:
 
             def tell(outcome: Outcome, name: str = name, rows: Sequence[int] = rows) -> None:
                 if self._ranks.accelerator is None:
-                    self._written.put(item.number)
+                    self._taken_room.file_ended(item.number)
                 for row in rows:
                     where: dict[str, Any] = {"folder": folder.place.path, "host": folder.place.host}
                     self._report(Handed(row=(item.number, row), name=name, **where, **vars(outcome)))
 
             if self._ranks.accelerator is None:  # the file is written from the memory of the rows
-                self._num_rows[item.number] += 1
+                self._taken_room.keep_for_file(item.number)
             handovers[number] = folder.begin(name, num_tokens, self._ranks.device, tell, until_s=until_s)
         return handovers
 
@@ -326,7 +340,7 @@ class Executor:
 
     def _keep(self, id: RowId, row: Row, lane: Lane) -> None:
         """Store the text of a row that leaves, in memory that it had room for."""
-        self._give_room(id[0], 1)
+        self._taken_room.give(id[0], 1)
         if (prefix := self._prefixes.pop(id, None)) is not None:
             num_stored = prefix.num_tokens + lane.num_after_prefix
             if num_stored < len(row.ids):  # else the last forward gave no token, as its logits are no numbers
@@ -342,32 +356,12 @@ class Executor:
         They make way once those of these prompts are found, and so held; at once if none are looked for.
         """
         prompt_of = item.different[1] if self._engine.takes(Way.shared_prompt) else None
-        self._num_rows[item.number] = len(item.prompts)
-        self._num_tokens[item.number] = num_tokens_of(item.prompts, item.options, prompt_of)
-        self._limit_prefixes()
+        num_tokens = num_tokens_of(item.prompts, item.options, prompt_of)
+        self._taken_room.take(item.number, len(item.prompts), num_tokens)
         if self._room.max_tokens is not None:
-            self.live.trim(sum(self._num_tokens.values()), self._room.max_tokens)
+            self.live.trim(self._taken_room.num_tokens, self._room.max_tokens)
         if self._engine.prefixes is not None and not (self._reuses and item.finds_prefixes):
             self._engine.prefixes.tree.make_room()
-
-    def _give_room(self, number: int, num_rows: int) -> None:
-        """Note that rows of an item need no room any more.
-
-        That of their keys and values ends with the last of them, and of the files that are written from it.
-        """
-        gone = Counter({number: num_rows})
-        while not self._written.empty():
-            gone[self._written.get()] += 1
-        for number, num in gone.items():
-            self._num_rows[number] -= num
-            if self._num_rows[number] == 0:
-                del self._num_rows[number], self._num_tokens[number]
-        self._limit_prefixes()
-
-    def _limit_prefixes(self) -> None:
-        if self._room.shared_bytes is not None and self._engine.prefixes is not None:
-            num_tokens, num_rows = sum(self._num_tokens.values()), self._num_rows.total()
-            self._engine.prefixes.tree.limit_bytes = self._room.left_for_prefixes(num_tokens, num_rows)
 
     def _computed_anew(self, lanes: Lanes, rows: Mapping[RowId, Row]) -> tuple[torch.Tensor, Lanes]:
         """Let rows leave, and join again once this stage has computed their texts; meanwhile it decodes the others."""
@@ -392,7 +386,7 @@ class Executor:
         result = self._engine.generate(
             item.prompts, item.options, on_tokens=on_tokens, cancellable=True, salts=item.salts
         )
-        self._give_room(item.number, len(item.prompts))
+        self._taken_room.give(item.number, len(item.prompts))
         if self._ranks.rank == 0:
             ends = {(item.number, row): each.finish_reason for row, each in enumerate(result.generations)}
             cached = {(item.number, row): num for row, num in enumerate(result.cached_tokens)}

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from policies.base import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions
+from runahead.reuse.prefix_tree import PrefixTree
 
 MEMORY_SHARE = 0.8
 """Share of the free memory that the KV caches of all rows and their activations may take."""
@@ -49,6 +51,60 @@ class Room:
         assert self.shared_bytes is not None, "prefixes have a limit of their own"
         left_bytes = self.shared_bytes - num_tokens * self.token_bytes - num_rows * self.row_bytes
         return max(0, int(left_bytes) // 2)
+
+
+class TakenRoom:
+    """Memory that the rows of items have taken of a room. Stored prefixes get a part of what is left.
+
+    Args:
+        tree: the prefixes; None: there are none.
+    """
+
+    def __init__(self, room: Room, tree: PrefixTree | None) -> None:
+        self._room, self._tree = room, tree
+        self._num_tokens, self._num_rows = dict[int, int](), Counter[int]()  # of each item
+        self._written = SimpleQueue[int]()  # numbers of items, once for each file that has ended
+
+    @property
+    def items(self) -> set[int]:
+        """Numbers of the items whose rows have room."""
+        return set(self._num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for which rows have room."""
+        return sum(self._num_tokens.values())
+
+    def take(self, item: int, num_rows: int, num_tokens: int) -> None:
+        """Give so many rows of an item room for so many tokens together."""
+        self._num_rows[item], self._num_tokens[item] = num_rows, num_tokens
+        self._limit_prefixes()
+
+    def keep_for_file(self, item: int) -> None:
+        """Keep the room of an item until a file is written from its rows' memory, too: until `file_ended`."""
+        self._num_rows[item] += 1
+
+    def file_ended(self, item: int) -> None:
+        """Note that a file is written, or given up; from any thread. Its room goes with the next call of `give`."""
+        self._written.put(item)
+
+    def give(self, item: int, num_rows: int) -> None:
+        """Note that rows of an item need no room any more.
+
+        That of their keys and values ends with the last of them, and of the files that are written from it.
+        """
+        gone = Counter({item: num_rows})
+        while not self._written.empty():
+            gone[self._written.get()] += 1
+        for number, num in gone.items():
+            self._num_rows[number] -= num
+            if self._num_rows[number] == 0:
+                del self._num_rows[number], self._num_tokens[number]
+        self._limit_prefixes()
+
+    def _limit_prefixes(self) -> None:
+        if self._room.shared_bytes is not None and self._tree is not None:
+            self._tree.limit_bytes = self._room.left_for_prefixes(self.num_tokens, self._num_rows.total())
 
 
 def num_tokens_of(
