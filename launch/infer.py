@@ -215,7 +215,7 @@ def infer(
         say(f"report={run.report} has {num_reported:,} of {len(prompts.places):,} prompts: those of this run")
     if ranks.rank == 0:
         hint = dtype_hint(run.model.dtype, model.dtype, model.device)
-        sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint, weights=model.stored_as))
+        sys.stderr.write(summary(batches, skipped=prompts.skipped, dtype=hint, weights=model.weights_in_words))
     return batches
 
 
@@ -391,7 +391,7 @@ def _write_files(
             kvr_names=[kvr_name(run, partition, batch.boundaries) for batch in batches],
             skipped=prompts.skipped,
             model_check=model.check,
-            weights=model.stored_as,
+            weights=model.weights_in_words,
         )
         write_whole(run.report, text)
     if run.timeline is not None:

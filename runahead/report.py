@@ -378,7 +378,7 @@ def report_json(
         skipped: error of each prompt that was left out, by its index among all. If there are any, each prompt has its
             index, too.
         model_check: whether the model's logits were compared with transformers' own, as `Model.check` says.
-        weights: what was dequantised, as `Model.stored_as` says; reported unless it is "".
+        weights: what was made of the stored ones, as `Model.weights_in_words` says; reported unless it is "".
     """
     kvr_names = kvr_names or [None] * len(batches)
     about_the_run: dict[str, Any] = {

@@ -83,6 +83,16 @@ def test_a_program_tells_it_once(
     assert capfd.readouterr().err.count("warning: transformers 99.0 is not one that") == num_lines
 
 
+def test_a_sweep_tells_it_before_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their own lines are in their logs. This one ends before it starts any."""
+    monkeypatch.chdir(tmp_path)
+    set_version(monkeypatch, "transformers", "99.0")
+    assert exit_status(main, ["--multirun", "sweep.dir=s", "prompt.file=-"]) == 2
+    assert capfd.readouterr().err.count("warning: transformers 99.0 is not one that") == 1
+
+
 def test_the_ends_of_a_range_are_the_oldest_and_the_newest_in_it() -> None:
     there = ["5.24.0", "5.23.0", "5.22.2", "5.17.1", "5.17.0", "5.16.1", "4.57.6", "5.23.1rc1"]
     assert ends("transformers", there, ">=5.17,<5.24") == ["5.17.0", "5.23.0"]

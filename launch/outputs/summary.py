@@ -25,7 +25,7 @@ def summary(
     Args:
         skipped: for each prompt that was left out, by index, what is wrong with it.
         dtype: `dtype_hint`.
-        weights: what was dequantised, as of `Model.stored_as`.
+        weights: `Model.weights_in_words`.
     """
     first = batches[0]
     generations = [generation for batch in batches for generation in batch.generations]

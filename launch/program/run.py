@@ -94,6 +94,10 @@ def run_program(
     def end(error: BaseException) -> NoReturn:
         end_with(error, ranks, fault_file)
 
+    from runahead.features.versions import outside  # not for --help
+
+    for sentence in outside():
+        say(f"warning: {sentence}")
     if "--multirun" in command.flags:
         from launch.program.sweep import run_sweep
 
@@ -103,9 +107,7 @@ def run_program(
             end(error)
     run = command.run
     assert run is not None
-    from runahead.features.versions import outside  # not for --help
-
-    for sentence in (*outside(), *warnings(run)):
+    for sentence in warnings(run):
         say(f"warning: {sentence}")
     try:
         if "--layout" in command.flags:

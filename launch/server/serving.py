@@ -110,8 +110,8 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     engine, told = make_engine(
         run, model, ranks, check_options, partition=partition, policies=policies, store=store, tree=tree, serves=True
     )
-    if ranks.rank == 0 and model.stored_as:
-        say(f"weights: {model.stored_as}")
+    if ranks.rank == 0 and model.weights_in_words:
+        say(f"weights: {model.weights_in_words}")
     if ranks.rank == 0 and run.serve.snapshot_tokens and model.held is None:
         option = f"serve.snapshot_tokens={run.serve.snapshot_tokens}"
         say(f"warning: {option} has no effect: no layer of model {model.name} holds a state")

@@ -390,6 +390,13 @@ class Model(ModelLayers):
         """Kind of every token of the vocabulary (V), int8; see `policies.base.TokenKind`."""
         return token_kinds(self.tokenizer, self.vocab_size).to(self.device)
 
+    @property
+    def weights_in_words(self) -> str:
+        """What was made of the stored weights: `stored_as`, and the adapters in them; "" if they are as stored."""
+        several = "s" if len(self.adapter_names) > 1 else ""
+        merged = f"with adapter{several} {', '.join(self.adapter_names)}" if self.adapter_names else ""
+        return ", ".join(filter(None, (self.stored_as, merged)))
+
     @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the whole model, stored in files that are valid for this model only.

@@ -240,6 +240,10 @@ def test_the_model_is_told_by_the_adapters_name(tmp_path: Path) -> None:
     adapter = adapt(tmp_path / "model", tmp_path / "poems")
     model = Model.load(options(tmp_path / "model", adapter), CPU)
     assert model.name == f"{tmp_path / 'model'}+poems" and list(model.adapter_names) == ["poems"]
+    assert model.weights_in_words == "with adapter poems"
+    model.stored_as, model.adapter_names = "awq, 4 bits, dequantised to float32", ("poems", "prose")
+    assert model.weights_in_words == "awq, 4 bits, dequantised to float32, with adapters poems, prose"
+    assert Model.load(options(tmp_path / "model"), CPU).weights_in_words == ""
 
 
 def test_an_adapter_of_the_hub_has_the_name_of_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
