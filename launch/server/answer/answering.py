@@ -29,7 +29,7 @@ from runahead.serving.scheduler import Scheduler
 class Answering:
     """Sends the answer of a request, as an ASGI application; a client that goes cancels it.
 
-    The connection of one that does not read is closed by `launch/server/http.py`.
+    The connection of one that does not read is closed by `launch/server/connection.py`.
     """
 
     def __init__(
