@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -301,7 +301,7 @@ class Engine:
                 prefilled.cache = None
                 with self.ranks.busy():
                     profiled.close()
-                self._note_memory(ready.job, prefilled)
+                self._note_memory(ready.job, prefilled, computing)
                 result = gathered_result(
                     self.ranks,
                     prefilled,
@@ -433,14 +433,15 @@ class Engine:
         num_queries = 1 + max(each.speculate_tokens if each.asks_for_drafts else 0 for each in options)
         return self._placement.gathering(stages, len(options) * num_queries)
 
-    def _note_memory(self, job: PrefillJob, prefilled: Prefilled) -> None:
-        """Report the memory of this rank, once it has decoded."""
+    def _note_memory(self, job: PrefillJob, prefilled: Prefilled, computing: Iterable[int]) -> None:
+        """Report the memory of this rank, once it has decoded a prompt that these stages have computed."""
         report = prefilled.report
         report.memory = self.model.memory_after(
             kv_bytes=max(report.kv_peak_bytes, self._placement.timed_bytes),
             batch=len(job.batch.pads),
             num_tokens=min(report.chunk_tokens, job.chunk_tokens or report.chunk_tokens),
             row_tokens=report.row_tokens,
+            num_threads=self.ranks.num_threads(computing if self._lends else []),
         )
 
     def _conclude(self, plan: PrefillPlan, reuse: Reuse | None, prefilled: Prefilled, result: GenerationBatch) -> None:

@@ -56,7 +56,7 @@ def kept_prefixes(
         return None
     drafts, in_chain = run.generation.asks_for_drafts, ranks.num_stages > 1
     row_bytes = row_state_bytes(model, in_chain=in_chain, drafts=drafts, stores=True)
-    own = free_bytes(ranks.device, ranks.local_size), token_bytes(model), row_bytes
+    own = free_bytes(ranks.device, ranks.local_size) - model.kernel_bytes(), token_bytes(model), row_bytes
     free, of_token, of_row = zip(*ranks.gather(own, "the free memory"), strict=True)
     room = Room(
         max_tokens=None,

@@ -326,7 +326,7 @@ def room_in_memory(
     Raises:
         ValueError: there is no room beside the store or the prefixes.
     """
-    free, kept = free_bytes(ranks.device, ranks.local_size), 0
+    free, kept = max(0, free_bytes(ranks.device, ranks.local_size) - model.kernel_bytes()), 0
     if store is not None:
         kept = store.limits.device_bytes if ranks.device.type == "cuda" else store.limits.host_bytes
     is_last = ranks.stage == ranks.num_stages - 1

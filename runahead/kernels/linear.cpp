@@ -26,10 +26,15 @@ constexpr int TILE = LANES == 16 ? 12 : 6;  // features whose sums lie in regist
 constexpr int LINE = 16;                    // numbers that are fetched at a time
 constexpr int64_t DEPTH = 640;              // input features at a time: a tile's weights are in the nearest cache,
 constexpr int64_t WIDTH = 20 * TILE;        // and of so many features the sums, with the numbers,
-constexpr int64_t PANELS = 4;               // of so many panels in a core's own
+constexpr int64_t PANELS = 4;               // of so many panels in a core's own; fewer read the weights more often
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t filled_up(int64_t features) { return ceil_div(features, LINE) * LINE; }
+
+// Numbers of the memory in which a thread computes `rows` rows of a product, or of a gated MLP: rows as they are given,
+// sums, and what is between.
+int64_t of_linear(int64_t rows, int64_t K) { return rows * (filled_up(K) + WIDTH); }
+int64_t of_gated(int64_t rows, int64_t K, int64_t I) { return rows * (filled_up(K) + 2 * WIDTH + filled_up(I)); }
 
 struct Weight {
   const float *data, *bias;  // (N, K); (N) or null
@@ -215,7 +220,7 @@ at::Tensor linear(const at::Tensor& given, const at::Tensor& weight, const std::
   float* to = out.mutable_data_ptr<float>();
   split.share([&](int64_t block, int64_t part) {
     const int64_t row = split.row(block), count = split.row(block + 1) - row, room = split.most_panels() * TOKENS;
-    float *panels = scratch(room * (filled_up(w.K) + WIDTH)), *sums = panels + room * filled_up(w.K);
+    float *panels = scratch(of_linear(room, w.K)), *sums = panels + room * filled_up(w.K);
     pack_block(x + row * w.K, count, w.K, panels);
     write_features(panels, count, w, begin(w.N, part, split.parts), begin(w.N, part + 1, split.parts), to + row * w.N, sums);
   });
@@ -240,7 +245,7 @@ void gated(const float* x, const Split& split, const Weight& gate, const Weight&
   };
   if (split.parts == 1) {
     split.share([&](int64_t block, int64_t part) {
-      float *memory = scratch(room * (K + 2 * WIDTH + I)), *inner = memory + room * (K + 2 * WIDTH);
+      float *memory = scratch(of_gated(room, K, I)), *inner = memory + of_gated(room, K, 0);
       first(block, part, memory, inner);
       second(block, part, memory, inner);
     });
@@ -248,7 +253,7 @@ void gated(const float* x, const Split& split, const Weight& gate, const Weight&
   }
   std::vector<float> inner(split.panels * TOKENS * I);  // of few rows
   const auto of = [&](int64_t block) { return inner.data() + split.row(block) * I; };
-  split.share([&](int64_t block, int64_t part) { first(block, part, scratch(room * (K + 2 * WIDTH)), of(block)); });
+  split.share([&](int64_t block, int64_t part) { first(block, part, scratch(of_gated(room, K, 0)), of(block)); });
   split.share([&](int64_t block, int64_t part) { second(block, part, scratch(room * WIDTH), of(block)); });
 }
 
@@ -271,6 +276,12 @@ at::Tensor gated_mlp(const at::Tensor& given, const at::Tensor& gate, const std:
   return out;
 }
 
+// Most bytes of memory that each thread keeps, for products of K input features or, unless I is 0, for gated MLPs.
+int64_t kept_bytes(int64_t K, int64_t I) {
+  const int64_t rows = PANELS * TOKENS;
+  return sizeof(float) * (I ? of_gated(rows, K, I) : of_linear(rows, K));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(runahead, library) {
@@ -278,6 +289,7 @@ TORCH_LIBRARY_FRAGMENT(runahead, library) {
   library.def(
       "gated_mlp(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, "
       "str activation) -> Tensor");
+  library.def("kept_bytes(int inputs, int inner) -> int", kept_bytes);
 }
 
 TORCH_LIBRARY_IMPL(runahead, CPU, library) {

@@ -192,6 +192,12 @@ def gated_mlp(
     return out
 
 
+def kept_bytes(inputs: int, inner: int = 0) -> int:
+    """Most memory in bytes that each thread keeps for `linear` of so many input features, or for `gated_mlp`."""
+    num_bytes: int = torch.ops.runahead.kept_bytes(inputs, inner)
+    return num_bytes
+
+
 def _gated_mlp_fake(
     x: Tensor,
     gate: Tensor,

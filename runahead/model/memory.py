@@ -96,7 +96,7 @@ def row_state_bytes(model: Any, *, in_chain: bool = False, drafts: bool = False,
 
 
 def memory_after_call(
-    loaded: MemoryReport, peak: PeakMemory, device: torch.device, *, kv_bytes: int, activations: int
+    loaded: MemoryReport, peak: PeakMemory, device: torch.device, *, kv_bytes: int, activations: int, kernel_bytes: int
 ) -> MemoryReport:
     """The memory of a rank that loaded a model, with the measured and the predicted peak of a call.
 
@@ -106,9 +106,10 @@ def memory_after_call(
         device: where the model is.
         kv_bytes: peak of the call's KV cache.
         activations: most bytes of its activations at a time, as estimated.
+        kernel_bytes: that its threads keep for kernels.
     """
     first_run = FIRST_RUN_BYTES if device.type == "cpu" else 0
-    call_bytes = loaded.base_bytes + loaded.weights_bytes + kv_bytes + activations + first_run
+    call_bytes = loaded.base_bytes + loaded.weights_bytes + kv_bytes + activations + kernel_bytes + first_run
     return replace(
         loaded,
         peak_bytes=peak.peak_bytes(),

@@ -38,7 +38,7 @@ from runahead.model.held import Held
 from runahead.model.known_checks import KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.cpu_linear import multiply_fast
-from runahead.model.layers.fusing import apart, is_fused, takes_rounding, unfuse, watching
+from runahead.model.layers.fusing import apart, is_fused, kernel_bytes, takes_rounding, unfuse, watching
 from runahead.model.layers.gated import fuse_gated
 from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
 from runahead.model.layers.narrowing import narrow
@@ -346,8 +346,12 @@ class Model(ModelLayers):
         """Run a call in which the ranks that share the model wait for each other, such as a forward."""
         return call() if self.shares is None else self.shares.run(call)
 
+    def kernel_bytes(self, num_threads: int | None = None) -> int:
+        """Most memory in bytes that threads keep for products of many rows; of so many threads, or as there are now."""
+        return kernel_bytes(self.module, num_threads)
+
     def memory_after(
-        self, *, kv_bytes: int, batch: int, num_tokens: int, row_tokens: int | None
+        self, *, kv_bytes: int, batch: int, num_tokens: int, row_tokens: int | None, num_threads: int | None = None
     ) -> MemoryReport | None:
         """`memory` with the peak of a call; None if the weights were given.
 
@@ -356,6 +360,7 @@ class Model(ModelLayers):
             batch: number of rows.
             num_tokens: most tokens of a row that it computed at a time.
             row_tokens: of these, most tokens that a layer computed at a time; None is all.
+            num_threads: that computed the prompts; None: as many as now.
         """
         if self.memory is None or self._peak is None:
             return None
@@ -364,7 +369,14 @@ class Model(ModelLayers):
             copies = 1 if self._writes_in_place else 3
             activations += copies * num_tokens * int(self.config.hidden_size) * self.dtype.itemsize
         activations *= batch
-        return memory_after_call(self.memory, self._peak, self.device, kv_bytes=kv_bytes, activations=activations)
+        return memory_after_call(
+            self.memory,
+            self._peak,
+            self.device,
+            kv_bytes=kv_bytes,
+            activations=activations,
+            kernel_bytes=self.kernel_bytes(num_threads),
+        )
 
     @property
     def eos_token_ids(self) -> set[int]:

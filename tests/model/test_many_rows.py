@@ -8,8 +8,13 @@ The references are computations in float64, oneDNN's products and models that ar
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from launch.server import serving
 from runahead import Model
 from runahead.config import Fuse
 from runahead.files import cache_folder
@@ -27,11 +33,16 @@ from runahead.model.layers.cpu_linear import MANY_ROWS, multiply_fast, multiply_
 from runahead.model.layers.fusing import apart, watching
 from runahead.model.layers.products import fuse_alone
 from runahead.model.loading import kernels as loading
+from runahead.model.loading.memory import PeakMemory
+from runahead.model.memory import token_bytes
+from runahead.report import MemoryReport
 from tests.examples import examples
 from tests.families import PRODUCTS, build
 from tests.model.test_fusing import logits
 from tests.model.test_gated import MLP, fused
 from tests.needs import TEST_KERNELS, missing
+
+ROOT = Path(__file__).resolve().parents[2]
 
 ROUNDING = 2e-6
 """Relative to the largest number: float32's, of sums of some hundred products."""
@@ -317,3 +328,84 @@ def test_a_layer_alone_follows_what_is_changed_later(in_use: None) -> None:
     with apart(owner):
         assert "runahead::linear" not in names_of(lambda: owner(x))
     assert "runahead::linear" in names_of(lambda: owner(x))
+
+
+# ---------------------------------------------------------------- memory that threads keep
+
+# "Anonymous" is memory of the process alone. What is computed is small beside what threads keep: K and N are.
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from runahead.kernels import operators
+
+def own_bytes():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+def run(inner):
+    weights = torch.zeros(inner, 16), None, torch.zeros(inner, 16), None, torch.zeros(16, inner), None
+    return (lambda: operators.gated_mlp(x, *weights, "swish")) if gated else lambda: operators.linear(y, w, None)
+
+library, threads, gated = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "gated_mlp"
+operators.load(library)
+torch.set_num_threads(threads)
+size = 30000
+x, y, w = torch.zeros(128 * threads, 16), torch.zeros(128 * threads, size), torch.zeros(16, size)
+small, large = run(16), run(size)
+if gated:
+    small()
+else:
+    operators.linear(x, torch.zeros(16, 16), None)
+before = own_bytes()
+large()
+print(own_bytes() - before, threads * (operators.kept_bytes(16, size) if gated else operators.kept_bytes(size)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's account of a process's memory")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("operator", ["linear", "gated_mlp"])
+def test_threads_keep_the_memory_that_is_counted(operator: str, threads: int) -> None:
+    library = loading.build(cache_folder() / TEST_KERNELS)
+    command = [sys.executable, "-c", MEASURE, str(library), str(threads), operator]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    kept, counted = map(int, done.stdout.split())
+    assert counted > threads * 7e6  # 64 rows and more of 30,000 numbers
+    assert kept == pytest.approx(counted, rel=0.05)
+
+
+def test_a_models_products_are_counted_in_what_a_run_and_a_server_take(
+    in_use: None, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its largest product, here its MLP, or Starcoder2's second layer of an MLP without gate."""
+    free = 10**9
+    monkeypatch.setattr(serving, "free_bytes", lambda *_: free)
+    for family, is_gated in (("llama", True), ("starcoder2", False)):
+        plain, model = (Model(build(family, dtype=torch.float32), fuse=fuse) for fuse in (Fuse.off, Fuse.on))
+        sizes = (model.config.hidden_size, model.config.intermediate_size)[0 if is_gated else 1 :]
+        kept = operators.kept_bytes(*sizes)
+        for count in (1, 3):
+            threads(count)
+            assert (plain.kernel_bytes(), model.kernel_bytes(), model.kernel_bytes(7)) == (0, count * kept, 7 * kept)
+            assert _room(plain) == int(0.8 * free / token_bytes(model))
+            assert _room(model) == int(0.8 * (free - count * kept) / token_bytes(model))
+            assert _predicted(model, None) - _predicted(plain, None) == count * kept
+            assert _predicted(model, 7) - _predicted(plain, 7) == 7 * kept
+    monkeypatch.setattr(KERNELS, "in_use", False)
+    assert model.kernel_bytes() == 0
+
+
+def _room(model: Model) -> int | None:
+    """Tokens for which a server of one rank has room."""
+    ranks: Any = SimpleNamespace(device=model.device, local_size=1, stage=0, num_stages=1, gather=lambda x, _: [x])
+    return serving.room_in_memory(model, ranks, None, 0, keeps_parts=False).max_tokens
+
+
+def _predicted(model: Model, num_threads: int | None) -> int:
+    """The predicted peak of a run in bytes."""
+    model.memory = MemoryReport(base_bytes=1, weights_bytes=2, load_peak_bytes=3, predicted_load_peak_bytes=3)
+    model._peak = PeakMemory(model.device)
+    found = model.memory_after(kv_bytes=5, batch=1, num_tokens=100, row_tokens=None, num_threads=num_threads)
+    assert found is not None
+    return found.predicted_peak_bytes

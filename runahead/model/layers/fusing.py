@@ -15,11 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runahead.kernels import operators
+from runahead.kernels.operators import KERNELS
 from runahead.model.layers.cpu_linear import CPULinear, by_pytorch
 
 
 class FusedForward(partial[Any]):
-    """The `forward` of a module in place of its own."""
+    """The `forward` of a module in place of its own.
+
+    Attributes:
+        multiplied: input features of the product, or input and inner features of the gated MLP, of which a kernel of
+            ours computes many rows, if it is in use; () where none does.
+    """
+
+    multiplied: tuple[int, ...] = ()
 
 
 class Calls:
@@ -79,6 +88,19 @@ def watching(module: nn.Module) -> Iterator[Calls]:
 def is_fused(module: nn.Module) -> bool:
     """Whether any module in a model is fused."""
     return any(isinstance(vars(child).get("forward"), FusedForward) for child in module.modules())
+
+
+def kernel_bytes(module: nn.Module, num_threads: int | None = None) -> int:
+    """Most memory in bytes that threads keep for products of many rows of a model by kernels of ours.
+
+    Args:
+        num_threads: that compute; None: as many as now.
+    """
+    own = (vars(child).get("forward") for child in module.modules())
+    sizes = {each.multiplied for each in own if isinstance(each, FusedForward) and each.multiplied}
+    if not KERNELS.in_use or not sizes:
+        return 0
+    return (num_threads or torch.get_num_threads()) * max(operators.kept_bytes(*each) for each in sizes)
 
 
 def unfuse(module: nn.Module) -> dict[nn.Module, FusedForward]:

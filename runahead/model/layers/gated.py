@@ -50,7 +50,9 @@ def fuse_gated(calls: Calls) -> None:
         for gate, up in permutations(layers[:2]):
             activation = _activation(mlp, (gate, up, layers[2]))
             if activation is not None:
-                mlp.forward = FusedForward(_computed, mlp, (gate, up, layers[2]), *activation)
+                mlp.forward = fused = FusedForward(_computed, mlp, (gate, up, layers[2]), *activation)
+                if "_".join(filter(None, activation)) in operators.ACTIVATIONS:
+                    fused.multiplied = gate.in_features, gate.out_features
                 calls.linears = [(x, each) for x, each in calls.linears if each not in layers]
                 break
 

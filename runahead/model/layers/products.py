@@ -59,7 +59,8 @@ class Product:
     def fuse(self) -> None:
         """Have each layer take its part."""
         for number, layer in enumerate(self.layers):
-            layer.forward = FusedForward(self.part, number)  # type: ignore[method-assign]
+            layer.forward = fused = FusedForward(self.part, number)  # type: ignore[method-assign]
+            fused.multiplied = (layer.in_features,) if _is_onednn(layer) else ()
 
     def part(self, number: int, x: Tensor) -> Tensor:
         """A layer's own product with a tensor (..., I)."""
@@ -123,9 +124,14 @@ def fuse_products(module: nn.Module, calls: Calls, *, may_move: bool) -> None:
 def fuse_alone(calls: Calls) -> None:
     """Let the linear layers that no others are fused with compute many rows by a kernel of ours, if it is in use."""
     for _, layer in calls.linears if KERNELS.in_use else []:
-        is_onednn = type(layer) is CPULinear and library(layer.weight.dtype) == "onednn"
-        if is_onednn and "forward" not in vars(layer):
-            layer.forward = FusedForward(_alone, layer)  # type: ignore[method-assign]
+        if _is_onednn(layer) and "forward" not in vars(layer):
+            layer.forward = fused = FusedForward(_alone, layer)  # type: ignore[method-assign]
+            fused.multiplied = (layer.in_features,)
+
+
+def _is_onednn(layer: nn.Linear) -> bool:
+    """Whether products of a layer are oneDNN's, of which a kernel of ours computes many rows."""
+    return type(layer) is CPULinear and library(layer.weight.dtype) == "onednn"
 
 
 def _alone(layer: nn.Linear, x: Tensor) -> Tensor:
