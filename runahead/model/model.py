@@ -38,7 +38,7 @@ from runahead.model.held import Held
 from runahead.model.known_checks import KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.cpu_linear import multiply_fast
-from runahead.model.layers.fusing import apart, is_fused, kernel_bytes, takes_rounding, unfuse, watching
+from runahead.model.layers.fusing import apart, is_fused, is_wanted, kernel_bytes, takes_rounding, unfuse, watching
 from runahead.model.layers.gated import fuse_gated
 from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
 from runahead.model.layers.narrowing import narrow
@@ -155,8 +155,9 @@ class Model(ModelLayers):
             self.reading = Reading.from_config(self.config)
             if self.marks is not None:
                 self._marker = self.marks.marker_on(module, self.config)
-            fuses = fuse is Fuse.on or (fuse is Fuse.auto and self.device.type == "cpu" and self.dtype is torch.float32)
-            if fuses and shares is None and self.has_reference:  # only what is checked
+            if (
+                is_wanted(fuse, self.device, self.dtype) and shares is None and self.has_reference
+            ):  # only what is checked
                 with watching(module) as calls:
                     self._look_at_layers()
                 fuse_gated(calls)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runahead.config import Fuse
 from runahead.kernels import operators
 from runahead.kernels.operators import KERNELS
 from runahead.model.layers.cpu_linear import CPULinear, by_pytorch
@@ -122,6 +123,11 @@ def apart(module: nn.Module) -> Iterator[None]:
     finally:
         for child, forward in fused.items():
             child.forward = forward
+
+
+def is_wanted(fuse: Fuse, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether modules of a whole model are fused where they can be."""
+    return fuse is Fuse.on or (fuse is Fuse.auto and device.type == "cpu" and dtype is torch.float32)
 
 
 def takes_rounding(dtype: torch.dtype) -> bool:

@@ -154,6 +154,21 @@ def siblings(module: nn.Module, calls: Calls) -> list[list[nn.Linear]]:
     return [layers for layers in once if len(layers) > 1 and _are_alike(layers)]
 
 
+def may_be_siblings(module: nn.Module) -> set[str]:
+    """Names of the parameters of linear layers, also without memory, beside which their module has one as wide."""
+    found = set()
+    for name, parent in module.named_modules():
+        layers = {child: layer for child, layer in parent.named_children() if isinstance(layer, nn.Linear)}
+        widths = Counter(layer.in_features for layer in layers.values())
+        found |= {
+            ".".join(filter(None, (name, child, parameter)))
+            for child, layer in layers.items()
+            if widths[layer.in_features] > 1
+            for parameter, _ in layer.named_parameters()
+        }
+    return found
+
+
 def _are_alike(layers: Sequence[nn.Linear]) -> bool:
     """Whether layers can be one: plain weights of one dtype on one device, and a bias of each or of none."""
     parameters = [each for layer in layers for _, each in layer.named_parameters()]

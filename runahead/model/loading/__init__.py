@@ -21,6 +21,8 @@ from runahead.features.refused import check
 from runahead.kernels.operators import is_loaded
 from runahead.model.layer_kinds import decoder_config, unsupported_kinds
 from runahead.model.layers import int8
+from runahead.model.layers.fusing import is_wanted
+from runahead.model.layers.products import may_be_siblings
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading import hf, sharing, stored_forms
 from runahead.model.loading import overrides as config_overrides
@@ -197,7 +199,10 @@ def load(
         module = hf.build_share(make, type(empty), parts, shares.group, bars=bars, untied=untied, merged=merged)
     else:
         place = device if shares is None and keep is None else torch.device("cpu")
-        footprint = _footprint(empty, stored, dtype, place, merging.weights if merging else frozenset())
+        if shares is None:
+            make = replace(make, copied=_copied(make, empty, stored))
+        make = replace(make, device=place)
+        footprint = _footprint(make, empty, stored, merging.weights if merging else frozenset())
         footprint.whole = max(footprint.whole, _merging_bytes(merging, place, checkpoint.label, ranks_on_host))
         are_mapped = footprint.mapped > 0 and checkpoint.form is None
         if options.weights is Weights.int8:
@@ -214,7 +219,6 @@ def load(
         require_room(footprint, place, label=checkpoint.label, ranks_on_host=ranks_on_host)
         peak = PeakMemory(device)
         base_bytes = peak.now_bytes()
-        make = replace(make, device=place)
         bars = progress and footprint.copied > LONG_LOAD_BYTES
         model_class = None if checkpoint.form is None else type(empty)
         module = random_weights.build(make) if is_random else hf.build(make, bars=bars, model_class=model_class)
@@ -475,36 +479,44 @@ def _read_width(tensor: StoredTensor) -> int:
     return tensor.dtype.itemsize if tensor.dtype else 0
 
 
+def _copied(make: hf.ModelMaker, empty: PreTrainedModel, stored: dict[str, StoredTensor]) -> frozenset[str]:
+    """Names of stored tensors of a quantised checkpoint that are not mapped, since fused layers would copy them."""
+    options = make.options
+    is_whole = make.checkpoint.form is not None and options.weights is Weights.full
+    if not is_whole or make.device.type != "cpu" or not is_wanted(options.fuse, make.device, make.dtype):
+        return frozenset()
+    siblings, prefix = may_be_siblings(empty), empty.base_model_prefix
+    return frozenset(name for name in stored if not siblings.isdisjoint(sharing.names_in_model(name, prefix)))
+
+
 def _footprint(
-    empty: PreTrainedModel,
-    stored: dict[str, StoredTensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    changed: Collection[str],
+    make: hf.ModelMaker, empty: PreTrainedModel, stored: dict[str, StoredTensor], changed: Collection[str]
 ) -> Footprint:
     """Bytes that loading takes. A stored tensor is mapped if it is a parameter of the model, in the same dtype.
+
+    Of quantised checkpoints all others are read, each beside what becomes of it.
 
     Args:
         changed: parameters that become memory of this process, whatever they are stored as.
     """
-    if device.type != "cpu" or not stored:
+    if make.device.type != "cpu" or not stored:
         return Footprint(copied=sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters()))
-    parameters, prefix = empty.state_dict(), empty.base_model_prefix
-    footprint = Footprint(copied=0)
-    packed = [tensor.packed_bytes * (2 if tensor.held_bytes else 1) for tensor in stored.values()]
-    if any(packed):  # transformers' threads decode a weight each, or lay its codes out, in parts
-        footprint.whole = LOADING_THREADS * max(packed)
+    parameters, prefix, is_quantised = empty.state_dict(), empty.base_model_prefix, make.checkpoint.form is not None
+    footprint, read_bytes = Footprint(copied=0), list[int]()
     for name, tensor in stored.items():
         known = next((each for each in sharing.names_in_model(name, prefix) if each in parameters), None)
-        parameter = None if known is None else parameters[known]
-        stays = not tensor.packed_bytes and known not in changed
-        if stays and parameter is not None and parameter.dtype == tensor.dtype:
-            footprint.mapped += tensor.num_elements * parameter.element_size()
-        elif tensor.held_bytes:
-            footprint.copied += tensor.held_bytes
-        else:
-            footprint.copied += tensor.num_elements * (parameter.dtype if parameter is not None else dtype).itemsize
-            footprint.read += 0 if footprint.whole else tensor.num_elements * (tensor.dtype or dtype).itemsize
+        own = make.dtype if known is None else parameters[known].dtype
+        stored_bytes = tensor.num_elements * (tensor.dtype or make.dtype).itemsize
+        is_plain = not tensor.packed_bytes and tensor.dtype == make.dtype and name not in make.copied
+        if (is_plain or not is_quantised) and known is not None and known not in changed and own == tensor.dtype:
+            footprint.mapped += stored_bytes
+            continue
+        footprint.copied += tensor.held_bytes or tensor.num_elements * own.itemsize
+        if is_plain or not is_quantised:
+            footprint.read += stored_bytes
+        else:  # codes of one that stays in 8 bits are laid out anew
+            read_bytes.append(tensor.packed_bytes * (2 if tensor.held_bytes else 1) or stored_bytes)
+    footprint.whole = sum(sorted(read_bytes)[-LOADING_THREADS:])
     return footprint
 
 

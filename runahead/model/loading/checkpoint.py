@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,20 @@ HUB_GGUF = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/(.+\.gguf)")
 
 
 @dataclass(kw_only=True)
+class Opened:
+    """Safetensors files whose headers have been read.
+
+    Attributes:
+        slices: a slice object of each stored tensor, by name, which reads the part that is asked for.
+        weights: of quantised ones, as of `Form.found`; None until they are asked for.
+    """
+
+    files: list[Path]
+    slices: dict[str, Any]
+    weights: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
 class Checkpoint:
     """A folder with config, tokenizer and safetensors weights, or a GGUF file in it, which holds all of these.
 
@@ -72,6 +86,7 @@ class Checkpoint:
         remedy: what to do if the files are damaged, for error messages.
         from_hub: missing files, such as code in another repository, may be fetched.
         form: how the weights are quantised; None if they are not, or it is not known yet.
+        opened: its files, once they were opened; whoever changes `folder` or the format has none.
     """
 
     folder: Path
@@ -82,6 +97,7 @@ class Checkpoint:
     remedy: str
     from_hub: bool = False
     form: Form | None = None
+    opened: Opened | None = field(default=None, repr=False, compare=False)
 
     @property
     def path(self) -> Path:
@@ -366,37 +382,44 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     }
 
 
-def stored_parts(checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, mapped: bool = False) -> dict[str, Any]:
+def stored_parts(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, mapped: bool = False, copied: Collection[str] = ()
+) -> dict[str, Any]:
     """Open the safetensors files, without mapping them: a slice object by name, which reads the part that is asked for.
 
     Of a mapped file each page that is read counts as memory of the process, also where only a part of it is kept.
-    Quantised weights are decoded as they are read.
+    Quantised weights are decoded as they are read. The headers are read once for a checkpoint.
 
     Args:
         dtype: of what is decoded; None for that of the format's library.
         mapped: map those that are neither decoded nor converted to `dtype`: they are used as they lie in the file.
+        copied: names of those that are not mapped all the same.
 
     Raises:
         ValueError: a file is missing, damaged or truncated, or a quantised weight lacks a part.
     """
-    files = weight_files(checkpoint)
-    require_fetched(files, checkpoint.label)
-    parts = _opened(files, checkpoint, backend="pread")
+    opened = checkpoint.opened
+    if opened is None:
+        files = weight_files(checkpoint)
+        require_fetched(files, checkpoint.label)
+        opened = checkpoint.opened = Opened(files=files, slices=_slices(files, checkpoint, backend="pread"))
     if checkpoint.form is None:
-        found = parts
+        found = dict(opened.slices)
     else:
         try:
-            found = checkpoint.form.weights(parts, dtype)
+            if opened.weights is None:
+                opened.weights = checkpoint.form.found(opened.slices)
+            found = checkpoint.form.weights(opened.weights, dtype)
         except ValueError as error:
             raise ValueError(f"{checkpoint.label}: {error}; {checkpoint.remedy}") from error
     if mapped:
-        views = _opened(files, checkpoint)
-        as_stored = [name for name, part in found.items() if part is parts.get(name)]
-        found |= {name: views[name] for name in as_stored if FLOATS.get(parts[name].get_dtype()) == dtype}
+        as_stored = [name for name, part in found.items() if part is opened.slices.get(name) and name not in copied]
+        views = _slices(opened.files, checkpoint)
+        found |= {name: views[name] for name in as_stored if FLOATS.get(found[name].get_dtype()) == dtype}
     return found
 
 
-def _opened(files: Iterable[Path], checkpoint: Checkpoint, **options: Any) -> dict[str, Any]:
+def _slices(files: Iterable[Path], checkpoint: Checkpoint, **options: Any) -> dict[str, Any]:
     """Slice objects of safetensors files, by name. Raises: ValueError."""
     parts: dict[str, Any] = {}
     for path in files:

@@ -92,7 +92,7 @@ def converted(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool) ->
 
 
 def _checkpoint(source: Checkpoint, folder: Path) -> Checkpoint:
-    return replace(source, folder=folder, gguf=None, remedy=f"delete {folder}, and it is made again")
+    return replace(source, folder=folder, gguf=None, opened=None, remedy=f"delete {folder}, and it is made again")
 
 
 def _folder(key: str, dtype: torch.dtype) -> Path:

@@ -51,6 +51,7 @@ class ModelMaker:
     Attributes:
         config: transformers' config.
         attn_implementation: name of the attention that transformers calls.
+        copied: stored tensors of a quantised checkpoint that are not mapped, whatever they are.
     """
 
     checkpoint: Checkpoint
@@ -59,6 +60,7 @@ class ModelMaker:
     dtype: torch.dtype
     device: torch.device
     attn_implementation: str
+    copied: frozenset[str] = frozenset()
 
 
 def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTrainedModel:
@@ -82,7 +84,7 @@ def build(make: ModelMaker, *, bars: bool, model_class: Any = None) -> PreTraine
         # By default transformers looks on the hub for kernels that work on the packed blocks.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     elif checkpoint.form is not None:
-        parts = checkpoints.stored_parts(checkpoint, make.dtype, mapped=True)
+        parts = checkpoints.stored_parts(checkpoint, make.dtype, mapped=True, copied=make.copied)
         arguments = _of_parts(parts, arguments["config"]) | {"key_mapping": stored_forms.names_in_decoder(parts)}
     else:
         arguments["key_mapping"] = stored_forms.names_in_decoder(checkpoints.stored_tensors(checkpoint))

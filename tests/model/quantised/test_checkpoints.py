@@ -12,9 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runahead import Engine, GenerationOptions, Model, ModelOptions, Ranks, even
-from runahead.config import DType, Weights
+from runahead.config import DType, Fuse, Weights
+from runahead.model.loading import checkpoint
 from runahead.model.loading.memory import Footprint
+from runahead.model.loading.quantised import Form
 from runahead.model.loading.quantised.packed import PackedWeight
+from tests import families
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.model.quantised import checkpoints
@@ -86,15 +89,72 @@ def test_biases_of_zeros_without_a_place_are_left_out(tmp_path: Path) -> None:
 def test_decoded_weights_count_as_copied_and_plain_ones_as_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What is read is there beside what becomes of it, in four threads: also plain tensors of another dtype."""
     expected = checkpoints.save(tmp_path, "int4", tie_word_embeddings=False)
-    num_plain = sum(each.numel() for name, each in expected.items() if not checkpoints.LINEAR.fullmatch(name))
-    num_decoded = sum(each.numel() for each in expected.values()) - num_plain
-    largest = 4 * (96 * 64 // 2 + 96 * 64 // GROUP * 2 + 96 * 64 // GROUP // 2 + 2 * 8)
+    plain = [each.numel() for name, each in expected.items() if not checkpoints.LINEAR.fullmatch(name)]
+    decoded = [each.numel() for name, each in expected.items() if checkpoints.LINEAR.fullmatch(name)]
+    stored = [num // 2 + num // GROUP * 2 + num // GROUP // 2 + 2 * 8 for num in decoded]  # codes, scales, zeros, shape
+    four = lambda sizes: sum(sorted(sizes)[-4:])  # noqa: E731
     found = loaded_footprint(monkeypatch, tmp_path)
-    assert found == Footprint(copied=num_decoded * 4, mapped=num_plain * 4, whole=found.whole)
-    assert 0 < found.whole <= largest
+    assert found == Footprint(copied=sum(decoded) * 4, mapped=sum(plain) * 4, whole=four(stored))
     in_half = loaded_footprint(monkeypatch, tmp_path, dtype="bfloat16")
-    assert in_half == Footprint(copied=(num_decoded + num_plain) * 2, whole=found.whole)
+    whole = four([*stored, *(4 * num for num in plain)])
+    assert in_half == Footprint(copied=sum(decoded + plain) * 2, whole=whole) and whole > 1.5 * found.whole
+
+
+def save_with_plain_layers(folder: Path) -> None:
+    """A quantised checkpoint in which the first layer's q and v, and the second layer's MLP, are stored plain."""
+    expected = checkpoints.save(folder, "int4", tie_word_embeddings=False)
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for owner in ("0.self_attn.q", "0.self_attn.v", "1.mlp.gate", "1.mlp.up", "1.mlp.down"):
+            name = f"model.layers.{owner}_proj.weight"
+            for each in [each for each in weights if each.startswith(name)]:
+                del weights[each]
+            weights[name] = expected[name].float()
+
+    edit_weights(folder, change)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of a process's memory")
+@pytest.mark.parametrize("fuse", ["off", "auto", "on"])
+def test_weights_are_counted_where_they_are_once_they_are_fused(
+    fuse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused layers have memory of their own: what is fused there is not mapped before."""
+    save_with_plain_layers(tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    counted = loaded_footprint(monkeypatch, tmp_path, fuse=fuse)
+    model = Model.load(ModelOptions(name="hf", path=str(tmp_path), fuse=Fuse[fuse]), torch.device("cpu"))
+    places = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(file)]
+    mapped = {
+        name: weight.nbytes
+        for name, weight in model.module.named_parameters()
+        if any(holds(line, weight) for line in places)
+    }
+    num_bytes = sum(weight.nbytes for weight in model.module.parameters())
+    assert (counted.mapped, counted.copied) == (sum(mapped.values()), num_bytes - sum(mapped.values()))
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"} <= set(mapped)
+    assert ("model.layers.0.self_attn.q_proj.weight" in mapped) == (fuse == "off")
+    if fuse != "off":  # else the layers are not fused
+        layers = model.module.model.layers[0].self_attn
+        assert layers.k_proj.weight.data_ptr() == layers.q_proj.weight.data_ptr() + layers.q_proj.weight.nbytes
+
+
+@pytest.mark.parametrize("form", [None, "int4", "gptq"])
+def test_a_load_reads_headers_once(form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more where a quantised checkpoint's plain tensors are mapped; codes are looked for once."""
+    if form is None:
+        families.build("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    else:
+        checkpoints.save(tmp_path, form)
+    opened, looked = list[dict[str, Any]](), list[str]()
+    own, found = checkpoint.safe_open, Form.found
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *args, **how: (opened.append(how), own(*args, **how))[1])
+    monkeypatch.setattr(Form, "found", lambda self, stored: (looked.append(self.name), found(self, stored))[1])
+    load_hf(tmp_path)
+    by_read, by_map = {"framework": "pt", "backend": "pread"}, {"framework": "pt"}
+    assert opened == ([by_read] if form is None else [by_read, by_map]) and len(looked) == (form is not None)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of a process's memory")

@@ -36,7 +36,7 @@ def read(form: Form, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtyp
     path = folder / "parts.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     file = safe_open(path, framework="pt", backend="pread")
-    return form.weights({name: file.get_slice(name) for name in file.keys()}, dtype)  # noqa: SIM118
+    return form.weights(form.found({name: file.get_slice(name) for name in file.keys()}), dtype)  # noqa: SIM118
 
 
 def parts_of(reference: str) -> tuple[dict[str, Tensor], Tensor]:

@@ -6,7 +6,7 @@ To add a format: a file with a function that finds the parts of each weight amon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,23 +52,26 @@ class Form:
     left_out: frozenset[str] = frozenset()
     coded: frozenset[str] = frozenset()
 
-    def weights(self, stored: Stored, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The checkpoint's tensors by the names that they have without quantisation, decoded as they are read.
+    def found(self, stored: Stored) -> dict[str, Any]:
+        """The checkpoint's tensors by the names that they have without quantisation. Raises: ValueError: of `FORMATS`.
 
         Args:
             stored: as in the files.
-            dtype: of decoded weights; None for that of the format's library.
-
-        Raises:
-            ValueError: as for `FORMATS`.
         """
-        found = FORMATS[self.name](stored, self.settings)
-        found = {name: part for name, part in found.items() if name not in self.left_out}
-        found |= {name: CodedWeight.of(found[name]) for name in self.coded}
-        for name, each in found.items():
+        return FORMATS[self.name](stored, self.settings)
+
+    def weights(self, found: Mapping[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Those of `found` that are loaded, decoded as they are read.
+
+        Args:
+            dtype: of decoded weights; None for that of the format's library.
+        """
+        weights = {name: part for name, part in found.items() if name not in self.left_out}
+        weights |= {name: CodedWeight.of(found[name]) for name in self.coded}
+        for name, each in weights.items():
             if isinstance(each, PackedWeight):
-                each.dtype, each.name = dtype or each.natural, name
-        return found
+                weights[name] = replace(each, dtype=dtype or each.natural, name=name)
+        return weights
 
     def about(self, weights: Mapping[str, Any]) -> str:
         """The format's name and its bits per weight, for reports."""

@@ -20,6 +20,7 @@ from runahead.model.loading.quantised.bits import FP4, along_columns, as_stored,
 from runahead.model.loading.quantised.packed import At, Codes, PackedWeight, Stored
 from runahead.model.loading.quantised.parts import (
     FP8,
+    bytes_of,
     gathered,
     require,
     require_dims,
@@ -41,7 +42,7 @@ def weights(stored: Stored, settings: Any) -> dict[str, Any]:
     schemes = [each.get("weights") or {} for each in (settings.get("config_groups") or {}).values()]
     owners, found = gathered(stored, PARTS)
     for owner, parts in owners.items():
-        name = f"{owner}.weight"
+        name, stored_bytes = f"{owner}.weight", bytes_of(*parts.values())
         if ".weight_packed" in parts:
             require(owner, parts, (".weight_packed", ".weight_scale", *_needed(schemes)))
             packed = _of_floats if parts[".weight_packed"].get_dtype() == "U8" else _of_integers
@@ -50,7 +51,9 @@ def weights(stored: Stored, settings: Any) -> dict[str, Any]:
             raise ValueError(f"{owner}{next(iter(parts))} is stored without {name}")
         else:
             require(owner, {".weight": found[name]} | parts, (".weight_scale", *_needed(schemes)))
+            stored_bytes += bytes_of(found[name])
             found[name] = _in_bytes(owner, found[name], parts, schemes)
+        found[name].stored_bytes = stored_bytes
     raw = [
         name for name, part in found.items() if not isinstance(part, PackedWeight) and part.get_dtype() in (*FP8, "I8")
     ]

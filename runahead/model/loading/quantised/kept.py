@@ -73,7 +73,7 @@ def kept(source: Checkpoint, dtype: torch.dtype, *, progress: bool) -> Checkpoin
     shown: Callable[[Path], AbstractContextManager[None]] = bar if progress else lambda work: nullcontext()
     place = cache_folder() / FOLDER / f"{key}-{str(dtype).removeprefix('torch.')}"
     folder = obtain(place, write, label=label, progress=shown)
-    return replace(source, folder=folder, form=None, remedy=f"delete {folder}, and it is made again")
+    return replace(source, folder=folder, form=None, opened=None, remedy=f"delete {folder}, and it is made again")
 
 
 def _empty(name: str, part: Any, source: Checkpoint) -> torch.Tensor:
