@@ -12,6 +12,7 @@ from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.places import Places
+from partitioner.cost.streaming import Streams
 from partitioner.measure import ping, probe_compute
 from partitioner.options import Objective, SearchRun
 from partitioner.simulation.cluster import Cluster
@@ -34,6 +35,7 @@ def calibrated_clusters(
     link: Link | None,
     places: Places,
     fingerprint: Fingerprint,
+    streams: Streams | None = None,
 ) -> dict[int, Cluster]:
     """Clusters of the leading ranks, by number of ranks, with the compute of this device. Every rank calls this.
 
@@ -42,6 +44,7 @@ def calibrated_clusters(
         link: between ranks; None on a single rank without link.gbps.
         places: of the model to plan for.
         fingerprint: what measurements are valid for, which earlier runs kept.
+        streams: KV heads that stream.
     """
     compute = _compute(run, ranks, model, places, fingerprint)
     return {
@@ -54,6 +57,7 @@ def calibrated_clusters(
             prefill=run.prefill,
             backend=ranks.backend,
             speed=run.search.speeds,
+            streams=streams,
         )
         for count in counts
     }

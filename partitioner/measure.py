@@ -28,6 +28,7 @@ from runahead.context import ContextPartition, even
 from runahead.engine import Engine
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
 from runahead.timeline.clock import Clock, clock_for
 
 T = TypeVar("T")
@@ -300,16 +301,25 @@ class LiveCost:
     Args:
         num_tokens: length of the prompt.
         repeats: runs of a candidate.
+        policies: cache policies of each rank; by default none.
 
     Attributes:
         best_s: the lowest cost so far.
         spread: of repeated runs, by boundaries: (largest - smallest) / median, or that of the ratios.
     """
 
-    def __init__(self, model: Model, ranks: Ranks, prefill: PrefillOptions, num_tokens: int, repeats: int = 3) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ranks: Ranks,
+        prefill: PrefillOptions,
+        num_tokens: int,
+        repeats: int = 3,
+        policies: RankPolicies | None = None,
+    ) -> None:
         self._repeats = repeats
         self._partition = even(num_tokens, ranks.num_stages)
-        self._engine = Engine(model, ranks, prefill=prefill, partition=lambda *_: self._partition)
+        self._engine = Engine(model, ranks, prefill=prefill, partition=lambda *_: self._partition, policies=policies)
         generator = torch.Generator().manual_seed(num_tokens)
         self._ids = torch.randint(model.vocab_size, (num_tokens,), generator=generator).tolist()
         self._incumbent: ContextPartition | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from runahead.config import ModelOptions, PrefillName, PrefillOptions, RanksOptions, choice, require
 
@@ -104,15 +105,6 @@ class SearchOptions:
         return max(self.stride(length, count), int(self.reach * length))
 
 
-def require_known_heads(prefill: PrefillOptions) -> None:
-    """Check that no policy is needed that says which KV heads stream. Raises: ValueError."""
-    if prefill.streams:
-        raise ValueError(
-            "prefill.attention=streaming_heads is for launch/infer.py with partition=auto, as a policy says which "
-            "heads stream; use causal or xattention"
-        )
-
-
 def require_layers(prefill: PrefillOptions, num_layers: int) -> None:
     """Check that a model with so many layers has those that the options name. Raises: ValueError."""
     exact = prefill.exact_layers
@@ -122,11 +114,17 @@ def require_layers(prefill: PrefillOptions, num_layers: int) -> None:
 
 @dataclass(kw_only=True)
 class SearchRun:
-    """Options of one run of partitioner/search.py: `table` is the JSON file that it writes or adds to."""
+    """Options of one run of partitioner/search.py.
+
+    Attributes:
+        policy: name and options of the cache policy that says which KV heads stream, as of a run.
+        table: the JSON file that it writes or adds to.
+    """
 
     model: ModelOptions = field(default_factory=ModelOptions)
     ranks: RanksOptions = field(default_factory=RanksOptions)
     prefill: PrefillOptions = field(default_factory=PrefillOptions)
+    policy: dict[str, Any] = field(default_factory=lambda: {"name": "full", "positions": "original"})
     link: LinkOptions = field(default_factory=LinkOptions)
     search: SearchOptions = field(default_factory=SearchOptions)
     table: str | None = None
@@ -136,7 +134,6 @@ class SearchRun:
             raise ValueError("table=<json file> is needed: the file that the partitions are written to")
         if self.prefill.name is PrefillName.single:
             raise ValueError("prefill=single has no partition to search for; use prefill=kv_runahead")
-        require_known_heads(self.prefill)
         speeds, counts = self.search.speeds, self.search.ranks
         if speeds is not None and counts is not None and max(counts) > len(speeds):
             raise ValueError(f"search.speeds has {len(speeds)} ranks but search.ranks goes up to {max(counts)}")

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from launch.inputs.policies import checked, rank_policies
 from launch.program.compose import Program
 from launch.program.ending import refuse, say
 from launch.program.text_table import text_table
 from launch.program.written_files import ensure_outputs
 from partitioner.meshes.options import PlanRun
 from partitioner.options import require_layers
+from runahead.config import Attention
 from runahead.files import write_whole
 
 if TYPE_CHECKING:
     from partitioner.meshes.plan import MeshPlan
+    from runahead.thinning.rank_policies import RankPolicies
 
 HELP = """\
 usage: python -m partitioner.plan model=random model.config=<config.json> gpus=<n> tokens=<n> [name=value ...]
@@ -37,6 +40,8 @@ command that starts the plan. Weights are not needed, and no rank is started.
   ranks.tensor=<shares>    decode=auto|last|sharded   prefill.wire_bits=8|4   reserve=2GiB
   prefill.attention=xattention   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16
                                  prefill.exact_layers=[<numbers>]
+  prefill.attention=streaming_heads   policy=duo_attention policy.heads=<folder> policy.retrieval_share=0.5, or without
+                                      the folder policy.sinks=<n> policy.recent=<n>
   prefill.speculative=layers     prefill.speculative_share=0.25   prefill.speculative_layers=<n>
                                  prefill.speculative_chunk=32     prefill.speculative_ahead=8
   model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
@@ -103,12 +108,16 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
     # Imported here because it imports torch, which --help and a mistyped option need not wait for.
     from tqdm import tqdm
 
+    from partitioner.cost.streaming import Streams
     from partitioner.meshes.model_size import ModelSize
     from partitioner.meshes.plan import make_plan, meshes
     from partitioner.meshes.request import machine_of, workload_of
 
-    size = ModelSize.read(run.model, on_gpus=run.on_gpus, decode=run.decode, prefill=run.prefill.of_run())
-    machine, work = machine_of(run, size), workload_of(run)
+    policies, prefill = _policies(run), run.prefill.of_run()
+    size = ModelSize.read(run.model, on_gpus=run.on_gpus, decode=run.decode, prefill=prefill, policies=policies)
+    assert run.tokens is not None
+    streams = None if policies is None else Streams.expected(policies, run.tokens)
+    machine, work = machine_of(run, size), workload_of(run, streams)
     require_layers(work.prefill, size.places.num_layers)
     total = len(list(meshes(size, machine, work)))
     with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:
@@ -118,6 +127,16 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
             bar.update()
 
         return make_plan(size, machine, work, tick)
+
+
+def _policies(run: PlanRun) -> RankPolicies | None:
+    """The policy that says how many KV heads stream; None if none do. Raises: ValueError."""
+    policy = checked(run.policy)
+    if run.prefill.attention is not Attention.streaming_heads:
+        if policy["name"] != "full":
+            say(f"warning: policy={policy['name']} has no effect here without prefill.attention=streaming_heads")
+        return None
+    return rank_policies(policy)
 
 
 def plan_text(plan: MeshPlan, run: PlanRun) -> str:
@@ -131,7 +150,7 @@ def plan_text(plan: MeshPlan, run: PlanRun) -> str:
     left = [column for column, name in enumerate(COLUMNS) if name in LEFT]
     text += text_table(rows(plan), left=left)
     text += "* the plan; memory of the rank with most of it, time per new token by both ways to decode\n\n"
-    for title, command in launch_commands(plan, run.model).items():
+    for title, command in launch_commands(plan, run.model, run.policy).items():
         text += f"{title}:\n{command}\n\n"
     for line in assumptions(plan, asdict(run.efficiency)):
         text += textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") + "\n"

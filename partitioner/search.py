@@ -8,16 +8,20 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.inputs.policies import checked, rank_policies
 from launch.program.compose import Program
 from launch.program.ending import leave
 from launch.program.run import run_program
 from partitioner.options import Objective, SearchRun, require_layers
 
 if TYPE_CHECKING:
+    from partitioner.cost.streaming import Streams
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
+    from runahead.model.model import Model
     from runahead.ranks.mesh import Mesh
     from runahead.ranks.ranks import Ranks
+    from runahead.thinning.rank_policies import RankPolicies
 
 HELP = """\
 usage: python -m partitioner.search table=<json> [name=value ...]
@@ -41,8 +45,13 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
   prefill.transfer=relay|direct   prefill.layers_in_flight=3   prefill.wire_bits=8|4
   prefill.attention=xattention   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16
                                  prefill.exact_layers=[<numbers>]
+  prefill.attention=streaming_heads   policy=duo_attention policy.heads=<folder> as of the run, or as many heads by
+                                      policy.retrieval_share=0.5 policy.sinks=<n> policy.recent=<n>
   ranks.device=...   ranks.threads=<n>
   ranks.tensor=<n>       ranks that share one model, a stage: lengths and numbers of ranks are then for stages
+
+A run with prefill.speculative takes the table of a search without: its draft splits prompts of their whole length, and
+the model what stays of them (prefill.speculative_share=0.25), so search.lengths should have both.
 """
 
 SEARCH = Program(module="partitioner.search", options=SearchRun, help=HELP)
@@ -50,7 +59,15 @@ SEARCH = Program(module="partitioner.search", options=SearchRun, help=HELP)
 
 def main(args: Sequence[str] | None = None) -> int:
     """The exit status of `run_program`."""
-    return run_program(SEARCH, args, _print_table)
+    return run_program(SEARCH, args, _print_table, warnings=ineffective_settings)
+
+
+def ineffective_settings(run: SearchRun) -> list[str]:
+    """A sentence if a policy was named, and no heads stream."""
+    name = run.policy["name"]
+    if name == "full" or run.prefill.streams:
+        return []
+    return [f"policy={name} has no effect here without prefill.attention=streaming_heads"]
 
 
 def _print_table(run: SearchRun, ranks: Ranks) -> None:
@@ -79,12 +96,14 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from runahead.model.shares import load_model
 
     counts = run.search.ranks or list(range(1, ranks.num_stages + 1))
+    policies = ranks.on_rank_0("the policy", lambda: _policies(run))
     num_layers, layer_types = ranks.on_rank_0("the search's options", lambda: _prepare(run, counts, ranks.mesh))
     assert run.table is not None
     path = Path(run.table)
     model = load_model(run.model, ranks)
     places = Places.of_model(model, num_layers, layer_types)
     link = link_between(run, ranks)
+    streams = ranks.on_all_ranks("the heads that stream", lambda: _streams(run, policies, model))
     fingerprint = Fingerprint.of_model(
         model,
         places=places,
@@ -94,15 +113,20 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         link=link,
         link_measured=run.link.gbps is None,
         speeds=run.search.speeds or (),
+        streams=streams,
     )
     table = ranks.on_rank_0("the table", lambda: _existing(path, fingerprint)) or LookupTable(fingerprint, [])
-    clusters = calibrated_clusters(run, ranks, model, counts, link=link, places=places, fingerprint=fingerprint)
+    clusters = calibrated_clusters(
+        run, ranks, model, counts, link=link, places=places, fingerprint=fingerprint, streams=streams
+    )
     entries = [(length, count) for length in run.search.lengths for count in counts]
     progress = SearchProgress(entries, run.search, shown=ranks.rank == 0)
     evaluator: Evaluator = SimulatedEvaluator(clusters, progress)
     if run.search.objective is Objective.measured:
         key = fingerprint.key()
-        evaluator = LiveEvaluator(clusters, progress, run=run, ranks=ranks, model=model, fingerprint_key=key)
+        evaluator = LiveEvaluator(
+            clusters, progress, run=run, ranks=ranks, model=model, policies=policies, fingerprint_key=key
+        )
     searched = TableSearch(table, evaluator, run.search, progress)
     lengths = run.search.lengths
     with progress:
@@ -116,6 +140,34 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         record.save_beside(path)
         save_pictures(searched.table, record, path)
     return searched.table
+
+
+def _policies(run: SearchRun) -> RankPolicies | None:
+    """The policy that says which KV heads stream; None if none do. Raises: ValueError."""
+    policy = checked(run.policy)
+    if not run.prefill.streams:
+        return None
+    from runahead.features.facts import Setup
+    from runahead.features.refused import check
+
+    policies = rank_policies(policy)
+    check(Setup(prefill=run.prefill, policies=policies))
+    if run.search.objective is Objective.measured:
+        policies.require_files()
+    return policies
+
+
+def _streams(run: SearchRun, policies: RankPolicies | None, model: Model) -> Streams | None:
+    """The KV heads that stream, or as many as the options say, of whichever heads. Raises: ValueError."""
+    if policies is None:
+        return None
+    from partitioner.cost.streaming import Streams
+    from runahead.features.facts import Setup
+    from runahead.features.refused import check
+
+    check(Setup(prefill=run.prefill, policies=policies, model=model))
+    names_heads = policies.last[0].reads is not None
+    return Streams.of(policies, model) if names_heads else Streams.expected(policies, model=model)
 
 
 def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[str]]:

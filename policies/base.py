@@ -351,6 +351,20 @@ class StreamedHeads:
     recent: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamedShare:
+    """The same of a model whose heads are not known: which ones stream is not told, but how many.
+
+    Attributes:
+        share: of all KV heads.
+        sinks, recent: as of `StreamedHeads`.
+    """
+
+    share: float
+    sinks: int
+    recent: int
+
+
 class LayerForm(Protocol):
     """How a cache stores its layers once given tokens have attended to them. Until then they are exact."""
 
@@ -479,6 +493,13 @@ class Policy:
 
     def streamed_heads(self, prompt_tokens: int) -> StreamedHeads | None:
         """The KV heads that keep the first and the last tokens alone of a padded prompt, if it `streams`."""
+        return None
+
+    def streamed_share(self, prompt_tokens: int) -> StreamedShare | None:
+        """How many KV heads that will be, for plans without the model, if it `streams`; None: it does not say.
+
+        Raises: ValueError: an option is missing.
+        """
         return None
 
     def require_file(self) -> None:

@@ -51,7 +51,7 @@ class DuoAttention(StreamingHeads, name="duo_attention"):
             given = getattr(self, name)
             require(given is None or given >= least, name, given, f"must be at least {least}")
         if self.heads is not None:
-            self._load(self.heads)  # finds mistakes in the folder before the model is loaded
+            self._of_table = self._load(self.heads)  # finds mistakes in the folder before the model is loaded
 
     def _load(self, heads: str) -> DuoTable:
         table = DuoTable.load(heads)
@@ -73,6 +73,10 @@ class DuoAttention(StreamingHeads, name="duo_attention"):
         self._of_table = table
         return best_heads(table.gates, self.retrieval_share)
 
+    @property
+    def expected_share(self) -> float:
+        return 1 - self.retrieval_share
+
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)
         other.recent = part.share_of(self.first_and_last(part.num_tokens)[1])
@@ -83,7 +87,11 @@ class DuoAttention(StreamingHeads, name="duo_attention"):
         if self._of_table is not None:
             sinks = self._of_table.sinks if sinks is None else sinks
             recent = self._of_table.recent if recent is None else recent
-        assert sinks is not None and recent is not None, "require() comes first"
+        if sinks is None or recent is None:
+            missing = "policy.sinks=<number>" if sinks is None else "policy.recent=<number>"
+            raise ValueError(
+                f"policy DuoAttention without policy.heads does not say how many tokens stay; give {missing}"
+            )
         return sinks, recent
 
 

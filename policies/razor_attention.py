@@ -75,6 +75,10 @@ class RazorAttention(StreamingHeads, name="razor_attention"):
         by_layer = zip(best_heads(induction, self.induction_share), best_heads(echo, self.echo_share), strict=True)
         return [[a or b for a, b in zip(*layer, strict=True)] for layer in by_layer]
 
+    @property
+    def expected_share(self) -> float:
+        return max(0.0, 1 - self.induction_share - self.echo_share)  # or more, where a head is of both kinds
+
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)
         other.recent, other.least_recent = part.budget_of(self.recent), part.share_of(self.least_recent)

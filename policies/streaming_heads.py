@@ -18,7 +18,16 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Phase, Policy, PromptPart, StreamedHeads, require_least
+from policies.base import (
+    LayerView,
+    ModelFacts,
+    Phase,
+    Policy,
+    PromptPart,
+    StreamedHeads,
+    StreamedShare,
+    require_least,
+)
 from policies.kept_slots import best_slots
 from policies.row_values import row_values
 
@@ -93,6 +102,18 @@ class StreamingHeads(Policy, ABC):
         sinks, recent = self.first_and_last(prompt_tokens)
         by_layer = [[not retrieves for retrieves in heads] for heads in self._retrieving]
         return StreamedHeads(by_layer=by_layer, sinks=sinks, recent=recent)
+
+    @property
+    def expected_share(self) -> float | None:
+        """Share of a model's KV heads that stream, whichever these are; None if the options do not say it."""
+        return None
+
+    def streamed_share(self, prompt_tokens: int) -> StreamedShare | None:
+        share = self.expected_share
+        if share is None or not self.streams:
+            return None
+        sinks, recent = self.first_and_last(prompt_tokens)
+        return StreamedShare(share=share, sinks=sinks, recent=recent)
 
     def rests(self, layer: int, tokens_BK: Sequence[Sequence[int]], prompt_tokens: int) -> bool:
         retrieving = self.retrieving(layer, len(tokens_BK[0]))
@@ -172,6 +193,10 @@ class EverySecondHead(StreamingHeads):
     @property
     def reads(self) -> str | None:
         return None
+
+    @property
+    def expected_share(self) -> float:
+        return 0.5
 
     def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
         return [[(layer + head) % 2 == 0 for head in range(num)] for layer, num in enumerate(model.heads_of_all)]

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from partitioner.table.lookup_table import LookupTable
 
 
-USUAL_TOKENS = 8192
-"""Length of the prompt for which tokens are counted that are a share of it; they are few."""
-
-
 class SplitsPrompts(Protocol):
     """Options of a run that say how its prompts are split."""
 
@@ -93,9 +89,9 @@ class AutoChoice:
     def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
         """Choose a table that fits, but for a pipeline, or time a few layers. Every rank makes the same call."""
         from partitioner.auto.partition import AutoPartition
-        from partitioner.table.fingerprint import Fingerprint
 
-        fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
+        streams = _streams(model, ranks, run)
+        fingerprint = _fingerprint(model, ranks, run.prefill, streams)
         tables = self._tables if run.prefill.takes_partition else []
         why_not = ranks.on_rank_0(
             "the tables", lambda: [_misfit(table, fingerprint, ranks.num_stages) for table in tables]
@@ -116,7 +112,7 @@ class AutoChoice:
                 model,
                 ranks,
                 prefill=run.prefill,
-                streams=_streams(model, ranks, run) if run.prefill.streams else None,
+                streams=streams,
                 policy=json.dumps(run.policy, sort_keys=True, default=str),
                 learn=run.partition.learn,
                 alone=run.partition.alone,
@@ -125,8 +121,10 @@ class AutoChoice:
             )
 
 
-def _streams(model: Model, ranks: Ranks, run: SplitsPrompts) -> Streams:
-    """The KV heads that stream, as the policy says. Every rank makes the same call."""
+def _streams(model: Model, ranks: Ranks, run: SplitsPrompts) -> Streams | None:
+    """The KV heads that stream, as the policy says; None if none do. Every rank makes the same call."""
+    if not run.prefill.streams:
+        return None
     from launch.inputs.policies import rank_policies
     from partitioner.cost.streaming import Streams
     from runahead.features.facts import Setup
@@ -135,9 +133,16 @@ def _streams(model: Model, ranks: Ranks, run: SplitsPrompts) -> Streams:
     def found() -> Streams:
         policies = rank_policies(run.policy)
         check(Setup(prefill=run.prefill, policies=policies, model=model))
-        return Streams.of(policies, model, USUAL_TOKENS)
+        return Streams.of(policies, model)
 
     return ranks.on_all_ranks("the heads that stream", found)
+
+
+def _fingerprint(model: Model, ranks: Ranks, prefill: PrefillOptions, streams: Streams | None) -> Fingerprint:
+    """What a table has to fit."""
+    from partitioner.table.fingerprint import Fingerprint
+
+    return Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill, streams=streams)
 
 
 def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str | None:
@@ -226,9 +231,7 @@ def check_table(partition: context.Partitioner, model: Model, ranks: Ranks, run:
     """
     if not isinstance(partition, TablePartition) or ranks.num_stages == 1:
         return
-    from partitioner.table.fingerprint import Fingerprint
-
-    fingerprint = Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=run.prefill)
+    fingerprint = _fingerprint(model, ranks, run.prefill, _streams(model, ranks, run))
     ranks.on_rank_0("the lookup table", lambda: partition.check_fits(fingerprint, force=run.partition.force))
 
 

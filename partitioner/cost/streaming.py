@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from runahead.model.model import Model
     from runahead.thinning.rank_policies import RankPolicies
 
+USUAL_TOKENS = 8192
+"""Length of the prompt for which tokens are counted that are a share of it; they are few."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
@@ -27,7 +30,7 @@ class Streams:
     tokens: int
 
     @classmethod
-    def of(cls, policies: RankPolicies, model: Model, num_tokens: int) -> Self:
+    def of(cls, policies: RankPolicies, model: Model, num_tokens: int = USUAL_TOKENS) -> Self:
         """The streams that a policy names for a model that is loaded.
 
         Args:
@@ -39,6 +42,36 @@ class Streams:
         streaming = streaming_of(policies, model, num_tokens=num_tokens, pads=[0])
         each = [len(exact) + len(streamed) for exact, streamed in zip(streaming.exact, streaming.streamed, strict=True)]
         return cls(share=sum(map(len, streaming.streamed)) / sum(each), tokens=streaming.sinks + streaming.window - 1)
+
+    @classmethod
+    def expected(cls, policies: RankPolicies, num_tokens: int = USUAL_TOKENS, *, model: Model | None = None) -> Self:
+        """As many streams as a policy says of a model of which it knows no heads.
+
+        Args:
+            num_tokens: length of the prompt.
+            model: in some layers of which no head streams; None: in all of them heads may.
+
+        Raises:
+            ValueError: the policy does not say it.
+        """
+        [policy] = policies.last
+        found, part = policy.streamed_share(num_tokens), 1.0
+        if found is None:
+            name = type(policy).__name__
+            raise ValueError(f"policy {name} does not say how many KV heads stream; use policy=duo_attention")
+        if model is not None:
+            from runahead.prefill.base import never_streaming
+
+            heads = [shape.num_kv_heads for shape in model.kv_shapes]
+            part = 1 - sum(heads[n] for n in never_streaming(model)) / sum(heads)
+        return cls(share=part * found.share, tokens=found.sinks + found.recent)
+
+    def kept_tokens(self, num_tokens: int) -> float:
+        """Tokens of all heads whose keys and values have as many bytes as what is kept of so many."""
+        return self.sent_tokens(num_tokens, num_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} of KV heads see {self.tokens} tokens"
 
     def sent_tokens(self, num_tokens: int, prefix_tokens: int) -> float:
         """Tokens of all heads whose keys and values have as many bytes as what a rank sends to the next one of its own.

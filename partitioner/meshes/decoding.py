@@ -9,6 +9,7 @@ from math import ceil, log2
 
 from partitioner.cost.collectives import allgather_s, allreduce_s
 from partitioner.cost.stage import ALLREDUCES
+from partitioner.cost.streaming import Streams
 from partitioner.meshes.machine import Machine
 from partitioner.meshes.model_size import ModelSize
 from runahead.context import ContextPartition
@@ -21,16 +22,24 @@ WIDE_BYTES = 4
 
 
 def token_s(
-    size: ModelSize, machine: Machine, num_shares: int, partition: ContextPartition, *, sharded: bool, batch: int = 1
+    size: ModelSize,
+    machine: Machine,
+    num_shares: int,
+    partition: ContextPartition,
+    *,
+    sharded: bool,
+    batch: int = 1,
+    streams: Streams | None = None,
 ) -> float:
-    """Seconds per new token after a prompt that is split over the stages of a mesh.
+    """Seconds per new token after a prompt that is split over the stages of a mesh, some heads of which may stream.
 
     Sharded, all stages compute each token, attend to what they hold, and exchange (output, log-sum-exp) in every layer;
     the token is chosen on one rank and told to all.
     """
     shape, device, chain = size.shape, machine.device, partition.chain
     tokens = max(len(partition.chunk(stage)) for stage in chain) if sharded else partition.num_tokens
-    kv = size.num_attending * batch * tokens * size.kv_bytes_per_token(num_shares)
+    kept = tokens if streams is None else streams.kept_tokens(tokens)
+    kv = size.num_attending * batch * kept * size.kv_bytes_per_token(num_shares)
     read = size.read_bytes(num_shares, batch) + kv + 2 * batch * shape.state_bytes  # a state is read and written
     layer_s = STEPS * device.step_s
     layer_s += ALLREDUCES * allreduce_s(batch * shape.model_dim * size.item_bytes, num_shares, machine.inside)

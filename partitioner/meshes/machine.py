@@ -9,6 +9,7 @@ from partitioner.cost.fitted import WeightBoundCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.sparse import cost_of
 from partitioner.cost.stage import StageCost
+from partitioner.cost.streaming import StreamingCost, Streams
 from partitioner.meshes.model_size import STATE_FLOPS, ModelSize
 from partitioner.simulation.cluster import Cluster
 from runahead.config import PrefillOptions
@@ -75,13 +76,20 @@ class Machine:
         return Links(num_stages, self.inside, across)
 
     def compute(
-        self, size: ModelSize, num_shares: int, batch: int = 1, prefill: PrefillOptions | None = None
+        self,
+        size: ModelSize,
+        num_shares: int,
+        batch: int = 1,
+        prefill: PrefillOptions | None = None,
+        streams: Streams | None = None,
     ) -> ComputeCost:
         """Compute cost of a stage. Measured compute is that of one device, of which a share does its part."""
         share, divisor = self.measured, num_shares
         if share is None:
             share, divisor = counted_cost(size, self.device, num_shares, batch), 1
         share = cost_of(share, prefill or PrefillOptions())
+        if streams is not None:
+            share = StreamingCost(dense=share, streams=streams)
         if num_shares == 1:
             return share
         return StageCost(
@@ -100,17 +108,19 @@ class Machine:
         num_shares: int,
         batch: int = 1,
         prefill: PrefillOptions | None = None,
+        streams: Streams | None = None,
     ) -> Cluster:
         """One share's chain as a cluster: all chains are alike, so that one of them is simulated."""
         prefill = prefill or PrefillOptions()
         return Cluster(
-            compute=self.compute(size, num_shares, batch, prefill),
+            compute=self.compute(size, num_shares, batch, prefill, streams),
             speed=[1.0] * num_stages,
             links=self.links(num_stages, num_shares),
             kv_bytes_per_token=batch * size.sent_bytes_per_token(num_shares, prefill.wire_bits),
             state_bytes=batch * size.places.bytes_of_state,
             pass_on_as_landed=self.pass_on_as_landed,
             block=prefill.block,
+            streams=streams,
         )
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
+from partitioner.cost.streaming import Streams
 from partitioner.meshes.model_size import ModelSize
+from runahead.cache.kept import NEW_ROOM
 from runahead.config import PrefillOptions
 from runahead.context import ContextPartition
 from runahead.model.memory import row_tokens_in
@@ -30,6 +32,7 @@ class Workload:
         sharded: whether decoding is sharded; None for either.
         reserve: bytes that a rank needs beside what is counted.
         prefill: its options.
+        streams: KV heads that stream in it, and keep no more than that while decoding.
     """
 
     tokens: int
@@ -39,6 +42,7 @@ class Workload:
     sharded: bool | None = None
     reserve: int = 0
     prefill: PrefillOptions = field(default_factory=PrefillOptions)
+    streams: Streams | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +93,13 @@ def kv_bytes(
     tokens (runahead/prefill/kv_runahead.py). If decoding is sharded, each stage has a ring for its prefix, and slabs of
     all layers for its chunk and some new tokens. What travels in few bits has a ring of its own. A state is where the
     model computes with it, and in a slab as it arrives from the stage before and as it goes to the next one.
+    Where heads stream, all stages have a ring, what travels has one, too, and what is kept of each layer is copied.
     """
     layers, each = size.num_attending, work.batch * size.kv_bytes_per_token(num_shares)
     ring = min(work.prefill.layers_in_flight, len(size.places))
     states = [work.batch * num_bytes for num_bytes in size.places.state_bytes]
+    if work.streams is not None:
+        return _kv_bytes_streaming(size, work, work.streams, num_shares, partition, sharded=sharded)
     room = work.new_tokens - 1  # the last new token is not computed
     new = new_by_stage(partition, room)
     held = []
@@ -117,6 +124,29 @@ def kv_bytes(
             sent = work.batch * size.sent_bytes_per_token(num_shares, work.prefill.wire_bits)
             num_bytes += ring * (chunk.start if is_last else chunk.stop) * sent
         held.append(num_bytes)
+    return held
+
+
+def _kv_bytes_streaming(
+    size: ModelSize, work: Workload, streams: Streams, num_shares: int, partition: ContextPartition, *, sharded: bool
+) -> list[int]:
+    """The same where heads stream, as far as it is known without knowing which."""
+    each, layers = work.batch * size.kv_bytes_per_token(num_shares), size.num_attending
+    ring, room = min(work.prefill.layers_in_flight, layers), min(NEW_ROOM, work.new_tokens)
+    sent = work.batch * size.sent_bytes_per_token(num_shares, work.prefill.wire_bits)
+    held = []
+    for stage in range(partition.num_ranks):
+        chunk = partition.chunk(stage)
+        is_last = stage == partition.chain[-1]
+        num_bytes = 0.0
+        if chunk:
+            num_bytes += ring * chunk.stop * each
+            if is_last or sharded:
+                num_bytes += layers * (streams.kept_tokens(len(chunk) if sharded else chunk.stop) + room) * each
+            if len(partition.chain) > 1:
+                own = 0 if is_last else len(chunk)  # of heads that stream all of it lies there, and some is sent
+                num_bytes += ring * (own + streams.kept_tokens(chunk.start)) * sent
+        held.append(round(num_bytes))
     return held
 
 
@@ -189,7 +219,7 @@ def ways(
     either = [False, True] if work.sharded is None and not size.places.states else [work.sharded or False]
     for sharded in [False] if is_single else either:
         pieces: list[int | None] = [None]
-        if is_single:
+        if is_single and work.streams is None:  # whose queries see their own last tokens, in pieces or not
             halved = (LONGEST_PIECE >> halvings for halvings in range(8))
             pieces += [piece for piece in halved if piece < work.tokens and piece % work.prefill.block == 0]
         for piece in pieces:

@@ -39,6 +39,7 @@ from runahead.model.loading.position_limit import max_positions
 from runahead.model.loading.quiet import one_line, quiet
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.shares import check_shares
+from runahead.thinning.rank_policies import RankPolicies
 
 SPLIT_FIRST = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
 SPLIT_LAST = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise")
@@ -121,6 +122,7 @@ class ModelSize:
         on_gpus: bool = False,
         decode: DecodeOptions | None = None,
         prefill: PrefillOptions | None = None,
+        policies: RankPolicies | None = None,
     ) -> ModelSize:
         """Read the sizes from a model's config, without its weights.
 
@@ -128,6 +130,7 @@ class ModelSize:
             on_gpus: it will run on GPUs, which have another dtype than CPUs for quantised weights.
             decode: how new tokens are to be computed, if that is not left to the plan.
             prefill: its options, if they are not all defaults.
+            policies: cache policies of each rank, if any.
 
         Raises:
             ValueError, OSError: there is no such model, or it is one that cannot be planned for; one line.
@@ -135,7 +138,7 @@ class ModelSize:
         config = loading.load_config(options, progress=True)
         text = decoder_config(config)
         label = f"model {options.path or options.config or options.name.name} ({text.model_type})"
-        check(Setup(config=text, decode=decode, prefill=prefill))
+        check(Setup(config=text, decode=decode, prefill=prefill, policies=policies))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
         for fact, why in (

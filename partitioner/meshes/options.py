@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from partitioner.cost.known_gpus import NAMES, KnownGPU, known_gpu
 from partitioner.cost.link import Link
 from partitioner.meshes.units import bytes_per_s, flops
-from partitioner.options import MAX_RANKS, MAX_TOKENS, require_known_heads
+from partitioner.options import MAX_RANKS, MAX_TOKENS
 from policies.byte_size import num_bytes
 from runahead.config import Attention, DecodeOptions, ModelOptions, PrefillOptions, Speculative, require
 
@@ -46,7 +47,6 @@ class PlanPrefill:
             raise ValueError("prefill.speculative=model is not planned, as its draft is not known; use layers")
         if self.attention is Attention.dense:
             raise ValueError("prefill.attention=dense is for prefill=tsp, which is not planned; use causal")
-        require_known_heads(run)
 
     def of_run(self) -> PrefillOptions:
         """The options of a run. Raises: ValueError: one of them is out of range."""
@@ -106,6 +106,7 @@ class PlanRun:
     """Options of one run of partitioner/plan.py.
 
     Attributes:
+        policy: name and options of the cache policy that says which KV heads stream, as of a run.
         gpus, nodes: GPUs in all, and the nodes that they are in.
         tokens, batch: length and number of prompts that run at once.
         new_tokens: `generation.max_new_tokens`.
@@ -119,6 +120,7 @@ class PlanRun:
     model: ModelOptions = field(default_factory=ModelOptions)
     ranks: PlanRanks = field(default_factory=PlanRanks)
     prefill: PlanPrefill = field(default_factory=PlanPrefill)
+    policy: dict[str, Any] = field(default_factory=lambda: {"name": "full", "positions": "original"})
     link: PlanLinks = field(default_factory=PlanLinks)
     efficiency: Efficiency = field(default_factory=Efficiency)
     decode: DecodeOptions = field(default_factory=DecodeOptions)

@@ -187,7 +187,7 @@ def meshes(size: ModelSize, machine: Machine, work: Workload) -> Iterator[tuple[
 
 
 def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: int, num_shares: int) -> Candidate:
-    cluster = machine.cluster(size, num_stages, num_shares, work.batch, work.prefill)
+    cluster = machine.cluster(size, num_stages, num_shares, work.batch, work.prefill, work.streams)
     drafted = None if work.prefill.speculative is Speculative.none else _Drafted(size, machine, work)
     if drafted is not None:
         work = drafted.kept
@@ -209,7 +209,8 @@ def _candidate(size: ModelSize, machine: Machine, work: Workload, num_stages: in
     draft = None if drafted is None or held.room < 0 else drafted.seconds(partition, cluster)
     ttft = _ttft(partition, cluster, held, size, num_shares) if held.room >= 0 else None
     last_s, sharded_s = (
-        token_s(size, machine, num_shares, partition, sharded=way, batch=work.batch) for way in (False, True)
+        token_s(size, machine, num_shares, partition, sharded=way, batch=work.batch, streams=work.streams)
+        for way in (False, True)
     )
     return Candidate(
         num_stages=num_stages,
@@ -299,7 +300,8 @@ def _fitting(
     def order(held: MeshMemory) -> tuple[bool, float]:
         if held.room < 0:
             return True, -held.room
-        return False, token_s(size, machine, num_shares, partition, sharded=held.sharded, batch=work.batch)
+        way, streams = held.sharded, work.streams
+        return False, token_s(size, machine, num_shares, partition, sharded=way, batch=work.batch, streams=streams)
 
     return min(ways(size, machine.device.memory_bytes, work, num_shares, partition), key=order)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from partitioner.cost.measured import MeasuredCost
+from partitioner.cost.streaming import Streams
 from partitioner.meshes.machine import Machine, PlannedDevice
 from partitioner.meshes.memory import Workload
 from partitioner.meshes.model_size import ModelSize
@@ -42,8 +43,8 @@ def machine_of(run: PlanRun, size: ModelSize) -> Machine:
     )
 
 
-def workload_of(run: PlanRun) -> Workload:
-    """The work that the options describe."""
+def workload_of(run: PlanRun, streams: Streams | None = None) -> Workload:
+    """The work that the options describe, with the KV heads that stream in it."""
     assert run.tokens is not None
     return Workload(
         tokens=run.tokens,
@@ -53,6 +54,7 @@ def workload_of(run: PlanRun) -> Workload:
         sharded=None if run.decode.name is DecodeName.auto else run.decode.name is DecodeName.sharded,
         reserve=num_bytes(run.reserve, "reserve"),
         prefill=run.prefill.of_run(),
+        streams=streams,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
@@ -32,6 +34,11 @@ COLUMNS = (
     "why not",
 )
 LEFT = ("stages x shares", "decode", "why not")
+
+NO_POLICY: Mapping[str, Any] = MappingProxyType({"name": "full"})
+
+HEADS = "heads"
+"""What stands for the table of a model's heads in a command if none was given."""
 
 PORT = 29500
 """Port at which ranks of several nodes meet: torchrun's own default."""
@@ -140,10 +147,13 @@ def ratios(candidate: Candidate) -> list[float]:
     return rounded
 
 
-def launch_commands(plan: MeshPlan, model: ModelOptions) -> dict[str, str]:
+def launch_commands(plan: MeshPlan, model: ModelOptions, policy: Mapping[str, Any] = NO_POLICY) -> dict[str, str]:
     """The commands that run the plan, by what each is for. A plan from a config alone names where its weights would be.
 
     Every one can be pasted into a shell; of several nodes, into one on each.
+
+    Args:
+        policy: name and options of the policy that says which KV heads stream, if any do.
     """
     best, machine, work = plan.best, plan.machine, plan.work
     assert best is not None, plan
@@ -160,6 +170,7 @@ def launch_commands(plan: MeshPlan, model: ModelOptions) -> dict[str, str]:
     if best.held.piece_tokens is not None:
         words += ["prefill=single", f"prefill.chunk_tokens={best.held.piece_tokens}"]
     words += _prefill_words(work.prefill, len(best.partition.chain))
+    words += [] if work.streams is None else _policy_words(policy)
     words += [] if work.batch == 1 else [f"prompt.batch={work.batch}"]
     words.append(f"generation.max_new_tokens={work.new_tokens}")
 
@@ -194,6 +205,15 @@ def _prefill_words(prefill: PrefillOptions, num_stages: int) -> list[str]:
         given["wire_bits"] = prefill.wire_bits
     told = {name: hydra_text(value) if isinstance(value, list) else value for name, value in given.items()}
     return [f"prefill.{name}={value}" for name, value in told.items()]
+
+
+def _policy_words(policy: Mapping[str, Any]) -> list[str]:
+    """A policy and its options."""
+    given = {name: value for name, value in policy.items() if name not in ("name", "positions") and value is not None}
+    return [
+        f"policy={policy['name']}",
+        *(f"policy.{name}={value}" for name, value in ({"heads": HEADS} | given).items()),
+    ]
 
 
 def _model_words(model: ModelOptions) -> list[str]:
@@ -289,6 +309,11 @@ def assumptions(plan: MeshPlan, shares: dict[str, float]) -> list[str]:
         exact = f"; all in {len(sparsity.exact_layers)} of its layers" if sparsity.exact_layers else ""
         lines.append(
             f"attention to {share:.0%} of the pairs of queries and keys{why}{exact}, once a stage has all keys before"
+        )
+    if plan.work.streams is not None:
+        lines.append(
+            f"{plan.work.streams}, in all layers alike, and no others are sent, or kept while decoding; which heads "
+            "these are, the model's table says (policy.heads)"
         )
     lines.append(
         "two all-reduces per layer, ring or tree, overlapped with nothing; shares of a stage are inside a node, and "

@@ -17,6 +17,7 @@ from partitioner.simulation.cluster import Cluster
 from runahead.context import ContextPartition
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
 
 
 class Evaluator(Protocol):
@@ -59,6 +60,7 @@ class LiveEvaluator:
     """TTFT on live ranks, where every evaluation runs prefills. Every rank makes the same calls.
 
     Args:
+        policies: cache policies of each rank; by default none.
         run: the options; rank 0 keeps measured points in a file beside the table, from which later runs take them.
         fingerprint_key: what points are valid for, beside the objective.
     """
@@ -73,15 +75,23 @@ class LiveEvaluator:
         run: SearchRun,
         ranks: Ranks,
         model: Model,
+        policies: RankPolicies | None = None,
         fingerprint_key: str,
     ) -> None:
         self.clusters, self._progress = clusters, progress
-        self._run, self._ranks, self._model = run, ranks, model
+        self._run, self._ranks, self._model, self._policies = run, ranks, model, policies
         self._purpose = {"fingerprint": fingerprint_key, "objective": run.search.objective.name}
         self._live: LiveCost | None = None
 
     def cost(self, length: int, count: int) -> Cost:
-        live = LiveCost(self._model, self._ranks, self._run.prefill, length, repeats=self._run.search.repeats)
+        live = LiveCost(
+            self._model,
+            self._ranks,
+            self._run.prefill,
+            length,
+            repeats=self._run.search.repeats,
+            policies=self._policies,
+        )
         self._live = live
         points = Points(Path(f"{self._run.table}.points.jsonl") if self._ranks.rank == 0 else None, self._purpose)
         known = self._ranks.on_rank_0("earlier points", lambda: {} if self._run.search.force else points.read())

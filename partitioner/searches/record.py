@@ -17,6 +17,7 @@ from partitioner.cost.fitted import FittedCost
 from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.sparse import SparseCost, cost_of
+from partitioner.cost.streaming import StreamingCost, Streams
 from partitioner.searches.evaluations import Evaluation, SearchResult
 from partitioner.simulation.cluster import Cluster
 from runahead.config import Attention, PrefillOptions, Transfer
@@ -114,6 +115,7 @@ def _plain_cluster(cluster: Cluster) -> dict[str, Any]:
         "link": None if links is None else links.default.as_json(),
         "links": [] if links is None else [[*pair, link.as_json()] for pair, link in links.overrides.items()],
         "transfer": cluster.transfer.name,
+        "streams": None if cluster.streams is None else asdict(cluster.streams),
     }
 
 
@@ -122,8 +124,12 @@ def _cluster(plain: Any) -> Cluster:
     if plain["link"] is not None:
         overrides = {(int(sender), int(receiver)): Link.from_json(link) for sender, receiver, link in plain["links"]}
         links = Links(len(plain["speed"]), Link.from_json(plain["link"]), overrides)
+    streams, compute = None, _compute(plain["compute"])
+    if plain.get("streams") is not None:
+        streams = Streams(share=float(plain["streams"]["share"]), tokens=int(plain["streams"]["tokens"]))
+        compute = StreamingCost(dense=compute, streams=streams)
     return Cluster(
-        compute=_compute(plain["compute"]),
+        compute=compute,
         speed=[float(speed) for speed in plain["speed"]],
         links=links,
         kv_bytes_per_token=float(plain["kv_bytes_per_token"]),
@@ -132,6 +138,7 @@ def _cluster(plain: Any) -> Cluster:
         pass_on_as_landed=bool(plain["pass_on_as_landed"]),
         state_bytes=float(plain.get("state_bytes", 0.0)),
         block=int(plain.get("block", 1)),
+        streams=streams,
     )
 
 
@@ -145,6 +152,8 @@ def _compute(plain: Any) -> ComputeCost:
 def _plain_compute(compute: ComputeCost) -> dict[str, Any]:
     if isinstance(compute, SparseCost):
         return _plain_compute(compute.dense) | {"sparsity": asdict(compute.sparsity)}
+    if isinstance(compute, StreamingCost):  # whose streams are the cluster's
+        return _plain_compute(compute.dense)
     for kind, known in COMPUTE.items():
         if isinstance(compute, known):
             return {"kind": kind, "json": compute.to_json()}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from partitioner.cost.link import BITS_PER_BYTE, Link
 from partitioner.cost.places import Places
+from partitioner.cost.streaming import Streams
 from runahead.config import PrefillOptions, Weights, hydra_text
 from runahead.report import library_versions
 
@@ -84,7 +85,7 @@ class Fingerprint:
         fuse: as `model.fuse`, "on" or "off"; "off" where it has no effect on the model.
         products: what computes products of many rows on a CPU, "torch" (by its own choice), "onednn" or "int8"
             (of weights in 8 bits).
-        attention: options of a sparse attention, as a text; "" for attention to all keys.
+        attention: options of a sparse attention, or how many KV heads stream, as a text; "" for attention to all keys.
         adapters: digests of the adapters in the model's weights (`model.adapter`); "" for none.
         wire_bits: as `prefill.wire_bits`.
         link: between ranks; None if unknown, as in a run that only looks up splits.
@@ -126,6 +127,7 @@ class Fingerprint:
         link: Link | None = None,
         link_measured: bool = True,
         speeds: Sequence[float] | None = None,
+        streams: Streams | None = None,
     ) -> Fingerprint:
         """Make the fingerprint of this process's model and device.
 
@@ -134,6 +136,7 @@ class Fingerprint:
             link: between ranks, if known.
             link_measured: whether it was measured rather than given.
             speeds: of the ranks, if known.
+            streams: KV heads that stream in the prefill, if any do.
         """
         import torch  # here, so that programs that only read tables do not load it
 
@@ -155,7 +158,7 @@ class Fingerprint:
             kernels="runahead" if KERNELS.in_use else "torch",
             fuse="on" if is_fused(model.module) else "off",
             products=_products(model, device),
-            attention=" ".join(map(str, prefill.sparsity.values())),
+            attention=" ".join(map(str, [*prefill.sparsity.values(), *([] if streams is None else [streams])])),
             adapters=model.adapters,
             wire_bits=prefill.wire_bits,
             speeds=None if speeds is None else tuple(speeds) if any(speed != 1 for speed in speeds) else (),

@@ -143,8 +143,12 @@ def streaming_of(policies: RankPolicies, model: Model, *, num_tokens: int, pads:
     [policy] = policies.last
     heads = policy.streamed_heads(num_tokens)
     assert heads is not None, policy
-    exact = [n for n, shape in enumerate(model.kv_shapes) if model.rules[n] is not None or shape.readers]
-    return Streaming.of(heads, exact=exact, pads=pads)
+    return Streaming.of(heads, exact=never_streaming(model), pads=pads)
+
+
+def never_streaming(model: Model) -> list[int]:
+    """Layers in which no head streams: with windows, and those that others read."""
+    return [n for n, shape in enumerate(model.kv_shapes) if model.rules[n] is not None or shape.readers]
 
 
 def exact_layers(model: Model, options: PrefillOptions) -> frozenset[int]:

@@ -34,6 +34,7 @@ from partitioner.cost.link import Link, Links
 from partitioner.cost.measured import MeasuredCost
 from partitioner.cost.places import Places
 from partitioner.cost.sparse import CHOICE
+from partitioner.cost.streaming import Streams
 from partitioner.meshes.decoding import token_s
 from partitioner.meshes.experts import Experts
 from partitioner.meshes.machine import Machine, PlannedDevice, counted_cost
@@ -50,6 +51,7 @@ from partitioner.searches.equal_work import equal_work
 from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from partitioner.table.fingerprint import Fingerprint
+from policies.duo_table import DuoTable
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
 from runahead.config import Attention, ModelName, Speculative
@@ -502,6 +504,24 @@ def test_sparse_attention_is_sooner_by_its_pairs() -> None:
     assert firsts[0] > firsts[1] > 65536 / 4
 
 
+def test_heads_that_stream_cost_what_they_see() -> None:
+    """On one GPU without overheads: three quarters of the heads see 64 + 256 tokens before their own; and keep them."""
+    size, streams = size_of("llama-8b"), Streams(share=0.75, tokens=320)
+    work = Workload(tokens=65536, tensor=1, prefill=PrefillOptions(attention=Attention.streaming_heads))
+    alone, few = machine(1, memory=1000, step_s=0), replace(work, streams=streams)
+    all_heads, found = _best(size, alone, work, few)
+    cost = counted_cost(size, alone.device)
+    num_layers, own_s, seen_s = size.shape.num_layers, cost.own(65536), cost.prefix(65536, 320)
+    assert all_heads.ttft and found.ttft and found.held.piece_tokens is None
+    saved_s = num_layers * 0.75 * (own_s - seen_s)
+    assert all_heads.ttft.total - found.ttft.total == pytest.approx(saved_s, rel=1e-9)
+    dropped = num_layers * 0.75 * (65536 - 320) * size.kv_bytes_per_token() / alone.device.memory_Bps
+    assert all_heads.token_s - found.token_s == pytest.approx(dropped, rel=1e-9)
+    slow = machine(4, memory=1000, inside=Link(latency_s=0.0, bandwidth_Bps=1e9))
+    exact, streaming = _best(size, slow, replace(work, prefill=PrefillOptions()), few)
+    assert exact.ttft and streaming.ttft and streaming.ttft.wait < exact.ttft.wait
+
+
 def test_a_speculative_prefill_is_a_draft_of_all_and_a_prefill_of_what_stays() -> None:
     """On one GPU: 4 of 32 layers for 8,192 tokens, 2 steps of these, then 32 layers for a quarter of the chunks."""
     size, work = size_of("llama-8b"), Workload(tokens=8192, tensor=1)
@@ -668,13 +688,30 @@ def test_the_program_prints_the_plan_and_writes_its_report_and_picture(
         ["gpus=8", "ranks.tensor=1", "prefill.attention=xattention", "prefill.exact_layers=[5,2]"],
         ["gpus=8", "ranks.tensor=1", "prefill.wire_bits=8"],
         ["gpus=4", "prefill.speculative=layers", "prefill.speculative_layers=3"],
+        [
+            "gpus=4",
+            "ranks.tensor=1",
+            "prefill.attention=streaming_heads",
+            "policy=duo_attention",
+            "policy.heads={gates}",
+            "policy.retrieval_share=0.25",
+            "policy.sinks=3",
+            "policy.recent=9",
+        ],
     ],
 )
 def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "my model"
     build("llama").config.save_pretrained(folder)
+    (gates := tmp_path / "gates").mkdir()
+    for name, text in DuoTable(gates=[torch.ones(2)]).files().items():
+        (gates / name).write_text(text)
     has_config = "~model.config" not in args
-    args = [each.replace("{folder}", str(folder)) for each in args if not each.startswith("~")]
+    args = [
+        each.replace("{folder}", str(folder)).replace("{gates}", str(gates))
+        for each in args
+        if not each.startswith("~")
+    ]
     run = PLAN.compose([*(options() if has_config else options()[2:]), *args])
     plan = plan_of(run)
     printed = re.findall(r"^(.*):\n(torchrun .*)$", plan_text(plan, run), re.MULTILINE)
@@ -692,6 +729,7 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         assert infer.ranks.tensor == best["shares"]
         assert infer.prefill.chunk_tokens == best["chunk_tokens"]
         assert infer.prefill.sparsity == run.prefill.of_run().sparsity
+        assert infer.policy == run.policy
         for name in ("speculative", "speculative_share", "speculative_layers"):
             assert getattr(infer.prefill, name) == getattr(run.prefill, name)
         assert infer.prefill.wire_bits == (run.prefill.wire_bits if best["stages"] > 1 else None)
@@ -731,7 +769,9 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         (["prefill.density=2"], "prefill.density=2.0 must be above 0 and at most 1"),
         (["prefill.exact_layers=[31,32]"], "prefill.exact_layers=[31, 32] must be numbers of layers from 0 to 31"),
         (["prefill.attention=dense"], "prefill.attention=dense is for prefill=tsp"),
-        (["prefill.attention=streaming_heads"], "prefill.attention=streaming_heads is for launch/infer.py"),
+        (["prefill.attention=streaming_heads"], "takes the heads that stream from a cache policy"),
+        (["prefill.attention=streaming_heads", "policy=duo_attention"], "give policy.sinks=<number>"),
+        (["prefill.attention=streaming_heads", "policy=duo_attention", "policy.heads=no"], "there is no such folder"),
         (["prefill.speculative=model"], "prefill.speculative=model is not planned"),
         (["prefill.speculative=layers", "ranks.tensor=2"], "not with ranks.tensor=2"),
         (["prefill.speculative=layers", "prefill.attention=xattention"], "leaves gaps between those that are computed"),

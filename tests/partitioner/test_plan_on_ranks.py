@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from partitioner.cost.streaming import Streams
 from partitioner.meshes.memory import Workload, kv_bytes
 from partitioner.meshes.model_size import ModelSize
 from partitioner.meshes.text import launch_commands
 from partitioner.plan import PLAN, plan_of
 from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillOptions, even
+from runahead.config import Attention, DecodeName
 from tests.conftest import RankPools
 from tests.families import build, prompt
-from tests.ranks import tasks, tensor_tasks
+from tests.ranks import streaming_tasks, tasks, tensor_tasks
 
 NEW_TOKENS = 5
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +64,34 @@ def test_keys_and_values_of_stages(
     assert tasks.tiny_model("llama").layer_sent_bytes(wire_bits) == sent
     num_layers = size.num_attending if boundaries[1] else 0
     assert outcomes[0].kv_sent_bytes == num_layers * boundaries[1] * 2 * sent
+
+
+@pytest.mark.parametrize(("share", "table"), [(2 / 3, streaming_tasks.TABLE), (1.0, ((True, True),) * 3)])
+@pytest.mark.parametrize("boundaries", [(0, 500), (0, 300, 500), (0, 170, 360, 500)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_keys_and_values_of_stages_where_heads_stream(
+    rank_pools: RankPools,
+    tmp_path: Path,
+    boundaries: tuple[int, ...],
+    sharded: bool,
+    share: float,
+    table: tuple[tuple[bool, ...], ...],
+) -> None:
+    """Within 15%, as which heads stream is not known; where all do, rings of layers are alike, and it is 2%."""
+    if sharded and len(boundaries) == 2:
+        return
+    size, options = size_of("llama", tmp_path), PrefillOptions(attention=Attention.streaming_heads, layers_in_flight=2)
+    policy = streaming_tasks.GivenHeads(table=table, sinks=4, recent=40)
+    generation = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    way = DecodeName.sharded if sharded else DecodeName.last
+    given = ("llama", [prompt(500)], generation, boundaries, options, policy, way)
+    batch = rank_pools.run(len(boundaries) - 1, streaming_tasks.generate, *given)[0]
+    streams = Streams(share=share, tokens=44)
+    work = Workload(tokens=500, new_tokens=NEW_TOKENS, prefill=options, streams=streams)
+    split = ContextPartition(boundaries=boundaries)
+    assert [rank.kv_peak_bytes for rank in batch.ranks] == pytest.approx(
+        kv_bytes(size, work, 1, split, sharded=sharded), rel=0.15
+    )
 
 
 @pytest.mark.slow

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from partitioner.cost.places import Places
+from partitioner.cost.streaming import StreamingCost, Streams
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
-from partitioner.search import SEARCH, main
+from partitioner.search import SEARCH, ineffective_settings, main
 from partitioner.searches.points import Points
+from partitioner.searches.record import SearchRecord
 from partitioner.table.lookup_table import LookupTable
+from policies.duo_table import DuoTable
 from runahead import ContextPartition, Model, PrefillOptions, Ranks, even
-from runahead.config import Attention
 from tests.conftest import RankPools
 from tests.exit_status import exit_status
 from tests.families import build, save_tiny_config
@@ -145,10 +148,60 @@ def test_table_of_another_plan_is_not_added_to(
     assert path.read_text() == before
 
 
-def test_heads_of_a_policy_are_refused() -> None:
-    """A search knows no policy, and would answer for attention to all keys."""
-    with pytest.raises(ValueError, match="prefill.attention=streaming_heads is for launch/infer.py"):
-        SearchRun(table="t.json", prefill=PrefillOptions(attention=Attention.streaming_heads))
+STREAMS = ("prefill.attention=streaming_heads", "policy=duo_attention", "policy.sinks=4", "policy.recent=20")
+
+
+def gates_of(config: Path, folder: Path) -> Path:
+    """A table of gates for the model of a config, as the authors of DuoAttention publish them."""
+    sizes = json.loads((config / "config.json").read_text())
+    gates = torch.rand(sizes["num_hidden_layers"], sizes["num_key_value_heads"], generator=torch.Generator())
+    folder.mkdir()
+    for name, text in DuoTable(gates=list(gates)).files().items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("names_heads", [False, True])
+def test_a_table_where_heads_stream_is_of_as_many(config: Path, tmp_path: Path, names_heads: bool) -> None:
+    """Whether the heads were named or only their share, and with another number of them or of tokens another one."""
+    heads = [f"policy.heads={gates_of(config, tmp_path / 'gates')}"] if names_heads else []
+    args = ["link.gbps=10", "search.objective=modelled", "search.lengths=[128]", "search.ranks=[2]", *STREAMS, *heads]
+    for more, words in (
+        ([], "50% of KV heads see 24 tokens"),
+        (["policy.retrieval_share=0.75"], "25% of KV heads see 24 tokens"),
+    ):
+        path = tmp_path / f"{len(more)}.json"
+        assert main(options(config, path, *args, *more)) == 0
+        assert LookupTable.load(path).fingerprint.attention == f"streaming_heads {words}"
+        [cluster] = SearchRecord.beside(path).clusters.values()
+        assert cluster.streams == Streams(share=float(words.partition("%")[0]) / 100, tokens=24)
+        assert isinstance(cluster.compute, StreamingCost) and cluster.compute.streams == cluster.streams
+    with pytest.raises(ValueError, match="is for prefill.attention=streaming_heads 50% of KV heads see 24 tokens, not"):
+        LookupTable.load(tmp_path / "0.json").check_fits(LookupTable.load(path).fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([STREAMS[0]], "takes the heads that stream from a cache policy that runs alone"),
+        ([STREAMS[0], "policy=snapkv"], "takes the heads that stream from a cache policy that runs alone"),
+        (STREAMS[:2], "does not say how many tokens stay; give policy.sinks=<number>"),
+        ([*STREAMS, "policy.retreival_share=0.5"], "has no option retreival_share"),
+        ([*STREAMS, "search.objective=measured", "search.ranks=[1]", "link.gbps=null"], "needs to know which heads"),
+    ],
+)
+def test_a_policy_that_does_not_say_which_heads_stream_is_refused(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: Sequence[str], message: str
+) -> None:
+    assert ended(options(config, tmp_path / "table.json", *QUICK, *more)) in (1, 2)
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and message in errors[0], errors
+
+
+def test_a_policy_without_streaming_heads_has_no_effect() -> None:
+    run = SEARCH.compose(["table=t.json", "policy=snapkv"])
+    assert ineffective_settings(run) == ["policy=snapkv has no effect here without prefill.attention=streaming_heads"]
+    assert not ineffective_settings(SEARCH.compose(["table=t.json", *STREAMS]))
 
 
 def test_every_option_has_a_default_in_conf() -> None:

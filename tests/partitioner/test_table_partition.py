@@ -14,13 +14,16 @@ import torch
 from launch.infer import INFER
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
 from launch.inputs.partitions import TablePartition, check_table, kvr_name, partitioner
+from partitioner.cost.streaming import Streams
 from partitioner.search import SEARCH
 from partitioner.table.fingerprint import Fingerprint
-from runahead import Ranks, even
-from runahead.config import PrefillOptions, Transfer
+from policies.duo_table import DuoTable
+from runahead import ContextPartition, Engine, GenerationOptions, Ranks, even
+from runahead.config import Attention, PrefillOptions, Speculative, Transfer
 from runahead.ranks.ranks import SharedError
 from runahead.report import report_json
 from tests.conftest import RankPools
+from tests.families import prompt
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
 from tests.ranks.tasks import tiny_model
 from tests.test_report import OF_A_RUN, batch, generation
@@ -69,6 +72,74 @@ def test_a_table_for_this_model_fits(rank_pools: RankPools, tmp_path: Path) -> N
     )
     replace(TABLE, fingerprint=replace(mine, threads=1)).save(tmp_path / "mine.json")
     assert rank_pools.run(2, outcome_of_check, tmp_path / "mine.json", False) == ["fits", "fits"]
+
+
+def outcome_of_options(ranks: Ranks, path: Path, words: list[str]) -> str:
+    run = INFER.compose(["prompt.text=a", "partition=table", f"partition.table={path}", *words])
+    try:
+        check_table(partitioner(run.partition, ranks), tiny_model("llama", torch.float32), ranks, run)
+    except (ValueError, SharedError) as error:
+        return str(error)
+    return "fits"
+
+
+def test_a_table_where_heads_stream_fits_runs_in_which_as_many_do(rank_pools: RankPools, tmp_path: Path) -> None:
+    """Counted by hand: of 6 KV heads 3 stream, or 2; runs name them in a folder, and a search need not."""
+    path, gates = tmp_path / "mine.json", tmp_path / "gates"
+    prefill = PrefillOptions(attention=Attention.streaming_heads)
+    mine = Fingerprint.of_model(
+        tiny_model("llama", torch.float32),
+        device=torch.device("cpu"),
+        backend="gloo",
+        prefill=prefill,
+        streams=Streams(share=0.5, tokens=24),
+    )
+    replace(TABLE, fingerprint=replace(mine, threads=1)).save(path)
+    gates.mkdir()
+    for name, text in DuoTable(gates=[torch.tensor([0.1, 0.9])] * 3).files().items():
+        (gates / name).write_text(text)
+    given = ["policy=duo_attention", f"policy.heads={gates}", "policy.sinks=4", "policy.recent=20"]
+    for more, differs in (
+        (["prefill.attention=streaming_heads"], None),
+        (["prefill.attention=streaming_heads", "policy.retrieval_share=0.66"], "33% of KV heads see 24 tokens"),
+        (["prefill.attention=streaming_heads", "policy.recent=21"], "50% of KV heads see 25 tokens"),
+        ([], "nothing"),
+    ):
+        first, _ = rank_pools.run(2, outcome_of_options, path, [*given, *more])
+        if differs is None:
+            assert first == "fits"
+        else:
+            wanted = "prefill.attention=streaming_heads 50% of KV heads see 24 tokens, not "
+            assert wanted + ("" if differs == "nothing" else "streaming_heads ") + differs in first
+
+
+def test_a_speculative_prefill_takes_the_table_of_a_search_without(rank_pools: RankPools, tmp_path: Path) -> None:
+    """It is asked for the split of the whole prompt, which the draft reads, and of the tokens that stay."""
+    path, share = tmp_path / "mine.json", PrefillOptions(speculative=Speculative.layers, speculative_share=0.5)
+    mine = Fingerprint.of_model(
+        tiny_model("llama", torch.float32), device=torch.device("cpu"), backend="gloo", prefill=PrefillOptions()
+    )
+    few = [entry([0, 60, 128]), entry([0, 40, 64])]
+    replace(table_of(*few), fingerprint=replace(mine, threads=1)).save(path)
+    assert rank_pools.run(2, outcome_of_options, path, ["prefill.speculative=layers"]) == ["fits", "fits"]
+    asked, boundaries = rank_pools.run(2, splits_of_speculative, path, share)[0]
+    assert asked == [(128, (0, 60, 128)), (64, (0, 40, 64))] and boundaries == [0, 40, 64]
+
+
+def splits_of_speculative(
+    ranks: Ranks, path: Path, prefill: PrefillOptions
+) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:
+    """What the table was asked for, and the split of the result."""
+    table, asked = partitioner(options(path), ranks), list[tuple[int, tuple[int, ...]]]()
+
+    def recorded(num_tokens: int, num_ranks: int) -> ContextPartition:
+        split = table(num_tokens, num_ranks)
+        asked.append((num_tokens, split.boundaries))
+        return split
+
+    engine = Engine(tiny_model("llama", torch.float32), ranks, prefill=prefill, partition=recorded)
+    batch = engine.generate([prompt(128)], GenerationOptions(max_new_tokens=1))
+    return asked, batch.boundaries
 
 
 def test_warnings_are_told_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,9 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
 from tests.ranks.tasks import PrefillOutcome, tiny_model
 
+TABLE = ((True, False), (False, True), (True, True))
+"""Whether each KV head of a tiny model streams, by layer."""
+
 
 @dataclass(kw_only=True)
 class GivenHeads(StreamingHeads):

@@ -33,14 +33,13 @@ from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, oracle_logits, prompt, throughout
 from tests.ranks import streaming_tasks
-from tests.ranks.streaming_tasks import GivenHeads, of_all
+from tests.ranks.streaming_tasks import TABLE, GivenHeads, of_all
 from tests.ranks.tasks import tiny_model
 from tests.ranks.test_exactness import TOLERANCE
 from tests.ranks.test_wire_bits import rounded_logits
 
 PROMPT_TOKENS = 70
 NEW = (5, 7, 11, 13)
-TABLE = ((True, False), (False, True), (True, True))
 SPLITS = [(0, 70), (0, 33, 70), (0, 2, 70), (0, 8, 70), (0, 30, 36, 70), (0, 1, 14, 70), (0, 0, 40, 70)]
 WAYS = list(product(Transfer, (Carrier.backend, Carrier.copy)))
 
