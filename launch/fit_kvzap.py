@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from launch.inputs.sample_text import own_texts, runs_of
 from launch.inputs.text_files import EXAMPLE_TEXT, read_text
-from launch.program.compose import ROOT, Program
+from launch.program.compose import Program
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
@@ -182,10 +183,7 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
         raise ValueError(
             "texts need a tokenizer, and this model has none; give a model that has one, or use random_tokens=true"
         )
-    found = []
-    for text in texts:
-        of_text: list[int] = tokenizer(text, verbose=False)["input_ids"]
-        found += [of_text[at : at + run.context] for at in range(0, len(of_text) - run.context + 1, run.context)]
+    found = runs_of(texts, tokenizer, run.context)
     if len(found) < 2:
         raise ValueError(
             f"the texts have {len(found)} runs of context={run.context} tokens, and 2 are the least; give longer texts "
@@ -193,11 +191,6 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
         )
     num = min(run.contexts, len(found))
     return [found[number * len(found) // num] for number in range(num)]
-
-
-def own_texts() -> Sequence[str]:
-    """Paths of the texts that come with the programs: an example, and pages of the documentation if they are there."""
-    return [str(path) for path in (ROOT / EXAMPLE_TEXT, *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
 
 
 def fitted_on(num_contexts: int) -> list[int]:

@@ -76,7 +76,7 @@ ROOMS = {
         ("inputs", "outputs"),
         ("server",),
         ("infer", "serve", "combinations", "kernels", *(door.split(".")[1] for door in DOORS)),
-        ("duo_gates", "encode", "fit_kvzap", "retrieval_heads", "skew"),
+        ("duo_gates", "encode", "exact_layers", "fit_kvzap", "retrieval_heads", "skew"),
         ("__init__",),
     ),
     "benchmarks": (

@@ -1,9 +1,27 @@
-"""The sample text that a program reads to learn something about a model."""
+"""Sample texts that a program reads to learn something about a model."""
 
 from __future__ import annotations
 
-from launch.inputs.text_files import text_or_example
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from launch.inputs.text_files import EXAMPLE_TEXT, text_or_example
+from launch.program.compose import ROOT
 from runahead.config import ModelOptions
+
+
+def own_texts() -> Sequence[str]:
+    """Paths of the texts that come with the programs: an example, and pages of the documentation if they are there."""
+    return [str(path) for path in (ROOT / EXAMPLE_TEXT, *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
+
+
+def runs_of(texts: Iterable[str], tokenizer: Any, length: int) -> list[list[int]]:
+    """Token ids of texts, each cut into runs of one length; what is left at its end is left out."""
+    found = []
+    for text in texts:
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        found += [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
+    return found
 
 
 def sample_ids(model: ModelOptions, sample: str | None, tokens: int) -> list[int]:

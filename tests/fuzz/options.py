@@ -21,6 +21,7 @@ from launch.bench import BENCH
 from launch.duo_gates import GATES
 from launch.encode import ENCODE
 from launch.evaluate import EVALUATE
+from launch.exact_layers import EXACT
 from launch.fit_kvzap import FIT
 from launch.infer import INFER
 from launch.inputs.options import ineffective_settings
@@ -442,6 +443,7 @@ TARGETS = (
     _program_target(PLAN, "partitioner/plan.py", lambda run: None, 4, ("tokens=9", "device=h100")),
     _program_target(SEARCH, "partitioner/search.py", lambda run: None, 6, ("table=x.json",)),
     _program_target(ENCODE, "launch/encode.py", lambda run: None, 3, ("schema=x.xml",)),
+    _program_target(EXACT, "launch/exact_layers.py", lambda run: None, 3),
     _program_target(HEADS, "launch/retrieval_heads.py", lambda run: None, 2, ("out=x",)),
     _program_target(GATES, "launch/duo_gates.py", lambda run: None, 2, ("out=x",)),
     _program_target(SKEW, "launch/skew.py", lambda run: None, 3, ("out=x",)),

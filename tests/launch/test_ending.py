@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from launch import bench, doctor, evaluate, first_day, infer, serve
+from launch import bench, doctor, evaluate, exact_layers, first_day, infer, serve
 from launch.program.ending import end_with, open_closed_streams
 from launch.program.signals import Terminated
 from partitioner import plan, search, show
@@ -161,6 +161,7 @@ MISTAKES: dict[str, tuple[Callable[[Sequence[str]], int], list[str], str]] = {
     "skew": (skew.main, [*RUN, "out=no/such/x"], "no/such"),
     "fit_kvzap": (fit_kvzap.main, [*RUN, "out=no/such/x"], "no/such"),
     "retrieval_heads": (retrieval_heads.main, [*RUN, "out=no/such/x"], "no/such"),
+    "exact_layers": (exact_layers.main, RUN, "no/such.json"),
     "duo_gates": (duo_gates.main, [*RUN, "out=no/such/x"], "no/such"),
     "encode": (encode.main, [*RUN, "schema=no/such.xml", "out=x"], "no/such"),
 }

@@ -1,13 +1,15 @@
 """How much sooner is the first token with sparse attention in the prefill, and what does it lose?
 
     python -m benchmarks.studies.sparse_prefill
+    python -m benchmarks.studies.sparse_prefill --threshold 0.95 --exact-layers 5 6 7 8 9
     python -m benchmarks.studies.sparse_prefill --tokens 16384 --density 0.15 --config FOLDER --samples 0
 
 Two ranks of one thread have SmolLM2, or with --config a model of random weights. Each way (the exact prefill, and
-xattention with its default threshold or with --threshold, --density and --stride) first computes prompts from which its
-partition=auto learns, then both take turns. Copy-NLL is the loss, in nats per token, of a prompt's first --passage
-tokens where they come again after it, by a prefill of the same attention and exact attention after it; the difference
-is that to the exact prefill, mean over --samples. The prompts are the example text and this documentation.
+xattention with its default threshold or with --threshold, --density, --stride and --exact-layers) first computes
+prompts from which its partition=auto learns, then both take turns. Copy-NLL is the loss, in nats per token, of a
+prompt's first --passage tokens where they come again after it, by a prefill of the same attention and exact attention
+after it; the difference is that to the exact prefill, mean over --samples. The prompts are the example text and this
+documentation.
 
 The bound is the time of the exact prefill less the part of its operations that attention to the other blocks takes. It
 needs two cores that are otherwise idle. Appends a JSON line per length and way to
@@ -30,6 +32,7 @@ from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn
 from benchmarks.harness.text_table import markdown
 from benchmarks.studies.commits.job import RankPair
 from benchmarks.studies.sparse_prefill.pictures import by_density, by_length, density, gain, loss
+from launch.exact_layers import ranges
 
 RANK = Path("benchmarks/studies/sparse_prefill/rank.py")
 LEARNED = 2
@@ -40,9 +43,11 @@ SMOLLM2_SHARE = {4096: 0.40, 8000: 0.57}
 
 def ways_of(options: Namespace) -> dict[str, dict[str, Any]]:
     """Options of the prefill of each way."""
-    given: dict[str, Any] = {"attention": "xattention", "stride": options.stride}
+    exact, given = options.exact_layers, {"attention": "xattention", "stride": options.stride}
+    given |= {"exact_layers": exact} if exact else {}
+    but = f", {ranges(sorted(exact))} exact" if exact else ""
     each = [{"density": density} for density in options.density] or [{"threshold": at} for at in options.threshold]
-    sparse = {f"xattention {name} {value:g}": given | {name: value} for one in each for name, value in one.items()}
+    sparse = {f"xattention {name} {value:g}{but}": given | {name: value} for one in each for name, value in one.items()}
     return {"exact": {}} | sparse
 
 
@@ -142,6 +147,7 @@ STUDY = Study(
         "threshold": option([0.99], "shares of the expected attention"),
         "density": {"type": float, "nargs": "*", "default": [], "help": "shares of the blocks, in place of thresholds"},
         "stride": option(16, "tokens of a cell"),
+        "exact-layers": {"type": int, "nargs": "*", "default": [], "help": "layers that attend to all keys"},
         "config": option(None, "folder of a config, for random weights"),
         "rounds": option(4, "of all ways in turns"),
         "samples": option(4, "of copies"),

@@ -11,23 +11,17 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from statistics import mean
 from typing import Any
-
-import torch
 
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.random_prompts import random_ids
 from benchmarks.harness.rank_answers import answer_requests
+from launch.exact_layers import copy_nll
 from launch.inputs.text_files import EXAMPLE_TEXT
 from partitioner.auto.partition import AutoPartition
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks
-from runahead.cache.attention import CausalAttention
 from runahead.config import ModelName
-from runahead.context import ContextPartition
 from runahead.model.shares import load_model
-from runahead.prefill.base import PrefillJob, PromptBatch
-from runahead.prefill.kv_runahead import run_in_chain
 from runahead.report import SparseReport
 
 
@@ -78,31 +72,12 @@ class Measured:
             "density": [None if each.attention is None else each.attention.mean_density for each in batch.ranks],
         }
 
-    @torch.inference_mode()
     def _copy(self, passage: int, tokens: int, sample: int, options: dict[str, Any]) -> dict[str, Any]:
         """Loss of a prompt's first tokens where they come again after it: on rank 0, as it is the same on several."""
-        ids, stages = self._prompt(tokens - passage, sample), self.ranks.num_stages
-        prefilled = run_in_chain(
-            PrefillJob(
-                model=self.model,
-                ranks=self.ranks,
-                batch=PromptBatch.from_prompts([ids], self.ranks.device),
-                partition=ContextPartition(boundaries=(0,) + (len(ids),) * stages),
-                capacity=tokens,
-                options=PrefillOptions(**options),
-            )
-        )
-        assert prefilled.cache is not None and prefilled.logits_BV is not None
-        attention = CausalAttention(prefilled.cache, start=len(ids), pads=[0])
-        copied = torch.tensor([ids[:passage]])
-        logits = self.model.forward(copied, attention, start=len(ids), pads=[0], all_logits=True)[0]
-        before = torch.cat([prefilled.logits_BV, logits[:-1]]).log_softmax(dim=-1)
-        sparse = prefilled.report.attention or SparseReport(density=[1.0], covered=[1.0])
-        return {
-            "nll": -before.gather(1, copied.T).mean().item(),
-            "density": mean(each for each in sparse.density if each is not None),
-            "covered": mean(each for each in sparse.covered if each is not None),
-        }
+        ids = self._prompt(tokens - passage, sample)
+        nll, sparse = copy_nll(self.model, self.ranks, ids, passage, PrefillOptions(**options))
+        sparse = sparse or SparseReport(density=[1.0], covered=[1.0])
+        return {"nll": nll, "density": sparse.mean_density, "covered": sparse.mean_covered}
 
 
 if __name__ == "__main__":

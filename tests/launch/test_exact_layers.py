@@ -1,0 +1,164 @@
+"""python -m launch.exact_layers: the search on losses made up, the loss against transformers' own, what it prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import exact_layers
+from launch.exact_layers import EXACT, Estimate, ExactRun, Losses, copy_nll, options_text, ranges, search
+from launch.inputs.sample_text import runs_of
+from runahead import PrefillOptions, Ranks, RanksOptions
+from runahead.config import Attention
+from tests.exit_status import exit_status, one_line_error
+from tests.families import build
+
+WORTH = {2: 0.05, 5: 0.04, 6: 0.02, 9: 0.001}
+"""Nats that are lost less with a layer exact; others are worth nothing."""
+NOISE = (-1.0, 0.0, 1.0)
+
+
+def losses(worth: dict[int, float] = WORTH, *, noise: float = 0.0) -> Losses:
+    """Losses of 12 layers on three prompts whose own losses differ much; with noise in what some set is worth."""
+
+    def measured(exact: tuple[int, ...] | None, number: int) -> tuple[float, float]:
+        if exact is None:
+            return 3.0 + number, 1.0
+        lost = sum(nats for layer, nats in worth.items() if layer not in exact)
+        return 3.0 + number + lost + noise * NOISE[number] * len(exact), (len(exact) + 0.3 * (12 - len(exact))) / 12
+
+    return Losses(measured, 3)
+
+
+def found(
+    losses: Losses, *, given: Iterable[int] = (), group: int = 3, most_loss: float = 0.02
+) -> tuple[list[int], list[str]]:
+    told = list(search(losses, range(12), given, group=group, most_loss=most_loss))
+    return sorted(told[-1][1]), [line for line, _ in told]
+
+
+def test_groups_come_first_and_layers_that_are_worth_nothing_are_left_out_again() -> None:
+    """Of 0-2, 3-5, 6-8 and 9-11 the first is taken (0.05), then 3-5 (0.04); 0.021 are left, so 6-8, too."""
+    exact, told = found(losses())
+    assert exact == [2, 5, 6]
+    assert told[0] == "all layers sparse: +0.111 ± 0.000 nats, density 30%"
+    assert told[1] == "  layers       0-2 exact: +0.050 ± 0.000 nats less, density 47%"
+    assert "layers 0-2 exact: +0.061 ± 0.000 nats, density 47%" in told
+    assert "  without layer   6: +0.020 ± 0.000 nats more" in told
+    assert told[-1] == "layers 2, 5-6 exact: +0.001 ± 0.000 nats, density 47%"
+
+
+@pytest.mark.parametrize(
+    ("most_loss", "given", "exact"),
+    [
+        (0.2, [], []),  # nothing is needed
+        (0.07, [], [2]),
+        (0.03, [], [2, 5]),
+        (0.0, [], [2, 5, 6, 9]),
+        (0.0711, [0, 5], [0, 5]),  # these stay, and 2 is not needed
+        (0.03, [0], [0, 2, 5]),
+    ],
+)
+def test_as_few_layers_as_the_loss_allows(most_loss: float, given: list[int], exact: list[int]) -> None:
+    assert found(losses(), given=given, most_loss=most_loss)[0] == exact
+
+
+def test_what_noise_could_be_is_not_taken() -> None:
+    """Three layers differ by 0.03 in opposite directions in two prompts: 0.02 of error each."""
+    exact, told = found(losses({2: 0.03}, noise=0.01))
+    assert exact == [] and told[-1] == "no other layers are worth more than 2 standard errors"
+    assert found(losses({2: 0.09}, noise=0.01))[0] == [2]
+
+
+def test_an_estimate_is_of_differences_in_the_same_prompts() -> None:
+    estimate = losses({2: 0.5}).more([], [2])
+    assert estimate.mean == pytest.approx(0.5) and estimate.error == pytest.approx(0, abs=1e-12)
+    given = Estimate.of([1.0, 2.0, 4.0])
+    assert given.mean == pytest.approx(7 / 3) and given.error == pytest.approx(math.sqrt(7 / 3 / 3))
+    assert not given.is_noise and Estimate(1.0, 0.5).is_noise
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"), [([], ""), ([4], "4"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8"), ([3, 4], "3-4")]
+)
+def test_ranges(layers: list[int], text: str) -> None:
+    assert ranges(layers) == text
+
+
+def test_the_loss_is_that_of_transformers_over_the_text_and_its_copy() -> None:
+    """With the exact prefill, and where the choice has all blocks, or all layers are exact; fewer blocks change it."""
+    from tests.ranks.tasks import tiny_model
+
+    ids, passage = torch.randint(3, 90, (400,), generator=torch.Generator().manual_seed(1)).tolist(), 37
+    with Ranks.start(RanksOptions(threads=1, device="cpu")) as ranks:  # type: ignore[arg-type]
+        model = tiny_model("llama", torch.float64)
+        with torch.no_grad():
+            logits = build("llama", dtype=torch.float64)(torch.tensor([ids + ids[:passage]])).logits[0].double()
+        wanted = torch.nn.functional.cross_entropy(logits[399:-1], torch.tensor(ids[:passage])).item()
+        sparse = PrefillOptions(attention=Attention.xattention, density=0.01)
+        nll, report = copy_nll(model, ranks, ids, passage, PrefillOptions())
+        assert report is None and nll == pytest.approx(wanted, abs=1e-6)
+        sparse.exact_layers = [0, 1, 2]
+        nll, report = copy_nll(model, ranks, ids, passage, sparse)
+        assert report is not None and report.mean_density == 1 and nll == pytest.approx(wanted, abs=1e-6)
+        sparse.exact_layers = []
+        assert abs(copy_nll(model, ranks, ids, passage, sparse)[0] - wanted) > 1e-5
+
+
+def test_it_prints_options_that_it_reads_itself(folder: Path, sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_text(sample.read_text(encoding="utf-8") * 3, encoding="utf-8")
+    given = ["model=hf", f"model.path={folder}", f"samples=[{sample}]", "ranks.threads=1", "ranks.device=cpu"]
+    given += ["tokens=450", "passage=20", "prompts=2", "prefill.density=0.3", "prefill.exact_layers=[1]"]
+    assert exit_status(exact_layers.main, given) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("450 tokens, of which 20 come again; 2 prompts to choose by.")
+    assert out[1].startswith("layers 1 exact: ")
+    assert "found: " in out[-2] or "found: " in out[-3]
+    options = out[-1].split()
+    assert EXACT.compose(options).prefill.exact_layers[-1:] in ([1], [2])
+
+
+def test_options_are_told_as_they_are_read() -> None:
+    prefill = PrefillOptions(attention=Attention.xattention, threshold=0.95, exact_layers=[7, 5])
+    told = options_text(prefill)
+    assert told == "prefill.attention=xattention prefill.stride=16 prefill.threshold=0.95 prefill.exact_layers=[5,7]"
+    assert EXACT.compose(told.split()).prefill == prefill
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("prompts=1", "prompts=1 must be at least 2"),
+        ("passage=300", "tokens=450 must be at least twice passage=300"),
+        ("most_loss=-1", "most_loss=-1.0 must be nats of at least 0"),
+        ("group=0", "group=0 must be at least 1"),
+        ("prefill.attention=causal", "prefill.attention=causal must be xattention"),
+        ("prefill.exact_layers=[5]", "prefill.exact_layers=[5] names 5, and the layers of model"),
+        ("tokens=1000", "tokens=1000 is more than the model's 512 positions"),
+        ("samples=[missing.txt]", "samples=missing.txt does not exist"),
+        ("prompts=400", "runs of 430 tokens, and prompts=400 needs 800"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    folder: Path, sample: Path, capsys: pytest.CaptureFixture[str], option: str, message: str
+) -> None:
+    sample.write_text(sample.read_text(encoding="utf-8") * 3, encoding="utf-8")
+    given = ["model=hf", f"model.path={folder}", f"samples=[{sample}]", "ranks.threads=1", "ranks.device=cpu"]
+    assert exit_status(exact_layers.main, [*given, "tokens=450", "passage=20", "prompts=2", option]) != 0
+    assert message in one_line_error(capsys)
+
+
+def test_runs_of_texts_have_one_length() -> None:
+    class Letters:
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": list(text.encode())}
+
+    assert runs_of(["abcde", "x", "fghi"], Letters(), 2) == [[97, 98], [99, 100], [102, 103], [104, 105]]
+
+
+def test_defaults_of_the_file_are_those_of_the_options() -> None:
+    assert EXACT.compose([]) == ExactRun()
