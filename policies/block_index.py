@@ -26,6 +26,7 @@ class BlocksOfRows:
         rows: these rows.
         begin, first: first slot of the text, and of the first block.
         digests_bKPX: what stands for each block.
+        sizes_P: tokens of each block with a digest, if these are of many sizes.
         ends: the slots after the blocks, and after those that have no digest yet.
     """
 
@@ -33,6 +34,7 @@ class BlocksOfRows:
     begin: int
     first: int
     digests_bKPX: Tensor
+    sizes_P: Tensor
     ends: list[int] = field(default_factory=list)
 
     @property
@@ -71,9 +73,10 @@ class BlockIndex(Index):
         self.num_told = 0
         self.num_kv_heads, self._scaling = view.k_BKnH.shape[1], view.scaling
         none_BK0X = view.k_BKnH.new_empty(*view.k_BKnH.shape[:2], 0, digest_dim)
+        none_0 = torch.empty(0, dtype=torch.int64, device=none_BK0X.device)
         alone = [(slice(row, row + 1), pad) for row, pad in enumerate(view.pads)]
         self.parts = [
-            BlocksOfRows(rows=rows, begin=pad, first=pad + sinks, digests_bKPX=none_BK0X[rows])
+            BlocksOfRows(rows=rows, begin=pad, first=pad + sinks, digests_bKPX=none_BK0X[rows], sizes_P=none_0)
             for rows, pad in (alone if by_event else rows_by_pad(view.pads))
         ]
 
@@ -127,7 +130,12 @@ class BlockIndex(Index):
             new_bKPX = torch.cat(found, dim=2) if len(found) > 1 else found[0]
             if len(found) > 1:
                 new_bKPX = new_bKPX[:, :, sent(torch.tensor(order).argsort(), new_bKPX.device)]
-            self.parts[number] = replace(part, digests_bKPX=torch.cat([part.digests_bKPX, new_bKPX], dim=2))
+            sizes_P = part.sizes_P
+            if self.by_event:  # else no step needs them
+                sizes = [end - start for start, end in zip([part.num_slots, *ends], ends, strict=False)]
+                sizes_P = torch.cat([sizes_P, sent(torch.tensor(sizes), sizes_P.device)])
+            digests_bKPX = torch.cat([part.digests_bKPX, new_bKPX], dim=2)
+            self.parts[number] = replace(part, digests_bKPX=digests_bKPX, sizes_P=sizes_P)
 
     def need_of_slots(
         self, q_BNH: Tensor, num_choices: int, places: Callable[[BlocksOfRows, Tensor], Tensor]
@@ -150,18 +158,16 @@ class BlockIndex(Index):
                 continue
             place_bkP = places(part, q_BNH[part.rows].unflatten(1, (self.num_kv_heads, -1)) * self._scaling)
             if self.by_event:
-                sizes_P = sent(torch.tensor(self.sizes(part)), q_BNH.device)
-                wide_bkn = place_bkP.repeat_interleave(sizes_P, dim=2, output_size=part.num_slots - part.first)
+                num_slots = part.num_slots - part.first
+                wide_bkn = place_bkP.repeat_interleave(part.sizes_P, dim=2, output_size=num_slots)
             else:
                 wide_bkn = place_bkP.repeat_interleave(self.block, dim=2)
             need_Bkn[part.rows, :, part.first : part.num_slots] += wide_bkn - num_blocks
         return need_Bkn
 
-    @staticmethod
-    def sizes(part: BlocksOfRows) -> list[int]:
-        """Tokens of each block that has a digest."""
-        ends = part.ends[: part.num_blocks]
-        return [end - before for before, end in zip([part.first, *ends], ends, strict=False)]
+    def sizes(self, part: BlocksOfRows) -> Tensor:
+        """Tokens (P,) of each block that has a digest."""
+        return part.sizes_P if self.by_event else part.sizes_P.new_full((part.num_blocks,), self.block)
 
 
 def _by_size(k_bKnH: Tensor, begin: int, ends: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:

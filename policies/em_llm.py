@@ -13,6 +13,7 @@ Generated tokens, whose surprise published code does not take either, are in blo
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,7 +26,6 @@ from policies.block_index import BlocksOfRows
 from policies.events import By, Events, Refine
 from policies.infllm import Blocks, InfLLM
 from policies.retriever import Index, PromptView, Slots
-from policies.row_values import sent
 
 
 class NeighbouringEvents(Blocks):
@@ -54,9 +54,8 @@ class NeighbouringEvents(Blocks):
 
     def places(self, part: BlocksOfRows, score_bP: Tensor, num_chosen: int) -> Tensor:
         place_bP = super().places(part, score_bP, num_chosen)
-        row, num_blocks, sizes = part.rows.start or 0, part.num_blocks, self.sizes(part)
-        sizes_P = sent(torch.tensor(sizes, dtype=torch.float64), score_bP.device)
-        room = max(0, num_chosen - (self.num_slots - part.begin - sum(sizes)))
+        row, num_blocks, sizes_P = part.rows.start or 0, part.num_blocks, self.sizes(part)
+        room = max(0, num_chosen - (self.num_slots - part.begin - (part.num_slots - part.first)))
         before_bP = self._entered.get(row, score_bP.new_zeros(len(score_bP), 0, dtype=torch.float64))
         entered_bP = functional.pad(before_bP, (0, num_blocks - before_bP.shape[1]))
         is_similar_bP = _first_in(place_bP, sizes_P, (1 - self._contiguity) * room)
@@ -66,7 +65,7 @@ class NeighbouringEvents(Blocks):
         entered_bP = torch.where(near_bP & ~is_similar_bP, now_bP, entered_bP)
         is_queued_bP = (entered_bP > 0) & ~is_similar_bP
         order_bP = torch.where(is_queued_bP, entered_bP, -1.0).argsort(dim=-1, stable=True).argsort(dim=-1)
-        queued_P = torch.where(is_queued_bP, sizes_P, 0.0)
+        queued_P = torch.where(is_queued_bP, sizes_P, 0)
         is_kept_bP = is_queued_bP & _first_in(order_bP, queued_P, self._contiguity * room)
         self._entered[row] = torch.where(is_queued_bP & ~is_kept_bP, 0.0, entered_bP)
         rank_bP = torch.where(is_similar_bP, place_bP + 2 * num_blocks, place_bP)
@@ -75,10 +74,10 @@ class NeighbouringEvents(Blocks):
 
 
 def _first_in(place_bP: Tensor, sizes_bP: Tensor, room: float) -> Tensor:
-    """Mask of the best blocks that have room together."""
+    """Mask of the best blocks that have room together, by their whole numbers of tokens."""
     order_bP = place_bP.argsort(dim=-1, descending=True)
     ends_bP = sizes_bP.expand(place_bP.shape).gather(1, order_bP).cumsum(dim=-1)
-    return torch.empty_like(ends_bP, dtype=torch.bool).scatter_(1, order_bP, ends_bP <= room)
+    return torch.empty_like(ends_bP, dtype=torch.bool).scatter_(1, order_bP, ends_bP <= math.floor(room))
 
 
 @dataclass(kw_only=True)

@@ -202,13 +202,13 @@ class EventRetriever(Retriever):
         one = next(iter(blocks.values()))
         last = list(blocks.values())[-max(1, round(self.events.layers * len(blocks))) :]
         keys_L = [index.stored() for index in last] if self.compares_layers else []
-        for row, surprise_S in enumerate(surprise_BS.numpy()[:, : one.num_slots]):
+        for row, surprise_S in enumerate(surprise_BS.numpy()):
             start, begin = one.end_of(row)
             ends = self._ends(surprise_S, start, begin, one.num_told, [k_BKnH[row] for k_BKnH in keys_L])
             for index in blocks.values():
                 index.add_ends(row, ends)
         for index in blocks.values():
-            index.num_told = min(surprise_BS.shape[1], index.num_slots)
+            index.num_told = surprise_BS.shape[1]
             index.catch_up()
 
     def _ends(self, surprise_S: np.ndarray, start: int, begin: int, num_told: int, keys: Sequence[Tensor]) -> list[int]:
@@ -220,8 +220,9 @@ class EventRetriever(Retriever):
             num_told: slots whose surprises earlier blocks were made of; ends that these gave may have moved.
         """
         how = self.events
-        marks_S = surprising(surprise_S, gamma=how.gamma, window=how.window)
-        ends = [end for end in np.flatnonzero(marks_S).tolist() if end > start and end >= num_told]
+        seen_from = max(0, num_told - how.window)
+        marks = surprising(surprise_S[seen_from:], gamma=how.gamma, window=how.window)
+        ends = [end for end in (np.flatnonzero(marks) + seen_from).tolist() if end > start and end >= num_told]
         if keys:
 
             def side_by_side(first: int, end: int) -> Tensor:

@@ -136,7 +136,7 @@ def run_chunked(job: PrefillJob, chunks: int | ContextPartition) -> Prefilled:
             if job.scorer is not None:
                 job.scorer.score([range(start, end)])
                 if kept is not None and policies.needs_surprise:  # by which the next piece may retrieve
-                    kept.see_surprise(job.scorer.surprise(), 0)
+                    kept.see_surprise(job.scorer.surprise(start + 1), start + 1)
         except PrefillCancelled:
             seconds = time.perf_counter() - began_s
             return Prefilled(report=RankReport(rank=ranks.rank, prefill_s=seconds), is_cancelled=True)

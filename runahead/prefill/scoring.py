@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -63,17 +64,24 @@ class PromptScorer:
         largest, ids = logprobs_BTV.topk(self._number)
         return torch.cat([own_BT1.double(), largest.double(), ids.double()], dim=-1).clamp_min(LEAST_LOGPROB)
 
-    def surprise(self) -> Tensor:
-        """-log p (B, S), float64, on the host, of the tokens that were scored; NaN elsewhere. The host waits.
+    def surprise(self, start: int = 0) -> Tensor:
+        """-log p (B, T), float64, on the host, of the tokens that were scored; NaN elsewhere. The host waits.
 
         Ranks that share the model have the first one's, since rounding may let unlike ones end blocks elsewhere.
+
+        Args:
+            start: T are the tokens from this one on, to the last one that was scored; 0: to the last one of the batch.
         """
-        surprise_BS = torch.full(self._ids_BS.shape, torch.nan, dtype=torch.float64)
-        for first, scores in self._found:
-            surprise_BS[:, first : first + scores.shape[1]] = -scores[..., 0].cpu()
+        later = list(takewhile(lambda each: each[0] + each[1].shape[1] > start, reversed(self._found)))
+        end = later[0][0] + later[0][1].shape[1] if start and later else self._ids_BS.shape[1]
+        surprise_BT = torch.full((len(self._pads), max(0, end - start)), torch.nan, dtype=torch.float64)
+        for first, scores in later:
+            skipped = max(0, start - first)
+            at = first + skipped - start
+            surprise_BT[:, at : at + scores.shape[1] - skipped] = -scores[:, skipped:, 0].cpu()
         for row, pad in enumerate(self._pads):
-            surprise_BS[row, : pad + 1] = torch.nan
-        return self._model.of_first_share(surprise_BS)
+            surprise_BT[row, : max(0, pad + 1 - start)] = torch.nan
+        return self._model.of_first_share(surprise_BT) if surprise_BT.numel() else surprise_BT
 
     def found(self) -> list[list[PromptLogprobs]]:
         """The log-probabilities of each row's prompt so far. The host waits for the device."""

@@ -74,7 +74,8 @@ class Retrieval:
         self._fetches = Fetches()
         # By layer, of the pieces of a prompt whose last one is to come: their end, the queries that count, positions.
         self._earlier: dict[int, tuple[int | None, Tensor, Tensor]] = {}
-        self._surprise_BS = torch.empty(batch, 0, dtype=torch.float64)
+        self._surprise_BS, self._num_surprises = torch.empty(batch, 0, dtype=torch.float64), 0
+        self._is_told = True
         self.await_device: Callable[[], None] = nothing
         self.in_pool = [policy.retrieves_in(layer) and rule is None for layer, rule in enumerate(model.rules)]
         self.limit: PoolLimit | None = None
@@ -114,6 +115,7 @@ class Retrieval:
         other.pool, other._fetches, other._earlier = pool, self._fetches.fork(), dict(self._earlier)
         other.clamped = None if self.clamped is None else self.clamped.fork()
         other._indices = self._indices.fork(pool, other.clamped)
+        other._surprise_BS = self._surprise_BS.clone()
         return other
 
     def observe(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, chunk: range) -> None:
@@ -166,15 +168,28 @@ class Retrieval:
             self.limit.cut_back(self._indices[layer], self.pool[layer], q_BNCH, slots)
 
     def see_surprise(self, surprise_BC: Tensor, start: int) -> None:
-        """Implements `KeptCache.see_surprise`. Indices are told of the whole text so far."""
-        before_BS, end = self._surprise_BS, start + surprise_BC.shape[1]
-        seen_BS = torch.full((len(before_BS), max(end, before_BS.shape[1])), torch.nan, dtype=torch.float64)
-        seen_BS[:, : before_BS.shape[1]] = before_BS
-        seen_BS[:, start:end] = torch.where(surprise_BC.isnan(), seen_BS[:, start:end], surprise_BC)
-        self._surprise_BS = seen_BS
+        """Implements `KeptCache.see_surprise`.
+
+        Indices are told once they have the tokens, or before something is retrieved: of a turn in pieces at once, where
+        none of these retrieves.
+        """
+        end, room = start + surprise_BC.shape[1], self._surprise_BS.shape[1]
+        if end > room:  # twice as many, so that a text in pieces is copied a few times
+            more_BT = torch.full((len(surprise_BC), max(end, 2 * room) - room), torch.nan, dtype=torch.float64)
+            self._surprise_BS = torch.cat([self._surprise_BS, more_BT], dim=1)
+        self._num_surprises, self._is_told = max(self._num_surprises, end), False
+        before_BC = self._surprise_BS[:, start:end]
+        before_BC.copy_(torch.where(surprise_BC.isnan(), before_BC, surprise_BC))
+        layers = zip(self.layers, self.pool, strict=True)
+        if all(found is None or found.index.num_slots == kept.num_slots for found, kept in layers):
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell the indices how the text so far has surprised the model, if they do not know all of it."""
         found = {layer: each.index for layer, each in enumerate(self.layers) if each is not None}
-        if found:
-            self.policy.tell(found, seen_BS)
+        if found and not self._is_told:
+            self._is_told = True
+            self.policy.tell(found, self._surprise_BS[:, : self._num_surprises])
 
     def offload(self, layer: int, *, room: int) -> None:
         """Move a layer that retrieves to host memory, if the device is a GPU; one in few bits becomes a pool.
@@ -262,6 +277,7 @@ class Retrieval:
         """Choose slots for new tokens and start fetching them."""
         found, kept = self._indices[layer], self.pool[layer]
         found.append(kept)  # tokens of a turn that is not over
+        self._tell()
         slots = self._slots_at(layer, start, pads)
         choice = self.policy.choose(found.index, q_BNH, slots)
         if choice is None:

@@ -17,7 +17,9 @@ from policies.events import By, Events, Refine, far_apart, modularity, of_sizes,
 from policies.infllm import Blocks, InfLLM
 from policies.quest import Digest, EventPages, Quest
 from policies.retriever import Group, need_of_group
-from runahead import Conversation, Model
+from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
+from runahead.config import Device
+from runahead.retrieval.retrieval import Retrieval
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout
 from tests.policies.test_indices import BARE, drawn, slots_of, view
@@ -183,6 +185,83 @@ def test_pieces_of_a_prompt_have_the_surprises_of_the_whole(name: str) -> None:
     for ours, theirs in zip(blocks_of(pieces), blocks_of(whole), strict=True):
         assert ours.parts[0].ends == theirs.parts[0].ends
     torch.testing.assert_close(pieces.decode(GENERATED), whole.decode(GENERATED), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("turn_tokens", [0, 20], ids=["pieces attend to all", "pieces retrieve"])
+@pytest.mark.parametrize("refine", list(Refine))
+def test_pieces_of_a_later_turn_end_blocks_as_transformers_logits_say(refine: Refine, turn_tokens: int) -> None:
+    """Also where a piece is chosen from before the turn is over: all that is stored is retrieved."""
+    events = EVENTS | {"refine": refine.value}
+    policy = InfLLM(**OPTIONS | {"fetch": 1.0}, turn_tokens=turn_tokens, events=events, clamped=False)
+    model, turn = tiny_model("llama"), prompt(50, seed=7)
+    turns = Turns(model, [policy], (LENGTH,))
+    turns.prefill()
+    for number, piece in enumerate(torch.tensor([turn]).split([18, 18, 14], dim=1), start=1):
+        with throughout(torch.float64):
+            turns.conversation.feed(piece, cut_back=number == 3)
+    told = len(expected_ends(model, prompt(LENGTH), policy, 2))
+    for index in blocks_of(turns):
+        ends = index.parts[0].ends
+        assert len(ends) > told + 4
+        if refine is Refine.none:  # else ends move by what is known of the text then
+            assert ends == expected_ends(model, prompt(LENGTH) + turn, policy, 2)
+        assert index.num_told == LENGTH + 50
+    if not turn_tokens:
+        whole = Turns(model, [policy], (LENGTH,))
+        whole.prefill()
+        with throughout(torch.float64):
+            whole.conversation.feed(torch.tensor([turn]))
+        for ours, theirs in zip(blocks_of(turns), blocks_of(whole), strict=True):
+            assert ours.parts[0].ends == theirs.parts[0].ends
+        torch.testing.assert_close(turns.decode(GENERATED), whole.decode(GENERATED), atol=TOLERANCE, rtol=0)
+
+
+def test_a_prompt_in_pieces_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece hands over its own surprises, and ends are looked for among these and a window before them."""
+    handed, looked, memory = list[int](), list[int](), set[int]()
+    see = Retrieval.see_surprise
+
+    def noted(retrieval: Retrieval, surprise_BC: Tensor, start: int) -> None:
+        handed.append(surprise_BC.shape[1])
+        see(retrieval, surprise_BC, start)
+        memory.add(retrieval._surprise_BS.data_ptr())
+
+    def noted_lengths(surprise_n: Any, **how: Any) -> Any:
+        looked.append(len(surprise_n))
+        return surprising(surprise_n, **how)
+
+    monkeypatch.setattr(Retrieval, "see_surprise", noted)
+    monkeypatch.setattr("policies.events.surprising", noted_lengths)
+    policy = InfLLM(**OPTIONS | {"recent": 24, "fetch": 200}, events=EVENTS)
+    with throughout(torch.float64):
+        model = Model(build("llama", max_position_embeddings=64))
+        ranks, policies = Ranks.start(RanksOptions(device=Device.cpu, threads=1)), RankPolicies.everywhere([policy])
+        engine = Engine(model, ranks, prefill=PrefillOptions(chunk_tokens=10), policies=policies)
+        engine.generate([prompt(200)], GenerationOptions(max_new_tokens=2, ignore_eos=True))
+    *pieces, whole = handed  # the whole prompt's are told once more, as those of several ranks are
+    assert whole == 200 and sum(pieces) == 199 and max(pieces) == 10
+    assert max(looked[:20]) <= EVENTS["window"] + 11 and len(looked) == 21
+    assert len(memory) <= 7
+
+
+def test_a_step_makes_no_list_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host says of blocks goes to the device when there are new ones."""
+
+    def fails(*args: Any) -> None:
+        raise AssertionError("sent to the device")
+
+    for policy in (POLICIES["em_llm"], POLICIES["quest"]):
+        seen, slots = view(60, [0, 9]), slots_of(60, [0, 9])
+        index = policy.index(seen)
+        assert isinstance(index, BlockIndex)
+        for row, pad in enumerate([0, 9]):
+            index.add_ends(row, list(range(pad + 7, 58, 5)))
+        first = policy.choose(index, drawn(2, 4, 8, seed=1), slots)
+        with monkeypatch.context() as during:
+            for module in ("block_index", "em_llm", "quest", "infllm"):
+                during.setattr(f"policies.{module}.sent", fails, raising=False)
+            second = policy.choose(index, drawn(2, 4, 8, seed=1), slots)
+        assert first is not None and second is not None and first.slots_BKm.shape == second.slots_BKm.shape
 
 
 def test_generated_tokens_and_a_turn_end_in_blocks_too() -> None:
@@ -388,7 +467,8 @@ def test_what_was_told_twice_adds_no_block() -> None:
     turns.prefill()
     before = [list(index.parts[0].ends) for index in blocks_of(turns)]
     assert turns.conversation.cache is not None
-    turns.conversation.cache.see_surprise(torch.full((1, LENGTH), torch.nan, dtype=torch.float64), 0)
+    with torch.inference_mode():
+        turns.conversation.cache.see_surprise(torch.full((1, LENGTH), torch.nan, dtype=torch.float64), 0)
     assert [index.parts[0].ends for index in blocks_of(turns)] == before
 
 
