@@ -137,7 +137,7 @@ def refined(ends: Sequence[int], start: int, known: range, keys: Callable[[int, 
     for end in ends:
         half = (end - before) // 2
         first, last = max(known.start, before - half), min(known.stop, end + half)
-        candidates = modularity(keys(first, last))[before + least - first : end + 1 - first]
+        candidates = modularity(keys(first, last))[before + least - first : end + 1 - first].cpu()
         if len(candidates) and not candidates.isnan().any():
             end = before + least + int(candidates.argmax())
         found.append(end)

@@ -600,7 +600,7 @@ class Model(ModelLayers):
             keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             kept = logits_of or ([num_new - 1] if all_hidden else [])  # with a number Gemma 4 drops the other tokens
-            keywords["logits_to_keep"] = torch.tensor(kept, device=ids_BC.device) if kept else 0 if all_logits else 1
+            keywords["logits_to_keep"] = row_values(kept, ids_BC.device) if kept else 0 if all_logits else 1
         if self._passes_keywords:
             keywords["runahead"] = forward
         length = start + num_new if length is None else length

@@ -262,6 +262,9 @@ DROPPING: dict[str, dict[str, Any]] = {
 }
 """Policies that drop tokens; some of them after the prompt alone."""
 
+EVENTS = {"gamma": 0.5, "least": 2, "most": 16}
+OF_BLOCKS = {"fetch": 40, "sinks": 4, "recent": 16, "observed": 16}
+
 RETRIEVING: dict[str, dict[str, Any]] = {
     "infinigen": {"fetch": 32, "ahead": True, "first_ahead": 1, "first_layer": 1},
     "infinigen, as many as needed": {"alpha": 2.0, "max_fetch": 0.5, "ahead": True, "first_ahead": 1, "first_layer": 1},
@@ -274,7 +277,9 @@ RETRIEVING: dict[str, dict[str, Any]] = {
     "clusterkv": {"fetch": 32},
     "squeezed_attention": {},
     "retroinfer": {},
-    "infllm": {"recent": 32},
+    "infllm": OF_BLOCKS | {"block": 8},
+    "em_llm": OF_BLOCKS | {"events": EVENTS},
+    "quest, by events": {"fetch": 32, "events": {"by": "surprise"} | EVENTS},
     "retrieval_attention": {"fetch": 32, "sinks": 4, "recent": 16, "width": 8, "hops": 4},
     "exact_topk": {"fetch": 32},
     "offload": {},
