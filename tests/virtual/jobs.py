@@ -43,6 +43,13 @@ CHUNK = 2
 """Tokens of a rank, where only their order matters."""
 
 
+def settled(model: Model) -> Model:
+    """The model, once it has found out about itself what it does once, for which a host waits."""
+    for name in ("known_rotaries", "rotations", "query_prediction", "token_kinds", "output_projections", "fingerprint"):
+        getattr(model, name)
+    return model
+
+
 @lru_cache
 def tiny_llama(copy: int, num_layers: int) -> Model:
     """The same random weights for every `copy`; each rank has one of its own."""

@@ -30,7 +30,7 @@ from tests.policies import test_matrix, test_retrieval
 from tests.virtual import device, test_sharded
 from tests.virtual.deferred import Deferred
 from tests.virtual.device import Choose, Job, Unwatched, VirtualRanks, copies_late, transfers_early, transfers_late
-from tests.virtual.jobs import chain, prefill, tiny_llama
+from tests.virtual.jobs import chain, prefill, settled, tiny_llama
 from tests.virtual.machine import Budget
 from tests.virtual.mapped import VirtualMemory
 
@@ -127,9 +127,22 @@ ASKING = ["adakv", "cake", "duo_attention", "fastgen", "infinigen", "kvzip", "ra
 )
 def test_policies_of_a_chain_ask_their_gpu_behind_no_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runahead.cache.kept.require_pads", lambda *_: None)  # a check that only a CPU makes
+    for rank in range(3):
+        settled(tiny_llama(rank, 3))
+    assert (waits_in_a_prompt(name) > 0) == (name in ASKING)
+
+
+def waits_in_a_prompt(name: str) -> int:
     policy = POLICIES[name]()
     outcome = prefill(KVRunahead(), (0, 14, 27, 40), PrefillOptions(), policies=[policy], choose=transfers_late)
-    assert (outcome.synchronizations > 0) == (name in ASKING)
+    return outcome.synchronizations
+
+
+def test_a_model_is_asked_about_itself_once_behind_no_message() -> None:
+    """By the first prompt of a policy that needs to know how keys are rotated."""
+    tiny_llama.cache_clear()
+    first, second = (waits_in_a_prompt("squeezed_attention") for _ in range(2))
+    assert first > second == 0
 
 
 def test_heads_of_a_sharded_answer_are_cut_back_behind_no_message(monkeypatch: pytest.MonkeyPatch) -> None:

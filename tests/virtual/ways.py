@@ -37,6 +37,7 @@ from runahead.prefill import Prefilled, PrefillPlan
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.virtual.cuda import Counts, counting
+from tests.virtual.jobs import settled
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
@@ -65,10 +66,7 @@ def llama(num_layers: int, num_kv_heads: int, device: torch.device = GPU, fuse: 
         max_position_embeddings=8192,
     )
     dtype = torch.float32 if device == CPU else torch.bfloat16
-    model = Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval(), fuse=fuse)
-    for name in ("known_rotaries", "rotations", "query_prediction", "token_kinds", "output_projections", "fingerprint"):
-        getattr(model, name)  # what a model finds out about itself once
-    return model
+    return settled(Model(LlamaForCausalLM(config).to(device=device, dtype=dtype).eval(), fuse=fuse))
 
 
 def ranks_of(model: Model) -> Ranks:
