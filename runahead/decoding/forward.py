@@ -148,7 +148,7 @@ def forward_one_by_one(
         cache: of a text of `start` tokens; nothing in it looks ahead to the next layer, as what retrieves does.
         policies, pads, prompt_tokens, length: as for `forward_over`; by default the prompt is all of that text.
     """
-    assert not model.kv_sources, "a layer that reads others would see later tokens, which these store first"
+    assert not model.reads_kv_of, "a layer that reads others would see later tokens, which these store first"
     prompt_tokens = start if prompt_tokens is None else prompt_tokens
     tokens = [
         token_attention(model, cache, policies, start=index, pads=pads, prompt_tokens=prompt_tokens)

@@ -394,7 +394,7 @@ def _no_marks(setup: Setup) -> Words:
 def _shared_kv(setup: Setup) -> Words:
     """The layers that read keys and values of others."""
     if setup.model is not None:
-        return _if(setup.model.kv_sources, f"{len(setup.model.kv_sources)} layers of {setup.model_name}")
+        return _if(setup.model.reads_kv_of, f"{len(setup.model.reads_kv_of)} layers of {setup.model_name}")
     shares = getattr(setup.config, "num_kv_shared_layers", 0) or getattr(setup.config, "kv_sources", None)
     return None if setup.config is None else _if(shares, f"layers of {setup.model_name}")
 

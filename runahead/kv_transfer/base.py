@@ -34,7 +34,7 @@ class TransferLog:
 class KVTransfer(ABC):
     """Transfer of the keys and values of one prefill, and of its states, on one rank.
 
-    A layer here is a place of the transfer: what a layer of the model stores, or its state (`Schedule.places`).
+    A layer here is a payload's: what a layer of the model stores, part of it, or its state (`Schedule.names`).
     A prefill calls, for every layer in order: `open`, write the own keys and values to the cache, `send`,
     `await_prefix`, attend, `close`; and `finish` at the end. To attend to messages as they arrive it calls
     `await_messages` several times rather than `await_prefix`. A rank with stored keys and values for others calls

@@ -72,12 +72,12 @@ class Schedule(ABC):
         chain: the stages with work, in the order of their last tokens.
         position: place of this rank's stage in the chain.
         fed: places before token 0 of the stored keys and values that this rank sends.
-        places: what the messages of each layer hold, "KV" or "state", and the layer's number in the model, for those
+        names: what the messages of each layer hold, "KV" or "state", and the layer's number in the model, for those
             who read of them; empty if it is the KV of each layer.
     """
 
     fed = range(0)
-    places: Sequence[tuple[str, int]] = ()
+    names: Sequence[tuple[str, int]] = ()
 
     def __init__(self, rank: int, chain: list[int], mesh: Mesh) -> None:
         self.mesh, self.chain, self._share = mesh, chain, mesh.share(rank)
@@ -85,11 +85,11 @@ class Schedule(ABC):
 
     def number(self, layer: int) -> int:
         """Number in the model of a layer."""
-        return self.places[layer][1] if self.places else layer
+        return self.names[layer][1] if self.names else layer
 
     def kind(self, layer: int) -> str:
         """Kind of a layer's messages, "KV" or "state"."""
-        return self.places[layer][0] if self.places else "KV"
+        return self.names[layer][0] if self.names else "KV"
 
     def name(self, layer: int, which: str = "") -> str:
         """Name of what the messages of a layer hold, such as "the KV of layer 3", with a word of which."""
@@ -153,7 +153,7 @@ class TransferSchedule(Schedule):
             A relaying rank then has four messages per layer, wherever it is in the chain.
         mesh: stages and shares of the ranks; by default every rank is a stage.
         num_stored: tokens of the slabs, before token 0, for the keys and values that each stage has stored.
-        places: as of `Schedule`.
+        names: as of `Schedule`.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class TransferSchedule(Schedule):
         joined: bool = False,
         mesh: Mesh | None = None,
         num_stored: Mapping[int, int] = MappingProxyType({}),
-        places: Sequence[tuple[str, int]] = (),
+        names: Sequence[tuple[str, int]] = (),
     ) -> None:
         super().__init__(rank, partition.chain, mesh or Mesh(partition.num_ranks))
         self.transfer, self._joined = transfer, joined and transfer is Transfer.relay
         self._partition, self._first_needed, self._by_layer = partition, first_needed, by_layer
-        self._slots, self.places = stored_slots(num_stored), places
+        self._slots, self.names = stored_slots(num_stored), names
         if self.position > 0:
             self.fed = self._chunk(0, self._own_stored)
 

@@ -60,7 +60,7 @@ class ModelLayers(ABC):
     Attributes:
         config: configuration of the text decoder.
         kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
-        kv_sources: of each other layer, the one whose keys and values it reads.
+        reads_kv_of: of each other layer, the one whose keys and values it reads.
         reading: the same by the model's config, if that says so: then some may read a later one.
         held: what the layers hold, if some hold a state; the others above are those with keys and values alone.
         num_query_heads: most query heads of a layer.
@@ -104,7 +104,7 @@ class ModelLayers(ABC):
 
     @cached_property
     def _layers(self) -> list[nn.Module]:
-        num_layers = self.num_layers + len(self.kv_sources) if self.held is None else len(self.held.kinds)
+        num_layers = self.num_layers + len(self.reads_kv_of) if self.held is None else len(self.held.kinds)
         return decoder_layers(self.module, num_layers)
 
     @property
@@ -140,7 +140,7 @@ class ModelLayers(ABC):
     @property
     def last_attention(self) -> tuple[int, Literal["attended"]]:
         """End of a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
-        last = self.num_layers + len(self.kv_sources) - 1
+        last = self.num_layers + len(self.reads_kv_of) - 1
         return last if self.reading is None else self.reading.numbers[last], "attended"
 
     @cached_property
@@ -161,19 +161,12 @@ class ModelLayers(ABC):
         return [("kv", layer) for layer in range(self.num_layers)] if self.held is None else self.held.order
 
     @property
-    def places(self) -> Sequence[tuple[str, int]]:
-        """Kind of each of `order`, "KV" or "state", and the number of its layer in the model; empty without states."""
-        if self.reading is not None:
-            return [("KV", layer) for layer in self.reading.stores]
+    def named_order(self) -> Sequence[tuple[str, int]]:
+        """Kind of each of `order`, "KV" or "state", and the number of its layer in the model."""
         if self.held is None:
-            return ()
+            return [("KV", layer) for layer in self.kv_layers]
         numbers = {"kv": list(self.held.kv_of), "state": list(self.held.state_of)}
         return [("KV" if kind == "kv" else kind, numbers[kind][number]) for kind, number in self.order]
-
-    @property
-    def named_order(self) -> Sequence[tuple[str, int]]:
-        """As `places`, also where no layer holds a state."""
-        return self.places or [("KV", layer) for _, layer in self.order]
 
     @property
     def vocab_size(self) -> int:
@@ -218,7 +211,7 @@ class ModelLayers(ABC):
         Raises:
             ValueError: the rotations are not known, or cannot be replaced. The message has no remedy.
         """
-        if self.kv_sources:
+        if self.reads_kv_of:
             raise ValueError(f"{self.family} has layers that read the keys of others")
         if any(rule is not None for rule in self.rules):
             raise ValueError(f"{self.family} has layers with sliding windows over the original positions")
@@ -233,7 +226,7 @@ class ModelLayers(ABC):
         Raises:
             ValueError: they are not found. The message has no remedy.
         """
-        if self.kv_sources:
+        if self.reads_kv_of:
             raise ValueError(
                 f"{self.family} has layers that read the values of others, after output projections of their own"
             )
@@ -256,7 +249,7 @@ class ModelLayers(ABC):
         Raises:
             ValueError: they are not found, or layers store no keys. The message has no remedy.
         """
-        if self.kv_sources:
+        if self.reads_kv_of:
             raise ValueError(f"{self.family} has layers that read keys which others made of their own hidden states")
         try:
             return show_attention_inputs(self.module, self._run_one_token, self.num_layers, self.config.hidden_size)
@@ -296,7 +289,7 @@ class ModelLayers(ABC):
 
     def _look_at_layers(self) -> None:
         """Find the KV shape and attention terms of every layer, and its state, by a forward of one token."""
-        self.kv_sources: dict[int, int] = {}
+        self.reads_kv_of: dict[int, int] = {}
         self.held = held = Held.by_config(self.config)
         reading, self.reading = self.reading, None  # all layers show their keys
         recording = self._recorded(0)
@@ -314,7 +307,7 @@ class ModelLayers(ABC):
             calls = [(number, *call[1:]) for number, call in enumerate(calls)]
         if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
             raise ValueError(f"{self.family} attends to later tokens, as an encoder does, which is not supported")
-        sources = find_sources(calls) if reading is None else dict(reading.kv_sources)
+        sources = find_sources(calls) if reading is None else dict(reading.reads_kv_of)
         if sources and held is not None:
             kinds = " and ".join(held.kinds_with_states)
             raise ValueError(
@@ -336,7 +329,7 @@ class ModelLayers(ABC):
         self.has_key_bias = any(terms.key_bias is not None for *_, terms in calls)
         self.num_query_heads = max((q.shape[1] for _, q, *_ in calls), default=0)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
-        self.kv_sources = sources
+        self.reads_kv_of = sources
         if reading is not None:
             pairs = zip(self.kv_shapes, reading.stores, strict=True)
             self.kv_shapes = [replace(shape, readers=tuple(reading.readers(layer))) for shape, layer in pairs]
@@ -350,7 +343,7 @@ class ModelLayers(ABC):
         if not self.has_layers or not self.has_reference or self._is_whole_only:
             return
         kind, number = self.order[-1]
-        layer = self.places[-1][1] if self.places else number
+        layer = self.named_order[-1][1]
         if kind == "kv" and (self.held is None or layer not in self.held.state_of):
             self.last_layer = number
         end_with_last(self._layers[layer + 1 :], None if self.last_layer is None else self._layers[layer])

@@ -161,7 +161,7 @@ class SeamCache(Cache):
         self, reading: Reading, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms
     ) -> Tensor:
         """`attend` for a model whose config says whose keys and values each layer reads."""
-        source = reading.sources[layer]
+        source = reading.kv_sources[layer]
         if source > layer or reading.hides_own:
             terms = replace(terms, sees_own=False)
         number, of = reading.numbers[layer], reading.numbers[source]

@@ -18,7 +18,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.quantised.wire import decode, encode
 from runahead.cache.slabs import Slabs
 from runahead.kv_transfer import KVTransfer, NoTransfer
-from runahead.kv_transfer.places import Place
+from runahead.kv_transfer.payloads import Payload
 from runahead.kv_transfer.schedule import STORED, Message, Schedule, stored_slots
 from runahead.prefill.base import PrefillCancelled, PrefillJob
 from runahead.prefill.kept_states import StatePlaces
@@ -38,13 +38,13 @@ class ChainRun(StageRun, LayerHook):
 
     In each layer its attention stores the chunk's keys and values, sends them on, attends to the own chunk, awaits the
     prefix, and attends to it. The state of a layer arrives from the stage before, and goes on to the next one: it is
-    one more place of the transfer, in which each stage has a token of as many bytes as the state, and before it those
+    one more payload of the transfer, in which each stage has a token of as many bytes as the state, and before it those
     of the states that are kept inside its chunk, for the last stage.
 
     Args:
         carrier: class that transfers keys and values over the backend of the ranks.
         schedule: messages that this rank sends and receives.
-        places: what each place of the schedule holds.
+        payloads: of the transfer; below, a place is that of one among them.
         spans: tokens [first, end) that each slab stores, in the order of `Model.order`.
         num_slabs: number of slabs; with fewer than layers they form a ring.
         depth: most places in flight.
@@ -64,7 +64,7 @@ class ChainRun(StageRun, LayerHook):
         job: PrefillJob,
         carrier: type[KVTransfer],
         schedule: Schedule,
-        places: Sequence[Place],
+        payloads: Sequence[Payload],
         *,
         spans: Sequence[tuple[int, int]],
         num_slabs: int,
@@ -77,8 +77,8 @@ class ChainRun(StageRun, LayerHook):
         if len(schedule.chain) == 1:
             carrier = NoTransfer
         model, order = job.model, job.model.order
-        self._places, self._packs, self._bits = places, sent_spans is not None, job.options.wire_bits
-        of_layers = [[n for n, each in enumerate(places) if each.at == at] for at in range(len(order))]
+        self._payloads, self._packs, self._bits = payloads, sent_spans is not None, job.options.wire_bits
+        of_layers = [[n for n, each in enumerate(payloads) if each.at == at] for at in range(len(order))]
         self._kv_at = [found for found, (kind, _) in zip(of_layers, order, strict=True) if kind == "kv"]
         self._state_at = [found[0] for found, (kind, _) in zip(of_layers, order, strict=True) if kind == "state"]
         slabs = Slabs.empty(
@@ -86,7 +86,7 @@ class ChainRun(StageRun, LayerHook):
                 each.shape(model.kv_shapes[each.number], self._bits)
                 if each.kind == "kv"
                 else row_shape(model.state_shapes[each.number])
-                for each in places
+                for each in payloads
             ],
             batch=len(job.batch.pads),
             spans=spans if sent_spans is None else sent_spans,
@@ -122,7 +122,7 @@ class ChainRun(StageRun, LayerHook):
         self.log, self.is_last = self.transfer.log, schedule.is_last
         computes_all = self.is_last or job.scorer is not None  # to the logits
         self._attends_last = attends_last or job.scorer is not None
-        self._ends_with_state = not computes_all and len(places) - 1 in self._state_at
+        self._ends_with_state = not computes_all and len(payloads) - 1 in self._state_at
         if attends_last and not computes_all:
             self.ends = model.last_attention
         elif not computes_all and not self._ends_with_state:
@@ -199,11 +199,11 @@ class ChainRun(StageRun, LayerHook):
         """
         self.transfer.open(place)
         fed = range(place + self.transfer.lead, place + self.transfer.lead + 1)
-        reached = [self._places[place], *(self._places[fed.start : fed.stop] if self.transfer.lead else ())]
+        reached = [self._payloads[place], *(self._payloads[fed.start : fed.stop] if self.transfer.lead else ())]
         if any(each.kind == "kv" for each in reached):
             self._await_device_for_reuse()
-        if self.job.stored is not None and self._places[place].kind == "kv":
-            self._place(self._places[place].number)
+        if self.job.stored is not None and self._payloads[place].kind == "kv":
+            self._place(self._payloads[place].number)
         self._feed(fed)
 
     def _place(self, layer: int) -> None:
@@ -225,8 +225,8 @@ class ChainRun(StageRun, LayerHook):
             if place >= self._carried.num_layers:
                 continue
             assert stored is not None and reused is not None
-            number = self._places[place].number
-            if self._places[place].kind == "state":
+            number = self._payloads[place].number
+            if self._payloads[place].kind == "state":
                 assert self.job.states is not None
                 self.transfer.feed(place, partial(_write_state, self.job.states.layers[number]))
                 continue
@@ -255,27 +255,27 @@ class ChainRun(StageRun, LayerHook):
         """Write what travels of tokens of this rank to where it is sent from, if that is not where they are stored."""
         if not self._packs:
             return
-        at, sent_SBKW = self._places[place], self._carried.tokens(place, start, end)
-        stored_SBKX = self.cache.tokens(at.number, start, end)
+        payload, sent_SBKW = self._payloads[place], self._carried.tokens(place, start, end)
+        stored_SBKX = self.cache.tokens(payload.number, start, end)
         if self._bits is not None:
-            some_SBKX = stored_SBKX if at.heads is None else at.heads.select(stored_SBKX, 2)
-            encode(some_SBKX, self.job.model.kv_shapes[at.number].key_dim, self._bits, sent_SBKW)
-        elif at.heads is None:
+            some_SBKX = stored_SBKX if payload.heads is None else payload.heads.select(stored_SBKX, 2)
+            encode(some_SBKX, self.job.model.kv_shapes[payload.number].key_dim, self._bits, sent_SBKW)
+        elif payload.heads is None:
             sent_SBKW.copy_(stored_SBKX)
         else:
-            for stored, sent in at.heads.pairs(stored_SBKX, sent_SBKW, dim=2):
+            for stored, sent in payload.heads.pairs(stored_SBKX, sent_SBKW, dim=2):
                 sent.copy_(stored)
 
     def _unpack(self, place: int, start: int, end: int) -> None:
         """Write tokens that have arrived to where they are stored."""
-        at, some_SBKX = self._places[place], self._carried.tokens(place, start, end)
-        stored_SBKX = self.cache.tokens(at.number, start, end)
+        payload, some_SBKX = self._payloads[place], self._carried.tokens(place, start, end)
+        stored_SBKX = self.cache.tokens(payload.number, start, end)
         if self._bits is not None:
-            records_SBKW, key_dim = some_SBKX, self.job.model.kv_shapes[at.number].key_dim
-            some_SBKX = stored_SBKX if at.heads is None else torch.empty_like(at.heads.select(stored_SBKX, 2))
+            records_SBKW, key_dim = some_SBKX, self.job.model.kv_shapes[payload.number].key_dim
+            some_SBKX = stored_SBKX if payload.heads is None else torch.empty_like(payload.heads.select(stored_SBKX, 2))
             decode(records_SBKW, key_dim, self._bits, some_SBKX)
-        if at.heads is not None:
-            for stored, some in at.heads.pairs(stored_SBKX, some_SBKX, dim=2):
+        if payload.heads is not None:
+            for stored, some in payload.heads.pairs(stored_SBKX, some_SBKX, dim=2):
                 stored.copy_(some)
         elif self._bits is None:
             stored_SBKX.copy_(some_SBKX)
@@ -290,7 +290,7 @@ class ChainRun(StageRun, LayerHook):
         received = self.transfer.schedule.receives(place)
         self._until(place, received)
         self.transfer.await_prefix(place)
-        if self._packs and self._places[place].kind == "kv":
+        if self._packs and self._payloads[place].kind == "kv":
             for each in received:
                 self._unpack(place, each.start, each.end)
 
@@ -324,7 +324,7 @@ class ChainRun(StageRun, LayerHook):
                 self.transfer.close(place)
 
     def _layer_of(self, place: int) -> int:
-        return self._places[place].at
+        return self._payloads[place].at
 
     def _after_layer(self) -> None:
         try:
@@ -339,8 +339,8 @@ class ChainRun(StageRun, LayerHook):
         So no rank waits for a cancelled one, whenever each learns of it. Zeros are sent, as whatever is in the slabs
         might not be finite, and a rank that knows later than others computes with it.
         """
-        last = self._places[-1].at
-        for place, each in enumerate(self._places):
+        last = self._payloads[-1].at
+        for place, each in enumerate(self._payloads):
             if each.at < first:
                 continue
             self._open(place)

@@ -20,7 +20,7 @@ from runahead.config import Exchange, PrefillOptions
 from runahead.context import ContextPartition
 from runahead.kv_transfer import EXCHANGES
 from runahead.kv_transfer.exchange import ExchangeSchedule
-from runahead.kv_transfer.places import places_of
+from runahead.kv_transfer.payloads import payloads_of
 from runahead.kv_transfer.schedule import Message
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_run import ChainRun
@@ -161,7 +161,7 @@ class ExchangingPrefill(Prefill):
             job,
             EXCHANGES[ranks.backend],
             schedule,
-            places_of(model.order),
+            payloads_of(model.order),
             spans=[(0, job.capacity if schedule.is_last else job.batch.num_tokens)] * model.num_layers,
             num_slabs=model.num_layers if schedule.is_last else SLABS,
             depth=SLABS,

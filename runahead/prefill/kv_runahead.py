@@ -25,7 +25,7 @@ from runahead.cache.shard import Shard, shard_slabs
 from runahead.config import SPARSE_BLOCK, Attention, PrefillOptions, Transfer
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
-from runahead.kv_transfer.places import places_of
+from runahead.kv_transfer.payloads import payloads_of
 from runahead.prefill.base import Prefill, Prefilled, PrefillJob
 from runahead.prefill.chain_policies import ChainPolicies
 from runahead.prefill.chain_run import ChainRun
@@ -184,7 +184,7 @@ def _layers_in_memory(job: PrefillJob, layer_skew: int, *, is_last: bool) -> int
     model, is_sharded, num = job.model, job.shard is not None, job.options.layers_in_flight + layer_skew - 1
     # Slabs of layers that others read are needed until those have run.
     if (job.policies and (is_last or is_sharded)) or (is_sharded and is_last):
-        num = max([num, *(model.num_layers - source for source in model.kv_sources.values())])
+        num = max([num, *(model.num_layers - source for source in model.reads_kv_of.values())])
     return num
 
 
@@ -217,14 +217,16 @@ def _linked(
     # A state is handed on as the last token of its stage, and each stage needs that of the one before; the first one
     # that of what is stored. The last stage needs those that are kept inside of chunks, too.
     states = StatePlaces(partition=job.partition, stops=job.stops, batch=len(pads))
-    streaming, places = job.streaming, places_of(model.order, job.streaming)
-    chunks = [each.chunks(by_layer[each.number], streaming) if each.kind == "kv" else states.tokens for each in places]
+    streaming, payloads = job.streaming, payloads_of(model.order, job.streaming)
+    chunks = [
+        each.chunks(by_layer[each.number], streaming) if each.kind == "kv" else states.tokens for each in payloads
+    ]
     kept_at = [each.token for stage in job.partition.chain[:-1] for each in states.of(stage)]
 
     def first_of(place: int, start: int) -> int:
-        at = places[place]
-        if at.kind == "kv":
-            return at.first_needed(start, first_needed(at.number, start), streaming)
+        payload = payloads[place]
+        if payload.kind == "kv":
+            return payload.first_needed(start, first_needed(payload.number, start), streaming)
         if start == 0:
             return -1 if stored is not None else 0
         brings_kept = job.options.transfer is Transfer.relay or start == states.tokens.chunk(last).start
@@ -240,8 +242,7 @@ def _linked(
         return job.capacity if kind == "kv" and is_last and not policies else chunk.stop
 
     carrier = carrier or TRANSFERS[ranks.backend]
-    of_order = model.named_order
-    names = [of_order[each.at] for each in places]
+    order = model.named_order
     schedule = TransferSchedule(
         job.partition,
         ranks.rank,
@@ -251,7 +252,7 @@ def _linked(
         joined=carrier.joins_prefix,
         mesh=ranks.mesh,
         num_stored=num_stored,
-        places=names if streaming is not None else model.places,
+        names=[order[each.at] for each in payloads],
     )
     own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
     keeps_all = is_last and (job.gives_new if policies else own is None)
@@ -263,7 +264,7 @@ def _linked(
         sent_spans = list(zip(firsts, ends, strict=True))
     # Heads that stream lie beside the others, as do those of their tokens that do not arrive and are never read.
     spans = list[tuple[int, int]]()
-    for place, each in enumerate(places):
+    for place, each in enumerate(payloads):
         if each.at == len(spans):
             chunk = own_chunks[place]
             is_whole = each.kind == "kv" and streaming is not None
@@ -273,10 +274,10 @@ def _linked(
         job,
         carrier,
         schedule,
-        places,
+        payloads,
         spans=spans,
         num_slabs=len(model.order) if keeps_all else depth,
-        depth=depth if streaming is None else 3 * depth,  # places of a layer
+        depth=depth if streaming is None else 3 * depth,  # payloads of a layer
         rotaries=policies.rotaries(model),
         own=own,
         sent_spans=sent_spans,

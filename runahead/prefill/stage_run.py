@@ -242,13 +242,13 @@ class StageRun:
         all_waits += [(at, b, e) for at, b, e in asides if e - b >= LEAST_ASIDE_S]
         all_waits.sort(key=lambda wait: wait[1])
         names = {len(layers) - 1: "last MLP and logits"} if self.is_last or self.job.scorer is not None else {}
-        places = self.job.model.named_order
-        states = {place for place, (kind, _) in enumerate(places) if kind == "state"}
+        order = self.job.model.named_order
+        states = {place for place, (kind, _) in enumerate(order) if kind == "state"}
         spans = []
         for layer, (start, end) in enumerate(layers):
             waits = [(b, e) for at, b, e in all_waits if at == layer and e <= end]  # later ones wait for the last sends
             edges = [start, *(moment for wait in waits for moment in wait), end]
-            at, detail = None if layer in names else places[layer][1], names.get(layer, "")
+            at, detail = None if layer in names else order[layer][1], names.get(layer, "")
             spans += [
                 TraceSpan(kind="compute", layer=at, start_s=b, end_s=e, detail=detail)
                 for b, e in zip(edges[::2], edges[1::2], strict=True)
@@ -258,7 +258,7 @@ class StageRun:
         spans += [
             TraceSpan(
                 kind="send",
-                layer=places[self._layer_of(sent.layer)][1],
+                layer=order[self._layer_of(sent.layer)][1],
                 start_s=seconds(begin),
                 end_s=seconds(end),
                 detail=str(sent),

@@ -73,8 +73,8 @@ def test_a_hook_that_looks_at_all_rows_of_a_layer_is_not_given_blocks_of_them(ta
 def test_a_layer_is_closed_once_the_last_one_that_reads_it_has_attended() -> None:
     model, calls = tiny_model("gemma3n_text"), noted("gemma3n_text", "it")
     readers = {
-        source: max(each for each, of in model.kv_sources.items() if of == source)
-        for source in model.kv_sources.values()
+        source: max(each for each, of in model.reads_kv_of.items() if of == source)
+        for source in model.reads_kv_of.values()
     }
     assert readers
     for layer in range(model.num_layers):

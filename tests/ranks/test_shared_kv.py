@@ -54,7 +54,7 @@ def test_layers_that_share_are_found(family: str) -> None:
     model = tiny_model(family)
     types = model.config.layer_types
     expected = {reader: max(at for at in range(3) if types[at] == types[reader]) for reader in (3, 4, 5)}
-    assert model.kv_sources == expected
+    assert model.reads_kv_of == expected
     assert model.num_layers == len(model.kv_shapes) == len(model.rules) == 3
     assert {shape.readers for shape in model.kv_shapes} == {(), (3, 5), (4,)}
 
@@ -310,6 +310,6 @@ def test_without_sharing_gemma_4_is_a_family_like_others() -> None:
     with throughout(torch.float64), torch.inference_mode():
         expected = module(input_ids=ids, use_cache=False).logits[0, -1]
         model = Model(module)
-        assert not model.kv_sources and model.num_layers == 4
+        assert not model.reads_kv_of and model.num_layers == 4
         attention = CausalAttention(model.empty_cache(40), start=0, pads=[0])
         assert largest_difference(model.forward(ids, attention, start=0, pads=[0])[0], expected) < TOLERANCE

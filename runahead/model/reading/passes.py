@@ -61,7 +61,7 @@ def _in_passes(
     seam.given_to_group, seam.is_in_pass = rest, True
     num_passes = min(reading.most_passes, seam.num_new)  # more change nothing
     if seam.num_new > 1:
-        seam.to_clear = {reading.sources[layer] for layer in group if reading.sources[layer] > layer}
+        seam.to_clear = {reading.kv_sources[layer] for layer in group if reading.kv_sources[layer] > layer}
     try:
         for number in range(num_passes):
             seam.attention.block = ALL_ROWS if number == num_passes - 1 else NOT_THE_LAST

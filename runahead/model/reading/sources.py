@@ -20,12 +20,12 @@ class Reading:
     """The layer whose keys and values each layer of a model reads.
 
     Attributes:
-        sources: of each layer, the one whose keys and values it reads.
+        kv_sources: of each layer, the one whose keys and values it reads, as its config has them.
         most_passes: over a prompt.
         hides_own: no layer sees the token itself; else only those that read a later layer do not.
     """
 
-    sources: Sequence[int]
+    kv_sources: Sequence[int]
     most_passes: int
     hides_own: bool
 
@@ -48,37 +48,37 @@ class Reading:
             raise ValueError(
                 f"has {passes[0]} forward_passes and {passes[1]} backward_passes in its config: at least 1"
             )
-        return cls(sources=list(sources), most_passes=sum(passes), hides_own=bool(config.force_nodiag))
+        return cls(kv_sources=list(sources), most_passes=sum(passes), hides_own=bool(config.force_nodiag))
 
     @cached_property
     def stores(self) -> Sequence[int]:
         """The layers that store keys and values."""
-        return sorted(set(self.sources))
+        return sorted(set(self.kv_sources))
 
     @cached_property
     def numbers(self) -> Mapping[int, int]:
         """Number of each layer in stores and attention: those that store come first."""
-        others = (layer for layer, source in enumerate(self.sources) if source != layer)
+        others = (layer for layer, source in enumerate(self.kv_sources) if source != layer)
         return {layer: number for number, layer in enumerate([*self.stores, *others])}
 
     @cached_property
-    def kv_sources(self) -> Mapping[int, int]:
+    def reads_kv_of(self) -> Mapping[int, int]:
         """Number of each layer that reads another one -> that of the other."""
-        pairs = enumerate(self.sources)
+        pairs = enumerate(self.kv_sources)
         return {self.numbers[layer]: self.numbers[source] for layer, source in pairs if source != layer}
 
     def readers(self, layer: int) -> Sequence[int]:
         """Numbers of the layers that read this one after it has attended."""
-        return [self.numbers[each] for each, source in enumerate(self.sources) if source == layer < each]
+        return [self.numbers[each] for each, source in enumerate(self.kv_sources) if source == layer < each]
 
     @cached_property
     def groups(self) -> Sequence[range]:
         """The layers that run in passes together."""
         found, layer = list[range](), 0
-        while layer < len(self.sources):
-            last = self.sources[layer]
+        while layer < len(self.kv_sources):
+            last = self.kv_sources[layer]
             if last > layer:
-                while (later := max(self.sources[layer : last + 1])) > last:
+                while (later := max(self.kv_sources[layer : last + 1])) > last:
                     last = later
                 found.append(range(layer, last + 1))
             layer = max(layer, last) + 1

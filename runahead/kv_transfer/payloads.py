@@ -1,4 +1,4 @@
-"""Contents of the messages of each place of a chain's transfer: a layer's keys and values, part of them, or a state."""
+"""Payloads of a chain's transfer, in its order: a layer's keys and values, part of them, or a state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runahead.context import ContextPartition
 
 
 class Of(Enum):
-    """Tokens of which a place holds keys and values: all, a text's first ones, or the last ones before a chunk."""
+    """Tokens of which a payload holds keys and values: all, a text's first ones, or the last ones before a chunk."""
 
     all = "all"
     first = "first"
@@ -22,8 +22,8 @@ class Of(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """One place of the transfer.
+class Payload:
+    """What the messages of one layer of the transfer hold.
 
     Attributes:
         at: place in `Model.order`.
@@ -65,25 +65,25 @@ class Place:
         return streaming.first_needed(start) if self.tokens is Of.last else 0
 
 
-def places_of(order: Sequence[tuple[str, int]], streaming: Streaming | None = None) -> list[Place]:
-    """The places of a model's layers; of those in which heads stream three each, so that layers have equally many.
+def payloads_of(order: Sequence[tuple[str, int]], streaming: Streaming | None = None) -> list[Payload]:
+    """The payloads of a model's layers; of those in which heads stream three each, so that layers have equally many.
 
     Args:
         order: as of `Model`.
     """
-    found = list[Place]()
+    found = list[Payload]()
     for at, (kind, number) in enumerate(order):
-        place = Place(at=at, kind=kind, number=number)
+        payload = Payload(at=at, kind=kind, number=number)
         if streaming is None or kind != "kv":
-            found.append(place)
+            found.append(payload)
             continue
         exact, streamed = streaming.exact[number], streaming.streamed[number]
         if not streamed:  # it may have a window of its own
-            none = replace(place, heads=streamed)
-            found += [place, none, none]
+            none = replace(payload, heads=streamed)
+            found += [payload, none, none]
             continue
         found += [
-            replace(place, heads=exact),
-            *(replace(place, heads=streamed, tokens=tokens) for tokens in (Of.first, Of.last)),
+            replace(payload, heads=exact),
+            *(replace(payload, heads=streamed, tokens=tokens) for tokens in (Of.first, Of.last)),
         ]
     return found
