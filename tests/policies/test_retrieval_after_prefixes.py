@@ -26,7 +26,8 @@ OBSERVED = {"infinigen": 16, "squeezed_attention": 16, "infllm": 16, "retrieval_
 
 
 def made(name: str, **options: Any) -> Policy:
-    seen = {"observed": OBSERVED[name]} if name in OBSERVED else {}
+    looks_at_queries = name in OBSERVED and "skew" not in options  # a skew has queries of its own
+    seen = {"observed": OBSERVED[name]} if looks_at_queries else {}
     return policy(name, SOME[name] | seen | options)
 
 
