@@ -21,7 +21,7 @@ from runahead import ContextPartition, GenerationOptions, ModelOptions, PrefillO
 from runahead.config import Attention, DecodeName
 from tests.conftest import RankPools
 from tests.families import build, prompt
-from tests.ranks import streaming_tasks, tasks, tensor_tasks
+from tests.ranks import policy_tasks, streaming_tasks, tasks, tensor_tasks
 
 NEW_TOKENS = 5
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,10 +82,9 @@ def test_keys_and_values_of_stages_where_heads_stream(
         return
     size, options = size_of("llama", tmp_path), PrefillOptions(attention=Attention.streaming_heads, layers_in_flight=2)
     policy = streaming_tasks.GivenHeads(table=table, sinks=4, recent=40)
-    generation = GenerationOptions(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     way = DecodeName.sharded if sharded else DecodeName.last
-    given = ("llama", [prompt(500)], generation, boundaries, options, policy, way)
-    batch = rank_pools.run(len(boundaries) - 1, streaming_tasks.generate, *given)[0]
+    given = "llama", [prompt(500)], boundaries, streaming_tasks.of_all(policy), NEW_TOKENS, options, None, way
+    batch = rank_pools.run(len(boundaries) - 1, policy_tasks.generate, *given)[0]
     streams = Streams(share=share, tokens=44)
     work = Workload(tokens=500, new_tokens=NEW_TOKENS, prefill=options, streams=streams)
     split = ContextPartition(boundaries=boundaries)

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from policies.adakv import AdaKV
 from policies.base import ModelFacts, Phase, Policy
 from policies.duo_attention import DuoAttention
 from policies.experiments.dms import DMS
 from policies.razor_attention import RazorAttention
+from policies.scorer import Scorer
 from policies.streaming_heads import StreamingHeads
-from runahead import Conversation, Engine, GenerationOptions, PrefillOptions, Ranks
+from runahead import Conversation, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.kept_cache import KeptCache
 from runahead.cache.new_tokens import NewTokens
-from runahead.config import Positions
+from runahead.config import DecodeName, Device, Positions, PrefillName
 from runahead.model.model import Model
 from runahead.report import GenerationBatch
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.policy_hook import attention_under
 from runahead.thinning.rank_policies import RankPolicies
 from runahead.thinning.replay import decide_on_prompt
@@ -138,6 +142,42 @@ def require_answers(
         assert logits_BV.argmax(dim=-1).tolist() == tokens
         logits_BV = run.decode_each(tokens)
     return batch
+
+
+def require_decides_once(ranks: Ranks, model: Model, policy: Policy, lengths: Sequence[int], chunk: int) -> None:
+    """Compare an engine's answers under a policy that decides on a whole prompt, in one piece and in chunks, with a
+    `Run`. A conversation keeps all of its later turns."""
+    for chunk_tokens in (None, chunk):
+        require_answers(ranks, model, policy, lengths, 3, PrefillOptions(chunk_tokens=chunk_tokens))
+    with throughout(torch.float64):
+        talk = Conversation(model, RankPolicies.everywhere([policy]))
+        talk.feed(torch.tensor([prompt(40)]))
+        first = talk.kept_tokens
+        assert max(first) < 40
+        talk.feed(torch.tensor([prompt(8, seed=2)]))
+    assert talk.kept_tokens == [tokens + 8 for tokens in first]
+    assert talk.cache is not None and all(layer.carried == {} for layer in talk.cache.layers)
+
+
+def require_no_other_decides(policy: Scorer) -> None:
+    """A policy that decides on a whole prompt, with budgets of its own, is the only one that does, on one rank."""
+    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+    sharded = {"policies": RankPolicies.everywhere([policy]), "decode": DecodeOptions(name=DecodeName.sharded)}
+    with pytest.raises(ValueError, match="use decode=last"):
+        Engine(tiny_model("llama"), ranks, **sharded)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="use it alone"):
+        AdaKV(scorer=policy)
+
+
+def require_engines_refuse(model: Model) -> None:
+    """Engines of a model that marks tokens refuse what does not know of marks."""
+    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+    with pytest.raises(ValueError, match="which prefill=tsp does not support; use prefill=kv_runahead"):
+        Engine(model, ranks, prefill=PrefillOptions(name=PrefillName.tsp))
+    with pytest.raises(ValueError, match="which decode=sharded does not support; use decode=last"):
+        Engine(model, ranks, decode=DecodeOptions(name=DecodeName.sharded))
+    with pytest.raises(ValueError, match="which reuse of prefixes does not support"):
+        Engine(model, ranks, tree=PrefixTree(1 << 20))
 
 
 class EveryThird(StreamingHeads):

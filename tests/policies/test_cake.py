@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.adakv import AdaKV
 from policies.cake import CAKE
 from policies.snapkv import SnapKV
-from runahead import Conversation, DecodeOptions, Engine, PrefillOptions, Ranks, RanksOptions
-from runahead.config import DecodeName, Device
+from runahead import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import build, prompt, throughout
-from tests.policies.running import Run, prompts, require_answers
+from tests.policies.running import Run, prompts, require_decides_once, require_no_other_decides
 from tests.policies.test_adakv import kept_by, model_with
 from tests.ranks import policy_tasks
 from tests.ranks.tasks import tiny_model
@@ -130,29 +128,11 @@ def test_a_chain_keeps_what_one_rank_keeps(rank_pools: RankPools, bounds: tuple[
 
 
 def test_the_engine_and_a_conversation_decide_once(ranks: Ranks) -> None:
-    model = tiny_model("llama")
-    for chunk_tokens in (None, WINDOW + 1):
-        require_answers(ranks, model, POLICY, LENGTHS, 3, PrefillOptions(chunk_tokens=chunk_tokens))
-    with throughout(torch.float64):
-        talk = Conversation(model, RankPolicies.everywhere([POLICY]))
-        talk.feed(torch.tensor([prompt(40)]))
-        first = talk.kept_tokens
-        assert max(first) < 40 and sum(first) <= BUDGET * LAYERS
-        talk.feed(torch.tensor([prompt(8, seed=2)]))
-        assert talk.kept_tokens == [tokens + 8 for tokens in first]
+    require_decides_once(ranks, tiny_model("llama"), POLICY, LENGTHS, WINDOW + 1)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-    with pytest.raises(ValueError, match="use decode=last"):
-        Engine(
-            tiny_model("llama"),
-            ranks,
-            policies=RankPolicies.everywhere([POLICY]),
-            decode=DecodeOptions(name=DecodeName.sharded),
-        )
-    with pytest.raises(ValueError, match="use it alone"):
-        AdaKV(scorer=POLICY)
+    require_no_other_decides(POLICY)
     for option, value in (("window", 1), ("gamma", -1.0), ("tau1", 0.0), ("tau2", -1.0)):
         with pytest.raises(ValueError, match=f"policy.{option}={value} must"):
             CAKE(**{option: value})  # type: ignore[arg-type]

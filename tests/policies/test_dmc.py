@@ -11,10 +11,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from policies.experiments.dms import DMS
 from policies.snapkv import SnapKV
-from runahead import DecodeOptions, Engine, Model, PrefillOptions, Ranks, RanksOptions
-from runahead.config import DecodeName, Device, PrefillName
+from runahead import Model
 from runahead.model.marking.means import sums_so_far
-from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -25,6 +23,7 @@ from tests.policies.running import (
     ROUNDING,
     Run,
     require_chains,
+    require_engines_refuse,
     require_logits,
     require_rows_chunks_and_turns,
 )
@@ -184,13 +183,7 @@ def test_what_cannot_be_is_refused() -> None:
     model = tiny_model("llama_dmc")
     with throughout(torch.float64), pytest.raises(ValueError, match="use policy=dms or policy=full"):
         RankPolicies(last=[SnapKV()]).check(model)
-    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-    with pytest.raises(ValueError, match="which prefill=tsp does not support; use prefill=kv_runahead"):
-        Engine(model, ranks, prefill=PrefillOptions(name=PrefillName.tsp))
-    with pytest.raises(ValueError, match="which decode=sharded does not support; use decode=last"):
-        Engine(model, ranks, decode=DecodeOptions(name=DecodeName.sharded))
-    with pytest.raises(ValueError, match="which reuse of prefixes does not support"):
-        Engine(model, ranks, tree=PrefixTree(1 << 20))
+    require_engines_refuse(model)
     for size in (1, -1, 2.5):
         with pytest.raises(ValueError, match="must be 0 or at least 2") as raised:
             Model(build("llama_dmc", dmc_window_size=size))

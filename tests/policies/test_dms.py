@@ -12,10 +12,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from policies.experiments.dms import DMS
 from policies.snapkv import SnapKV
-from runahead import DecodeOptions, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions
-from runahead.config import CacheOptions, DecodeName, Device, PrefillName, Speculate
+from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
+from runahead.config import CacheOptions, Device, Speculate
 from runahead.model.shares import check_shares
-from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
@@ -25,6 +24,7 @@ from tests.policies.running import (
     ROUNDING,
     Run,
     require_chains,
+    require_engines_refuse,
     require_logits,
     require_rows_chunks_and_turns,
 )
@@ -127,13 +127,8 @@ def test_what_cannot_be_is_refused() -> None:
         assert "\n" not in str(raised.value)
     with throughout(torch.float64), pytest.raises(ValueError, match=r"this one \(llama\) marks none; use another"):
         RankPolicies(last=[DMS()]).check(tiny_model("llama"))
+    require_engines_refuse(model)
     ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-    with pytest.raises(ValueError, match="which prefill=tsp does not support; use prefill=kv_runahead"):
-        Engine(model, ranks, prefill=PrefillOptions(name=PrefillName.tsp))
-    with pytest.raises(ValueError, match="which decode=sharded does not support; use decode=last"):
-        Engine(model, ranks, decode=DecodeOptions(name=DecodeName.sharded))
-    with pytest.raises(ValueError, match="which reuse of prefixes does not support"):
-        Engine(model, ranks, tree=PrefixTree(1 << 20))
     with pytest.raises(ValueError, match="which generation.speculate=lookup does not support"):
         Engine(model, ranks).generate([prompt(9)], GenerationOptions(speculate=Speculate.lookup))
     with pytest.raises(ValueError, match="leave ranks.tensor out"):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policies.adakv import AdaKV
 from policies.criticalkv import CriticalKV
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
 from policies.zigzagkv import ZigZagKV, proportional_shares
-from runahead import Conversation, DecodeOptions, Engine, PrefillOptions, Ranks, RanksOptions
+from runahead import Ranks
 from runahead.cache.kept import KeptLayer
-from runahead.config import DecodeName, Device
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
-from tests.families import prompt, throughout
-from tests.policies.running import Run, prompts, require_answers
+from tests.families import throughout
+from tests.policies.running import Run, prompts, require_decides_once, require_no_other_decides
 from tests.policies.test_adakv import kept_by, model_with
 from tests.ranks.tasks import tiny_model
 
@@ -92,34 +90,13 @@ def test_shares_are_in_proportion_as_far_as_there_is_room(
 
 
 def test_the_engine_and_a_conversation_decide_once(ranks: Ranks) -> None:
-    """The engine also where the prompt is computed in chunks; a conversation keeps all of its later turns."""
-    model = tiny_model("llama")
-    for chunk_tokens in (None, WINDOW + 1):
-        require_answers(ranks, model, ZIGZAG, LENGTHS, 3, PrefillOptions(chunk_tokens=chunk_tokens))
-    with throughout(torch.float64):
-        talk = Conversation(model, RankPolicies.everywhere([ZIGZAG]))
-        talk.feed(torch.tensor([prompt(40)]))
-        first = talk.kept_tokens
-        assert talk.cache is not None
-        assert sum(int((layer.positions_BKn() >= 0).sum()) for layer in talk.cache.layers) == 3 * 2 * BUDGET
-        talk.feed(torch.tensor([prompt(8, seed=2)]))
-        assert talk.kept_tokens == [tokens + 8 for tokens in first]
-        assert all(layer.carried == {} for layer in talk.cache.layers)
+    require_decides_once(ranks, tiny_model("llama"), ZIGZAG, LENGTHS, WINDOW + 1)
 
 
 def test_what_cannot_be_is_refused() -> None:
     with throughout(torch.float64), pytest.raises(ValueError, match="use policy.ranks.others=full"):
         RankPolicies(last=[ZIGZAG], others=[PyramidInfer()]).check(tiny_model("llama"))
-    ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
-    with pytest.raises(ValueError, match="use decode=last"):
-        Engine(
-            tiny_model("llama"),
-            ranks,
-            policies=RankPolicies.everywhere([ZIGZAG]),
-            decode=DecodeOptions(name=DecodeName.sharded),
-        )
-    with pytest.raises(ValueError, match="use it alone"):
-        AdaKV(scorer=ZIGZAG)
+    require_no_other_decides(ZIGZAG)
     with pytest.raises(ValueError, match="does not score by shares of attention"):
         CriticalKV(scorer=ZIGZAG)
     for option, value in (("mass", 0.0), ("mass", 1.5), ("least_share", -0.1)):

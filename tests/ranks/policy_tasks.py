@@ -13,6 +13,26 @@ from tests.families import throughout
 from tests.ranks.tasks import tiny_model
 
 
+def engine(
+    ranks: Ranks,
+    family: str,
+    boundaries: tuple[int, ...],
+    policies: RankPolicies,
+    prefill: PrefillOptions | None = None,
+    decode: DecodeName = DecodeName.auto,
+) -> Engine:
+    """The engine of a tiny model under policies, for prompts that are split so."""
+    partition = ContextPartition(boundaries=boundaries)
+    return Engine(
+        tiny_model(family),
+        ranks,
+        prefill=prefill,
+        partition=lambda *_: partition,
+        policies=policies,
+        decode=DecodeOptions(name=decode),
+    )
+
+
 def generate(
     ranks: Ranks,
     family: str,
@@ -22,18 +42,12 @@ def generate(
     num_new: int = 4,
     prefill: PrefillOptions | None = None,
     options: GenerationOptions | None = None,
+    decode: DecodeName = DecodeName.auto,
 ) -> GenerationBatch:
     """Result of `Engine.generate` under policies; with options of its own, or for `num_new` tokens."""
-    model = tiny_model(family)
-    engine = Engine(
-        model,
-        ranks,
-        prefill=prefill,
-        partition=lambda *_: ContextPartition(boundaries=boundaries),
-        policies=policies,
-    )
-    with throughout(model.dtype):
-        return engine.generate(prompts, options or GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
+    with throughout(tiny_model(family).dtype):
+        generating = engine(ranks, family, boundaries, policies, prefill, decode)
+        return generating.generate(prompts, options or GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
 
 
 def refusal(

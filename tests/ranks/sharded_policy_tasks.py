@@ -11,9 +11,6 @@ from torch import Tensor
 
 from policies.retriever import Choice
 from runahead import (
-    ContextPartition,
-    DecodeOptions,
-    Engine,
     GenerationOptions,
     PrefillOptions,
     Ranks,
@@ -28,6 +25,7 @@ from runahead.report import GenerationBatch
 from runahead.retrieval.fetched import Fetches
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
+from tests.ranks import policy_tasks
 from tests.ranks.tasks import tiny_model
 
 Positions = list[list[list[int]]]
@@ -64,16 +62,7 @@ def generate(
     decode: DecodeName = DecodeName.sharded,
 ) -> Seen:
     """Generate under policies, and look at the cache before every step."""
-    model = tiny_model(family)
-    partition = ContextPartition(boundaries=bounds)
-    engine = Engine(
-        model,
-        ranks,
-        prefill=prefill,
-        partition=lambda *_: partition,
-        policies=policies,
-        decode=DecodeOptions(name=decode),
-    )
+    model, engine = tiny_model(family), policy_tasks.engine(ranks, family, bounds, policies, prefill, decode)
     logits, stored, carried = list[list[list[float]]](), list[list[Positions]](), list[list[list[Tensor]]]()
     fetched: dict[int, list[Positions]] = {}
     choose, start = together.next_tokens, Fetches.start

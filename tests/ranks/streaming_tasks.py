@@ -13,13 +13,12 @@ from transformers.masking_utils import and_masks, causal_mask_function
 
 from policies.base import ModelFacts
 from policies.streaming_heads import StreamingHeads
-from runahead import ContextPartition, Engine, GenerationOptions, PrefillOptions, Ranks
+from runahead import ContextPartition, PrefillOptions, Ranks
 from runahead.attention.masks import MaskRule
 from runahead.attention.sparse.streaming import Streaming
-from runahead.config import CacheOptions, DecodeName, DecodeOptions
+from runahead.config import CacheOptions
 from runahead.decoding.forward import forward_over
 from runahead.prefill import PREFILLS, PrefillJob, PromptBatch
-from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import throughout
 from tests.ranks.tasks import PrefillOutcome, tiny_model
@@ -110,28 +109,3 @@ def mistaken(wrong: str) -> Iterator[None]:
 
 def _same_chunk(num_tokens: int) -> Callable[..., Any]:
     return lambda _batch, _head, query, key: key // num_tokens == query // num_tokens
-
-
-def generate(
-    ranks: Ranks,
-    family: str,
-    prompts: list[list[int]],
-    options: GenerationOptions,
-    boundaries: tuple[int, ...],
-    prefill: PrefillOptions,
-    policy: GivenHeads,
-    decode: DecodeName = DecodeName.last,
-    bits: int | None = None,
-) -> GenerationBatch:
-    """Result of `Engine.generate`."""
-    model = tiny_model(family)
-    engine = Engine(
-        model,
-        ranks,
-        prefill=prefill,
-        partition=lambda *_: ContextPartition(boundaries=boundaries),
-        policies=of_all(policy, bits),
-        decode=DecodeOptions(name=decode),
-    )
-    with throughout(model.dtype), mock.patch.object(model.module.generation_config, "eos_token_id", []):
-        return engine.generate(prompts, options)

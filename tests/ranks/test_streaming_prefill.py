@@ -21,7 +21,7 @@ from benchmarks.ttft.traffic import formula_bytes
 from benchmarks.ttft.variants import Traffic
 from policies.base import StreamedHeads
 from policies.razor_attention import RazorAttention
-from runahead import ContextPartition, GenerationOptions, PrefillOptions
+from runahead import ContextPartition, PrefillOptions
 from runahead.attention.masks import MaskRule
 from runahead.attention.op import spans_of
 from runahead.attention.sparse.heads import Heads
@@ -32,7 +32,7 @@ from runahead.features.refused import check
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, oracle_logits, prompt, throughout
-from tests.ranks import streaming_tasks
+from tests.ranks import policy_tasks, streaming_tasks
 from tests.ranks.streaming_tasks import TABLE, GivenHeads, of_all
 from tests.ranks.tasks import tiny_model
 from tests.ranks.test_exactness import TOLERANCE
@@ -204,8 +204,7 @@ def test_few_bits_on_the_wire(rank_pools: RankPools, bits: int) -> None:
 
 def test_engines_report_density_and_answer_alike(rank_pools: RankPools) -> None:
     """With what a policy keeps in few bits, and on several ranks, where each keeps its part, as with exact prefills."""
-    ids, asked = prompt(PROMPT_TOKENS), GenerationOptions(max_new_tokens=4, ignore_eos=True)
-    policy = GivenHeads(table=TABLE)
+    ids, policy = prompt(PROMPT_TOKENS), GivenHeads(table=TABLE)
     top5 = masked_logits("llama", tuple(ids))[-1].topk(5)
     for bounds, decode, bits in (
         ((0, 70), DecodeName.last, None),
@@ -213,8 +212,8 @@ def test_engines_report_density_and_answer_alike(rank_pools: RankPools) -> None:
         ((0, 33, 70), DecodeName.sharded, None),
         ((0, 30, 36, 70), DecodeName.last, None),
     ):
-        given = "llama", [ids], asked, bounds, options(), policy, decode, bits
-        batches = rank_pools.run(len(bounds) - 1, streaming_tasks.generate, *given)
+        given = "llama", [ids], bounds, of_all(policy, bits), 4, options(), None, decode
+        batches = rank_pools.run(len(bounds) - 1, policy_tasks.generate, *given)
         reported = batches[-1].generations[0].first_token_logits_top5
         assert [token for token, _ in reported] == top5.indices.tolist()
         assert largest_difference([logit for _, logit in reported], top5.values) < TOLERANCE
