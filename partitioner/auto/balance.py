@@ -87,7 +87,7 @@ class Balance:
         Args:
             compute_s, wait_s: measured seconds by rank.
         """
-        expected_s = simulate(partition, replace(self.cluster, speed=[1.0] * self.cluster.num_ranks)).compute_s
+        expected_s = self._expected_s(partition)
         self.slowness.learn(partition.num_tokens, expected_s, compute_s)
         # With the speeds of this prompt, so that waits for a slow rank are not taken for those of a slow link.
         speed = [
@@ -95,6 +95,18 @@ class Balance:
             for expected, measured in zip(expected_s, compute_s, strict=True)
         ]
         self._correct_link(partition, replace(self.cluster, speed=speed), sum(wait_s))
+
+    def surprise(self, partition: ContextPartition, compute_s: Sequence[float]) -> tuple[float, ...]:
+        """By how much each rank's log slowness differs from what is known, as of `Slowness.surprise`.
+
+        Args:
+            compute_s: as of `learn`.
+        """
+        return self.slowness.surprise(partition.num_tokens, self._expected_s(partition), compute_s)
+
+    def _expected_s(self, partition: ContextPartition) -> list[float]:
+        """Seconds of compute by rank, without slowness."""
+        return simulate(partition, replace(self.cluster, speed=[1.0] * self.cluster.num_ranks)).compute_s
 
     def _correct_link(self, partition: ContextPartition, cluster: Cluster, waited_s: float) -> None:
         """Choose the bandwidth at which the simulated waits are as measured, if at the present one they are not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,6 +30,11 @@ from runahead.ranks.ranks import Ranks
 PING_BYTES = 1 << 20
 """Size of the messages that measure the link; slow links take seconds for larger ones."""
 
+MUCH = math.log(1.5)
+"""Least surprise of a rank beside another one, in a run's first prompt, that is told."""
+LEAST_S = 0.1
+"""Seconds that all ranks together compute, below which a prompt is not compared: its times vary by as much."""
+
 Tell = Callable[[str], None]
 """Receives a sentence for the user, on rank 0."""
 
@@ -44,6 +50,7 @@ class AutoPartition:
         keep: writes what is known to a file.
         learn: False to split all prompts by what is known now.
         alone: the last stage may compute a prompt alone, where that is sooner.
+        told_before: what is known is from earlier runs: called once if the first prompt's times are far from that.
     """
 
     def __init__(
@@ -54,7 +61,9 @@ class AutoPartition:
         keep: Callable[[], None] = lambda: None,
         learn: bool = True,
         alone: bool = False,
+        told_before: Tell | None = None,
     ) -> None:
+        self._told_before = told_before
         self.balance, self._ranks, self._keep, self._learns, self._alone = balance, ranks, keep, learn, alone
 
     @classmethod
@@ -117,7 +126,14 @@ class AutoPartition:
         def keep() -> None:
             file.write(LearnedSplit.from_balance(cost, balance))
 
-        return cls(ranks, balance, keep=keep, learn=learn, alone=alone)
+        def changed(how: str) -> None:
+            then = "two such prompts mend the split" if learn else "partition.learn=false leaves the split as it is"
+            tell(
+                f"partition=auto: {how} as in earlier prompts, so this machine does more other work now, or did then; "
+                f"{then}, and without {path} layers are timed anew"
+            )
+
+        return cls(ranks, balance, keep=keep, learn=learn, alone=alone, told_before=changed)
 
     def __call__(self, num_tokens: int, num_ranks: int) -> ContextPartition:
         if num_ranks == 1:
@@ -138,11 +154,24 @@ class AutoPartition:
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the cost by the seconds that each stage computed and waited for one prompt."""
+        if isinstance(self.balance, Balance):
+            self._compare(self.balance, partition, compute_s)
         if isinstance(self.balance, Balance) and self._learns:
             if self._alone and partition.chain[-1] == partition.num_ranks - 1:
                 self.balance.learn_time(partition, compute_s[-1] + wait_s[-1])
             self.balance.learn(partition, compute_s, wait_s)
             self._keep()
+
+    def _compare(self, balance: Balance, partition: ContextPartition, compute_s: Sequence[float]) -> None:
+        """Tell if the first prompt that ranks share took one of them much longer, beside another one, than is known."""
+        if self._told_before is None or len(partition.chain) == 1 or sum(compute_s) < LEAST_S:
+            return
+        tell, self._told_before = self._told_before, None
+        surprise = balance.surprise(partition, compute_s)
+        slower, faster = (surprise.index(most) for most in (max(surprise), min(surprise)))
+        apart = surprise[slower] - surprise[faster]
+        if apart > MUCH:
+            tell(f"beside rank {faster}, rank {slower} took {math.exp(apart):.2g} times as long")
 
     def _known(self) -> Balance:
         assert isinstance(self.balance, Balance), "rank 0 has the balance"

@@ -73,20 +73,45 @@ class Slowness:
             expected_s: seconds of compute by rank that the cost says, without slowness; 0 for a rank without tokens.
             measured_s: what they were.
         """
+        found = self._told(num_tokens, expected_s, measured_s)
+        if found is None:
+            return
+        seen, self.pace = found
+        self.prompts = [*self.prompts, seen][-MEMORY:]
+        if self._has_changed():
+            self.prompts = self.prompts[-2:]
+
+    def surprise(self, num_tokens: int, expected_s: Sequence[float], measured_s: Sequence[float]) -> tuple[float, ...]:
+        """By how much each rank's log slowness in a prompt differs from what is known; nothing that earlier ones do.
+
+        Args:
+            expected_s, measured_s: as of `learn`.
+
+        Returns:
+            zeros where they differ by no more than it usually varies from prompt to prompt, or nothing is known.
+        """
+        found, none = self._told(num_tokens, expected_s, measured_s), (0.0,) * len(self.start)
+        if found is None or len(self.prompts) < 2:
+            return none
+        surprise = found[0].surprise
+        return surprise if max(map(abs, surprise)) > self._usual(self.prompts) else none
+
+    def _told(
+        self, num_tokens: int, expected_s: Sequence[float], measured_s: Sequence[float]
+    ) -> tuple[SeenPrompt, float] | None:
+        """What a prompt tells, and the pace in it; None where it had one rank, which cannot be slower than others."""
         known = self.at(num_tokens)
         ratios = [
             math.log(measured / expected) if measured > 0 and expected > 0 else None
             for expected, measured in zip(expected_s, measured_s, strict=True)
         ]
         present = [ratio - log for ratio, log in zip(ratios, known, strict=True) if ratio is not None]
-        if len(present) < 2:  # one rank alone cannot be slower than the others
-            return
-        self.pace = common = fmean(present)
+        if len(present) < 2:
+            return None
+        common = fmean(present)
         told = tuple(None if ratio is None else ratio - common for ratio in ratios)
         surprise = tuple(0.0 if log is None else log - before for log, before in zip(told, known, strict=True))
-        self.prompts = [*self.prompts, SeenPrompt(tokens=num_tokens, slowness=told, surprise=surprise)][-MEMORY:]
-        if self._has_changed():
-            self.prompts = self.prompts[-2:]
+        return SeenPrompt(tokens=num_tokens, slowness=told, surprise=surprise), common
 
     def _about(self, num_tokens: int) -> list[SeenPrompt]:
         """The newest prompts of about this length, else of about the nearest one."""
@@ -102,10 +127,14 @@ class Slowness:
         if len(self.prompts) < 3:
             return False
         *before, first, second = self.prompts
-        usual = median(abs(each) for seen in before for each in seen.surprise)
-        limit = max(CHANGE, NOISE_FACTOR * usual)
+        limit = self._usual(before)
         pairs = zip(first.surprise, second.surprise, strict=True)
         return any(min(a, b) > limit or max(a, b) < -limit for a, b in pairs)
+
+    @staticmethod
+    def _usual(prompts: Sequence[SeenPrompt]) -> float:
+        """Largest surprise that is no change of the machine, by how much these prompts varied."""
+        return max(CHANGE, NOISE_FACTOR * median(abs(each) for seen in prompts for each in seen.surprise))
 
 
 def _typical(values: Sequence[float]) -> float:

@@ -15,13 +15,15 @@ import torch
 
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
 from launch.inputs.partitions import AutoChoice, TablePartition, kvr_name, partitioner, prepare_partition
+from partitioner.auto import partition as auto_partition
 from partitioner.auto.balance import Balance
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
-from partitioner.auto.partition import AutoPartition
+from partitioner.auto.partition import LEAST_S, AutoPartition
 from partitioner.auto.probe import combined, counted_cost
 from partitioner.auto.slowness import SeenPrompt
 from partitioner.cost.link import Link
 from partitioner.cost.measured import MeasuredCost
+from partitioner.simulation.chain import simulate
 from partitioner.table.fingerprint import Fingerprint
 from policies.h2o import H2O
 from policies.window import Window
@@ -33,7 +35,8 @@ from tests.conftest import RankPools
 from tests.families import VOCAB_SIZE
 from tests.partitioner.clusters import llama
 from tests.partitioner.test_alone import let_times_decide
-from tests.partitioner.test_auto_balance import ready
+from tests.partitioner.test_auto_balance import machine, ready
+from tests.partitioner.test_auto_balance import run as simulated_prompts
 from tests.partitioner.test_lookup_table import entry, table_of
 from tests.ranks.tasks import tiny_model
 
@@ -104,6 +107,68 @@ def test_ranks_split_alike_and_the_next_run_goes_on_from_the_file(rank_pools: Ra
     before = path.read_text()
     fixed, _ = rank_pools.run(2, run, tmp_path, [[60], [60]], None, {"learn": False})
     assert fixed.boundaries[0] == fixed.boundaries[1] and path.read_text() == before
+
+
+@pytest.mark.parametrize("learn", [True, False])
+@pytest.mark.parametrize(
+    ("then", "now", "told"), [(2.0, 1.0, (1, 0)), (1.0, 2.0, (0, 1)), (2.0, 2.0, None), (1.0, 1.3, None)]
+)
+def test_a_split_that_was_learned_beside_other_work_is_told_at_the_first_prompt(
+    then: float, now: float, told: tuple[int, int] | None, learn: bool
+) -> None:
+    """Times are simulated on a machine whose second rank other work slows down, or slowed down, by a factor."""
+    balance, sentences = ready(), list[str]()
+    busy, present = (machine(speed=[1.0, 1 / factor]) for factor in (then, now))
+    simulated_prompts(balance, busy, 4096, random.Random(0), prompts=6)
+    partition = AutoPartition(Any, balance, learn=learn, told_before=sentences.append)  # type: ignore[arg-type]
+    for _ in range(3):
+        split = balance.split(4096)
+        found = simulate(split, present)
+        partition.learn(split, found.compute_s, found.wait_s)
+    if told is None:
+        assert not sentences
+        return
+    [sentence] = sentences
+    times = float(sentence.split(" took ")[1].split()[0])
+    faster, slower = told
+    assert f"beside rank {faster}, rank {slower} took" in sentence and times == pytest.approx(2, rel=0.1)
+
+
+def run_compared(ranks: Ranks, folder: Path, learn: bool) -> list[str]:
+    """What is told in a run of two prompts that take next to no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_partition, "LEAST_S", 0.0)
+        return run(ranks, folder, [[60], [60]], None, {"learn": learn}).told
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_the_first_prompt_of_a_run_is_compared_with_the_file(
+    learn: bool, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    rank_pools.run(2, run, tmp_path, [[60]])
+    [path] = files(tmp_path)
+    content = json.loads(path.read_text())
+    content["prompts"] = [{"tokens": 60, "slowness": [4.0, -4.0], "surprise": [0.0, 0.0]}] * 3
+    path.write_text(json.dumps(content))
+    told, of_other = rank_pools.run(2, run_compared, tmp_path, learn)
+    [sentence] = told
+    assert sentence.startswith("partition=auto: beside rank 0, rank 1 took ") and f"without {path} layers" in sentence
+    assert ("two such prompts mend the split" in sentence) == learn and of_other == []
+
+
+def test_times_that_say_little_are_not_compared() -> None:
+    """Before enough is known, of one rank alone, and of prompts of milliseconds, which the next one still may be."""
+    sentences = list[str]()
+    for prompts, num_tokens, expected in ((0, 4096, 0), (1, 4096, 0), (6, 4, 0), (6, 4096, 1)):
+        balance = ready()
+        simulated_prompts(balance, machine(), num_tokens, random.Random(0), prompts=prompts)
+        partition = AutoPartition(Any, balance, told_before=sentences.append)  # type: ignore[arg-type]
+        partition.learn(ContextPartition(boundaries=(0, 0, 4096)), [0.0, 1.0], [0.0, 0.0])
+        split = balance.split(num_tokens)
+        found = simulate(split, machine(speed=[1.0, 0.3]))
+        assert (sum(found.compute_s) < LEAST_S) == (num_tokens == 4)
+        partition.learn(split, found.compute_s, found.wait_s)
+        assert len(sentences) == expected, prompts
 
 
 @pytest.mark.parametrize("policy", ["window", "h2o"])
