@@ -88,7 +88,8 @@ class InfiniGen(Retriever, name="infinigen"):
         max_fetch: largest share of the slots that is fetched.
         first_ahead: first layer with a predicted query. Earlier layers use their own, since the input of the first
             layers predicts little.
-        observed: number of last tokens of the prompt whose queries choose the columns.
+        observed: number of last tokens of the prompt whose queries choose the columns, and of a turn after which they
+            are chosen anew.
         ahead: predict queries from the layer before, so that fetching overlaps with its compute; false uses the
             layer's own query. None predicts on a GPU only: on a CPU nothing has to be fetched over a link.
 
@@ -130,8 +131,6 @@ class InfiniGen(Retriever, name="infinigen"):
         require_default(self, "alpha", "max_fetch", given=self.fetch is not None, rule=rule)
         rule = "with policy.ahead=false, which predicts no queries; leave it out"
         require_default(self, "first_ahead", given=self.ahead is False, rule=rule)
-        rule = f"with policy.skew={self.skew}, which has queries of its own; leave it out"
-        require_default(self, "observed", given=not self.needs_queries, rule=rule)
         if self.skew not in ("auto", "none"):
             Skew.load(self.skew)  # finds mistakes in the file before the model is loaded
 

@@ -93,7 +93,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "recent": 8,
         "min_tokens": 0,
     },
-    "offload": {"name": "offload", "sinks": 2, "recent": 3, "min_tokens": 0},
+    "offload": {"name": "offload", "min_tokens": 0},
     "pool": {"name": "exact_topk", "fetch": 10, "sinks": 2, "recent": 3, "min_tokens": 0, "pool": {"bytes": "52KiB"}},
     "pyramidinfer": {"name": "pyramidinfer", "min_tokens": 8, "mean_keep": 0.6},
     "sequence": {
