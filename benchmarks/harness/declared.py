@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.lines import Line
-from benchmarks.harness.pictures import LOOKS, legend
+from benchmarks.harness.pictures import LOOKS, legend_below
 from launch.program.text_table import text_table
 from runahead.picture_style import new_figure, panels, png, set_title, style_axes
 
@@ -94,7 +94,7 @@ class Curves:
                         axes.plot(*bounds, color=look["color"], linestyle=":")
             style_axes(axes, title=part.title, x=self.x_label, y=part.y_label)
             self.finish(axes, here)
-        legend(figure, handles=list(shown.values()), loc="outside lower left", ncols=4)
+        legend_below(figure, list(shown.values()))
         set_title(figure, self.title, self.subject(drawn))
         return png(figure)
 

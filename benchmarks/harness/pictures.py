@@ -37,3 +37,17 @@ class Look:
 def legend(place: Any, **more: Any) -> None:
     """Add a legend to axes or to a figure; `more` are further arguments of matplotlib's `legend`."""
     place.legend(**({"frameon": False, "fontsize": 8.5, "labelcolor": INK} | more))
+
+
+MOST_COLUMNS = 4
+"""Columns of a legend below a figure, or fewer where names are long."""
+
+
+def legend_below(figure: Any, handles: list[Any]) -> None:
+    """Add a legend below the panels of a figure, in as many columns as it is wide enough for."""
+    for columns in range(MOST_COLUMNS, 0, -1):
+        legend(figure, handles=handles, loc="outside lower left", ncols=columns)
+        [*_, added] = figure.legends
+        if columns == 1 or added.get_window_extent(figure.canvas.get_renderer()).width <= figure.bbox.width:
+            return
+        added.remove()

@@ -199,6 +199,28 @@ def test_declared_curves_go_through_the_points_of_their_panel(monkeypatch: pytes
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
 
 
+@pytest.mark.parametrize("length", [3, 20, 30, 50, 70])
+def test_a_legend_has_all_columns_that_its_figure_has_room_for(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(declared, "png", lambda figure: figures.append(figure) or b"")
+    curves = Curves(
+        title="Points",
+        subject=lambda drawn: "",
+        lines=list,
+        curve=lambda line: line["name"],
+        x_label="x",
+        x=lambda line: line["x"],
+        panels=lambda drawn: [Panel("first", "y", lambda line: line["x"])],
+    )
+    curves([{"name": str(number) * length, "x": x} for number in range(5) for x in (1, 2)])
+    [figure] = figures
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    box, whole, columns = legend.get_window_extent(), figure.bbox, legend._ncols
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1
+    assert columns == 4 or (columns + 1) * box.width / columns > 0.95 * whole.width  # the last column has no gap
+
+
 def test_the_last_run_is_that_of_the_last_line() -> None:
     found = [{"date": "1", "at": 0}, {"date": "2", "at": 1}, {"date": "2", "at": 2}]
     assert [line["at"] for line in last_run(found)] == [1, 2]

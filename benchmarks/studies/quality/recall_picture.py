@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import Any
 
 from benchmarks.harness.lines import Line
-from benchmarks.harness.pictures import LOOKS, legend
+from benchmarks.harness.pictures import LOOKS, legend_below
 from benchmarks.studies.quality.losses import AtShare, Compared, compared, heading, settings
 from runahead.picture_style import MUTED, new_figure, panels, png, set_title, style_axes
 
@@ -28,7 +28,7 @@ def recall_picture(found: list[Line]) -> bytes | None:
             _draw(place, methods, name)
             place.axhline(0, color=MUTED, linewidth=1, linestyle="--")
             style_axes(place, x=x, y=f"{name}: loss over the full cache, nats")
-    legend(figure, handles=axes[0].lines, loc="outside lower left", ncols=4)
+    legend_below(figure, axes[0].lines)
     set_title(figure, "What retrieving policies find, by the bytes that they read")
     return png(figure)
 
