@@ -35,7 +35,7 @@ class Balance:
     Args:
         cluster: cost of the compute, and links; its speeds are replaced by what is learned.
         slowness: of each rank.
-        lent: factor by which the last rank has more threads while the others wait.
+        lent: factor by which the last rank is faster with the threads that it is lent while the others wait.
         ways: times of prompts that the last rank or all have computed.
     """
 
@@ -65,7 +65,7 @@ class Balance:
         self.ways.learn(num_tokens, is_alone=is_alone, predicted_s=predicted_s, measured_s=seconds)
 
     def _alone_s(self, num_tokens: int, num_stored: int = 0) -> float:
-        """Seconds on the last rank, if the threads that are lent to it gain what they can."""
+        """Seconds on the last rank, with the threads that are lent to it."""
         speed = self.lent * math.exp(-self.slowness.at(num_tokens)[-1])
         return self._seconds(ContextPartition(boundaries=(0, num_tokens)), [speed], None, num_stored)
 

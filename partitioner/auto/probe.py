@@ -24,23 +24,34 @@ PROBE_LAYERS = 4
 RANKS_ALIKE = 0.1
 """Log differences between ranks below which they are taken for noise: on most machines ranks are alike."""
 
-MOST_POINTS = 33
-"""Points that are timed at most: six for each length that is tried, and nine of the chosen one."""
+LENT_ALIKE = 0.2
+"""Share of what lent threads should gain that may be missing: less is taken for noise."""
+
+MOST_POINTS = 39
+"""Points that are timed at most: six for each length that is tried, nine of the chosen one, six with lent threads."""
 
 Progress = Callable[[int, str], None]
 """Called before each point with the number of points, at most, and a text."""
 
 
 def probe(
-    model: Model, ranks: Ranks, on_progress: Progress = lambda total, text: None, *, places: Places | None = None
-) -> tuple[FittedCost, list[float]]:
+    model: Model,
+    ranks: Ranks,
+    on_progress: Progress = lambda total, text: None,
+    *,
+    places: Places | None = None,
+    lent: float = 1.0,
+) -> tuple[FittedCost, list[float], float]:
     """Time a few layers on all ranks at once, as they compute in a prompt. Every rank makes the same call.
 
     Args:
         places: of the whole model, if ranks have some of its layers.
+        lent: factor by which the last stage has more threads while the others wait.
 
     Returns:
-        the cost, whose constants are medians over the stages, and the log slowness of each stage, on every rank.
+        the cost, whose constants are medians over the stages, the log slowness of each stage, and what of `lent` is
+        gained, on every rank. Threads of a process wait for each other in each operation, so on a machine that does
+        other work more of them may be slower.
     """
 
     def tick(text: str) -> None:
@@ -55,7 +66,27 @@ def probe(
     measured = ranks.on_all_ranks("timed layers", lambda: _measured(model, chunks, REPEATS, tick, places))
     costs = ranks.gather(counted_cost(measured), "timed layers")
     # The ranks of a stage time the same layers in step, so the first stands for all of them.
-    return combined([costs[rank] for rank in ranks.mesh.chain(0)], longest)
+    cost, slowness = combined([costs[rank] for rank in ranks.mesh.chain(0)], longest)
+    if lent > 1:
+        last, what = ranks.num_stages - 1, "layers timed with lent threads"
+
+        def timed() -> FittedCost | None:
+            if ranks.stage != last:
+                return None
+            with ranks.lending([last]):
+                return counted_cost(_measured(model, chunks[-2:], REPEATS, tick, places))
+
+        with_lent = ranks.gather(ranks.on_all_ranks(what, timed), what)
+        first = ranks.mesh.rank(last, 0)
+        own, more = costs[first], with_lent[first]
+        assert more is not None, "the last stage has timed them"
+        lent = gained(lent, layer_s(own, longest, longest) / layer_s(more, longest, longest))
+    return cost, slowness, lent
+
+
+def gained(lent: float, measured: float) -> float:
+    """What lent threads gain: as many times as there are more of them, unless what was measured is clearly less."""
+    return lent if measured >= (1 - LENT_ALIKE) * lent else measured
 
 
 def counted_cost(measured: MeasuredCost) -> FittedCost:

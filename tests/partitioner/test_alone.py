@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from partitioner.auto import probe
 from partitioner.auto.alone import BothWays, SeenTime
 from partitioner.auto.balance import Balance
 from partitioner.auto.learned import LearnedSplit, read_learned, write_learned
@@ -261,11 +262,17 @@ def test_of_a_prompt_whose_beginning_is_stored_both_lengths_are_told(rank_pools:
         assert (first[-1], second[-1]) == (40, 20)
 
 
-def started(ranks: Ranks, folder: Path, processors: int) -> tuple[float | None, list[list[int]], list[bool]]:
+def started(
+    ranks: Ranks, folder: Path, processors: int, gains: bool = True
+) -> tuple[float | None, list[list[int]], list[bool]]:
     """Factor of the threads that are lent, and of some prompts the boundaries, and which are known to be alone."""
     model = tiny_model("llama", torch.float32)
     beside = {rank: RankThreads(number=3, processors=processors) for rank in range(ranks.size)}
-    with mock.patch.object(ranks, "threads", beside), mock.patch.object(torch, "set_num_threads"):
+    with (
+        mock.patch.object(ranks, "threads", beside),
+        mock.patch.object(torch, "set_num_threads"),
+        mock.patch.object(probe, "LENT_ALIKE", 1.0 if gains else 0.0),  # all that is measured is enough, or nothing is
+    ):
         partition = AutoPartition.start(model, ranks, folder=folder, alone=True, tell=lambda sentence: None)
         engine, found = Engine(model, ranks, partition=partition), list[list[int]]()
         for length in (40, 40, 300, 40):
@@ -286,6 +293,24 @@ def test_all_ranks_decide_alike_and_the_next_run_goes_on_from_what_was_seen(
     assert again[:4] == seen and len(again) == 8
     assert rank_pools.run(2, started, tmp_path, 4)[0][0] == pytest.approx(4 / 3)
     assert len(list(tmp_path.rglob("*.json"))) == 2, "other threads, other times"
+
+
+def test_lent_threads_count_as_what_they_gain(rank_pools: RankPools, tmp_path: Path) -> None:
+    """Here none are lent, though the ranks are told that twice as many threads compute."""
+    lent, *_ = rank_pools.run(2, started, tmp_path, 64, False)[0]
+    again, *_ = rank_pools.run(2, started, tmp_path, 64, False)[0]
+    assert lent is not None and 0 < lent <= 2 and again == lent, "it is kept"
+
+
+@pytest.mark.parametrize(("measured", "counts"), [(2.3, 2.0), (2.0, 2.0), (1.61, 2.0), (1.5, 1.5), (0.1, 0.1)])
+def test_less_than_lent_threads_should_gain_is_believed_beyond_noise(measured: float, counts: float) -> None:
+    assert probe.gained(2.0, measured) == counts
+
+
+def test_a_prompt_is_not_left_to_threads_that_wait_for_each_other() -> None:
+    """On a machine that does other work; with what their number promises, it would be."""
+    for lent, is_alone in ((2.0, True), (1.5, False), (0.1, False)):
+        assert Balance(cluster(2), Slowness([0.0, 0.0]), lent=lent).is_alone_sooner(even(2000, 2)) is is_alone
 
 
 @pytest.mark.parametrize("is_alone", [True, False])

@@ -245,6 +245,7 @@ def damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         damage(lambda kept: kept["link"].update(latency_s="1")),
         damage(lambda kept: kept.update(start=[0.0])),
         damage(lambda kept: kept.update(start=[0.0, float("nan")])),
+        damage(lambda kept: kept.update(lent="2")),
         damage(lambda kept: kept.update(prompts=[1])),
         damage(lambda kept: kept["prompts"][0].update(tokens=0)),
         damage(lambda kept: kept["prompts"][0].update(slowness=[1.0])),
