@@ -166,6 +166,30 @@ def check_devices(probe: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
+READERS = {
+    "kernel": ("our kernel for CPUs", "chosen blocks of keys are read as they lie"),
+    "flex": ("FlexAttention", "it compiles here and equals a softmax in float64; chosen blocks are read as they lie"),
+    "gathering": ("gathering", "chosen blocks of keys are copied before they are read, so less is gained by a density"),
+}
+"""What reads the blocks that a sparse prefill has chosen, and what that means."""
+
+
+def check_chosen_blocks(probe: Mapping[str, Any]) -> list[Finding]:
+    """What a sparse prefill (prefill.attention=xattention) can use here: the slowest of all ranks."""
+    found = [each for each in probe["chosen_blocks"] if each is not None]
+    if not found:
+        return []
+    slowest = max(found, key=lambda each: list(READERS).index(each["by"]))
+    measured, words = READERS[slowest["by"]]
+    if slowest["by"] == "gathering":
+        remedy = (
+            "python -m launch.kernels builds a kernel that does not" if probe["device"] == "cpu" else slowest["why"]
+        )
+        words += f"; {remedy or 'FlexAttention, which does not, needs Triton and float32, bfloat16 or float16'}"
+    verdict = Verdict.noted if slowest["by"] == "gathering" else Verdict.good
+    return [Finding(group="devices", name="sparse prefill", verdict=verdict, measured=measured, words=words)]
+
+
 def check_exactness(probe: Mapping[str, Any], num_ranks: int) -> list[Finding]:
     """One prompt over all ranks against one rank: the tokens, and the logits of the first."""
     runs = probe["runs"]

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from benchmarks.doctor import environment
-from benchmarks.doctor.checks import check_decoding, check_devices, check_exactness, check_fault, check_links
+from benchmarks.doctor.checks import (
+    check_chosen_blocks,
+    check_decoding,
+    check_devices,
+    check_exactness,
+    check_fault,
+    check_links,
+)
 from benchmarks.doctor.crew import RANKS_WITHOUT_GPUS, Crew, Job, JobOutcome, overrides
 from benchmarks.doctor.findings import Finding, Verdict, worst
 from benchmarks.doctor.options import AUTO, LARGE_MIB, SHAPES, DoctorRun
@@ -187,7 +194,7 @@ class Examination:
             return
         self.probe = json.loads(out.read_text(encoding="utf-8"))
         self.findings += check_links(self.probe, self.crew.facts)
-        self.findings += check_devices(self.probe)
+        self.findings += [*check_devices(self.probe), *check_chosen_blocks(self.probe)]
         self.findings += check_exactness(self.probe, self.crew.size)
         self.findings += check_decoding(self.probe)
 

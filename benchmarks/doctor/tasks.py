@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,7 +27,10 @@ from launch.program.launcher import follow_launcher
 from launch.program.signals import ending_signals
 from partitioner.cost.link import Link
 from partitioner.measure import ping
+from runahead.attention.partial import fused_kernel
+from runahead.attention.sparse import flex
 from runahead.config import (
+    SPARSE_BLOCK,
     DecodeName,
     DecodeOptions,
     GenerationOptions,
@@ -37,6 +41,7 @@ from runahead.config import (
 )
 from runahead.engine import Engine
 from runahead.files import write_whole
+from runahead.kernels import operators
 from runahead.model.model import Model
 from runahead.model.shares import check_shares
 from runahead.ranks.fault_report import fault_path
@@ -98,6 +103,7 @@ def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
     alone = ranks.on_all_ranks("memory", lambda: memory_Bps(ranks.device) if ranks.rank == decodes else 0.0)
     load = partial(Model.load, ModelOptions(**task.model), ranks.device, ranks_on_host=ranks.local_size)
     model = ranks.on_all_ranks("the model", load)
+    blocks = ranks.on_all_ranks("chosen blocks", lambda: chosen_blocks(model))
     matmul = ranks.gather(ranks.on_all_ranks("matrix products", lambda: matmul_rate(model)), "matrix products")
     names = [PrefillName.single] + [PrefillName.kv_runahead] * (ranks.size > 1)
     ids = random_ids(task.length, model.vocab_size)
@@ -130,7 +136,30 @@ def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "shares": shares(model, ranks.size),
+        "chosen_blocks": ranks.gather(blocks, "chosen blocks"),
     }
+
+
+def chosen_blocks(model: Model) -> dict[str, str] | None:
+    """What reads chosen blocks of keys in layers of this model (`prefill.attention=xattention`), compared where it is
+    compiled, and why it is nothing faster; None if no layer attends."""
+    if not model.kv_shapes:
+        return None
+    shape, num_tokens = model.kv_shapes[0], 2 * SPARSE_BLOCK
+    q_BNCH, k_BKSH, v_BKSV = (
+        torch.zeros(1, heads, num_tokens, dim, dtype=model.dtype, device=model.device)
+        for heads, dim in (
+            (model.num_query_heads, shape.key_dim),
+            (shape.num_kv_heads, shape.key_dim),
+            (shape.num_kv_heads, shape.value_dim),
+        )
+    )
+    if fused_kernel(q_BNCH, k_BKSH, v_BKSV) is operators.attend:
+        return {"by": "kernel", "why": ""}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        by = "flex" if flex.takes(q_BNCH, k_BKSH, v_BKSV) else "gathering"
+    return {"by": by, "why": " ".join(str(each.message) for each in told)}
 
 
 def shares(model: Model, num_ranks: int) -> list[int]:

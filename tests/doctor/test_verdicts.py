@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.doctor import tasks
 from benchmarks.doctor.checks import (
+    check_chosen_blocks,
     check_decoding,
     check_devices,
     check_exactness,
@@ -38,7 +42,11 @@ from benchmarks.doctor.speed import Race, check_race, check_tokens
 from benchmarks.ttft.comparison import Spread
 from launch.doctor import DOCTOR, main
 from partitioner.cost.known_gpus import KNOWN, NAMES, known_gpu
+from runahead.attention.partial import cpu_flash
+from runahead.attention.sparse import flex
 from runahead.config import ModelOptions, RanksOptions
+from runahead.kernels import operators
+from tests.ranks.tasks import tiny_model
 
 ETH = Interface(name="eth0", is_up=True, mbps=10_000)
 HERE = Facts(
@@ -87,6 +95,7 @@ def probe(**more: Any) -> dict[str, Any]:
         "device": "cpu",
         "threads": 1,
         "shares": [2],
+        "chosen_blocks": [{"by": "kernel", "why": ""}] * 2,
     } | more
 
 
@@ -335,6 +344,50 @@ def test_rounding_is_exact_and_other_logits_are_not() -> None:
     assert (wrong.verdict, wrong.measured) == (Verdict.failed, "1 of 3 tokens equal")
     [rounded] = check_exactness(probe(runs=runs, dtype="bfloat16"), 2)
     assert rounded.verdict is Verdict.good and "rounding decides" in rounded.words
+
+
+@pytest.mark.parametrize(
+    ("by", "why", "device", "verdict", "says"),
+    [
+        (("kernel", "kernel"), "", "cpu", Verdict.good, "read as they lie"),
+        (("flex", "flex"), "", "NVIDIA L40S", Verdict.good, "equals a softmax in float64"),
+        (("kernel", "gathering"), "", "cpu", Verdict.noted, "python -m launch.kernels builds a kernel"),
+        (("gathering", "flex"), "FlexAttention cannot be used: it is 3 times", "NVIDIA L40S", Verdict.noted, "3 times"),
+        (("gathering", "gathering"), "", "NVIDIA L40S", Verdict.noted, "needs Triton"),
+    ],
+)
+def test_what_reads_chosen_blocks_is_told_of_the_slowest_rank(
+    by: tuple[str, str], why: str, device: str, verdict: Verdict, says: str
+) -> None:
+    blocks = [{"by": each, "why": why if each == "gathering" else ""} for each in by]
+    [found] = check_chosen_blocks(probe(chosen_blocks=blocks, device=device))
+    assert found.verdict is verdict and says in found.words
+    assert check_chosen_blocks(probe(chosen_blocks=[None, None])) == []
+
+
+@pytest.mark.parametrize(
+    ("has_kernel", "takes", "by"), [(True, False, "kernel"), (False, True, "flex"), (False, False, "gathering")]
+)
+def test_the_probe_asks_what_attention_would_take(
+    monkeypatch: pytest.MonkeyPatch, has_kernel: bool, takes: bool, by: str
+) -> None:
+    """With tensors of the model's sizes, and in the order in which attention to chosen blocks asks."""
+    model, asked = tiny_model("llama", torch.float32), list[list[tuple[int, ...]]]()
+
+    def told(*tensors: torch.Tensor) -> bool:
+        asked.append([tuple(x.shape) for x in tensors])
+        if not takes:
+            warnings.warn("FlexAttention cannot be used: no compiler", stacklevel=1)
+        return takes
+
+    monkeypatch.setattr(flex, "takes", told)
+    monkeypatch.setattr(tasks, "fused_kernel", lambda *_: operators.attend if has_kernel else cpu_flash)
+    found = tasks.chosen_blocks(model)
+    assert found is not None and found["by"] == by
+    shape, heads = model.kv_shapes[0], model.config.num_attention_heads
+    sizes = [(1, heads, 256, shape.key_dim), *[(1, shape.num_kv_heads, 256, shape.key_dim)] * 2]
+    assert asked == ([] if has_kernel else [sizes])
+    assert ("no compiler" in found["why"]) is (by == "gathering")
 
 
 def test_decoding_is_held_against_memory() -> None:
