@@ -1,4 +1,4 @@
-"""Code of README.md, docs/library.md, docs/prompt_cache.md and the tutorial runs, and commands select tests."""
+"""Code of the pages and of the tutorial runs, their commands select tests, their paths are ones that are read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 
 import runahead
 from runahead import Model, ModelOptions
+from runahead.model.loading.checkpoint import HUB_GGUF, HUB_ID
+from runahead.model.loading.quantised import FORMATS
 from runahead.report import GenerationBatch
 from tests.families import save_tiny_llama
 from tests.tokenizers_for_tests import byte_level
@@ -156,3 +158,14 @@ def test_the_prompt_program_of_the_page(model: Model, tmp_path: Path, monkeypatc
         "Plan a trip of 3 days. One of the travellers is allergic to nuts. Miami is a city by the sea. "
         "Where can I surf?"
     )
+
+
+def test_the_page_has_an_example_of_each_quantised_format() -> None:
+    """In the table of docs/models.md: each is a path that `model.path` takes for one of the hub's."""
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8").partition("## Quantised checkpoints\n")[2]
+    rows = [line.split(" | ") for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert [cell.strip("| ") for cell in rows[0][:3]] == ["`quant_method`", "forms", "`model.path`, such as"]
+    *formats, gguf = rows[1:]
+    assert sorted(name for row in formats for name in re.findall(r"`([\w-]+)`", row[0])) == sorted(FORMATS)
+    assert all(HUB_ID.fullmatch(row[2].strip("`")) for row in formats)
+    assert HUB_GGUF.fullmatch(gguf[2].strip("`")) and gguf[0] == "| a `.gguf` file"
