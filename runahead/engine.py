@@ -519,7 +519,7 @@ class Engine:
         cache = self.to_cache(prompts)
         if cache is None:
             return None
-        from runahead.model.logits_check import transformers_attention
+        from runahead.model.checks.logits_check import transformers_attention
         from runahead.model.seam import ATTENTION_NAME
 
         batch = PromptBatch.from_prompts(list(prompts), self.ranks.device)

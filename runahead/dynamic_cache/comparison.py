@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runahead.config import Weights
-from runahead.model.logits_check import bound_of, differ
+from runahead.model.checks.logits_check import bound_of, differ
 from runahead.model.model import Model
 
 LEAST_HEAD = 0.1

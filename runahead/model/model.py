@@ -8,7 +8,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,65 +16,53 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from policies.row_values import row_values
-from runahead.attention import flash
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
 from runahead.attention.partial import takes_sequences
 from runahead.attention.states import States
-from runahead.cache.attention import CausalAttention
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.slabs import Slabs
 from runahead.config import Fuse, ModelOptions, Weights
-from runahead.failures import PeerFailure, is_lack_of_memory
-from runahead.files import cache_folder
-from runahead.kernels.operators import KERNELS
+from runahead.failures import PeerFailure
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS, adapt
+from runahead.model.checks.checked_model import CheckedModel, lacks_memory
 from runahead.model.fingerprint import model_fingerprint, samples_of_share, whole_fingerprint, with_changes
 from runahead.model.grammars import Grammars
-from runahead.model.held import Held
-from runahead.model.known_checks import KnownCheck
 from runahead.model.layer_kinds import unsupported_kinds
 from runahead.model.layers.cpu_linear import multiply_fast
-from runahead.model.layers.fusing import apart, is_fused, is_wanted, kernel_bytes, takes_rounding, unfuse, watching
+from runahead.model.layers.fusing import is_fused, is_wanted, kernel_bytes, takes_rounding, unfuse, watching
 from runahead.model.layers.gated import fuse_gated
-from runahead.model.layers.int8 import encoded_layers, encoded_share, unrounded
+from runahead.model.layers.int8 import encoded_layers, encoded_share
 from runahead.model.layers.narrowing import narrow
 from runahead.model.layers.norms import fuse_norms
-from runahead.model.layers.pieces import give_in_blocks, give_in_pieces
 from runahead.model.layers.products import fuse_alone, fuse_products
 from runahead.model.layers.rotary_functions import fuse_rotations
-from runahead.model.loading.kernels import library_folder
 from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
-from runahead.model.logits_check import LogitsCheck, StatesLost, check_text, differ, routes_to_experts
 from runahead.model.marking.marks import Marker, Marks
 from runahead.model.marking.means import Means
 from runahead.model.memory import activation_bytes, memory_after_call
-from runahead.model.model_layers import Boundary, ModelLayers
+from runahead.model.model_layers import Boundary
 from runahead.model.reading.sources import Reading
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
-from runahead.ranks.agreement import fact
 from runahead.report import MemoryReport
 from runahead.rotary import Rotary
 from runahead.timeline.ranges import NamedRanges, Ranges
 
 T = TypeVar("T")
 
-BLOCK_OF_CHECK = 3
-"""Tokens of a block in the comparison of logits."""
 
-
-class Model(ModelLayers):
+class Model(CheckedModel):
     """A transformers causal language model whose attention layers call ours.
 
     The logits of a short text are compared with those of transformers' own attention. What is known of its layers is in
-    `ModelLayers`.
+    `ModelLayers`, and of its checks in `CheckedModel`.
 
     Args:
         module: the model, in eval mode, on its device.
@@ -90,8 +77,6 @@ class Model(ModelLayers):
         compares: False leaves the comparison to who makes the model of a stage of layers.
 
     Attributes:
-        check: "done" by this run, "kept" from an earlier one, or "none", as there is nothing to compare with.
-        gives_one_by_one: layers that hold a state are given the tokens after one by one, but for a text's first chunk.
         marks: how tokens mark those that are evicted, in a model that was trained for it.
         lacks_kernels: why attention on a CPU is PyTorch's where ours could be used, in a sentence; "" if it is not.
         unrecordable: why its decoding steps cannot be replayed on a CPU, as the first one that was tried has shown; "".
@@ -146,9 +131,7 @@ class Model(ModelLayers):
         self._cache_name = next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
-        self._narrows = self._writes_in_place = self.gives_one_by_one = False
-        self._wrong_in_blocks: str | None = None  # not known yet
-        self.check = "none"
+        self._narrows = False
         self._marker: Marker | None = None
         try:
             self.marks = Means.from_config(self.config) or Marks.from_config(self.config)
@@ -176,7 +159,7 @@ class Model(ModelLayers):
         except PeerFailure:
             raise
         except Exception as error:  # the family's own code may raise anything on input that it does not expect
-            if _lacks_memory(error):
+            if lacks_memory(error):
                 raise
             reason = one_line(error)
             has_no_memory = isinstance(error.__cause__, RuntimeError)  # for keys and values
@@ -287,13 +270,13 @@ class Model(ModelLayers):
             try:
                 require()
             except ValueError as error:  # on all ranks
-                if _lacks_memory(error) or not self._is_right_whole(require):
+                if lacks_memory(error) or not self._is_right_whole(require):
                     raise
                 self._tell_whole(error)
         except (ValueError, PeerFailure):
             raise
         except Exception as error:  # shares may be of other shapes than the family's code expects
-            if _lacks_memory(error):
+            if lacks_memory(error):
                 raise
             raise ValueError(self._unshared(shares, one_line(error))) from error
 
@@ -628,66 +611,6 @@ class Model(ModelLayers):
         num_blocks = -(-units // (row_tokens // multiple))
         return [min(num_new, units * block // num_blocks * multiple) for block in range(1, num_blocks + 1)]
 
-    def wrong_in_blocks(self) -> str:
-        """Why layers must not compute blocks of rows, in a sentence; "". All shares of a model call this alike.
-
-        The first call compares logits; the next one, where that failed for lack of memory or was interrupted.
-        """
-        if self._wrong_in_blocks is None:
-            found: str | None = None
-            self._wrong_in_blocks = ""  # for the forwards of the comparison
-            try:
-                found = self._compare_blocks()
-            except PeerFailure:
-                raise
-            except Exception as error:  # the family's code may expect all tokens
-                if _lacks_memory(error):
-                    raise
-                found = one_line(error)
-            finally:
-                self._wrong_in_blocks = found
-        if not self._wrong_in_blocks:
-            return ""
-        return (
-            f"{self.family} gives other logits where layers compute a chunk in blocks of rows ({self._wrong_in_blocks})"
-        )
-
-    def _compare_blocks(self) -> str:
-        """Have layers compute blocks of rows from now on, and say how logits of a short text are off, or "".
-
-        Layers write over their input, so that a forward needs memory for one, unless the model's code reads it again.
-        """
-        held, layers = self.held, enumerate(self._layers)
-        kv_layers = set(self.kv_layers)
-        give_in_blocks(
-            (each, number in kv_layers) for number, each in layers if held is None or not self._is_whole(held, number)
-        )
-        if routes_to_experts(self.module) and self.dtype.itemsize < 4:  # rounding exchanges experts
-            return ""
-        ids_1C, off = check_text(self.vocab_size, self.device), ""
-
-        def logits(row_tokens: int | None) -> Tensor:
-            attention = CausalAttention(self.empty_cache(ids_1C.shape[1]), start=0, pads=[0])
-            return self.forward(ids_1C, attention, start=0, pads=[0], all_logits=True, row_tokens=row_tokens)
-
-        whole_1CV = logits(None)
-        for self._writes_in_place in (True, False):
-            off = differ(logits(BLOCK_OF_CHECK), whole_1CV, self.dtype)
-            if self.shares is not None:
-                off = next(filter(None, self.shares.gather(off)), "")
-            if not off:
-                break
-        return off
-
-    @property
-    def computes_blocks(self) -> bool:
-        """Whether layers can compute their tokens in blocks of rows: see `forward`."""
-        return self.has_layers and self.has_reference and not self._wrong_in_blocks
-
-    def _is_whole(self, held: Held, layer: int) -> bool:
-        """Whether a layer computes all tokens of a forward at once."""
-        return layer in held.state_of and (self.gives_one_by_one or layer in held.kv_of)
-
     def _let_layers_narrow(self) -> None:
         """Have layers compute the tokens that are left in a forward, from now on."""
         if not self._narrows:
@@ -719,133 +642,6 @@ class Model(ModelLayers):
         with rotary_length(self._rotaries, [ids_1C.shape[1]]):
             hidden_1CD: Tensor = self.module.base_model(input_ids=ids_1C, **keywords).last_hidden_state
         return hidden_1CD
-
-    def _check_logits(self, made_from: str) -> None:
-        """`_compare_logits`, unless a run before did so for a model made from the same."""
-        if not self.has_reference:
-            return
-        known, fused, last = None, is_fused(self.module), self.last_layer
-        if made_from and self.held is None:
-            uses_kernels = KERNELS.in_use or self.weights is Weights.int8
-            kernels = library_folder().name if uses_kernels else flash.in_use()  # what computes attention, or products
-            about = fact(f"{made_from} {fused} {kernels}")
-            weights = model_fingerprint(self.module)
-            known = KnownCheck.of_model(cache_folder(), weights, about, self.dtype, self.device)
-        self.check = "kept" if known is not None and known.is_kept() else "done"
-        if self.check == "done":
-            self._compare_logits()
-            is_as_before = is_fused(self.module) == fused and self.last_layer == last  # or each run says what it found
-            if known is not None and is_as_before:
-                known.keep()
-
-    def _compare_logits(self) -> None:
-        """Compare the logits with transformers' own; what is fused is taken apart if they are right only without it.
-
-        Raises:
-            ValueError: they are others.
-        """
-        try:
-            self._require_logits()
-        except PeerFailure:
-            raise
-        except Exception as error:  # the family's code may change in place what it has given to several modules
-            if _lacks_memory(error):
-                raise
-            if self._is_right_whole(self._require_logits):
-                self._tell_whole(error)
-                return
-            if not unfuse(self.module):
-                raise
-            self.gives_one_by_one = False
-            self._compare_logits()
-            warnings.warn(f"{self.family} is computed as with model.fuse=off ({one_line(error)})", stacklevel=2)
-
-    def _require_logits(self) -> None:
-        check = self._logits_check()
-        with unrounded(self.module):
-            if self.held is None:
-                check.require(*check.expected(), "transformers' own")
-            else:
-                self._require_states(check, self.held)
-                check.require_last_alone()
-        if self.weights is Weights.int8:
-            check.require_products()
-
-    def _tell_whole(self, error: Exception) -> None:
-        warnings.warn(
-            f"{self.family} computes all tokens of a prompt in its last layer ({one_line(error)})", stacklevel=3
-        )
-
-    def _is_right_whole(self, require: Callable[[], None]) -> bool:
-        """Whether logits are right if the last layer computes all tokens, as it does from now on in that case.
-
-        Args:
-            require: raises an error if they are not.
-        """
-        last, self.last_layer = self.last_layer, None
-        if last is None:
-            return False
-        try:
-            require()
-        except PeerFailure:
-            raise
-        except Exception as error:
-            if _lacks_memory(error):
-                raise
-            self.last_layer, self.gives_one_by_one = last, False
-            return False
-        self._is_whole_only = True
-        return True
-
-    def _require_states(self, check: LogitsCheck, held: Held) -> None:
-        """Check that layers begin from given states, if need be with tokens one by one, and see when they read these.
-
-        Raises:
-            ValueError: they do not, or only without what is fused.
-        """
-        give_in_pieces(self.module, self._run_one_token)
-        try:
-            check.require_states(held)
-        except StatesLost as error:
-            if is_fused(self.module) and self._begins_apart(check, held):
-                raise
-            self.gives_one_by_one = True
-            try:
-                check.require_states(held)
-            except PeerFailure:
-                raise
-            except Exception as other:  # as above: the family's code may return what is not put together from tokens
-                if _lacks_memory(other):
-                    raise
-                raise error from None
-        else:
-            self.held = replace(held, reads_late=True)
-            self.held = self.held if check.reads_late() else held
-
-    def _begins_apart(self, check: LogitsCheck, held: Held) -> bool:
-        """Whether layers begin from given states by the family's own code."""
-        with apart(self.module):
-            try:
-                check.require_states(held)
-            except StatesLost:
-                return False
-        return True
-
-    def _logits_check(self) -> LogitsCheck:
-        return LogitsCheck(
-            module=self.module,
-            name=self.name,
-            shares=self.shares,
-            forward=self.forward,
-            empty_cache=self.empty_cache,
-            run_one_token=self._run_one_token,
-        )
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Whether memory ran out, by an error or by that which caused it."""
-    known = [each for each in (error, error.__cause__) if each is not None]
-    return any(isinstance(each, torch.OutOfMemoryError) or is_lack_of_memory(each) for each in known)
 
 
 def load_weights(

@@ -21,8 +21,8 @@ from runahead.attention.base import ForwardEndsHere, Recording
 from runahead.cache.attention import CausalAttention
 from runahead.config import ModelOptions, Profile
 from runahead.context import even
+from runahead.model.checks.logits_check import check_text, differ, routes_to_experts, transformers_logits
 from runahead.model.layer_kinds import decoder_config
-from runahead.model.logits_check import check_text, differ, routes_to_experts, transformers_logits
 from runahead.model.model import Model
 from runahead.model.seam import SeamCache
 from runahead.model.shares import Load, load_model

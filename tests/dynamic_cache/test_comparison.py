@@ -16,9 +16,9 @@ from runahead import Conversation, Engine, Model, Ranks, RanksOptions
 from runahead.config import Weights
 from runahead.dynamic_cache.comparison import kv_differ
 from runahead.kernels import operators
+from runahead.model.checks.logits_check import differ
 from runahead.model.layers.int8 import encode_linears
 from runahead.model.loading import kernels
-from runahead.model.logits_check import differ
 from tests.families import VOCAB_SIZE, build, prompt
 from tests.model.test_int8 import load_kernels
 from tests.needs import missing

@@ -7,7 +7,7 @@ import torch
 
 from runahead import Engine, GenerationOptions, Model, Ranks, RanksOptions
 from runahead.decoding.sampling import Sampler, next_tokens
-from runahead.model.logits_check import require_numbers
+from runahead.model.checks.logits_check import require_numbers
 from tests.families import build
 
 

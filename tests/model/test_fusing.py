@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from runahead import Conversation, Model, ModelOptions
 from runahead.attention.base import Recording
 from runahead.config import Fuse
+from runahead.model.checks.logits_check import LogitsCheck, StatesLost
 from runahead.model.held import Held
 from runahead.model.layers import products
 from runahead.model.layers.fusing import FusedForward, apart, is_fused, watching
 from runahead.model.layers.norms import fuse_norms
 from runahead.model.layers.products import Product
 from runahead.model.loading.sharing import bytes_of
-from runahead.model.logits_check import LogitsCheck, StatesLost
 from tests.families import FAMILIES, HYBRIDS, MARKING, PRODUCTS, build, prompt
 from tests.model.test_nested_forwards import nested
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from runahead.cache.attention import CausalAttention
 from runahead.config import DType, Fuse, ModelName, ModelOptions
 from runahead.kernels.operators import KERNELS
-from runahead.model import known_checks, logits_check
+from runahead.model.checks import known_checks, logits_check
+from runahead.model.checks.logits_check import LogitsCheck
 from runahead.model.layers import cpu_linear
-from runahead.model.logits_check import LogitsCheck
 from runahead.model.model import Model
 from tests import families
 
@@ -126,7 +126,7 @@ def test_another_library_of_kernels_checks_again(
     for kernels, was_known in ((None, False), ("one", False), ("one", True), ("another", False), ("another", True)):
         monkeypatch.setattr(KERNELS, "in_use", kernels is not None)
         monkeypatch.setattr(
-            "runahead.model.model.library_folder", lambda kernels=kernels: Path("kernels") / str(kernels)
+            "runahead.model.checks.checked_model.library_folder", lambda kernels=kernels: Path("kernels") / str(kernels)
         )
         assert (load(folder, fuse=Fuse.off).check == "kept") == was_known, kernels
     assert len(checks) == 3

@@ -15,9 +15,9 @@ from runahead import Model
 from runahead.attention.partial import AttentionTerms
 from runahead.config import ModelName, ModelOptions
 from runahead.model import seam
+from runahead.model.checks.logits_check import LogitsCheck
 from runahead.model.layer_kinds import decoder_config, unsupported_calls, unsupported_kinds
 from runahead.model.loading import load_config, load_decoder_config
-from runahead.model.logits_check import LogitsCheck
 
 SUPPORTED = (
     "full_attention, sliding_attention, chunked_attention, linear_attention, conv, hybrid, hybrid_sliding, "

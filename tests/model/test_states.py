@@ -21,9 +21,9 @@ from runahead.cache.attention import CausalAttention
 from runahead.config import CacheOptions, Device, PrefillName
 from runahead.decoding.lanes import Lanes
 from runahead.decoding.row import Row, RowId
+from runahead.model.checks.logits_check import _Arriving
 from runahead.model.held import Held
 from runahead.model.layers.pieces import give_in_pieces
-from runahead.model.logits_check import _Arriving
 from runahead.model.seam import SeamCache
 from runahead.prefill.base import PrefillPlan, PromptBatch
 from runahead.prefill.kept_states import KeptStates

@@ -127,7 +127,7 @@ def expected_ends(
 
 
 def reference(module: Any, ids: list[int]) -> Any:
-    from runahead.model.logits_check import transformers_attention
+    from runahead.model.checks.logits_check import transformers_attention
 
     with transformers_attention(module):
         return module(input_ids=torch.tensor([ids]), use_cache=True)

@@ -19,7 +19,7 @@ from runahead import ContextPartition, Engine, GenerationOptions, Model, Prefill
 from runahead.config import PrefillName
 from runahead.features.facts import Setup
 from runahead.features.refused import check
-from runahead.model.logits_check import LogitsCheck
+from runahead.model.checks.logits_check import LogitsCheck
 from runahead.pipeline import stage
 from runahead.pipeline.hidden import Passage
 from runahead.report import GenerationBatch

@@ -21,7 +21,7 @@ from runahead.attention.base import Recording
 from runahead.cache.attention import CausalAttention
 from runahead.cache.new_tokens import NewTokens
 from runahead.config import PrefillName, Transfer
-from runahead.model import model as model_module
+from runahead.model.checks import checked_model
 from runahead.model.layers.pieces import give_in_blocks
 from runahead.model.seam import SeamCache
 from runahead.prefill import reusing
@@ -110,12 +110,12 @@ def test_a_comparison_that_was_interrupted_is_made_by_the_next_prompt(monkeypatc
     with throughout(torch.float64):
         model = Model(build("llama"))
         with monkeypatch.context() as changed:
-            changed.setattr(model_module, "differ", Mock(side_effect=[KeyboardInterrupt, torch.OutOfMemoryError]))
+            changed.setattr(checked_model, "differ", Mock(side_effect=[KeyboardInterrupt, torch.OutOfMemoryError]))
             for error in (KeyboardInterrupt, torch.OutOfMemoryError):
                 with pytest.raises(error):
                     in_blocks(model)
         with monkeypatch.context() as changed:
-            changed.setattr(model_module, "differ", lambda *_: "off by 1")
+            changed.setattr(checked_model, "differ", lambda *_: "off by 1")
             with pytest.raises(ValueError, match="off by 1"):
                 in_blocks(model)
 
