@@ -65,7 +65,7 @@ GENERATED = [5, 7, 11, 13]
 
 def policy(name: str, options: dict[str, Any]) -> Policy:
     if name == "infinigen":
-        options = {"ahead": True, "first_ahead": 1} | options
+        options = ({} if options.get("ahead") is False else {"ahead": True, "first_ahead": 1}) | options
     always = {} if name == "offload" else {"sinks": 2, "recent": 3}
     return POLICIES[name](**(always | {"min_tokens": 0} | options))
 
