@@ -43,11 +43,13 @@ def generate(
     prefill: PrefillOptions | None = None,
     options: GenerationOptions | None = None,
     decode: DecodeName = DecodeName.auto,
+    record: bool = False,
 ) -> GenerationBatch:
     """Result of `Engine.generate` under policies; with options of its own, or for `num_new` tokens."""
     with throughout(tiny_model(family).dtype):
         generating = engine(ranks, family, boundaries, policies, prefill, decode)
-        return generating.generate(prompts, options or GenerationOptions(max_new_tokens=num_new, ignore_eos=True))
+        options = options or GenerationOptions(max_new_tokens=num_new, ignore_eos=True)
+        return generating.generate(prompts, options, record_timeline=record)
 
 
 def refusal(

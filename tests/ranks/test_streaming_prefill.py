@@ -288,3 +288,25 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="takes the heads that stream from a cache policy"):
         check(Setup(prefill=options(), policies=of_all(RazorAttention())))
     check(Setup(prefill=options(), policies=of_all(GivenHeads(table=TABLE))))
+
+
+@pytest.mark.parametrize("transfer", list(Transfer))
+def test_the_timeline_is_of_the_models_layers(rank_pools: RankPools, transfer: Transfer) -> None:
+    """Though a layer is up to three places of a transfer, whose messages are sent one by one: exact heads', others'."""
+    ids, layers = prompt(PROMPT_TOKENS), range(len(TABLE))
+    for table in (TABLE, ((False, False),) * 3):
+        given = "llama", [ids], (0, 20, 40, 70), of_all(GivenHeads(table=table)), 2, options(transfer=transfer)
+        batch = rank_pools.run(3, policy_tasks.generate, *given, None, DecodeName.last, True)[0]
+        for rank, spans in enumerate(batch.spans):
+            of_kind = {kind: [span for span in spans if span.kind == kind] for kind in ("compute", "wait", "send")}
+            assert {span.layer for span in of_kind["send"]} == (set(layers) if rank < 2 else set())
+            computed = [span.layer for span in of_kind["compute"] if span.layer is not None]
+            assert computed == sorted(computed) and set(computed) == set(layers)
+            assert {span.layer for span in of_kind["wait"]} <= set(layers)
+            lane = sorted((span.start_s, span.end_s) for kind in ("compute", "wait") for span in of_kind[kind])
+            assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(lane)), "one thing at a time"
+        per_layer = [sum(span.kind == "send" and span.layer == layer for span in batch.spans[0]) for layer in layers]
+        least = 1 if transfer is Transfer.relay else 2  # to the next rank, or to each
+        assert all((number > least) is any(streams) for number, streams in zip(per_layer, table, strict=True)), (
+            per_layer
+        )
