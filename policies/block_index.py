@@ -82,7 +82,7 @@ class BlockIndex(Index):
 
     @abstractmethod
     def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
-        """What stands for blocks of rows (b, K, P, X)."""
+        """Digests that stand for blocks of rows (b, K, P, X)."""
 
     @property
     def num_bytes(self) -> int:

@@ -32,7 +32,7 @@ from policies.retriever import Index, Retriever
 
 
 class By(Enum):
-    """Where blocks end: after as many tokens each, or where the text surprises the model."""
+    """Rule by which blocks end: after as many tokens each, or where the text surprises the model."""
 
     size = "size"
     surprise = "surprise"

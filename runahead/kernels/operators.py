@@ -169,7 +169,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 ACTIVATIONS = ("swish", "gelu_tanh", "relu")
-"""Of `gated_mlp`."""
+"""Activations of `gated_mlp`."""
 
 
 def gated_mlp(

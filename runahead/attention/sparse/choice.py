@@ -144,7 +144,7 @@ def choose(masses_BKqk: Tensor, rule: ChoiceRule, *, first: int, pads: Sequence[
 
 @dataclass(kw_only=True)
 class BlockCounts:
-    """What was chosen in a layer, for blocks of queries that are not padding.
+    """Counts of what was chosen in a layer, for blocks of queries that are not padding.
 
     Attributes:
         totals_4: number of blocks that were chosen, and that could be seen, mass of those that were chosen, and number
