@@ -255,7 +255,11 @@ class _Drafted:
         whole, work = scaled(partition, self.work.tokens), self.work
         drafting = replace(work, new_tokens=work.prefill.speculative_ahead)
         rows = held.row_tokens
-        memory = rank_memory(first, drafting, 1, whole, sharded=False, row_tokens=rows)
+        # Of fewer layers, which are as wide: sizes of one are means over the places of all weights.
+        of_all, of_first = (
+            rank_memory(size, drafting, 1, whole, sharded=False, row_tokens=rows) for size in (self.size, first)
+        )
+        memory = [replace(each, kv=draft.kv) for each, draft in zip(of_all, of_first, strict=True)]
         room = self.machine.device.memory_bytes - max(each.total for each in memory)
         return held if held.room <= room else replace(held, memory=memory, room=room)
 

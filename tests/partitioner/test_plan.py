@@ -547,6 +547,10 @@ def test_a_draft_s_keys_and_activations_have_to_fit(tmp_path: Path) -> None:
     (found,) = _best(size, machine(1, memory=60), replace(work, prefill=prefill))
     kv = 5 * (262144 + prefill.speculative_ahead) * size.kv_bytes_per_token()
     assert found.held.memory[0].kv == pytest.approx(kv, rel=0.01)
+    # It takes no pieces (runahead/prompt_draft/drafting.py), but layers compute rows, with the input of all tokens.
+    rows, hidden = found.held.row_tokens, size.shape.model_dim * size.item_bytes
+    assert rows < 262144
+    assert found.held.memory[0].activations == activation_bytes(size, 1, rows) + 262144 * hidden
     assert make_plan(size, machine(1, memory=17), replace(work, prefill=prefill)).best is None
 
 
