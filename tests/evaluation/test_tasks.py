@@ -120,6 +120,19 @@ def test_the_loss_of_the_text_that_follows_is_measured_in_place_of_the_passage(
     assert some.details["following_nll"] != full.details["following_nll"]
 
 
+def test_runs_with_other_numbers_of_samples_share_those_in_the_same_places(material: Material) -> None:
+    """Settings are equal exactly where a sample with the same number is the same text."""
+
+    def task(filler: int, samples: int) -> CopyTask:
+        options = CopyOptions(passage=5, filler=filler, samples=samples)
+        return CopyTask(EvaluateRun(copy=options), replace(material, max_positions=None))
+
+    few, more = task(45, 2), task(45, 4)
+    assert few.settings == more.settings and few._contexts == more._contexts[:2]
+    close, closer = (task(len(material.text_ids) - 105, samples) for samples in (3, 5))
+    assert close.settings != closer.settings and close._contexts != closer._contexts[:3]
+
+
 def test_samples_of_a_short_text_overlap_but_their_passages_do_not(material: Material) -> None:
     material = replace(material, max_positions=None)
     num_tokens = len(material.text_ids)

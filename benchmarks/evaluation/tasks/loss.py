@@ -105,7 +105,6 @@ class CopyTask(Task):
     def __init__(self, run: EvaluateRun, material: Material) -> None:
         self._options = options = run.copy
         self.cases = [{"sample": sample} for sample in range(options.samples)]
-        self.settings = asdict(options)  # the number of samples determines their positions
         read = options.passage + options.filler
         num_tokens = read + options.following
         material.require_text("copy", num_tokens, "a shorter copy.passage or copy.filler")
@@ -122,6 +121,8 @@ class CopyTask(Task):
                 num_tokens + options.passage * (options.samples - 1),
                 f"fewer than copy.samples={options.samples}",
             )
+        # Runs with other numbers of samples share those that lie in the same places.
+        self.settings = {name: value for name, value in asdict(options).items() if name != "samples"} | {"apart": apart}
         windows = [ids[start : start + num_tokens] for start in range(0, apart * options.samples or 1, apart or 1)]
         self._contexts = [material.prefix + window[:read] for window in windows]
         self._passages = [window[: options.passage] for window in windows]
