@@ -163,16 +163,17 @@ def search(
     groups = [others[first : first + group] for first in range(0, len(others), group)]
     yield f"{_named(exact)}: {losses.more(exact)} nats, density {losses.density(exact):.0%}", exact
     while groups and losses.more(exact).mean > most_loss:
-        worth = []
+        worth = dict[int, float]()
         for number, each in enumerate(groups):
-            worth.append(losses.more(exact, exact.union(each)))
+            less = losses.more(exact, exact.union(each))
             density = losses.density(exact.union(each))
-            yield f"  layers {ranges(each):>9} exact: {worth[number]} nats less, density {density:.0%}", exact
-        best = max(range(len(groups)), key=lambda number: worth[number].mean)
-        if worth[best].is_noise:
+            yield f"  layers {ranges(each):>9} exact: {less} nats less, density {density:.0%}", exact
+            if not less.is_noise:  # a larger mean that may be noise is not preferred to one that is not
+                worth[number] = less.mean
+        if not worth:
             yield f"no other layers are worth more than {NOISE:g} standard errors", exact
             break
-        exact = exact.union(groups.pop(best))
+        exact = exact.union(groups.pop(max(worth, key=worth.__getitem__)))
         yield f"{_named(exact)}: {losses.more(exact)} nats, density {losses.density(exact):.0%}", exact
     allowed, worth_of = max(most_loss, losses.more(exact).mean), dict[int, float]()
     for layer in sorted(exact - given) if len(exact - given) > 1 else ():
@@ -227,13 +228,21 @@ def find_layers(run: ExactRun, ranks: Ranks) -> None:
         for line, found in search(by, layers, run.prefill.exact_layers, group=group, most_loss=run.most_loss):
             bar.write(line)
             exact = found
-        bar.write(
-            f"found: {by.more(exact)} nats, density {by.density(exact):.0%}; on {run.prompts} prompts that it was not "
-            f"chosen by {others.more(exact)}, all layers sparse {others.more(run.prefill.exact_layers)}"
-        )
-        if others.more(exact).mean > run.most_loss:
-            bar.write(f"which is more than most_loss={run.most_loss:g}; a higher prefill.threshold loses less")
+        for line in summary(run, exact, by, others):
+            bar.write(line)
     print(options_text(replace(run.prefill, exact_layers=sorted(exact))))
+
+
+def summary(run: ExactRun, exact: frozenset[int], by: Losses, others: Losses) -> Iterator[str]:
+    """Lines about what was found: what it loses, of other prompts, too, and beside what was given."""
+    given = frozenset(run.prefill.exact_layers)
+    yield (
+        f"found: {by.more(exact)} nats, density {by.density(exact):.0%}; on {run.prompts} prompts that it was not "
+        f"chosen by {others.more(exact)}, {_named(given)} {others.more(given)}"
+    )
+    if others.more(exact).mean > run.most_loss:
+        rule = "threshold" if run.prefill.density is None else "density"
+        yield f"which is more than most_loss={run.most_loss:g}; a higher prefill.{rule} loses less"
 
 
 def options_text(prefill: PrefillOptions) -> str:

@@ -10,26 +10,29 @@ import pytest
 import torch
 
 from launch import exact_layers
-from launch.exact_layers import EXACT, Estimate, ExactRun, Losses, copy_nll, options_text, ranges, search
+from launch.exact_layers import EXACT, Estimate, ExactRun, Losses, copy_nll, options_text, ranges, search, summary
 from launch.inputs.sample_text import runs_of
 from runahead import PrefillOptions, Ranks, RanksOptions
 from runahead.config import Attention
 from tests.exit_status import exit_status, one_line_error
 from tests.families import build
 
+NUM_LAYERS = 12
 WORTH = {2: 0.05, 5: 0.04, 6: 0.02, 9: 0.001}
 """Nats that are lost less with a layer exact; others are worth nothing."""
 NOISE = (-1.0, 0.0, 1.0)
 
 
-def losses(worth: dict[int, float] = WORTH, *, noise: float = 0.0) -> Losses:
-    """Losses of 12 layers on three prompts whose own losses differ much; with noise in what some set is worth."""
+def losses(worth: dict[int, float] = WORTH, *, noise: float = 0.0, noisy: Iterable[int] = range(NUM_LAYERS)) -> Losses:
+    """Losses of 12 layers on three prompts whose own losses differ much; with noise in what some layers are worth."""
+    noisy = frozenset(noisy)
 
     def measured(exact: tuple[int, ...] | None, number: int) -> tuple[float, float]:
         if exact is None:
             return 3.0 + number, 1.0
+        density = (len(exact) + 0.3 * (NUM_LAYERS - len(exact))) / NUM_LAYERS
         lost = sum(nats for layer, nats in worth.items() if layer not in exact)
-        return 3.0 + number + lost + noise * NOISE[number] * len(exact), (len(exact) + 0.3 * (12 - len(exact))) / 12
+        return 3.0 + number + lost + noise * NOISE[number] * len(noisy.intersection(exact)), density
 
     return Losses(measured, 3)
 
@@ -37,7 +40,7 @@ def losses(worth: dict[int, float] = WORTH, *, noise: float = 0.0) -> Losses:
 def found(
     losses: Losses, *, given: Iterable[int] = (), group: int = 3, most_loss: float = 0.02
 ) -> tuple[list[int], list[str]]:
-    told = list(search(losses, range(12), given, group=group, most_loss=most_loss))
+    told = list(search(losses, range(NUM_LAYERS), given, group=group, most_loss=most_loss))
     return sorted(told[-1][1]), [line for line, _ in told]
 
 
@@ -72,6 +75,30 @@ def test_what_noise_could_be_is_not_taken() -> None:
     exact, told = found(losses({2: 0.03}, noise=0.01))
     assert exact == [] and told[-1] == "no other layers are worth more than 2 standard errors"
     assert found(losses({2: 0.09}, noise=0.01))[0] == [2]
+
+
+def test_what_noise_could_be_does_not_hide_what_is_worth_less_for_certain() -> None:
+    """The first group is worth most, 0.045 ± 0.023, which may be noise."""
+    exact, told = found(losses({0: 0.045, 3: 0.043}, noise=0.04, noisy=[0]))
+    assert told[1].startswith("  layers       0-2 exact: +0.045 ± 0.023 nats less")
+    assert "no other layers are worth more than 2 standard errors" in told and exact == [3]
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "named", "rule"),
+    [
+        ([], [], "all layers sparse +0.111", "threshold"),
+        ([6, 7], [], "layers 6-7 exact +0.091", "threshold"),
+        ([], ["prefill.density=0.3"], "all layers sparse +0.111", "density"),
+    ],
+)
+def test_what_was_found_is_told_beside_what_was_given(
+    given: list[int], options: list[str], named: str, rule: str
+) -> None:
+    run = EXACT.compose([f"prefill.exact_layers={given}", *options])
+    [told, more] = summary(run, frozenset({2, *given}), losses(), losses())
+    assert told.endswith(f", {named} ± 0.000") and more.endswith(f"; a higher prefill.{rule} loses less")
+    assert len([*summary(run, frozenset({2, 5, 6}), losses(), losses())]) == 1
 
 
 def test_an_estimate_is_of_differences_in_the_same_prompts() -> None:
