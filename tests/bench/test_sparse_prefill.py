@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness import lines
 from benchmarks.studies.sparse_prefill import pictures
 from benchmarks.studies.sparse_prefill.__main__ import STUDY, table
-from benchmarks.studies.sparse_prefill.pictures import by_density, by_length, density, gain, loss
+from benchmarks.studies.sparse_prefill.pictures import by_density, by_length, density, gain, loss, rule_of
 
 ABOUT = {"date": "2026-11-28T10:42:02Z", "commit": "f182ba34", "model": "smollm2"}
 PNG = b"\x89PNG"
@@ -57,6 +57,12 @@ def test_the_newest_lines_are_in_table_and_pictures(tmp_path: Path, monkeypatch:
     (made,) = pictures.speculative()
     assert made["way"] == "speculative, layers 5, 25%" and gain(made) == 2.0
     assert by_length([]) is not None
+
+
+def test_exact_layers_have_a_curve_of_their_own() -> None:
+    exact = line("xattention threshold 0.9, 2-3, 7 exact", 2048, options={"threshold": 0.9, "exact_layers": [7, 2, 3]})
+    assert rule_of(SPARSE) == "2,048 tokens, threshold"
+    assert rule_of(exact) == "2,048 tokens, threshold, 2-3, 7 exact"
 
 
 def test_it_draws_from_lines_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from benchmarks.harness.declared import Curves, Panel, from_zero
 from benchmarks.harness.lines import Line, read
 from benchmarks.harness.machine import RESULTS
 from benchmarks.harness.study import newest
+from launch.exact_layers import ranges
 
 EXACT = "exact"
 OTHERS = RESULTS / "speculative_prefill.jsonl"
@@ -54,6 +55,13 @@ def speculative() -> list[Line]:
     ]
 
 
+def rule_of(line: Line) -> str:
+    """Length, rule and exact layers of a line: those that differ in density alone are alike."""
+    options = line["options"]
+    exact = f", {ranges(sorted(options['exact_layers']))} exact" if options.get("exact_layers") else ""
+    return f"{line['tokens']:,} tokens, {'threshold' if 'threshold' in options else 'density'}{exact}"
+
+
 def of_text(found: list[Line]) -> list[Line]:
     """The newest lines of SmolLM2 by length and way."""
     return [line for line in newest("model", "tokens", "way")(found) if line["model"] == "smollm2"]
@@ -86,9 +94,6 @@ def by_density(found: list[Line]) -> bytes | None:
     if not drawn:
         return None
 
-    def rule(line: Line) -> str:
-        return f"{line['tokens']:,} tokens, {'threshold' if 'threshold' in line['options'] else 'density'}"
-
     def zero(axes: Any, here: list[Line]) -> None:
         axes.axhline(0, color="black", linewidth=0.8, linestyle="--")
         axes.set_xlim(left=0)
@@ -97,7 +102,7 @@ def by_density(found: list[Line]) -> bytes | None:
         title="What sparse attention loses, by density",
         subject=lambda _: "SmolLM2; the first 512 tokens of a prompt, where they come again after it",
         lines=lambda _: drawn,
-        curve=rule,
+        curve=rule_of,
         x_label="blocks of keys that were computed, %",
         x=lambda line: 100 * (density(line) or 0.0),
         panels=lambda _: [Panel(title="", y_label="copy-NLL over the exact prefill's, nats", y=loss)],
