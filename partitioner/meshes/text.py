@@ -177,8 +177,9 @@ def launch_commands(plan: MeshPlan, model: ModelOptions, policy: Mapping[str, An
     def command(model: ModelOptions, prompt: str) -> str:
         return f"{start} {shlex.join([*_model_words(model), prompt, *words])}"
 
+    prompts = "prompt.file=prompt.txt" if work.batch == 1 else "prompt.file=prompts.jsonl"
     if model.name is not ModelName.random:
-        return {f"The plan{where}": command(model, "prompt.file=prompt.txt")}
+        return {f"The plan{where}": command(model, prompts)}
     timed = {f"Its times, with random weights{where}": command(model, f"prompt.random_tokens={work.tokens}")}
     if model.layers is not None:  # which no checkpoint has
         return timed
@@ -188,7 +189,7 @@ def launch_commands(plan: MeshPlan, model: ModelOptions, policy: Mapping[str, An
     if name.is_dir() or name.name == "config.json":
         folder = str(name if name.is_dir() else name.parent)
     found = replace(model, name=ModelName.hf, path=folder, config=None, seed=0)
-    return {f"The plan, with weights in {folder}{where}": command(found, "prompt.file=prompt.txt")} | timed
+    return {f"The plan, with weights in {folder}{where}": command(found, prompts)} | timed
 
 
 def _prefill_words(prefill: PrefillOptions, num_stages: int) -> list[str]:

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeTopKGating
 
 from launch.infer import INFER
+from launch.inputs.options import ineffective_settings
 from launch.program.compose import CONF, FLAGS_HELP
 from launch.program.typed_options import leaf_names, option_kinds
 from partitioner.cost.collectives import allgather_s, allreduce_s, allreduce_sent_bytes
@@ -744,8 +745,9 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
             assert infer.decode.name.name == best["decode"]
         has_weights = infer.model.name is not ModelName.random
         assert (infer.prompt.file, infer.prompt.random_tokens) == (
-            ("prompt.txt", None) if has_weights else (None, run.tokens)
+            ("prompt.txt" if run.batch == 1 else "prompts.jsonl", None) if has_weights else (None, run.tokens)
         )
+        assert not [told for told in ineffective_settings(infer) if told.startswith("prompt.")]
         if infer.model.name is ModelName.hf:
             assert infer.model.path == (str(folder) if str(folder) in " ".join(args) else "weights/llama-8b")
         else:
