@@ -37,11 +37,14 @@ def arrange(run: RunsEngine, ranks: Ranks) -> None:
         ranks.arrange(ranks.size)
 
 
-def load(run: RunsEngine, ranks: Ranks, partition: Partitioner, tokenizer: Any = None) -> Model:
+def load(
+    run: RunsEngine, ranks: Ranks, partition: Partitioner, tokenizer: Any = None, *, serves: bool = False
+) -> Model:
     """The model of `run`, on which its partition is prepared. Every rank makes the same call.
 
     Args:
         tokenizer: the model's, if this rank has read it.
+        serves: as of `make_engine`.
 
     Raises:
         ValueError, SharedError: as `load_model` and `prepare_partition`.
@@ -55,7 +58,7 @@ def load(run: RunsEngine, ranks: Ranks, partition: Partitioner, tokenizer: Any =
     if run.prefill.is_sparse:  # before layers are timed for a split
         exact_layers(model, run.prefill)
     if run.prefill.takes_partition or run.prefill.searches_chunks:
-        prepare_partition(partition, model, ranks, run)
+        prepare_partition(partition, model, ranks, run, lends=not serves)
     return model
 
 

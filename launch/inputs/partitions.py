@@ -86,8 +86,12 @@ class AutoChoice:
         """Whether the last stage computes a prompt alone sooner, as far as the split knows. Every rank asks."""
         return isinstance(self.chosen, context.KnowsAlone) and self.chosen.is_alone_sooner(partition, num_stored)
 
-    def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
-        """Choose a table that fits, but for a pipeline, or time a few layers. Every rank makes the same call."""
+    def choose(self, model: Model, ranks: Ranks, run: SplitsPrompts, *, lends: bool = True) -> None:
+        """Choose a table that fits, but for a pipeline, or time a few layers. Every rank makes the same call.
+
+        Args:
+            lends: as of `prepare_partition`.
+        """
         from partitioner.auto.partition import AutoPartition
 
         streams = _streams(model, ranks, run)
@@ -115,7 +119,7 @@ class AutoChoice:
                 streams=streams,
                 policy=json.dumps(run.policy, sort_keys=True, default=str),
                 learn=run.partition.learn,
-                alone=run.partition.alone,
+                alone=run.partition.alone and lends,
                 tell=tell,
                 on_progress=bar.step_of,
             )
@@ -207,16 +211,21 @@ def partitioner(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:
     return PARTITIONS[options.name](options, ranks)
 
 
-def prepare_partition(partition: context.Partitioner, model: Model, ranks: Ranks, run: SplitsPrompts) -> None:
+def prepare_partition(
+    partition: context.Partitioner, model: Model, ranks: Ranks, run: SplitsPrompts, *, lends: bool = True
+) -> None:
     """Prepare a partition for the loaded model: check a table, or choose what partition=auto splits by.
 
     Every rank makes the same call. A single stage has nothing to split.
+
+    Args:
+        lends: the last stage may be lent the threads of the others, and compute a prompt alone.
 
     Raises:
         ValueError, SharedError: as `check_table`.
     """
     if isinstance(partition, AutoChoice) and ranks.num_stages > 1:
-        partition.choose(model, ranks, run)
+        partition.choose(model, ranks, run, lends=lends)
     check_table(partition, model, ranks, run)
 
 

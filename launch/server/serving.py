@@ -95,7 +95,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     # Rank 0 checks schemas for the stage that decodes.
     guided = {"llguidance": package_version("llguidance") or "not installed"}
     ranks.require_same(guided, "install the same version on all hosts")
-    model = load(run, ranks, partition)
+    model = load(run, ranks, partition, serves=True)
     store = made_store(run, model, ranks)
     no_tree = None if run.serve.prefixes is not None else in_the_way(run.setup, model, ranks, policies)
     tree = None if no_tree is not None else _tree(run, ranks)

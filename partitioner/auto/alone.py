@@ -33,7 +33,8 @@ class BothWays:
     """The times of prompts that were computed either way.
 
     At a length where only one way was seen, the other is taken to be as fast as predicted, which is the best that it
-    can be, or faster if the one was. So it is tried once where the way that was seen turns out slower than that.
+    can be, or faster if the one was. So it is tried once where the way that was seen turns out slower than that. One
+    stage is predicted with all that lent threads may gain, and where neither way was seen a timing of them is believed.
 
     Args:
         seen: oldest first.
@@ -42,13 +43,16 @@ class BothWays:
     def __init__(self, seen: Sequence[SeenTime] = ()) -> None:
         self.seen = list(seen)
 
-    def is_alone_sooner(self, num_tokens: int, alone_s: float, all_s: float) -> bool:
+    def is_alone_sooner(self, num_tokens: int, alone_s: float, all_s: float, *, timed: float = 0.0) -> bool:
         """Whether one stage is sooner.
 
         Args:
             alone_s, all_s: predicted seconds of a prompt on one stage and on all.
+            timed: log ratio of the seconds on one stage to the predicted ones, as timed once, maybe on a busy machine.
         """
         alone, both = self._log(num_tokens, is_alone=True), self._log(num_tokens, is_alone=False)
+        if alone is None and both is None:
+            alone = timed
         unseen = min(0.0, *(log for log in (alone, both) if log is not None), 0.0)
         alone, both = (unseen if log is None else log for log in (alone, both))
         return math.log(alone_s) + alone < math.log(all_s) + both

@@ -35,14 +35,22 @@ class Balance:
     Args:
         cluster: cost of the compute, and links; its speeds are replaced by what is learned.
         slowness: of each rank.
-        lent: factor by which the last rank is faster with the threads that it is lent while the others wait.
+        lent: factor by which the last rank is faster with the threads that it is lent while the others wait, at best.
+        gained: by which it was in a timing, which decides until a prompt of about a length was seen; None: by `lent`.
         ways: times of prompts that the last rank or all have computed.
     """
 
     def __init__(
-        self, cluster: Cluster, slowness: Slowness, *, lent: float = 1.0, ways: BothWays | None = None
+        self,
+        cluster: Cluster,
+        slowness: Slowness,
+        *,
+        lent: float = 1.0,
+        gained: float | None = None,
+        ways: BothWays | None = None,
     ) -> None:
         self.cluster, self.slowness, self.lent, self.ways = cluster, slowness, lent, ways or BothWays()
+        self.gained = lent if gained is None else gained
 
     def split(self, num_tokens: int) -> ContextPartition:
         """The split of a prompt with the earliest first token, as far as is known."""
@@ -56,7 +64,7 @@ class Balance:
         """
         num_tokens = partition.num_tokens
         alone_s, all_s = self._alone_s(num_tokens, num_stored), self._all_s(partition, num_stored)
-        return self.ways.is_alone_sooner(num_tokens, alone_s, all_s)
+        return self.ways.is_alone_sooner(num_tokens, alone_s, all_s, timed=math.log(self.lent / self.gained))
 
     def learn_time(self, partition: ContextPartition, seconds: float) -> None:
         """Learn from the seconds of a prompt which way is sooner."""
@@ -65,7 +73,7 @@ class Balance:
         self.ways.learn(num_tokens, is_alone=is_alone, predicted_s=predicted_s, measured_s=seconds)
 
     def _alone_s(self, num_tokens: int, num_stored: int = 0) -> float:
-        """Seconds on the last rank, with the threads that are lent to it."""
+        """Seconds on the last rank, with the threads that are lent to it, if these gain as much as they may."""
         speed = self.lent * math.exp(-self.slowness.at(num_tokens)[-1])
         return self._seconds(ContextPartition(boundaries=(0, num_tokens)), [speed], None, num_stored)
 

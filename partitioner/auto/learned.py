@@ -22,7 +22,7 @@ MOST_LOG = 20.0
 """Largest log slowness of a rank that a file may hold; no rank is so slow."""
 MOST_S, MOST_TOKENS, LEAST_BPS, MOST_BPS = 1e6, 1 << 40, 1.0, 1e18
 """Limits of the other numbers: seconds per token, tokens, bytes per second."""
-MOST_LENT, LEAST_LENT = 1e4, 1e-4
+MOST_GAIN, LEAST_GAIN = 1e4, 1e-4
 """Limits of what lent threads gain."""
 
 
@@ -35,7 +35,7 @@ class LearnedSplit:
         start: log slowness by rank, as timed.
         prompts: what they told, oldest first.
         times: of prompts that the last rank or all have computed, oldest first.
-        lent: as of `Balance`; None: not timed.
+        gained: by lent threads, as of `Balance`; None: not timed.
     """
 
     cost: FittedCost
@@ -43,7 +43,7 @@ class LearnedSplit:
     start: tuple[float, ...]
     prompts: tuple[SeenPrompt, ...] = ()
     times: tuple[SeenTime, ...] = ()
-    lent: float | None = None
+    gained: float | None = None
 
     @classmethod
     def from_balance(cls, cost: FittedCost, balance: Balance) -> LearnedSplit:
@@ -56,7 +56,7 @@ class LearnedSplit:
             start=slowness.start,
             prompts=tuple(slowness.prompts),
             times=tuple(balance.ways.seen),
-            lent=balance.lent,
+            gained=balance.gained,
         )
 
     @property
@@ -85,7 +85,7 @@ def write_learned(path: Path, purpose: str, learned: LearnedSplit) -> None:
         "start": learned.start,
         "prompts": [asdict(prompt) for prompt in learned.prompts],
         "times": [asdict(time) for time in learned.times],
-        "lent": learned.lent,
+        "gained": learned.gained,
     }
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -118,7 +118,7 @@ def read_learned(path: Path, purpose: str, num_ranks: int) -> LearnedSplit | Non
             start=_numbers(content["start"], num_ranks, MOST_LOG),
             prompts=tuple(_prompt(each, num_ranks) for each in content["prompts"]),
             times=tuple(_time(each) for each in content.get("times", [])),  # which older files lack, and this:
-            lent=None if content.get("lent") is None else max(_number(content["lent"], MOST_LENT), LEAST_LENT),
+            gained=None if content.get("gained") is None else max(_number(content["gained"], MOST_GAIN), LEAST_GAIN),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {first_line(error)})") from error

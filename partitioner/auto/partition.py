@@ -105,14 +105,14 @@ class AutoPartition:
         assert boundary is None or isinstance(boundary, Boundary), boundary
         if learned is None:
             if boundary is None:
-                cost, slowness, lent = probe(model, ranks, on_progress, lent=lent)
+                cost, slowness, gained = probe(model, ranks, on_progress, lent=lent)
             else:
                 places = Places.of_attention(sum(ranks.gather(model.num_layers, "the layers")))
                 with boundary.closed():
-                    cost, slowness, _ = probe(model, ranks, on_progress, places=places)
+                    cost, slowness, gained = probe(model, ranks, on_progress, places=places)
             link = ping(ranks, num_bytes=PING_BYTES)
             assert link is not None
-            learned = LearnedSplit(cost=cost, link=link, start=tuple(slowness), lent=lent)
+            learned = LearnedSplit(cost=cost, link=link, start=tuple(slowness), gained=gained)
             if ranks.rank == 0:
                 file.write(learned)
                 tell(f"partition=auto: timed a few layers for the first split; kept in {path}")
@@ -121,8 +121,8 @@ class AutoPartition:
         cluster = _cluster(learned, model, ranks, prefill, streams)
         if boundary is not None:
             return cls(ranks, PipelineChunks(cluster, boundary.token_bytes))
-        lent = learned.lent or lent  # which older files lack
-        cost, balance = learned.cost, Balance(cluster, learned.slowness, lent=lent, ways=BothWays(learned.times))
+        cost, ways = learned.cost, BothWays(learned.times)
+        balance = Balance(cluster, learned.slowness, lent=lent, gained=learned.gained, ways=ways)
 
         def keep() -> None:
             file.write(LearnedSplit.from_balance(cost, balance))

@@ -18,6 +18,9 @@ CLOSE = 0.1
 """Largest difference from the median of what counts for the mean: what differs more was disturbed."""
 CHANGE = 0.03
 """Least log change of a rank's slowness that counts as a change of the machine if two prompts in a row show it."""
+TELLING = math.log(2.0)
+"""Largest difference in log length from the nearest prompt known at which a prompt can surprise: the cost may be wrong
+alike for all ranks no further than that."""
 NOISE_FACTOR = 2.5
 """Least ratio of such a change to the median surprise so far."""
 
@@ -88,10 +91,11 @@ class Slowness:
             expected_s, measured_s: as of `learn`.
 
         Returns:
-            zeros where they differ by no more than it usually varies from prompt to prompt, or nothing is known.
+            zeros where they differ by no more than it usually varies from prompt to prompt, or nothing is known of
+            prompts of half to twice that length.
         """
         found, none = self._told(num_tokens, expected_s, measured_s), (0.0,) * len(self.start)
-        if found is None or len(self.prompts) < 2:
+        if found is None or len(self.prompts) < 2 or self._nearest(num_tokens) > TELLING:
             return none
         surprise = found[0].surprise
         return surprise if max(map(abs, surprise)) > self._usual(self.prompts) else none
@@ -116,11 +120,12 @@ class Slowness:
     def _about(self, num_tokens: int) -> list[SeenPrompt]:
         """The newest prompts of about this length, else of about the nearest one."""
 
-        def distance(seen: SeenPrompt) -> float:
-            return abs(math.log(seen.tokens / num_tokens))
+        most = self._nearest(num_tokens) + ALIKE
+        return [seen for seen in self.prompts if _distance(seen, num_tokens) <= most][-ALIKE_PROMPTS:]
 
-        nearest = min(map(distance, self.prompts), default=0.0)
-        return [seen for seen in self.prompts if distance(seen) <= nearest + ALIKE][-ALIKE_PROMPTS:]
+    def _nearest(self, num_tokens: int) -> float:
+        """Difference in log length of the prompt that is nearest to it."""
+        return min((_distance(seen, num_tokens) for seen in self.prompts), default=0.0)
 
     def _has_changed(self) -> bool:
         """Whether the last two prompts agree that a rank is slower, or faster, than those before them told."""
@@ -135,6 +140,10 @@ class Slowness:
     def _usual(prompts: Sequence[SeenPrompt]) -> float:
         """Largest surprise that is no change of the machine, by how much these prompts varied."""
         return max(CHANGE, NOISE_FACTOR * median(abs(each) for seen in prompts for each in seen.surprise))
+
+
+def _distance(seen: SeenPrompt, num_tokens: int) -> float:
+    return abs(math.log(seen.tokens / num_tokens))
 
 
 def _typical(values: Sequence[float]) -> float:

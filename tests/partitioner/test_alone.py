@@ -21,11 +21,14 @@ from partitioner.auto.learned import LearnedSplit, read_learned, write_learned
 from partitioner.auto.partition import AutoPartition
 from partitioner.auto.slowness import Slowness
 from partitioner.cost.link import Link
+from partitioner.cost.measured import MeasuredCost
+from partitioner.simulation.chain import simulate
 from partitioner.simulation.cluster import Cluster
 from policies.snapkv import SnapKV
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks, even
 from runahead.config import DecodeName
 from runahead.decoding import placement
+from runahead.model.model import Model
 from runahead.ranks.devices import RankThreads
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
@@ -263,23 +266,38 @@ def test_of_a_prompt_whose_beginning_is_stored_both_lengths_are_told(rank_pools:
 
 
 def started(
-    ranks: Ranks, folder: Path, processors: int, gains: bool = True
+    ranks: Ranks, folder: Path, processors: int, gains: float | None = None
 ) -> tuple[float | None, list[list[int]], list[bool]]:
-    """Factor of the threads that are lent, and of some prompts the boundaries, and which are known to be alone."""
+    """What the threads that are lent gain, and of some prompts the boundaries, and which are known to be alone.
+
+    Args:
+        gains: by how much layers are faster with them; None: as much as their number promises.
+    """
     model = tiny_model("llama", torch.float32)
     beside = {rank: RankThreads(number=3, processors=processors) for rank in range(ranks.size)}
-    with (
-        mock.patch.object(ranks, "threads", beside),
-        mock.patch.object(torch, "set_num_threads"),
-        mock.patch.object(probe, "LENT_ALIKE", 1.0 if gains else 0.0),  # all that is measured is enough, or nothing is
-    ):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(ranks, "threads", beside))
+        threads = patches.enter_context(mock.patch.object(torch, "set_num_threads"))
+        if gains is None:
+            patches.enter_context(mock.patch.object(probe, "LENT_ALIKE", 1.0))  # all that is measured is enough
+        else:
+
+            def measured(model: Model, chunks: Sequence[int], *_: Any) -> MeasuredCost:
+                set_to = threads.call_args
+                pace = gains if set_to is not None and set_to.args[0] > 3 else 1.0
+                own = {c: 1e-3 * c / pace for c in chunks}
+                prefix = {(c, P): 1e-6 * c * P / pace for c in chunks for P in (chunks[0], chunks[-1])}
+                none = dict.fromkeys(chunks, 0.0)
+                return MeasuredCost(num_places=2, first_s=none, between_s=none, own_s=own, last_s=none, prefix_s=prefix)
+
+            patches.enter_context(mock.patch.object(probe, "_measured", measured))
         partition = AutoPartition.start(model, ranks, folder=folder, alone=True, tell=lambda sentence: None)
         engine, found = Engine(model, ranks, partition=partition), list[list[int]]()
         for length in (40, 40, 300, 40):
             found.append(engine.generate([prompt(length)], GenerationOptions(max_new_tokens=1)).boundaries)
     balance = partition.balance
     return (
-        (None, found, []) if balance is None else (balance.lent, found, [each.is_alone for each in balance.ways.seen])
+        (None, found, []) if balance is None else (balance.gained, found, [each.is_alone for each in balance.ways.seen])
     )
 
 
@@ -296,10 +314,12 @@ def test_all_ranks_decide_alike_and_the_next_run_goes_on_from_what_was_seen(
 
 
 def test_lent_threads_count_as_what_they_gain(rank_pools: RankPools, tmp_path: Path) -> None:
-    """Here none are lent, though the ranks are told that twice as many threads compute."""
-    lent, *_ = rank_pools.run(2, started, tmp_path, 64, False)[0]
-    again, *_ = rank_pools.run(2, started, tmp_path, 64, False)[0]
-    assert lent is not None and 0 < lent <= 2 and again == lent, "it is kept"
+    """Twice as many threads make layers 1.25 times as fast, or as slow; what a run has timed is kept."""
+    for gains in (1.25, 0.8):
+        folder = tmp_path / str(gains)
+        for timed in (gains, 2.0):  # the second run times nothing
+            gained, *_ = rank_pools.run(2, started, folder, 64, timed)[0]
+            assert gained == pytest.approx(gains)
 
 
 @pytest.mark.parametrize(("measured", "counts"), [(2.3, 2.0), (2.0, 2.0), (1.61, 2.0), (1.5, 1.5), (0.1, 0.1)])
@@ -309,8 +329,24 @@ def test_less_than_lent_threads_should_gain_is_believed_beyond_noise(measured: f
 
 def test_a_prompt_is_not_left_to_threads_that_wait_for_each_other() -> None:
     """On a machine that does other work; with what their number promises, it would be."""
-    for lent, is_alone in ((2.0, True), (1.5, False), (0.1, False)):
-        assert Balance(cluster(2), Slowness([0.0, 0.0]), lent=lent).is_alone_sooner(even(2000, 2)) is is_alone
+    for gained, is_alone in ((2.0, True), (1.5, False), (0.1, False)):
+        balance = Balance(cluster(2), Slowness([0.0, 0.0]), lent=2.0, gained=gained)
+        assert balance.is_alone_sooner(even(2000, 2)) is is_alone
+
+
+@pytest.mark.parametrize("gains", [2.0, 0.1])
+def test_a_timing_of_lent_threads_that_was_wrong_is_mended_by_one_prompt(gains: float) -> None:
+    """They were timed while the machine was busy, and gain as much as their number promises, or indeed little."""
+    balance, alone = (
+        Balance(cluster(2), Slowness([0.0, 0.0]), lent=2.0, gained=0.8),
+        ContextPartition(boundaries=(0, 0, 2000)),
+    )
+    one, shared, taken = cluster(1), even(2000, 2), list[bool]()
+    for _ in range(6):
+        taken.append(balance.is_alone_sooner(shared))
+        seconds = _compute_s(replace(one, speed=[gains]), 2000) if taken[-1] else simulate(shared, cluster(2)).ttft_s
+        balance.learn_time(alone if taken[-1] else shared, seconds)
+    assert taken == [False, True, *[gains == 2.0] * 4], "the timing is believed, then tried, then times decide"
 
 
 @pytest.mark.parametrize("is_alone", [True, False])

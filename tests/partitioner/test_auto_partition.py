@@ -157,11 +157,19 @@ def test_the_first_prompt_of_a_run_is_compared_with_the_file(
 
 
 def test_times_that_say_little_are_not_compared() -> None:
-    """Before enough is known, of one rank alone, and of prompts of milliseconds, which the next one still may be."""
+    """Before enough is known, far from what is known, of one rank alone, and of prompts of milliseconds, which the next
+    one still may be."""
     sentences = list[str]()
-    for prompts, num_tokens, expected in ((0, 4096, 0), (1, 4096, 0), (6, 4, 0), (6, 4096, 1)):
+    for prompts, known, num_tokens, expected in (
+        (0, 4096, 4096, 0),
+        (1, 4096, 4096, 0),
+        (6, 4, 4, 0),
+        (6, 4096, 9000, 0),
+        (6, 4096, 2000, 0),
+        (6, 4096, 8000, 1),
+    ):
         balance = ready()
-        simulated_prompts(balance, machine(), num_tokens, random.Random(0), prompts=prompts)
+        simulated_prompts(balance, machine(), known, random.Random(0), prompts=prompts)
         partition = AutoPartition(Any, balance, told_before=sentences.append)  # type: ignore[arg-type]
         partition.learn(ContextPartition(boundaries=(0, 0, 4096)), [0.0, 1.0], [0.0, 0.0])
         split = balance.split(num_tokens)
@@ -245,7 +253,7 @@ def damage(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         damage(lambda kept: kept["link"].update(latency_s="1")),
         damage(lambda kept: kept.update(start=[0.0])),
         damage(lambda kept: kept.update(start=[0.0, float("nan")])),
-        damage(lambda kept: kept.update(lent="2")),
+        damage(lambda kept: kept.update(gained="2")),
         damage(lambda kept: kept.update(prompts=[1])),
         damage(lambda kept: kept["prompts"][0].update(tokens=0)),
         damage(lambda kept: kept["prompts"][0].update(slowness=[1.0])),
@@ -346,14 +354,14 @@ def test_tables_of_the_cache_folder_are_tried_and_damaged_ones_passed_over(
     assert rank_pools.run(2, choice_from_the_folder, tmp_path) == [TablePartition.__name__] * 2
 
 
-def is_alone_sooner(ranks: Ranks, folder: Path, alone: bool | None) -> bool:
+def is_alone_sooner(ranks: Ranks, folder: Path, alone: bool | None, lends: bool = True) -> bool:
     """What the engine hears of the partition that a program makes of partition.alone=; None for its default."""
     os.environ["RUNAHEAD_CACHE"] = str(folder)
     run = RunOptions(partition=PartitionOptions() if alone is None else PartitionOptions(alone=alone))
     partition = partitioner(run.partition, ranks)
     assert isinstance(partition, KnowsAlone)
     assert not partition.is_alone_sooner(even(100, ranks.size), 0), "before the model is known"
-    prepare_partition(partition, tiny_model("llama", torch.float32), ranks, run)
+    prepare_partition(partition, tiny_model("llama", torch.float32), ranks, run, lends=lends)
     return partition.is_alone_sooner(even(100, ranks.size), 0)
 
 
@@ -367,6 +375,7 @@ def test_programs_let_one_rank_compute_alone_where_it_is_sooner(
     rank_pools.run(2, is_alone_sooner, tmp_path, alone)
     let_times_decide(tmp_path, [100], is_alone=is_sooner)
     assert rank_pools.run(2, is_alone_sooner, tmp_path, alone) == [expected] * 2
+    assert rank_pools.run(2, is_alone_sooner, tmp_path, alone, False) == [False] * 2, "a server lends no threads"
 
 
 def test_learn_without_auto_has_no_effect() -> None:
