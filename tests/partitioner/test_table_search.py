@@ -161,7 +161,7 @@ class SimulatedRanks:
     def on_rank_0(self, what: str, work: Callable[[], Any]) -> Any:
         return work()
 
-    def live_cost(self, model: Any, ranks: Any, prefill: Any, num_tokens: int, *, repeats: int) -> Any:
+    def live_cost(self, model: Any, ranks: Any, prefill: Any, num_tokens: int, **_: Any) -> Any:
         cluster, spread = llama_cluster(3, 12.5, compute=llama(num_layers=3)), dict[tuple[int, ...], float]()
 
         def cost(partition: ContextPartition) -> float:

@@ -49,6 +49,8 @@ from tests.policies.test_retrieval import (
 from tests.ranks.tasks import tiny_model
 
 KV_HEADS, GROUP, DIM, VALUE_DIM = 2, 2, 8, 6
+ONE_LEVEL = SqueezedAttention.coarse_quantile
+"""The second level's quantile where there is none."""
 BARE: dict[str, Any] = {"min_tokens": 0, "sinks": 0, "recent": 0}
 """Options of a policy that fetches what it finds and nothing else."""
 
@@ -411,7 +413,9 @@ def test_each_of_two_levels_has_its_quantile(pads: list[int], coarse_quantile: f
     given, slots = view(220, pads), slots_of(220, pads)
     index = chooses.index(given)
     assert isinstance(index, ThresholdClusters) and index.coarse is not None
-    one = chooses.index(given) if coarse_quantile else replace(chooses, coarse=0).index(given)
+    one = (
+        chooses.index(given) if coarse_quantile else replace(chooses, coarse=0, coarse_quantile=ONE_LEVEL).index(given)
+    )
     for row, pad in enumerate(pads):
         q_BNH = given.q_BNwH[:, :, max(0, pad - 212) :].unflatten(1, (KV_HEADS, -1)).flatten(1, 3)
         score_Kn = index.slot_scores(q_BNH, slots)[row, :, pad:]
@@ -461,7 +465,7 @@ def test_appended_tokens_join_clusters_and_renewal_makes_thresholds_alone(
         observed=8,
         quantile=0.5,
         coarse=coarse,
-        coarse_quantile=0.2,
+        coarse_quantile=0.2 if coarse else ONE_LEVEL,
         max_fetch=1.0,
     )
     turns = Turns(tiny_model("llama"), [chooses])

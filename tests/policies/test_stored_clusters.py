@@ -142,7 +142,8 @@ ALONE = ReusingPrompt(uses=USES[1:], new_ids=(5, 6, 7), new_positions=(2, 33, 46
 @pytest.mark.parametrize("name", [*STORING, *INDEXED])
 def test_all_of_a_prompt_is_the_full_cache(name: str) -> None:
     """Modules with gaps, that are used in part, between new tokens, and in a row with padding."""
-    every = retrieving(name, fetch=1.0, coarse=0)
+    default = SqueezedAttention
+    every = retrieving(name, fetch=1.0, coarse=0, quantile=default.quantile, coarse_quantile=default.coarse_quantile)
     with throughout(torch.float64):
         require_same(*(engine_of(*each).generate([GAPS, ALONE], OPTIONS) for each in ((every,), ())))
 

@@ -304,8 +304,7 @@ def test_a_blend_of_which_all_is_kept_and_retrieved_is_the_blend(name: str, shar
     few: dict[str, Any] = {"first_layer": 0, "min_tokens": 0, "cluster": 5, "iterations": 4, "fetch": 1000}
     retrieving = {"clusterkv": ClusterKV, "squeezed_attention": SqueezedAttention, "retroinfer": RetroInfer}
     if name in retrieving:
-        more = {"quantile": 0.0} if name == "squeezed_attention" else {}
-        policies = RankPolicies.everywhere([retrieving[name](**(few | more))])
+        policies = RankPolicies.everywhere([retrieving[name](**few)])
     else:
         policies = storing(4, residual=1000)
     ours, theirs = (serve(model, [asked], following=following, policies=each) for each in (policies, None))

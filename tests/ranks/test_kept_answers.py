@@ -213,7 +213,7 @@ def test_a_file_without_a_line_break_keeps_what_it_holds(
         ("", ["answers=no/such/a.jsonl"], "there is no folder"),
         (
             "",
-            ["prompt.file=one.txt"],
+            ["prompt.file=one.txt", "prompt.batch=1"],
             "answers=a.jsonl is for several prompts, as of prompt.file=<.jsonl>; ",
         ),
     ],
