@@ -402,6 +402,9 @@ class Policy:
     merges_layers: ClassVar[bool] = False
     """Neighbouring layers share what they store, see `layer_form`."""
 
+    replaces_budget: ClassVar[tuple[str, ...]] = ()
+    """Options that say what it keeps in place of its budget, where they are given."""
+
     while_decoding: ClassVar[bool] = True
     """Whether it decides on generated tokens, too."""
 

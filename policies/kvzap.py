@@ -41,6 +41,7 @@ class KVzap(Scorer, name="kvzap"):
     needs_keys: ClassVar[bool] = False
     carries_generated: ClassVar[bool] = True
     needs_attention_input: ClassVar[bool] = True
+    replaces_budget: ClassVar[tuple[str, ...]] = ("threshold",)
 
     budget: Budget = 1024
     sinks: int = 4

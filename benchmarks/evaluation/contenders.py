@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from launch.inputs.policies import options_of, policies_of, wraps
 from launch.inputs.policy_file import policy_class, policy_files
 from policies import POLICIES
-from policies.base import Budget
+from policies.base import Budget, Policy
 from policies.pyramidinfer import KeepSchedule, Select
 from policies.retriever import Retriever
 from runahead.config import CacheOptions, Positions, choice
@@ -143,7 +143,7 @@ class Keeper:
         entry: its options -> the whole entry with them in place of the given ones.
     """
 
-    kind: type
+    kind: type[Policy]
     options: dict[str, Any]
     entry: Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -154,6 +154,9 @@ class Keeper:
             return "it keeps all keys and values; its option fetch says how many of them a token reads"
         if "budget" not in self._known:
             return "it has no option budget, and its other options say what it keeps"
+        for option in self.kind.replaces_budget:
+            if option in self._given:
+                return f"its {option} says what it keeps"
         if "mean_keep" in self._known and {"mean_keep", "budget"}.isdisjoint(self._given):
             for option, value in (("schedule", KeepSchedule.cosine), ("select", Select.top_p)):
                 if self.options.get(option) == value.name:
@@ -169,12 +172,16 @@ class Keeper:
     @property
     def takes_shares(self) -> bool:
         """Whether a share may be its budget, which a class of a user's own may declare as an int."""
-        [kind] = [field.type for field in fields(self.kind) if field.name == "budget"]
+        [kind] = [field.type for field in self._fields if field.name == "budget"]
         return "mean_keep" in self._known or kind not in (int, int | None, "int", "int | None")
 
     @property
+    def _fields(self) -> tuple[Field[Any], ...]:
+        return fields(self.kind)  # type: ignore[arg-type]  # a policy with options is a dataclass
+
+    @property
     def _known(self) -> set[str]:
-        return {field.name for field in fields(self.kind)}
+        return {field.name for field in self._fields}
 
     @property
     def _given(self) -> set[str]:

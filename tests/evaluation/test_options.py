@@ -15,8 +15,10 @@ from launch.evaluate import EVALUATE, HELP, main
 from policies.adakv import AdaKV
 from policies.criticalkv import CriticalKV
 from policies.h2o import H2O
+from policies.kvzap import KVzap
 from policies.pyramidinfer import PyramidInfer
 from policies.retriever import Retriever
+from policies.score_maps import ScoreMaps
 from policies.snapkv import SnapKV
 from policies.window import Window
 from runahead.config import Positions
@@ -216,6 +218,21 @@ def test_a_policy_without_a_budget_says_why_it_runs_once(tmp_path: Path) -> None
     assert isinstance(mine, Retriever) and mine.min_tokens == 0  # retrieves, as others do in an evaluation
     with pytest.raises(ValueError, match="policies: Mine has no option budget"):
         contenders([own | {"options": {"budget": 0.2}}], [])
+
+
+def test_a_threshold_says_what_kvzap_keeps_in_place_of_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes once, with budgets= or without; with a budget among its options it is refused."""
+    monkeypatch.setattr("benchmarks.evaluation.contenders.digest_of_path", str)
+    monkeypatch.setattr(ScoreMaps, "load", lambda *_: None)
+    kvzap = {"name": "kvzap", "predictor": "maps"}
+    assert [each.budget for each in contenders([kvzap], [0.5, 256])] == [0.5, 256]
+    for budgets in ([], [0.5, 256]):
+        [one] = contenders([kvzap | {"threshold": 0.0}], budgets)
+        assert (one.budget, one.once) == (None, "its threshold says what it keeps")
+        [policy] = one.policies.last
+        assert isinstance(policy, KVzap) and policy.threshold == 0.0
+    with pytest.raises(ValueError, match="policy.budget=64 has no effect with policy.threshold=0.0"):
+        contenders([kvzap | {"threshold": 0.0, "budget": 64}], [])
 
 
 def test_a_policy_may_store_few_bits() -> None:

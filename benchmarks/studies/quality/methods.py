@@ -99,10 +99,7 @@ DROPPING = (
     wrapped("adakv", "kvzap", file=KVZAP, predictor=KVZAP, recent=32),
     listed(
         "kvzap, by a threshold",
-        *(
-            {"name": "kvzap", "predictor": KVZAP, "recent": 32, "budget": 1.0, "threshold": at}
-            for at in (-4.2, -2.8, -1.3)
-        ),
+        *({"name": "kvzap", "predictor": KVZAP, "recent": 32, "threshold": at} for at in (-4.2, -2.8, -1.3)),
         file=KVZAP,
     ),
     # 50%, 25% and 12.5% of the bytes of 2,048 tokens.
@@ -117,7 +114,7 @@ DROPPING = (
     listed(
         "razor_attention",
         *(
-            {"heads": HEADS, "induction_share": share, "recent": recent, "least_recent": 1}
+            {"heads": HEADS, "induction_share": share, "recent": recent}
             for share, recent in ((0.42, 252), (0.19, 124), (0.087, 60))
         ),
         file=HEADS,
