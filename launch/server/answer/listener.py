@@ -69,7 +69,8 @@ class RequestListener:
     # From the scheduler's thread.
 
     def on_start(self) -> None:
-        self._post(lambda: self._start(time.monotonic()))
+        now = time.monotonic()  # here, as of tokens: the loop may run later than they come
+        self._post(lambda: self._start(now))
 
     def on_tokens(self, tokens: Sequence[int | None]) -> None:
         now, tokens = time.monotonic(), list(tokens)
@@ -79,7 +80,8 @@ class RequestListener:
         self._post(lambda: None if self._has_ended else self._fail("the answer has no end"))
 
     def on_handed(self, handed: Handed) -> None:
-        self._post(lambda: self._hand(handed, time.monotonic()))
+        now = time.monotonic()
+        self._post(lambda: self._hand(handed, now))
 
     def on_failure(self, reason: str) -> None:
         self._post(lambda: None if self.is_over else self._fail(reason))
