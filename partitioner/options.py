@@ -105,13 +105,6 @@ class SearchOptions:
         return max(self.stride(length, count), int(self.reach * length))
 
 
-def require_layers(prefill: PrefillOptions, num_layers: int) -> None:
-    """Check that a model with so many layers has those that the options name. Raises: ValueError."""
-    exact = prefill.exact_layers
-    rule = f"must be numbers of layers from 0 to {num_layers - 1}: the model has {num_layers}"
-    require(max(exact, default=0) < num_layers, "prefill.exact_layers", exact, rule)
-
-
 @dataclass(kw_only=True)
 class SearchRun:
     """Options of one run of partitioner/search.py.

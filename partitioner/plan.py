@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from launch.inputs.options import ineffective_split_settings
 from launch.inputs.policies import checked, rank_policies
 from launch.program.compose import Program
 from launch.program.ending import refuse, say
 from launch.program.text_table import text_table
 from launch.program.written_files import ensure_outputs
 from partitioner.meshes.options import PlanRun
-from partitioner.options import require_layers
 from runahead.config import Attention
 from runahead.files import write_whole
 
@@ -79,6 +79,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _plan(run: PlanRun) -> int:
+    for sentence in ineffective_split_settings(run.prefill.of_run(), run.policy):
+        say(f"warning: {sentence}")
     ensure_outputs(run, {"report": [run.report], "picture": [run.picture]})
     plan = plan_of(run, shown=True)
     from partitioner.meshes.text import as_json, nothing_fits
@@ -118,7 +120,6 @@ def plan_of(run: PlanRun, *, shown: bool = False) -> MeshPlan:
     assert run.tokens is not None
     streams = None if policies is None else Streams.expected(policies, run.tokens)
     machine, work = machine_of(run, size), workload_of(run, streams)
-    require_layers(work.prefill, size.places.num_layers)
     total = len(list(meshes(size, machine, work)))
     with tqdm(total=total, desc="planning", disable=not shown or total == 0, leave=False, mininterval=0.5) as bar:
 
@@ -133,8 +134,6 @@ def _policies(run: PlanRun) -> RankPolicies | None:
     """The policy that says how many KV heads stream; None if none do. Raises: ValueError."""
     policy = checked(run.policy)
     if run.prefill.attention is not Attention.streaming_heads:
-        if policy["name"] != "full":
-            say(f"warning: policy={policy['name']} has no effect here without prefill.attention=streaming_heads")
         return None
     return rank_policies(policy)
 

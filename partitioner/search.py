@@ -8,11 +8,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.inputs.options import ineffective_split_settings
 from launch.inputs.policies import checked, rank_policies
 from launch.program.compose import Program
 from launch.program.ending import leave
 from launch.program.run import run_program
-from partitioner.options import Objective, SearchRun, require_layers
+from partitioner.options import Objective, SearchRun
 
 if TYPE_CHECKING:
     from partitioner.cost.streaming import Streams
@@ -59,15 +60,11 @@ SEARCH = Program(module="partitioner.search", options=SearchRun, help=HELP)
 
 def main(args: Sequence[str] | None = None) -> int:
     """The exit status of `run_program`."""
-    return run_program(SEARCH, args, _print_table, warnings=ineffective_settings)
+    return run_program(SEARCH, args, _print_table, warnings=_warnings)
 
 
-def ineffective_settings(run: SearchRun) -> list[str]:
-    """A sentence if a policy was named, and no heads stream."""
-    name = run.policy["name"]
-    if name == "full" or run.prefill.streams:
-        return []
-    return [f"policy={name} has no effect here without prefill.attention=streaming_heads"]
+def _warnings(run: SearchRun) -> list[str]:
+    return ineffective_split_settings(run.prefill, run.policy)
 
 
 def _print_table(run: SearchRun, ranks: Ranks) -> None:
@@ -94,6 +91,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
     from runahead.model.shares import load_model
+    from runahead.prefill.base import exact_layers
 
     counts = run.search.ranks or list(range(1, ranks.num_stages + 1))
     policies = ranks.on_rank_0("the policy", lambda: _policies(run))
@@ -101,6 +99,8 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     assert run.table is not None
     path = Path(run.table)
     model = load_model(run.model, ranks)
+    if run.prefill.is_sparse and run.model.layers is None:  # by its masks, of which a config need not tell all
+        exact_layers(model, run.prefill)
     places = Places.of_model(model, num_layers, layer_types)
     link = link_between(run, ranks)
     streams = ranks.on_all_ranks("the heads that stream", lambda: _streams(run, policies, model))
@@ -176,8 +176,10 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[s
     from partitioner.searches import STRATEGIES
     from partitioner.searches.record import record_path
     from runahead.model import loading
+    from runahead.model.held import attending_to_all
     from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares
+    from runahead.prefill.base import require_exact
 
     assert run.table is not None
     ensure_outputs(run, {"table": [run.table, record_path(Path(run.table))]})
@@ -204,7 +206,8 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[s
             "them for the first new token; leave the longest out or use search.objective=replayed"
         )
     whole = loading.load_decoder_config(replace(run.model, layers=None))
-    require_layers(run.prefill, int(whole.num_hidden_layers))
+    if run.prefill.is_sparse:  # of all layers, of which fewer may be run
+        require_exact(run.prefill, attending_to_all(whole), str(whole.model_type))
     return int(whole.num_hidden_layers), list(getattr(whole, "layer_types", None) or [])
 
 

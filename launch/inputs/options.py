@@ -357,7 +357,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
             "without model=random",
         ),
     ]
-    sentences = _sentences(run, unused) + ineffective_engine_settings(run)
+    sentences = _sentences(vars(run), unused) + ineffective_engine_settings(run)
     if run.policy == {"name": "full", "positions": Positions.reencoded.name}:
         sentences.append("policy.positions has no effect with policy=full")
     sentences += ineffective_options(run.policy)
@@ -381,9 +381,8 @@ def ineffective_engine_settings(run: Any) -> list[str]:
         run: with these groups.
     """
     prefill, partition, model = run.prefill.name, run.partition.name, run.model.name
-    is_chain, is_sparse = prefill not in (PrefillName.tsp, PrefillName.zigzag), run.prefill.is_sparse
+    is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
     chain_only = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
-    of_sparse = ["threshold", "density", "stride", "exact_layers"]
     unused: list[Unused] = [
         ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         (
@@ -392,21 +391,8 @@ def ineffective_engine_settings(run: Any) -> list[str]:
             prefill is not PrefillName.tsp and not (run.prefill.is_sparse or run.prefill.streams),
             f"with prefill={prefill.name}",
         ),
-        ("prefill", of_sparse, not is_sparse, "without prefill.attention=xattention"),
         ("prefill", ["exchange"], prefill is not PrefillName.zigzag, f"with prefill={prefill.name}"),
         ("prefill", ["chunk_tokens"], not is_chain, f"with prefill={prefill.name}"),
-        (
-            "prefill",
-            ["speculative_share", "speculative_chunk", "speculative_ahead"],
-            run.prefill.speculative is Speculative.none,
-            "without prefill.speculative",
-        ),
-        (
-            "prefill",
-            ["speculative_layers"],
-            run.prefill.speculative is not Speculative.layers,
-            "without prefill.speculative=layers",
-        ),
         ("cache", ["residual", "residual_bits"], run.cache.bits is None, "without cache.bits"),
         ("partition", ["force"], partition is not PartitionName.table, "without partition=table"),
         ("partition", ["learn", "alone"], partition is not PartitionName.auto, "without partition=auto"),
@@ -419,15 +405,40 @@ def ineffective_engine_settings(run: Any) -> list[str]:
         ("model", ["dequantize", "keep_dequantized"], model is not ModelName.hf, f"with model={model.name}"),
         ("model", ["trust_remote_code"], model is ModelName.smollm2, f"with model={model.name}"),
     ]
-    return _sentences(run, unused)
+    return ineffective_method_settings(run.prefill) + _sentences(vars(run), unused)
 
 
-def _sentences(run: Any, unused: list[Unused]) -> list[str]:
+def ineffective_method_settings(prefill: PrefillOptions) -> list[str]:
+    """A sentence for each option of a prefill that has no effect without a sparse attention or a draft."""
+    of_sparse = ["threshold", "density", "stride", "exact_layers"]
+    of_draft, speculative = ["speculative_share", "speculative_chunk", "speculative_ahead"], prefill.speculative
+    unused: list[Unused] = [
+        ("prefill", of_sparse, not prefill.is_sparse, "without prefill.attention=xattention"),
+        ("prefill", of_draft, speculative is Speculative.none, "without prefill.speculative"),
+        (
+            "prefill",
+            ["speculative_layers"],
+            speculative is not Speculative.layers,
+            "without prefill.speculative=layers",
+        ),
+    ]
+    return _sentences({"prefill": prefill}, unused)
+
+
+def ineffective_split_settings(prefill: PrefillOptions, policy: Mapping[str, Any]) -> list[str]:
+    """A sentence for each option that has no effect on a split or plan: of a prefill, and a policy without streams."""
+    sentences = ineffective_method_settings(prefill)
+    if policy["name"] != "full" and not prefill.streams:
+        sentences.append(f"policy={policy['name']} has no effect here without prefill.attention=streaming_heads")
+    return sentences
+
+
+def _sentences(groups: Mapping[str, Any], unused: list[Unused]) -> list[str]:
     return [
         f"{section}.{name} has no effect {reason}"
         for section, names, is_unused, reason in unused
         if is_unused
-        for name in _changed(getattr(run, section), names)
+        for name in _changed(groups[section], names)
     ]
 
 

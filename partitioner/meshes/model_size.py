@@ -32,13 +32,14 @@ from runahead.features.facts import FACTS, Setup
 from runahead.features.refused import check
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
-from runahead.model.held import Held
+from runahead.model.held import Held, attending_to_all
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import hf
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.loading.quiet import one_line, quiet
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.shares import check_shares
+from runahead.prefill.base import require_exact
 from runahead.thinning.rank_policies import RankPolicies
 
 SPLIT_FIRST = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
@@ -139,6 +140,8 @@ class ModelSize:
         text = decoder_config(config)
         label = f"model {options.path or options.config or options.name.name} ({text.model_type})"
         check(Setup(config=text, decode=decode, prefill=prefill, policies=policies))
+        if prefill is not None and prefill.is_sparse:
+            require_exact(prefill, attending_to_all(text), str(text.model_type))
         dtype = loading.expected_dtype(options, config, torch.device("cuda" if on_gpus else "cpu"))
         module = hf.empty_model(config, dtype, options, label=label)
         for fact, why in (

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, Self
@@ -158,14 +158,27 @@ def exact_layers(model: Model, options: PrefillOptions) -> frozenset[int]:
         ValueError: one is no layer of the model, or none that xattention would let attend to fewer keys.
     """
     number_of = {layer: number for number, layer in enumerate(model.kv_layers) if model.rules[number] is None}
-    others = [layer for layer in options.exact_layers if layer not in number_of]
+    require_exact(options, number_of, model.name)
+    return frozenset(number_of[layer] for layer in options.exact_layers)
+
+
+def require_exact(options: PrefillOptions, choosing: Collection[int], model: str) -> None:
+    """Check that xattention would choose keys in each layer of `prefill.exact_layers`.
+
+    Args:
+        choosing: layers in which it does.
+        model: its name.
+
+    Raises:
+        ValueError: it does not in one of them.
+    """
+    others = [layer for layer in options.exact_layers if layer not in choosing]
     if others:
         raise ValueError(
             f"prefill.exact_layers={options.exact_layers} names {', '.join(map(str, others))}, and the layers of model "
-            f"{model.name} in which xattention chooses keys are {', '.join(map(str, number_of)) or 'none'}; name some "
-            "of those"
+            f"{model} in which xattention chooses keys are {', '.join(map(str, choosing)) or 'none'}; name some of "
+            "those"
         )
-    return frozenset(number_of[layer] for layer in options.exact_layers)
 
 
 @dataclass(kw_only=True)

@@ -773,7 +773,7 @@ def test_what_is_printed_is_read_by_the_program_as_what_was_planned(args: list[s
         (["model.config=missing.json"], "model.config=missing.json does not exist"),
         (["decode=first"], "decode=first is not one of auto, last, sharded"),
         (["prefill.density=2"], "prefill.density=2.0 must be above 0 and at most 1"),
-        (["prefill.exact_layers=[31,32]"], "prefill.exact_layers=[31, 32] must be numbers of layers from 0 to 31"),
+        (["prefill.attention=xattention", "prefill.exact_layers=[31,32]"], "exact_layers=[31, 32] names 32, and the"),
         (["prefill.attention=dense"], "prefill.attention=dense is for prefill=tsp"),
         (["prefill.attention=streaming_heads"], "takes the heads that stream from a cache policy"),
         (["prefill.attention=streaming_heads", "policy=duo_attention"], "give policy.sinks=<number>"),
@@ -787,6 +787,28 @@ def test_mistakes_are_told_in_one_line(args: list[str], said: str, capsys: pytes
     assert main(options(*args)) == 2
     err = capsys.readouterr().err
     assert said in err and len(err.splitlines()) == 1
+
+
+def test_layers_with_windows_are_no_exact_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build("gemma2").config.save_pretrained(tmp_path)
+    given = [*options("tokens=500", "ranks.tensor=1", "prefill.attention=xattention"), f"model.config={tmp_path}"]
+    assert main([*given, "prefill.exact_layers=[0,1]"]) == 2
+    err = capsys.readouterr().err
+    assert "prefill.exact_layers=[0, 1] names 0, and the layers of model gemma2 in which" in err and "are 1;" in err
+    assert main([*given, "prefill.exact_layers=[1]"]) == 0
+
+
+def test_what_has_no_effect_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {
+        "prefill.stride=8": "prefill.stride has no effect without prefill.attention=xattention",
+        "prefill.exact_layers=[1]": "prefill.exact_layers has no effect without prefill.attention=xattention",
+        "prefill.speculative_chunk=8": "prefill.speculative_chunk has no effect without prefill.speculative",
+        "policy=snapkv": "policy=snapkv has no effect here without prefill.attention=streaming_heads",
+    }
+    assert main(options(*told, "tokens=null")) == 2  # before that
+    assert "warning" not in capsys.readouterr().err
+    assert main(options(*told, "report=/nowhere/at/all.json")) == 2
+    assert capsys.readouterr().err.splitlines()[:-1] == [f"warning: {each}" for each in told.values()]
 
 
 def test_a_plan_that_fits_nothing_ends_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:

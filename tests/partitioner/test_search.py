@@ -14,7 +14,7 @@ from partitioner.cost.places import Places
 from partitioner.cost.streaming import StreamingCost, Streams
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
-from partitioner.search import SEARCH, ineffective_settings, main
+from partitioner.search import SEARCH, main
 from partitioner.searches.points import Points
 from partitioner.searches.record import SearchRecord
 from partitioner.table.lookup_table import LookupTable
@@ -198,10 +198,52 @@ def test_a_policy_that_does_not_say_which_heads_stream_is_refused(
     assert len(errors) == 1 and message in errors[0], errors
 
 
-def test_a_policy_without_streaming_heads_has_no_effect() -> None:
-    run = SEARCH.compose(["table=t.json", "policy=snapkv"])
-    assert ineffective_settings(run) == ["policy=snapkv has no effect here without prefill.attention=streaming_heads"]
-    assert not ineffective_settings(SEARCH.compose(["table=t.json", *STREAMS]))
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["policy=snapkv"], ["policy=snapkv has no effect here without prefill.attention=streaming_heads"]),
+        (STREAMS, []),
+        (["prefill.attention=xattention", "prefill.exact_layers=[1]", "prefill.density=0.5"], []),
+        (
+            ["prefill.exact_layers=[1]", "prefill.threshold=0.9"],
+            [
+                "prefill.threshold has no effect without prefill.attention=xattention",
+                "prefill.exact_layers has no effect without prefill.attention=xattention",
+            ],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_told(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: Sequence[str], said: list[str]
+) -> None:
+    assert ended(options(config, tmp_path / "table.json", *more)) in (1, 2)
+    *told, error = capsys.readouterr().err.splitlines()
+    assert told == [f"warning: {each}" for each in said] and "link.gbps=<1e9 bits per second> is needed" in error
+
+
+@pytest.mark.parametrize("config_tells", [True, False])
+def test_layers_with_windows_are_no_exact_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, config_tells: bool
+) -> None:
+    """Refused before weights are made if the config tells the windows, else by masks before compute is measured."""
+    build("gemma2").config.save_pretrained(tmp_path)
+    if config_tells:
+        monkeypatch.setattr("runahead.model.shares.load_model", None)  # calling it would fail
+    else:
+        monkeypatch.setattr("runahead.model.held.attending_to_all", lambda config: [0, 1, 2])
+    monkeypatch.setattr("partitioner.measure.probe_compute", None)
+    given = options(tmp_path, tmp_path / "table.json", *QUICK, "prefill.attention=xattention")
+    assert ended([*given, "prefill.exact_layers=[0,1]"]) in (1, 2)
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("prefill.exact_layers=[0, 1] names 0, and the layers of model ") and "are 1;" in error
+
+
+def test_layers_that_are_not_run_may_be_exact(config: Path, tmp_path: Path) -> None:
+    """Four are planned for, of which two are run."""
+    path = tmp_path / "table.json"
+    more = ["model.layers=2", "search.ranks=[1]", "prefill.attention=xattention", "prefill.exact_layers=[3]"]
+    assert main(options(config, path, *QUICK, *more)) == 0
+    assert ended(options(config, path, *QUICK, *more[:-1], "prefill.exact_layers=[4]")) != 0
 
 
 def test_every_option_has_a_default_in_conf() -> None:

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.attention.sparse.choice import ChoiceRule
 from runahead.config import Attention, Carrier, DecodeName, PrefillName, Transfer
+from runahead.model.held import attending_to_all
 from runahead.prefill.base import exact_layers
 from tests.attention.xattention import BLOCK, chosen_by_all_products
 from tests.conftest import RankPools
@@ -126,6 +127,15 @@ def test_layers_that_choose_nothing_are_no_exact_ones(family: str, exact: list[i
     """Beyond the last one; with a state; with a window."""
     with pytest.raises(ValueError, match=rf"^prefill.exact_layers=.* names {those}"):
         exact_layers(tasks.tiny_model(family), options(HALF, exact_layers=exact))
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "gemma3n_text", "llama4_text", "qwen3_next", "falcon_h1", "lfm2"]
+)
+def test_configs_tell_the_layers_that_attend_to_all_as_their_masks_do(family: str) -> None:
+    model = tasks.tiny_model(family)
+    by_masks = [layer for number, layer in enumerate(model.kv_layers) if model.rules[number] is None]
+    assert attending_to_all(model.config) == by_masks
 
 
 @pytest.mark.parametrize("wrong", ["no own block", "by chunk", "the future"])
