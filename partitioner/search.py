@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from launch.inputs.options import ineffective_split_settings
 from launch.inputs.policies import checked, rank_policies
+from launch.inputs.policy_file import load_files
 from launch.program.compose import Program
 from launch.program.ending import leave
 from launch.program.run import run_program
 from partitioner.options import Objective, SearchRun
 
 if TYPE_CHECKING:
+    from partitioner.cost.places import Places
     from partitioner.cost.streaming import Streams
     from partitioner.table.fingerprint import Fingerprint
     from partitioner.table.lookup_table import LookupTable
@@ -94,6 +96,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
     from runahead.prefill.base import exact_layers
 
     counts = run.search.ranks or list(range(1, ranks.num_stages + 1))
+    load_files(run.policy, ranks)
     policies = ranks.on_rank_0("the policy", lambda: _policies(run))
     num_layers, layer_types = ranks.on_rank_0("the search's options", lambda: _prepare(run, counts, ranks.mesh))
     assert run.table is not None
@@ -103,7 +106,7 @@ def search(run: SearchRun, ranks: Ranks) -> LookupTable:
         exact_layers(model, run.prefill)
     places = Places.of_model(model, num_layers, layer_types)
     link = link_between(run, ranks)
-    streams = ranks.on_all_ranks("the heads that stream", lambda: _streams(run, policies, model))
+    streams = ranks.on_all_ranks("the heads that stream", lambda: _streams(run, policies, model, places))
     fingerprint = Fingerprint.of_model(
         model,
         places=places,
@@ -157,7 +160,7 @@ def _policies(run: SearchRun) -> RankPolicies | None:
     return policies
 
 
-def _streams(run: SearchRun, policies: RankPolicies | None, model: Model) -> Streams | None:
+def _streams(run: SearchRun, policies: RankPolicies | None, model: Model, places: Places) -> Streams | None:
     """The KV heads that stream, or as many as the options say, of whichever heads. Raises: ValueError."""
     if policies is None:
         return None
@@ -167,7 +170,9 @@ def _streams(run: SearchRun, policies: RankPolicies | None, model: Model) -> Str
 
     check(Setup(prefill=run.prefill, policies=policies, model=model))
     names_heads = policies.last[0].reads is not None
-    return Streams.of(policies, model) if names_heads else Streams.expected(policies, model=model)
+    if names_heads:
+        return Streams.of(policies, model)
+    return Streams.expected(policies, model=model, num_attending=len(places) - len(places.states))
 
 
 def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[str]]:

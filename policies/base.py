@@ -11,7 +11,7 @@ policy that declares it (`keeps_ragged`) may keep different numbers of tokens in
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -138,6 +138,12 @@ class ModelFacts:
     def heads_of_all(self) -> list[int]:
         """Number of KV heads of every layer, those of all shares."""
         return [num_heads * self.num_shares // self.copies for num_heads, _ in self.heads]
+
+    @property
+    def of_all(self) -> ModelFacts:
+        """The facts of one rank that has the heads of all shares."""
+        heads = [(number, dim) for number, (_, dim) in zip(self.heads_of_all, self.heads, strict=True)]
+        return replace(self, heads=heads, share=0, num_shares=1, copies=1)
 
     def own_heads(self, layer: int) -> slice:
         """This rank's KV heads among those of all shares."""
@@ -498,8 +504,11 @@ class Policy:
         """The KV heads that keep the first and the last tokens alone of a padded prompt, if it `streams`."""
         return None
 
-    def streamed_share(self, prompt_tokens: int) -> StreamedShare | None:
+    def streamed_share(self, prompt_tokens: int, num_heads: int | None = None) -> StreamedShare | None:
         """How many KV heads that will be, for plans without the model, if it `streams`; None: it does not say.
+
+        Args:
+            num_heads: KV heads of all layers, if they are known, to which it rounds.
 
         Raises: ValueError: an option is missing.
         """

@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 
 from policies.base import ModelFacts, PromptPart, require
 from policies.duo_table import REMEDY, DuoTable
-from policies.streaming_heads import StreamingHeads, best_heads
+from policies.streaming_heads import StreamingHeads, best_heads, share_of_others
 
 
 @dataclass(kw_only=True)
@@ -73,9 +73,8 @@ class DuoAttention(StreamingHeads, name="duo_attention"):
         self._of_table = table
         return best_heads(table.gates, self.retrieval_share)
 
-    @property
-    def expected_share(self) -> float:
-        return 1 - self.retrieval_share
+    def expected_share(self, num_heads: int | None) -> float:
+        return share_of_others([self.retrieval_share], num_heads)
 
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)

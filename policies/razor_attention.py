@@ -27,7 +27,7 @@ from policies.base import (
     require_least,
 )
 from policies.head_scores import HeadScores
-from policies.streaming_heads import StreamingHeads, best_heads
+from policies.streaming_heads import StreamingHeads, best_heads, share_of_others
 
 
 @dataclass(kw_only=True)
@@ -75,9 +75,9 @@ class RazorAttention(StreamingHeads, name="razor_attention"):
         by_layer = zip(best_heads(induction, self.induction_share), best_heads(echo, self.echo_share), strict=True)
         return [[a or b for a, b in zip(*layer, strict=True)] for layer in by_layer]
 
-    @property
-    def expected_share(self) -> float:
-        return max(0.0, 1 - self.induction_share - self.echo_share)  # or more, where a head is of both kinds
+    def expected_share(self, num_heads: int | None) -> float:
+        # Or more, where a head is of both kinds.
+        return share_of_others([self.induction_share, self.echo_share], num_heads)
 
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)

@@ -103,13 +103,16 @@ class StreamingHeads(Policy, ABC):
         by_layer = [[not retrieves for retrieves in heads] for heads in self._retrieving]
         return StreamedHeads(by_layer=by_layer, sinks=sinks, recent=recent)
 
-    @property
-    def expected_share(self) -> float | None:
-        """Share of a model's KV heads that stream, whichever these are; None if the options do not say it."""
+    def expected_share(self, num_heads: int | None) -> float | None:
+        """Share of a model's KV heads that stream, whichever these are; None if the options do not say it.
+
+        Args:
+            num_heads: all of the model's; None if they are not known.
+        """
         return None
 
-    def streamed_share(self, prompt_tokens: int) -> StreamedShare | None:
-        share = self.expected_share
+    def streamed_share(self, prompt_tokens: int, num_heads: int | None = None) -> StreamedShare | None:
+        share = self.expected_share(num_heads)
         if share is None or not self.streams:
             return None
         sinks, recent = self.first_and_last(prompt_tokens)
@@ -194,8 +197,7 @@ class EverySecondHead(StreamingHeads):
     def reads(self) -> str | None:
         return None
 
-    @property
-    def expected_share(self) -> float:
+    def expected_share(self, num_heads: int | None) -> float:
         return 0.5
 
     def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
@@ -205,15 +207,32 @@ class EverySecondHead(StreamingHeads):
         return self.sinks, self.recent
 
 
+def num_best(share: float, num_heads: int) -> int:
+    """Number of heads that are a share of so many, at least one unless it is 0."""
+    return max(math.ceil(share), round(share * num_heads))
+
+
+def share_of_others(shares: Sequence[float], num_heads: int | None) -> float:
+    """Share of heads that are none of the best of any kind, of different heads, as `best_heads` rounds each kind.
+
+    Args:
+        shares: of the best heads of each kind.
+        num_heads: all heads; None: their number is not known.
+    """
+    if num_heads is None:
+        return max(0.0, 1 - sum(shares))
+    return max(0, num_heads - sum(num_best(share, num_heads) for share in shares)) / num_heads
+
+
 def best_heads(scores: Sequence[Tensor], share: float) -> list[list[bool]]:
     """Whether a KV head is among the share of all heads with the highest scores; of equal ones the earlier.
 
     Args:
         scores: of the KV heads (K) of each layer.
-        share: rounded to a number of heads, at least one unless it is 0.
+        share: rounded as by `num_best`.
     """
     flat_X = torch.cat(list(scores))
-    number = max(math.ceil(share), round(share * len(flat_X)))
+    number = num_best(share, len(flat_X))
     chosen_X = torch.zeros(len(flat_X), dtype=torch.bool)
     chosen_X[flat_X.sort(descending=True, stable=True).indices[:number]] = True
     return [chosen_K.tolist() for chosen_K in chosen_X.split([len(scores_K) for scores_K in scores])]

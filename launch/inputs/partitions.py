@@ -100,11 +100,13 @@ class AutoChoice:
         why_not = ranks.on_rank_0(
             "the tables", lambda: [_misfit(table, fingerprint, ranks.num_stages) for table in tables]
         )
+        fitting = [table for table, misfit in zip(tables, why_not, strict=True) if misfit is None]
+        if fitting:
+            self.chosen = TablePartition(fitting[0])
+            return
         for table, misfit in zip(tables, why_not, strict=True):
-            if misfit is None:
-                self.chosen = TablePartition(table)
-                return
-            if run.partition.table is not None:
+            # One that is for other heads, or for all, was perhaps meant for this run.
+            if run.partition.table is not None or _but_for_attention(table, fingerprint, ranks.num_stages):
                 say(f"partition=auto: {table.source} is for {misfit}; the split is balanced instead")
         with Bar("timing layers for partition=auto", shown=ranks.rank == 0 and sys.stderr.isatty()) as bar:
 
@@ -156,6 +158,12 @@ def _misfit(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> str
         noun = "ranks" if fingerprint.tensor == 1 else "stages"
         found.append(f"{', '.join(map(str, table.ranks()))} {noun}, not {num_ranks}")
     return "; ".join(found) or None
+
+
+def _but_for_attention(table: LookupTable, fingerprint: Fingerprint, num_ranks: int) -> bool:
+    """Whether a table would fit if as many heads streamed, or tokens were as sparse, as in its search."""
+    alike = replace(table.fingerprint, attention=fingerprint.attention)
+    return _misfit(replace(table, fingerprint=alike), fingerprint, num_ranks) is None
 
 
 def _auto(options: PartitionOptions, ranks: Ranks) -> context.Partitioner:

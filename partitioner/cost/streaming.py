@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -31,31 +32,54 @@ class Streams:
 
     @classmethod
     def of(cls, policies: RankPolicies, model: Model, num_tokens: int = USUAL_TOKENS) -> Self:
-        """The streams that a policy names for a model that is loaded.
+        """The streams that a policy names for a model that is loaded, among the heads of all shares.
 
         Args:
             num_tokens: length of the prompt.
         """
-        from runahead.prefill.base import streaming_of  # here, so that programs that only simulate do not load torch
+        from runahead.attention.sparse.streaming import Streaming  # here, so that programs that only simulate do not
+        from runahead.prefill.base import never_streaming  # load torch
+        from runahead.thinning.rank_policies import facts_of
 
-        policies.read_files(model)
-        streaming = streaming_of(policies, model, num_tokens=num_tokens, pads=[0])
+        [policy] = map(copy, policies.last)
+        policy.require(facts_of(model).of_all)
+        heads = policy.streamed_heads(num_tokens)
+        assert heads is not None, policy
+        streaming = Streaming.of(heads, exact=never_streaming(model), pads=[0])
         each = [len(exact) + len(streamed) for exact, streamed in zip(streaming.exact, streaming.streamed, strict=True)]
         return cls(share=sum(map(len, streaming.streamed)) / sum(each), tokens=streaming.sinks + streaming.window - 1)
 
     @classmethod
-    def expected(cls, policies: RankPolicies, num_tokens: int = USUAL_TOKENS, *, model: Model | None = None) -> Self:
+    def expected(
+        cls,
+        policies: RankPolicies,
+        num_tokens: int = USUAL_TOKENS,
+        *,
+        model: Model | None = None,
+        num_attending: int | None = None,
+    ) -> Self:
         """As many streams as a policy says of a model of which it knows no heads.
+
+        Where no head of some layers streams, those of the others are taken to be as many as elsewhere, and where heads
+        are of two kinds, none is of both: a policy that names its heads may have a few more or less.
 
         Args:
             num_tokens: length of the prompt.
             model: in some layers of which no head streams; None: in all of them heads may.
+            num_attending: places with keys and values of the model to plan for, if `model` was loaded with fewer.
 
         Raises:
             ValueError: the policy does not say it.
         """
-        [policy] = policies.last
-        found, part = policy.streamed_share(num_tokens), 1.0
+        [policy], part, num_heads = policies.last, 1.0, None
+        if model is not None:
+            from runahead.thinning.rank_policies import facts_of
+
+            of_layers = facts_of(model).heads_of_all
+            num_heads = sum(of_layers)
+            if num_attending is not None:
+                num_heads = round(num_heads * num_attending / len(of_layers))
+        found = policy.streamed_share(num_tokens, num_heads)
         if found is None:
             name = type(policy).__name__
             raise ValueError(f"policy {name} does not say how many KV heads stream; use policy=duo_attention")

@@ -252,15 +252,7 @@ class RankPolicies:
         policies = [each for each in (*self.last, *self.others) if type(each).require is not Policy.require]
         if not policies:
             return
-        facts = ModelFacts(
-            name=model.name,
-            fingerprint=model.fingerprint,
-            heads=[(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes],
-            input_dims=model.attention_input_dims if any(each.needs_attention_input for each in policies) else [],
-            share=model.shard_number,
-            num_shares=model.num_shards,
-            copies=model.kv_head_copies,
-        )
+        facts = facts_of(model, with_input=any(each.needs_attention_input for each in policies))
         for policy in policies:
             policy.require(facts)
 
@@ -301,3 +293,20 @@ class RankPolicies:
             for layer in range(num_layers):
                 lengths[layer][rank] = left[layer]
         return [ContextPartition(boundaries=(0, *accumulate(each))) for each in lengths]
+
+
+def facts_of(model: Model, *, with_input: bool = False) -> ModelFacts:
+    """What policies may check of a model.
+
+    Args:
+        with_input: with the widths of the attention's input.
+    """
+    return ModelFacts(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        heads=[(shape.num_kv_heads, shape.key_dim) for shape in model.kv_shapes],
+        input_dims=model.attention_input_dims if with_input else [],
+        share=model.shard_number,
+        num_shares=model.num_shards,
+        copies=model.kv_head_copies,
+    )

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from launch.inputs import partitions
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
 from launch.inputs.partitions import AutoChoice, TablePartition, kvr_name, partitioner, prepare_partition
 from partitioner.auto import partition as auto_partition
@@ -343,6 +345,26 @@ def choice_from_the_folder(ranks: Ranks, folder: Path) -> str:
     prepare_partition(partition, tiny_model("llama", torch.float32), ranks, RunOptions())
     assert isinstance(partition, AutoChoice)
     return type(partition.chosen).__name__
+
+
+def told_from_the_folder(ranks: Ranks, folder: Path) -> list[str]:
+    """Lines about tables that rank 0 prints."""
+    said = list[str]()
+    with mock.patch.object(partitions, "say", said.append):
+        choice_from_the_folder(ranks, folder)
+    return [line for line in said if "is for" in line]
+
+
+def test_a_table_for_other_heads_is_told_also_where_it_was_not_asked_for(rank_pools: RankPools, tmp_path: Path) -> None:
+    """And none for another device, or if another one fits."""
+    (tmp_path / "tables").mkdir()
+    streaming = my_table(tmp_path, attention="streaming_heads 75% of KV heads see 24 tokens")
+    streaming.rename(tmp_path / "tables" / "a.json")
+    my_table(tmp_path, device="another").rename(tmp_path / "tables" / "b.json")
+    [line] = rank_pools.run(2, told_from_the_folder, tmp_path)[0]
+    assert "a.json is for prefill.attention=streaming_heads 75% of KV heads see 24 tokens, not nothing; the" in line
+    my_table(tmp_path).rename(tmp_path / "tables" / "c.json")
+    assert rank_pools.run(2, told_from_the_folder, tmp_path)[0] == []
 
 
 def test_tables_of_the_cache_folder_are_tried_and_damaged_ones_passed_over(

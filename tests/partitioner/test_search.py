@@ -14,7 +14,7 @@ from partitioner.cost.places import Places
 from partitioner.cost.streaming import StreamingCost, Streams
 from partitioner.measure import LiveCost, ping, probe_compute
 from partitioner.options import SearchRun
-from partitioner.search import SEARCH, main
+from partitioner.search import SEARCH, main, search
 from partitioner.searches.points import Points
 from partitioner.searches.record import SearchRecord
 from partitioner.table.lookup_table import LookupTable
@@ -178,6 +178,25 @@ def test_a_table_where_heads_stream_is_of_as_many(config: Path, tmp_path: Path, 
         assert isinstance(cluster.compute, StreamingCost) and cluster.compute.streams == cluster.streams
     with pytest.raises(ValueError, match="is for prefill.attention=streaming_heads 50% of KV heads see 24 tokens, not"):
         LookupTable.load(tmp_path / "0.json").check_fits(LookupTable.load(path).fingerprint)
+
+
+def searched(ranks: Ranks, args: list[str]) -> str:
+    return search(SEARCH.compose(args), ranks).fingerprint.attention
+
+
+def test_a_policy_of_a_users_file_says_on_several_ranks_how_many_heads_stream(
+    config: Path, tmp_path: Path, rank_pools: RankPools
+) -> None:
+    """Ranks that have not loaded the file cannot read what rank 0 made of it."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\n\nfrom policies.duo_attention import DuoAttention\n\n\n"
+        "@dataclass(kw_only=True)\nclass Mine(DuoAttention):\n    pass\n"
+    )
+    given = ["policy=file", f"policy.path={path}", "policy.options={sinks:4,recent:20}", STREAMS[0], "link.gbps=10"]
+    args = options(config, tmp_path / "table.json", "search.objective=modelled", "search.lengths=[128]", *given)
+    told = "streaming_heads 50% of KV heads see 24 tokens"
+    assert rank_pools.run(2, searched, [*args, "search.ranks=[2]"]) == [told] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,11 +17,14 @@ from launch.inputs.partitions import TablePartition, check_table, kvr_name, part
 from partitioner.cost.streaming import Streams
 from partitioner.search import SEARCH
 from partitioner.table.fingerprint import Fingerprint
+from policies.duo_attention import DuoAttention
 from policies.duo_table import DuoTable
 from runahead import ContextPartition, Engine, GenerationOptions, Ranks, even
 from runahead.config import Attention, PrefillOptions, Speculative, Transfer
+from runahead.model.model import Model
 from runahead.ranks.ranks import SharedError
 from runahead.report import report_json
+from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import prompt
 from tests.partitioner.test_lookup_table import FINGERPRINT, entry, table_of
@@ -111,6 +114,49 @@ def test_a_table_where_heads_stream_fits_runs_in_which_as_many_do(rank_pools: Ra
         else:
             wanted = "prefill.attention=streaming_heads 50% of KV heads see 24 tokens, not "
             assert wanted + ("" if differs == "nothing" else "streaming_heads ") + differs in first
+
+
+@pytest.mark.parametrize(
+    ("retrieving", "streamed"), [(0.0, 6), (0.05, 5), (0.25, 4), (0.41, 4), (0.42, 3), (0.75, 2), (0.9, 1), (1.0, 0)]
+)
+def test_a_search_counts_as_many_heads_as_a_run_that_names_them(
+    tmp_path: Path, retrieving: float, streamed: int
+) -> None:
+    """Of 6 KV heads, the share is rounded to a number, at least one: by hand."""
+    model, given = tiny_model("llama", torch.float32), {"retrieval_share": retrieving, "sinks": 4, "recent": 20}
+    wanted = Streams(share=streamed / 6, tokens=24)
+    expected, named = (
+        RankPolicies.everywhere([DuoAttention(**given, **heads)])
+        for heads in ({}, {"heads": str(gates_of_layers(tmp_path))})
+    )
+    assert Streams.expected(expected, model=model) == wanted
+    found = Streams.of(named, model)
+    assert (found.tokens, str(found)) == (24, str(wanted)) and found.share == pytest.approx(wanted.share)
+    # Of 90 heads, as SmolLM2 has, 22 are a quarter.
+    ninety = Streams.expected(expected, model=model, num_attending=45)
+    if retrieving == 0.25:
+        assert ninety.share == 68 / 90
+
+
+def gates_of_layers(folder: Path) -> Path:
+    for name, text in DuoTable(gates=[torch.tensor([0.1, 0.9])] * 3).files().items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_heads_that_stream_are_counted_of_all_shares(tmp_path: Path, share: int) -> None:
+    """Of two ranks that share a model, one has all heads that retrieve here."""
+    model = tiny_model("llama", torch.float32)
+    own = [replace(shape, num_kv_heads=1) for shape in model.kv_shapes]
+    policies = RankPolicies.everywhere([DuoAttention(heads=str(gates_of_layers(tmp_path)), sinks=4, recent=20)])
+    with (
+        patch.object(model, "kv_shapes", own),
+        patch.object(Model, "num_shards", 2),
+        patch.object(Model, "shard_number", share),
+    ):
+        assert Streams.of(policies, model) == Streams(share=0.5, tokens=24)
+        assert Streams.expected(policies, model=model) == Streams(share=0.5, tokens=24)
 
 
 def test_a_speculative_prefill_takes_the_table_of_a_search_without(rank_pools: RankPools, tmp_path: Path) -> None:
