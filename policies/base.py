@@ -455,6 +455,11 @@ class Policy:
         cls.name = name
 
     @property
+    def label(self) -> str:
+        """Its name on the command line, for messages; of a policy of a file that of its class."""
+        return self.name or type(self).__name__
+
+    @property
     def state_key(self) -> Hashable:
         """Key of what the runtime carries for this policy beside the slots of a layer."""
         return type(self), self.occurrence
@@ -630,7 +635,12 @@ E = TypeVar("E", bound=Enum)
 def require(rule_holds: bool, option: str, value: object, rule: str) -> None:
     """Raise a ValueError with policy.<option>, its value and the rule, unless the rule holds."""
     if not rule_holds:
-        raise ValueError(f"policy.{option}={value} {rule}")
+        raise ValueError(f"policy.{option}={as_given(value)} {rule}")
+
+
+def as_given(value: object) -> object:
+    """A value as options give it: a member of an enum by its name."""
+    return value.name if isinstance(value, Enum) else value
 
 
 def require_least(options: object, **least: int) -> None:

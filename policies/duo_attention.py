@@ -55,10 +55,18 @@ class DuoAttention(StreamingHeads, name="duo_attention"):
 
     def _load(self, heads: str) -> DuoTable:
         table = DuoTable.load(heads)
-        for name in ("sinks", "recent"):
-            if getattr(self, name) is None and getattr(table, name) is None:
-                raise ValueError(f"policy.heads={heads} does not say how many tokens stay; give policy.{name}=<number>")
+        self._tokens_by(table, f"policy.heads={heads}")
         return table
+
+    def _tokens_by(self, table: DuoTable | None, name: str) -> tuple[int, int]:
+        """First and last tokens that stay, of these options or a table's. Raises: ValueError with the `name`."""
+        sinks = self.sinks if self.sinks is not None or table is None else table.sinks
+        recent = self.recent if self.recent is not None or table is None else table.recent
+        if sinks is None or recent is None:
+            found = {"policy.sinks=<number>": sinks, "policy.recent=<number>": recent}
+            missing = " and ".join(option for option, tokens in found.items() if tokens is None)
+            raise ValueError(f"{name} does not say how many tokens stay; give {missing}")
+        return sinks, recent
 
     def found_in(self, heads: str, model: ModelFacts) -> list[list[bool]]:
         table = self._load(heads)
@@ -82,16 +90,7 @@ class DuoAttention(StreamingHeads, name="duo_attention"):
         return other
 
     def first_and_last(self, prompt_tokens: int) -> tuple[int, int]:
-        sinks, recent = self.sinks, self.recent
-        if self._of_table is not None:
-            sinks = self._of_table.sinks if sinks is None else sinks
-            recent = self._of_table.recent if recent is None else recent
-        if sinks is None or recent is None:
-            missing = "policy.sinks=<number>" if sinks is None else "policy.recent=<number>"
-            raise ValueError(
-                f"policy DuoAttention without policy.heads does not say how many tokens stay; give {missing}"
-            )
-        return sinks, recent
+        return self._tokens_by(self._of_table, f"policy={self.label} without policy.heads")
 
 
 def _shape(heads: list[int]) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.base import choice, require
+from policies.base import as_given, choice, require
 from policies.block_index import BlockIndex
 from policies.retriever import Index, Retriever
 
@@ -82,8 +82,9 @@ class Events:
         if self.by is By.size:
             for each in fields(self):
                 name, value = each.name, getattr(self, each.name)
-                rule = f"has no effect on blocks of one size; use {each.default}, or policy.events.by=surprise"
-                rule = rule.replace("Refine.", "")
+                rule = (
+                    f"has no effect on blocks of one size; use {as_given(each.default)}, or policy.events.by=surprise"
+                )
                 require(value == each.default, f"events.{name}", value, rule)
 
     def with_options(self, value: Any) -> Events:

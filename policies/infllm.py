@@ -117,7 +117,9 @@ class InfLLM(EventRetriever, name="infllm"):
         rule = "with policy.events.by=surprise; use policy.events.most"
         require_default(self, "block", given=self.needs_surprise, rule=rule)
         require(self.fetch is not None, "fetch", self.fetch, "must be given: blocks are ranked, not compared")
-        require(self.late is None, "late", self.late, "does not go with infllm, which chooses for all heads together")
+        require(
+            self.late is None, "late", self.late, f"does not go with {self.label}, which chooses for all heads together"
+        )
         if self.clamped:
             require_least(self, recent=1)
 

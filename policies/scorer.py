@@ -53,7 +53,7 @@ class Scorer(Policy, ABC):
     def __post_init__(self) -> None:
         check_budget(self.budget)
         require_least(self, sinks=0, recent=0, evict_every=1)
-        rule = f"with {self.name}, which keeps all generated tokens; leave it out"
+        rule = f"with {self.label}, which keeps all generated tokens; leave it out"
         require_default(self, "evict_every", given=not self.while_decoding, rule=rule)
         self._require_room()
 

@@ -20,7 +20,7 @@ class Window(Scorer, name="window"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rule = f"with {self.name}, which keeps the last tokens anyway; use policy.budget"
+        rule = f"with {self.label}, which keeps the last tokens anyway; use policy.budget"
         require_default(self, "recent", rule=rule)
 
     @property

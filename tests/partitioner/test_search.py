@@ -204,7 +204,10 @@ def test_a_policy_of_a_users_file_says_on_several_ranks_how_many_heads_stream(
     [
         ([STREAMS[0]], "takes the heads that stream from a cache policy that runs alone"),
         ([STREAMS[0], "policy=snapkv"], "takes the heads that stream from a cache policy that runs alone"),
-        (STREAMS[:2], "does not say how many tokens stay; give policy.sinks=<number>"),
+        (
+            STREAMS[:2],
+            "policy=duo_attention without policy.heads does not say how many tokens stay; give policy.sinks=",
+        ),
         ([*STREAMS, "policy.retreival_share=0.5"], "has no option retreival_share"),
         ([*STREAMS, "search.objective=measured", "search.ranks=[1]", "link.gbps=null"], "needs to know which heads"),
     ],

@@ -308,8 +308,8 @@ class TestTables:
             (TSV, "[1]", "is no JSON object"),
             (TSV, {"sink_size": -1, "recent_size": 3}, "is no number of tokens"),
             (TSV, {"sink_size": True, "recent_size": 3}, "is no number of tokens"),
-            (TSV, None, "does not say how many tokens stay; give policy.sinks="),
-            (TSV, {"sink_size": 3}, "give policy.recent="),
+            (TSV, None, "stay; give policy.sinks=<number> and policy.recent=<number>$"),
+            (TSV, {"sink_size": 3}, "stay; give policy.recent=<number>$"),
         ],
     )
     def test_a_bad_one_is_told_in_one_line(self, tmp_path: Path, tsv: str | None, config: Any, says: str) -> None:

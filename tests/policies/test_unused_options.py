@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from policies import POLICIES
-from policies.base import Policy
+from policies.base import Policy, as_given
 from policies.h2o import H2O
+from policies.infllm import InfLLM
+from policies.quest import Quest
 from policies.retriever import Retriever
+from policies.shadowkv import ShadowKV
+from policies.window import Window
 from policies.wrapper import Wrapper
 from runahead.conversation import Conversation
 from runahead.thinning.rank_policies import RankPolicies
@@ -39,13 +43,20 @@ BY_SURPRISE = {"events": {"by": "surprise"}}
         ("squeezed_attention", {"fetch": 64, "max_fetch": 0.5}, "max_fetch=0.5 has no effect with policy.fetch=64"),
         ("squeezed_attention", {"coarse_quantile": 0.4}, "coarse_quantile=0.4 has no effect without policy.coarse"),
         ("offload", {"fetch": 64}, "fetch=64 has no effect with offload, which fetches all tokens"),
+        ("offload", {"group": "max"}, "policy.group=max has no effect with offload"),
+        (
+            "infllm",
+            {"events": {"refine": "modularity"}},
+            "refine=modularity has no effect .*; use none, or policy.even",
+        ),
         ("offload", {"recent": 64}, "recent=64 has no effect with offload"),
         ("window", {"recent": 8}, "recent=8 has no effect with window, which keeps the last tokens anyway"),
         ("streaming_llm", {"recent": 8}, "recent=8 has no effect with streaming_llm"),
         ("snapkv", {"evict_every": 4}, "evict_every=4 has no effect with snapkv, which keeps all generated tokens"),
         ("cake", {"evict_every": 4}, "evict_every=4 has no effect with cake"),
+        ("em_llm", {"late": 0.5}, "late=0.5 does not go with em_llm, which chooses for all heads together"),
         ("adakv", {"scorer": H2O(evict_every=4)}, "policy.scorer.evict_every=4 has no effect with adakv"),
-        ("chunkkv", {"pooling": "avg"}, "pooling=Pooling.avg has no effect with policy.kernel=1"),
+        ("chunkkv", {"pooling": "avg"}, "policy.pooling=avg has no effect with policy.kernel=1"),
         ("pyramidinfer", {"cosine_start": 0.8}, "cosine_start=0.8 has no effect without policy.schedule=cosine"),
         ("pyramidinfer", {"schedule": "cosine", "mean_keep": 0.5}, "mean_keep=0.5 has no effect with policy.schedule"),
         ("pyramidinfer", {"top_p": 0.5}, "top_p=0.5 has no effect without policy.select=top_p"),
@@ -59,6 +70,15 @@ def test_an_option_without_effect_is_refused(name: str, options: dict[str, Any],
     with pytest.raises(ValueError, match=says) as error:
         (MadeUpKVzap if name == "kvzap" else POLICIES[name])(**options)
     assert "\n" not in str(error.value)
+
+
+class OfFile(Window):
+    """A policy that a user's file defines has no name on the command line."""
+
+
+def test_a_policy_of_a_file_is_told_by_its_class() -> None:
+    with pytest.raises(ValueError, match="recent=8 has no effect with OfFile, which keeps the last tokens anyway"):
+        OfFile(recent=8)
 
 
 def test_options_that_have_an_effect_there_are_taken() -> None:
@@ -88,15 +108,39 @@ GIVEN = {"fetch": 10, "late": 0.5, "budget": 24, "threshold": 0.0, "coarse": 3, 
 NAMES = [name for name, kind in POLICIES.items() if name not in ("full", "minicache") and not kind.follows_marks]
 
 
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("infllm", "events"): {"block": InfLLM.block},
+    ("quest", "events"): {"page": Quest.page},
+    ("shadowkv", "events"): {"page": ShadowKV.page},
+    ("infinigen", "late"): {"ahead": False},
+    ("retroinfer", "late"): {"estimate": 0.0},
+    ("sparq", "late"): {"mean_value": False},
+    ("squeezed_attention", "coarse"): {"fetch": None},
+    ("chunkkv", "pooling"): {"kernel": 3},
+}
+"""Options of a policy beside an option that would be refused beside those of a short prompt."""
+REFUSED = {
+    "em_llm": {"late=0.5"},
+    "infllm": {"late=0.5"},
+    "magicpig": {"group=mean", "group=max", "group=sum", "late=0.5"},
+    "offload": {"fetch=10", "group=mean", "group=max", "group=sum", "late=0.5"},
+    "retrieval_attention": {"group=mean", "group=max", "group=sum"},
+    "shadowkv": {"events={'by': 'surprise'}", "late=0.5"},
+    "squeezed_attention": {"group=union", "group=sum"},
+}
+"""Switches that policies refuse here; the runs of all others are looked at."""
+
+
 def made(name: str, options: dict[str, Any]) -> Any:
     """A policy for a short prompt, with these options in place of those that it has there."""
     kind = POLICIES[name]
+    beside = {key: value for option in options for key, value in BESIDE.get((name, option), {}).items()}
     if issubclass(kind, Retriever):
-        return test_retrieval.policy(name, test_retrieval.SOME[name] | options)
+        return test_retrieval.policy(name, test_retrieval.SOME[name] | beside | options)
     if issubclass(kind, Wrapper):
         return kind(**{"scorer": test_matrix.policy("snapkv")} | options)
     kind = {"kvzap": MadeUpKVzap}.get(name, STREAMING.get(name, kind))
-    short = test_matrix.options_of(name) | ({"recent": 9} if name in STREAMING else {})
+    short = test_matrix.options_of(name) | beside | ({"recent": 9} if name in STREAMING else {})
     if test_matrix.has_budget(name) and name != "pyramidinfer" and "threshold" not in options:
         short["budget"] = 16
     return kind(**short | options)
@@ -151,11 +195,12 @@ def read_in_a_run(policy: Policy) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_option_that_no_run_reads_is_refused(name: str) -> None:
     """With each switch of a policy, and no other one."""
-    taken = []
+    taken, refused = [], set()
     for switch in switches(POLICIES[name]):
         try:
             policy = made(name, switch)
         except ValueError:
+            refused |= {f"{option}={as_given(value)}" for option, value in switch.items()}
             continue
         options = [each for each in fields(policy) if each.init]
         read = read_in_a_run(policy) | NOT_READ.get(name, set())
@@ -167,3 +212,4 @@ def test_an_option_that_no_run_reads_is_refused(name: str) -> None:
                     continue
                 taken.append((switch, each.name, value))
     assert not {option for _, option, _ in taken}, taken
+    assert refused == REFUSED.get(name, set())
