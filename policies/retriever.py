@@ -372,12 +372,16 @@ class Retriever(Policy, ABC):
     def tell(self, indices: Mapping[int, Index], surprise_BS: Tensor) -> None:
         """Tell the indices of the layers how the text surprises the model, for a policy with `needs_surprise`.
 
-        Called after each prompt or turn, and each piece of one, before anything is chosen.
+        Called before anything is chosen: after a prompt, turn or piece of one whose slots all indices have, or else
+        when a later token or piece chooses, once for all pieces since the last call. That is in the middle of a
+        forward, in the first layer that chooses, and indices of later layers lack the slots of pieces not told yet.
 
         Args:
             indices: by layer.
             surprise_BS: -log p of each slot's token after those before it, float64, on the host. NaN where it is not
-                known: of padding, of the first token and of generated ones; and those of the last slots are missing.
+                known: of padding, of the first token and of generated ones. Those of the last slots are missing; or it
+                ends after the slots of an index, with the first token of the piece that comes next, or with pieces that
+                the index lacks.
         """
 
     @property
