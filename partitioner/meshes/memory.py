@@ -134,18 +134,25 @@ def _kv_bytes_streaming(
     each, layers = work.batch * size.kv_bytes_per_token(num_shares), size.num_attending
     ring, room = min(work.prefill.layers_in_flight, layers), min(NEW_ROOM, work.new_tokens)
     sent = work.batch * size.sent_bytes_per_token(num_shares, work.prefill.wire_bits)
-    held = []
+    states, held = [work.batch * state for state in size.places.state_bytes], list[int]()
     for stage in range(partition.num_ranks):
         chunk = partition.chunk(stage)
         is_last = stage == partition.chain[-1]
         num_bytes = 0.0
         if chunk:
-            num_bytes += ring * chunk.stop * each
+            num_bytes += sum(states) + ring * chunk.stop * each
             if is_last or sharded:
                 num_bytes += layers * (streams.kept_tokens(len(chunk) if sharded else chunk.stop) + room) * each
             if len(partition.chain) > 1:
                 own = 0 if is_last else len(chunk)  # of heads that stream all of it lies there, and some is sent
-                num_bytes += ring * (own + streams.kept_tokens(chunk.start)) * sent
+                exact = (1 - streams.share) * (chunk.start + own) * sent
+                streamed = streams.share * (min(chunk.start, streams.tokens) + own) * sent
+                copies = (chunk.start > 0) + (not is_last)
+                # A layer has three slabs of a ring, for the first tokens of heads that stream one that is next to
+                # nothing, and a state one.
+                slabs = [slab for state in states for slab in ([copies * state] if state else [exact, 0.0, streamed])]
+                slots = 3 * work.prefill.layers_in_flight
+                num_bytes += sum(max(slabs[slot::slots], default=0.0) for slot in range(slots))
         held.append(round(num_bytes))
     return held
 
