@@ -301,7 +301,7 @@ class Engine:
                 prefilled.cache = None
                 with self.ranks.busy():
                     profiled.close()
-                self._note_memory(ready.job, prefilled, computing)
+                self._note_memory(ready.job, prefilled, computing, stages)
                 result = gathered_result(
                     self.ranks,
                     prefilled,
@@ -433,15 +433,17 @@ class Engine:
         num_queries = 1 + max(each.speculate_tokens if each.asks_for_drafts else 0 for each in options)
         return self._placement.gathering(stages, len(options) * num_queries)
 
-    def _note_memory(self, job: PrefillJob, prefilled: Prefilled, computing: Iterable[int]) -> None:
-        """Report the memory of this rank, once it has decoded a prompt that these stages have computed."""
+    def _note_memory(
+        self, job: PrefillJob, prefilled: Prefilled, computing: Iterable[int], decoding: Iterable[int]
+    ) -> None:
+        """Report the memory of this rank, once some stages have computed a prompt, and some have decoded."""
         report = prefilled.report
         report.memory = self.model.memory_after(
             kv_bytes=max(report.kv_peak_bytes, self._placement.timed_bytes),
             batch=len(job.batch.pads),
             num_tokens=min(report.chunk_tokens, job.chunk_tokens or report.chunk_tokens),
             row_tokens=report.row_tokens,
-            num_threads=self.ranks.num_threads(computing if self._lends else []),
+            num_threads=max(self.ranks.num_threads(each if self._lends else []) for each in (computing, decoding)),
         )
 
     def _conclude(self, plan: PrefillPlan, reuse: Reuse | None, prefilled: Prefilled, result: GenerationBatch) -> None:

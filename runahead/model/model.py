@@ -138,9 +138,8 @@ class Model(CheckedModel):
             self.reading = Reading.from_config(self.config)
             if self.marks is not None:
                 self._marker = self.marks.marker_on(module, self.config)
-            if (
-                is_wanted(fuse, self.device, self.dtype) and shares is None and self.has_reference
-            ):  # only what is checked
+            is_checked = shares is None and self.has_reference
+            if is_checked and is_wanted(fuse, self.device, self.dtype):
                 with watching(module) as calls:
                     self._look_at_layers()
                 fuse_gated(calls)
@@ -344,7 +343,7 @@ class Model(CheckedModel):
             batch: number of rows.
             num_tokens: most tokens of a row that it computed at a time.
             row_tokens: of these, most tokens that a layer computed at a time; None is all.
-            num_threads: that computed the prompts; None: as many as now.
+            num_threads: most that computed at a time; None: as many as now.
         """
         if self.memory is None or self._peak is None:
             return None

@@ -116,6 +116,14 @@ def test_ranks_that_decode_together_keep_theirs_and_have_those_of_the_others(ran
     assert [events for events, _ in decoding] == 2 * [[more, "prefill", THREADS, more, "decode", THREADS]]
 
 
+def test_the_predicted_peak_counts_the_threads_of_prompt_and_answer(rank_pools: RankPools) -> None:
+    for bounds, decode, threads in (
+        ((0, 10, 20, 30), DecodeName.last, [THREADS, THREADS, 3 * THREADS]),  # which the last rank has for the answer
+        ((0, 0, 10, 30), DecodeName.sharded, [THREADS, 6, 6]),
+    ):
+        assert rank_pools.run(3, thread_tasks.threads_of_memory, bounds, decode) == threads
+
+
 def test_steps_are_timed_with_the_threads_with_which_they_run(rank_pools: RankPools) -> None:
     first, last = rank_pools.run(2, thread_tasks.threads_while_timed)
     assert first == ["sharded"] * ROUNDS + ["prefill", "decode"]

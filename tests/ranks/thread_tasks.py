@@ -69,6 +69,21 @@ def threads_set(
     return events, batch.generations[0].new_token_ids
 
 
+def threads_of_memory(ranks: Ranks, boundaries: tuple[int, ...], decode: DecodeName) -> int:
+    """Number of threads that the predicted peak of this rank counts."""
+    model = tiny_model("llama")
+    with noted(ranks), throughout(model.dtype), mock.patch.object(model, "memory_after") as memory_after:
+        engine = Engine(
+            model,
+            ranks,
+            partition=lambda *_: ContextPartition(boundaries=boundaries),
+            decode=DecodeOptions(name=decode),
+        )
+        memory_after.return_value = None
+        engine.generate([prompt(boundaries[-1])], GREEDY)
+    return int(memory_after.call_args.kwargs["num_threads"])
+
+
 def threads_while_timed(ranks: Ranks, lends: bool = True) -> list[Any]:
     """The events on a rank where decode=auto times steps both ways before a prompt."""
     model = tiny_model("llama")
