@@ -23,7 +23,7 @@ class Of(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What the messages of one layer of the transfer hold.
+    """Content of the messages of one layer of the transfer.
 
     Attributes:
         at: place in `Model.order`.

@@ -66,11 +66,6 @@ class TakenRoom:
         self._written = SimpleQueue[int]()  # numbers of items, once for each file that has ended
 
     @property
-    def items(self) -> set[int]:
-        """Numbers of the items whose rows have room."""
-        return set(self._num_tokens)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens for which rows have room."""
         return sum(self._num_tokens.values())

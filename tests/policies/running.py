@@ -144,16 +144,18 @@ def require_answers(
     return batch
 
 
-def require_decides_once(ranks: Ranks, model: Model, policy: Policy, lengths: Sequence[int], chunk: int) -> None:
+def require_decides_once(
+    ranks: Ranks, model: Model, policy: Policy, lengths: Sequence[int], chunk: int, total: int
+) -> None:
     """Compare an engine's answers under a policy that decides on a whole prompt, in one piece and in chunks, with a
-    `Run`. A conversation keeps all of its later turns."""
+    `Run`. A conversation keeps `total` tokens of its first turn in all layers together, and all of later turns."""
     for chunk_tokens in (None, chunk):
         require_answers(ranks, model, policy, lengths, 3, PrefillOptions(chunk_tokens=chunk_tokens))
     with throughout(torch.float64):
         talk = Conversation(model, RankPolicies.everywhere([policy]))
         talk.feed(torch.tensor([prompt(40)]))
         first = talk.kept_tokens
-        assert max(first) < 40
+        assert max(first) < 40 and abs(sum(first) - total) < len(first)  # each layer's number is rounded
         talk.feed(torch.tensor([prompt(8, seed=2)]))
     assert talk.kept_tokens == [tokens + 8 for tokens in first]
     assert talk.cache is not None and all(layer.carried == {} for layer in talk.cache.layers)

@@ -128,7 +128,7 @@ def test_a_chain_keeps_what_one_rank_keeps(rank_pools: RankPools, bounds: tuple[
 
 
 def test_the_engine_and_a_conversation_decide_once(ranks: Ranks) -> None:
-    require_decides_once(ranks, tiny_model("llama"), POLICY, LENGTHS, WINDOW + 1)
+    require_decides_once(ranks, tiny_model("llama"), POLICY, LENGTHS, WINDOW + 1, BUDGET * LAYERS)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -26,8 +26,7 @@ OBSERVED = {"infinigen": 16, "squeezed_attention": 16, "infllm": 16, "retrieval_
 
 
 def made(name: str, **options: Any) -> Policy:
-    looks_at_queries = name in OBSERVED and "skew" not in options  # a skew has queries of its own
-    seen = {"observed": OBSERVED[name]} if looks_at_queries else {}
+    seen = {"observed": OBSERVED[name]} if name in OBSERVED else {}
     return policy(name, SOME[name] | seen | options)
 
 

@@ -90,7 +90,7 @@ def test_shares_are_in_proportion_as_far_as_there_is_room(
 
 
 def test_the_engine_and_a_conversation_decide_once(ranks: Ranks) -> None:
-    require_decides_once(ranks, tiny_model("llama"), ZIGZAG, LENGTHS, WINDOW + 1)
+    require_decides_once(ranks, tiny_model("llama"), ZIGZAG, LENGTHS, WINDOW + 1, BUDGET * LAYERS)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -71,7 +71,7 @@ def hand_over(
             if is_last:
                 num_asked += len(prompts)
                 until(lambda so_far=num_asked: len(_handed(reports)) == so_far)
-            assert executor._taken_room.items <= {number}, "rows of earlier items still have room"
+            assert set(executor._taken_room._num_tokens) <= {number}, "rows of earlier items still have room"
     return _handed(reports)
 
 

@@ -26,7 +26,8 @@ class Footprint:
     Attributes:
         copied: in memory of this process.
         mapped: in the page cache of the checkpoint's files, which all processes of a host share.
-        whole: of a whole tensor of which a share keeps a part, at most, while it loads.
+        whole: of what is in memory beside the weights while they load, at most: a whole tensor of which a share keeps
+            a part, tensors as they are stored that are decoded, or what merging adapters takes.
         read: of the mapped files, while copies are made of them; the system may drop these at any time.
     """
 
