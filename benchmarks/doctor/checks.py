@@ -182,10 +182,11 @@ def check_chosen_blocks(probe: Mapping[str, Any]) -> list[Finding]:
     slowest = max(found, key=lambda each: list(READERS).index(each["by"]))
     measured, words = READERS[slowest["by"]]
     if slowest["by"] == "gathering":
-        remedy = (
-            "python -m launch.kernels builds a kernel that does not" if probe["device"] == "cpu" else slowest["why"]
-        )
-        words += f"; {remedy or 'FlexAttention, which does not, needs Triton and float32, bfloat16 or float16'}"
+        remedies = {
+            True: "python -m launch.kernels builds a kernel that does not",
+            False: "FlexAttention, which does not, needs Triton and float32, bfloat16 or float16",
+        }
+        words += f"; {slowest['why'] or remedies[probe['device'] == 'cpu']}"
     verdict = Verdict.noted if slowest["by"] == "gathering" else Verdict.good
     return [Finding(group="devices", name="sparse prefill", verdict=verdict, measured=measured, words=words)]
 

@@ -42,6 +42,7 @@ from runahead.config import (
 from runahead.engine import Engine
 from runahead.files import write_whole
 from runahead.kernels import operators
+from runahead.kernels.operators import KERNELS, NUMBERS
 from runahead.model.model import Model
 from runahead.model.shares import check_shares
 from runahead.ranks.fault_report import fault_path
@@ -96,14 +97,17 @@ def plain(options: ModelOptions | RanksOptions) -> dict[str, Any]:
 
 
 def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
-    """Measure links, memory, matrix products, exactness and decoding. Every rank calls this."""
+    """Measure links, memory, matrix products, exactness and decoding. Every rank calls this.
+
+    What reads chosen blocks is asked last: a compiler that hangs, or leaves a GPU unusable, takes nothing of the rest,
+    which rank 0 has written by then.
+    """
     links = {f"{a}-{b}": _link(ranks, (a, b)) for a, b in pairs_of(ranks.size)}
     together = ranks.gather(ranks.on_all_ranks("memory", lambda: memory_Bps(ranks.device)), "memory")
     decodes = ranks.size - 1
     alone = ranks.on_all_ranks("memory", lambda: memory_Bps(ranks.device) if ranks.rank == decodes else 0.0)
     load = partial(Model.load, ModelOptions(**task.model), ranks.device, ranks_on_host=ranks.local_size)
     model = ranks.on_all_ranks("the model", load)
-    blocks = ranks.on_all_ranks("chosen blocks", lambda: chosen_blocks(model))
     matmul = ranks.gather(ranks.on_all_ranks("matrix products", lambda: matmul_rate(model)), "matrix products")
     names = [PrefillName.single] + [PrefillName.kv_runahead] * (ranks.size > 1)
     ids = random_ids(task.length, model.vocab_size)
@@ -120,7 +124,7 @@ def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
             "ttft_s": batch.ttft_s,
             "tpot_s": batch.tpot_s,
         }
-    return {
+    found: dict[str, Any] = {
         "links": links,
         "memory_Bps": together,
         "memory_alone_Bps": ranks.gather(alone, "memory")[decodes],
@@ -136,8 +140,12 @@ def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "shares": shares(model, ranks.size),
-        "chosen_blocks": ranks.gather(blocks, "chosen blocks"),
+        "chosen_blocks": [],
     }
+    if ranks.rank == 0:
+        write_whole(Path(task.out), json.dumps(found))
+    blocks = ranks.on_all_ranks("chosen blocks", lambda: chosen_blocks(model))
+    return found | {"chosen_blocks": ranks.gather(blocks, "chosen blocks")}
 
 
 def chosen_blocks(model: Model) -> dict[str, str] | None:
@@ -159,7 +167,11 @@ def chosen_blocks(model: Model) -> dict[str, str] | None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         by = "flex" if flex.takes(q_BNCH, k_BKSH, v_BKSV) else "gathering"
-    return {"by": by, "why": " ".join(str(each.message) for each in told)}
+    if model.device.type == "cpu" and KERNELS.in_use:
+        numbers = f"{str(model.dtype).removeprefix('torch.')} and heads of {shape.key_dim}"
+        why = f"our kernel takes float32 or bfloat16 and heads of a multiple of {NUMBERS} numbers, not {numbers}"
+        return {"by": by, "why": why}
+    return {"by": by, "why": " ".join(str(each.message).removeprefix(flex.GATHERED) for each in told)}
 
 
 def shares(model: Model, num_ranks: int) -> list[int]:

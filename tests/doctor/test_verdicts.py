@@ -6,7 +6,8 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from benchmarks.doctor.checks import (
     needed_rate,
 )
 from benchmarks.doctor.crew import Ended, Job, JobOutcome, overrides
-from benchmarks.doctor.doctor import estimate_s
+from benchmarks.doctor.doctor import Examination, estimate_s
 from benchmarks.doctor.environment import (
     Examined,
     check_environment,
@@ -42,10 +43,12 @@ from benchmarks.doctor.speed import Race, check_race, check_tokens
 from benchmarks.ttft.comparison import Spread
 from launch.doctor import DOCTOR, main
 from partitioner.cost.known_gpus import KNOWN, NAMES, known_gpu
+from runahead import Ranks
 from runahead.attention.partial import cpu_flash
 from runahead.attention.sparse import flex
-from runahead.config import ModelOptions, RanksOptions
+from runahead.config import Device, ModelOptions, RanksOptions
 from runahead.kernels import operators
+from tests.families import throughout
 from tests.ranks.tasks import tiny_model
 
 ETH = Interface(name="eth0", is_up=True, mbps=10_000)
@@ -354,6 +357,7 @@ def test_rounding_is_exact_and_other_logits_are_not() -> None:
         (("kernel", "gathering"), "", "cpu", Verdict.noted, "python -m launch.kernels builds a kernel"),
         (("gathering", "flex"), "FlexAttention cannot be used: it is 3 times", "NVIDIA L40S", Verdict.noted, "3 times"),
         (("gathering", "gathering"), "", "NVIDIA L40S", Verdict.noted, "needs Triton"),
+        (("gathering", "gathering"), "our kernel takes no float16", "cpu", Verdict.noted, "; our kernel takes no"),
     ],
 )
 def test_what_reads_chosen_blocks_is_told_of_the_slowest_rank(
@@ -388,6 +392,60 @@ def test_the_probe_asks_what_attention_would_take(
     sizes = [(1, heads, 256, shape.key_dim), *[(1, shape.num_kv_heads, 256, shape.key_dim)] * 2]
     assert asked == ([] if has_kernel else [sizes])
     assert ("no compiler" in found["why"]) is (by == "gathering")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_use", "says"),
+    [(torch.float16, True, "not float16 and heads of 8"), (torch.float16, False, ""), (torch.float32, True, "of 8")],
+)
+def test_a_built_kernel_that_takes_no_such_numbers_is_not_told_to_be_built(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, in_use: bool, says: str
+) -> None:
+    monkeypatch.setattr(operators.KERNELS, "in_use", in_use)
+    found = tasks.chosen_blocks(tiny_model("llama", dtype))
+    assert found is not None and found["by"] == "gathering"
+    assert says in found["why"] and bool(found["why"]) is in_use
+
+
+def test_a_compiler_that_fails_takes_nothing_of_the_other_checks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was measured before is written, and the page is made of it."""
+
+    def fail(model: Any) -> NoReturn:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    path, model = tmp_path / "probe.json", tiny_model("llama", torch.float32)
+    monkeypatch.setattr(tasks, "chosen_blocks", fail)
+    monkeypatch.setattr(tasks, "memory_Bps", lambda device: 1e10)
+    monkeypatch.setattr(tasks, "matmul_rate", lambda model: 1e9)
+    monkeypatch.setattr(tasks.Model, "load", lambda *_, **__: model)
+    task = tasks.JobTask(kind="probe", model={}, ranks={}, length=8, out=str(path))
+    with (
+        throughout(torch.float32),
+        Ranks.start(RanksOptions(device=Device.cpu, threads=1)) as ranks,
+        pytest.raises(RuntimeError, match="misaligned"),
+    ):
+        tasks.probe(task, ranks)
+    assert len(json.loads(path.read_text())["runs"]["single"]["tokens"]) == tasks.NEW_TOKENS
+    crew: Any = SimpleNamespace(size=1, facts=[HERE], local_ranks=lambda rank: [0])
+    bar: Any = None
+    examination = Examination(DOCTOR.compose([]), crew, False, tmp_path, bar, deadline_s=0.0)
+    ended = Ended(rank=0, status=1, at_s=0.0, output="", errors="[rank 0/1] CUDA error: misaligned address\n")
+    monkeypatch.setattr(
+        examination, "_run", lambda job: JobOutcome(job=job, ranks=[ended], seconds=1.0, was_killed=False)
+    )
+    examination._probe()
+    assert examination.probe is not None and {each.group for each in examination.findings} == {"devices", "decoding"}
+    [failed] = [each for each in examination.findings if each.verdict is Verdict.failed]
+    assert failed.name == "sparse prefill" and "misaligned address, while it was asked what reads" in failed.words
+    path.unlink()
+    examination = Examination(DOCTOR.compose([]), crew, False, tmp_path, bar, deadline_s=0.0)
+    monkeypatch.setattr(
+        examination, "_run", lambda job: JobOutcome(job=job, ranks=[ended], seconds=1.0, was_killed=False)
+    )
+    examination._probe()
+    assert examination.probe is None and examination.findings[0].name == "probe"
 
 
 def test_decoding_is_held_against_memory() -> None:

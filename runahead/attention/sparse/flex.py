@@ -28,6 +28,9 @@ TOLERANCE = {torch.float32: 1e-4} | flash.TOLERANCE
 MOST_KERNELS = 64
 """Most kernels that are compiled: one for each class of shapes, such as one row or several, one block or several."""
 
+GATHERED = "chosen blocks are gathered, as "
+"""Beginning of a warning, before the reason."""
+
 
 class Sizes(NamedTuple):
     """The kind of calls that a compiled kernel is for."""
@@ -56,7 +59,7 @@ def is_right(sizes: Sizes) -> bool:
             raise ValueError(f"it is {farthest:.3g} times what rounding allows from a softmax in float64")
     except Exception as error:  # of a compiler, a driver, an interface that has changed
         reason = first_line(error)
-        warnings.warn(f"chosen blocks are gathered, as FlexAttention cannot be used: {reason}", stacklevel=3)
+        warnings.warn(f"{GATHERED}FlexAttention cannot be used: {reason}", stacklevel=3)
         return False
     return True
 
