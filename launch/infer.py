@@ -232,7 +232,7 @@ def _store(run: RunOptions, model: Model, ranks: Ranks) -> SegmentStore | None:
 
 
 def _writer(prompts: Prompts, kept: AnswersFile | None, model: Model, ranks: Ranks) -> AnswerWriter:
-    """What writes the answers to standard output, or to the file of answers=. Every rank calls this."""
+    """The writer of answers to standard output, or to the file of answers=. Every rank calls this."""
     from launch.outputs.answers import AnswerWriter
 
     if kept is None:

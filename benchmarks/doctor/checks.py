@@ -171,11 +171,11 @@ READERS = {
     "flex": ("FlexAttention", "it compiles here and equals a softmax in float64; chosen blocks are read as they lie"),
     "gathering": ("gathering", "chosen blocks of keys are copied before they are read, so less is gained by a density"),
 }
-"""What reads the blocks that a sparse prefill has chosen, and what that means."""
+"""Readers of the blocks that a sparse prefill has chosen, each with its meaning for the user."""
 
 
 def check_chosen_blocks(probe: Mapping[str, Any]) -> list[Finding]:
-    """What a sparse prefill (prefill.attention=xattention) can use here: the slowest of all ranks."""
+    """A check of the reader that a sparse prefill (prefill.attention=xattention) has here: the slowest of all ranks."""
     found = [each for each in probe["chosen_blocks"] if each is not None]
     if not found:
         return []

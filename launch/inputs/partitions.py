@@ -145,7 +145,7 @@ def _streams(model: Model, ranks: Ranks, run: SplitsPrompts) -> Streams | None:
 
 
 def _fingerprint(model: Model, ranks: Ranks, prefill: PrefillOptions, streams: Streams | None) -> Fingerprint:
-    """What a table has to fit."""
+    """The fingerprint that a table has to fit."""
     from partitioner.table.fingerprint import Fingerprint
 
     return Fingerprint.of_model(model, device=ranks.device, backend=ranks.backend, prefill=prefill, streams=streams)

@@ -85,7 +85,7 @@ def probe(
 
 
 def gained(lent: float, measured: float) -> float:
-    """What lent threads gain: as many times as there are more of them, unless what was measured is clearly less."""
+    """Gain of lent threads: as many times as there are more of them, unless clearly less was measured."""
     return lent if measured >= (1 - LENT_ALIKE) * lent else measured
 
 

@@ -113,7 +113,7 @@ class SparseCost(OtherAttention):
         return self.sparsity.exact_share(self.num_places - len(self.states))
 
     def own(self, c: float) -> float:
-        """That of exact layers: in others a rank does not attend before it has all keys before its own."""
+        """Attention of exact layers: in others a rank does not attend before it has all keys before its own."""
         return self._exact * self.dense.own(c)
 
     def prefix(self, c: float, P: float) -> float:

@@ -38,7 +38,7 @@ LEFT = ("stages x shares", "decode", "why not")
 NO_POLICY: Mapping[str, Any] = MappingProxyType({"name": "full"})
 
 HEADS = "heads"
-"""What stands for the table of a model's heads in a command if none was given."""
+"""Placeholder for the table of a model's heads in a command if none was given."""
 
 PORT = 29500
 """Port at which ranks of several nodes meet: torchrun's own default."""

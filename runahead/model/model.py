@@ -387,7 +387,7 @@ class Model(CheckedModel):
 
     @property
     def weights_in_words(self) -> str:
-        """What was made of the stored weights: `stored_as`, and the adapters in them; "" if they are as stored."""
+        """The form of the stored weights, as `stored_as`, and the adapters in them; "" if they are as stored."""
         several = "s" if len(self.adapter_names) > 1 else ""
         merged = f"with adapter{several} {', '.join(self.adapter_names)}" if self.adapter_names else ""
         return ", ".join(filter(None, (self.stored_as, merged)))

@@ -296,7 +296,7 @@ class RankPolicies:
 
 
 def facts_of(model: Model, *, with_input: bool = False) -> ModelFacts:
-    """What policies may check of a model.
+    """Facts of a model that policies may check.
 
     Args:
         with_input: with the widths of the attention's input.

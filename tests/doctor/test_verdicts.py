@@ -410,7 +410,7 @@ def test_a_built_kernel_that_takes_no_such_numbers_is_not_told_to_be_built(
 def test_a_compiler_that_fails_takes_nothing_of_the_other_checks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What was measured before is written, and the page is made of it."""
+    """Measurements before it are written, and the page is made of them."""
 
     def fail(model: Any) -> NoReturn:
         raise RuntimeError("CUDA error: misaligned address")

@@ -268,7 +268,7 @@ def test_of_a_prompt_whose_beginning_is_stored_both_lengths_are_told(rank_pools:
 def started(
     ranks: Ranks, folder: Path, processors: int, gains: float | None = None
 ) -> tuple[float | None, list[list[int]], list[bool]]:
-    """What the threads that are lent gain, and of some prompts the boundaries, and which are known to be alone.
+    """Gain of lent threads, and of some prompts the boundaries, and which are known to be alone.
 
     Args:
         gains: by how much layers are faster with them; None: as much as their number promises.

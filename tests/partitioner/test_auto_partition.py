@@ -137,7 +137,7 @@ def test_a_split_that_was_learned_beside_other_work_is_told_at_the_first_prompt(
 
 
 def run_compared(ranks: Ranks, folder: Path, learn: bool) -> list[str]:
-    """What is told in a run of two prompts that take next to no time."""
+    """Sentences in a run of two prompts that take next to no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto_partition, "LEAST_S", 0.0)
         return run(ranks, folder, [[60], [60]], None, {"learn": learn}).told

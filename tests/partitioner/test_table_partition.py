@@ -175,7 +175,7 @@ def test_a_speculative_prefill_takes_the_table_of_a_search_without(rank_pools: R
 def splits_of_speculative(
     ranks: Ranks, path: Path, prefill: PrefillOptions
 ) -> tuple[list[tuple[int, tuple[int, ...]]], list[int]]:
-    """What the table was asked for, and the split of the result."""
+    """Lengths that the table was asked for, and the split of the result."""
     table, asked = partitioner(options(path), ranks), list[tuple[int, tuple[int, ...]]]()
 
     def recorded(num_tokens: int, num_ranks: int) -> ContextPartition:

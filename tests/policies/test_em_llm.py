@@ -245,7 +245,7 @@ def test_a_prompt_in_pieces_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_makes_no_list_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host says of blocks goes to the device when there are new ones."""
+    """Numbers of blocks go from the host to the device when there are new ones."""
 
     def fails(*args: Any) -> None:
         raise AssertionError("sent to the device")

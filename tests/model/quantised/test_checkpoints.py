@@ -89,7 +89,7 @@ def test_biases_of_zeros_without_a_place_are_left_out(tmp_path: Path) -> None:
 def test_decoded_weights_count_as_copied_and_plain_ones_as_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read is there beside what becomes of it, in four threads: also plain tensors of another dtype."""
+    """Tensors that are read lie beside those made of them, in four threads: also plain ones of another dtype."""
     expected = checkpoints.save(tmp_path, "int4", tie_word_embeddings=False)
     plain = [each.numel() for name, each in expected.items() if not checkpoints.LINEAR.fullmatch(name)]
     decoded = [each.numel() for name, each in expected.items() if checkpoints.LINEAR.fullmatch(name)]
