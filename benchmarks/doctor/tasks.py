@@ -149,8 +149,8 @@ def probe(task: JobTask, ranks: Ranks) -> dict[str, Any]:
 
 
 def chosen_blocks(model: Model) -> dict[str, str] | None:
-    """The reader of chosen blocks of keys in layers of this model (`prefill.attention=xattention`), compared where it is
-    compiled, and why it is nothing faster; None if no layer attends."""
+    """The reader of chosen blocks of keys in layers of this model (`prefill.attention=xattention`), compared where it
+    is compiled, and why it is nothing faster; None if no layer attends."""
     if not model.kv_shapes:
         return None
     shape, num_tokens = model.kv_shapes[0], 2 * SPARSE_BLOCK

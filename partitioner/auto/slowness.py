@@ -103,7 +103,7 @@ class Slowness:
     def _told(
         self, num_tokens: int, expected_s: Sequence[float], measured_s: Sequence[float]
     ) -> tuple[SeenPrompt, float] | None:
-        """Slowness of the ranks in a prompt, and the pace in it; None of one rank, which cannot be slower than others."""
+        """Slowness of the ranks in a prompt, and the pace in it; None of one rank, which is slower than no other."""
         known = self.at(num_tokens)
         ratios = [
             math.log(measured / expected) if measured > 0 and expected > 0 else None
