@@ -15,7 +15,6 @@ from torch import Tensor
 
 from policies.base import GivenPrompt
 from policies.row_values import sent
-from runahead.attention.sparse.choice import BlockSparse
 from runahead.attention.sparse.streaming import Streaming
 from runahead.attention.states import States
 from runahead.cache.base import KVStore
@@ -259,12 +258,6 @@ class PrefillJob:
         if not self.options.streams:
             return None
         return streaming_of(self.policies, self.model, num_tokens=self.batch.num_tokens, pads=self.batch.pads)
-
-    def block_sparse(self) -> BlockSparse | None:
-        """A new choice of blocks of keys, which counts what it attends to; None: the prefill chooses none."""
-        if not self.options.is_sparse:
-            return None
-        return BlockSparse.of(self.options, self.batch.pads, exact_layers(self.model, self.options))
 
     @property
     def own_new_tokens(self) -> int:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from policies.base import Phase
 from runahead.attention.base import ForwardEndsHere
+from runahead.attention.sparse.choice import BlockSparse
 from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook
 from runahead.cache.kept_cache import KeptCache
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.context import ContextPartition
-from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
+from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob, exact_layers
 from runahead.prefill.kept_states import KeptStates
 from runahead.report import RankReport, SparseReport
 from runahead.reuse.cache import reusing
@@ -96,7 +97,9 @@ class ChunkedRun:
         # Of a pipeline's chunks but the last one nobody needs what comes after the last keys and values.
         ends_early = model.boundary is not None and model.boundary.is_last
         self._last_stored: End | None = (model.num_layers - 1, "saved") if ends_early else None
-        self._sparse = job.block_sparse()
+        self._sparse: BlockSparse | None = None
+        if job.options.is_sparse:
+            self._sparse = BlockSparse.of(job.options, pads, exact_layers(model, job.options))
 
     def compute(self, start: int, end: int) -> None:
         """Compute a chunk in all layers. Raises: PrefillCancelled."""

@@ -21,7 +21,7 @@ from runahead.cache.base import KVStore
 from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.kv_transfer import TransferLog
-from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob
+from runahead.prefill.base import PrefillCancelled, Prefilled, PrefillJob, exact_layers
 from runahead.prefill.kept_states import KeptStates
 from runahead.report import RankReport, SparseReport
 from runahead.timeline.clock import clock_for
@@ -54,7 +54,11 @@ class StageRun:
     def __init__(self, job: PrefillJob, cache: KVCache) -> None:
         self.job, self.cache, self.log, self.num_done = job, cache, TransferLog(), 0
         cache.states = job.model.empty_states() if job.states is None else job.states
-        self.sparse: BlockSparse | Streaming | None = job.streaming if job.options.streams else job.block_sparse()
+        self.sparse: BlockSparse | Streaming | None = None
+        if job.options.is_sparse:
+            self.sparse = BlockSparse.of(job.options, job.batch.pads, exact_layers(job.model, job.options))
+        elif job.options.streams:
+            self.sparse = job.streaming
         self._kept: KeptStates | None = None
         self._began_s, self._clock = time.perf_counter(), clock_for(job.ranks.device, job.model.ranges)
         self._layer_ends = [self._clock.mark()]
