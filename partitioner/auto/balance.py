@@ -89,13 +89,19 @@ class Balance:
             links = None if links is None else Links(len(speed), links.default)
         return simulate(partition, replace(self.cluster, speed=speed, links=links)).ttft_s
 
-    def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
+    def learn(
+        self,
+        partition: ContextPartition,
+        expected_s: Sequence[float],
+        compute_s: Sequence[float],
+        wait_s: Sequence[float],
+    ) -> None:
         """Correct the slowness by what each rank computed, and the link by how long the ranks waited.
 
         Args:
+            expected_s: of the partition.
             compute_s, wait_s: measured seconds by rank.
         """
-        expected_s = self._expected_s(partition)
         self.slowness.learn(partition.num_tokens, expected_s, compute_s)
         # With the speeds of this prompt, so that waits for a slow rank are not taken for those of a slow link.
         speed = [
@@ -104,15 +110,7 @@ class Balance:
         ]
         self._correct_link(partition, replace(self.cluster, speed=speed), sum(wait_s))
 
-    def surprise(self, partition: ContextPartition, compute_s: Sequence[float]) -> tuple[float, ...]:
-        """By how much each rank's log slowness differs from what is known, as of `Slowness.surprise`.
-
-        Args:
-            compute_s: as of `learn`.
-        """
-        return self.slowness.surprise(partition.num_tokens, self._expected_s(partition), compute_s)
-
-    def _expected_s(self, partition: ContextPartition) -> list[float]:
+    def expected_s(self, partition: ContextPartition) -> list[float]:
         """Seconds of compute by rank, without slowness."""
         return simulate(partition, replace(self.cluster, speed=[1.0] * self.cluster.num_ranks)).compute_s
 

@@ -155,24 +155,19 @@ class AutoPartition:
 
     def learn(self, partition: ContextPartition, compute_s: Sequence[float], wait_s: Sequence[float]) -> None:
         """Correct the cost by the seconds that each stage computed and waited for one prompt."""
-        if isinstance(self.balance, Balance):
-            self._compare(self.balance, partition, compute_s)
-        if isinstance(self.balance, Balance) and self._learns:
-            if self._alone and partition.chain[-1] == partition.num_ranks - 1:
-                self.balance.learn_time(partition, compute_s[-1] + wait_s[-1])
-            self.balance.learn(partition, compute_s, wait_s)
-            self._keep()
-
-    def _compare(self, balance: Balance, partition: ContextPartition, compute_s: Sequence[float]) -> None:
-        """Tell if the first prompt that ranks share took one of them much longer, beside another one, than is known."""
-        if self._told_before is None or len(partition.chain) == 1 or sum(compute_s) < LEAST_S:
+        balance, tells = self.balance, len(partition.chain) > 1 and sum(compute_s) >= LEAST_S
+        tell = self._told_before if tells else None
+        if not isinstance(balance, Balance) or (tell is None and not self._learns):
             return
-        tell, self._told_before = self._told_before, None
-        surprise = balance.surprise(partition, compute_s)
-        slower, faster = (surprise.index(most) for most in (max(surprise), min(surprise)))
-        apart = surprise[slower] - surprise[faster]
-        if apart > MUCH:
-            tell(f"beside rank {faster}, rank {slower} took {math.exp(apart):.2g} times as long")
+        expected_s = balance.expected_s(partition)
+        if tell is not None:
+            self._told_before = None
+            _compare(balance.slowness.surprise(partition.num_tokens, expected_s, compute_s), tell)
+        if self._learns:
+            if self._alone and partition.chain[-1] == partition.num_ranks - 1:
+                balance.learn_time(partition, compute_s[-1] + wait_s[-1])
+            balance.learn(partition, expected_s, compute_s, wait_s)
+            self._keep()
 
     def _known(self) -> Balance:
         assert isinstance(self.balance, Balance), "rank 0 has the balance"
@@ -201,6 +196,14 @@ class _File:
             reason = error.strerror or first_line(error)
             self.tell(f"warning: partition=auto: {self.path} cannot be written ({reason}); the next run starts anew")
             self.tell = lambda sentence: None
+
+
+def _compare(surprise: Sequence[float], tell: Tell) -> None:
+    """Tell if a prompt took a rank much longer, beside another one, than is known: log slowness by rank."""
+    slower, faster = (surprise.index(most) for most in (max(surprise), min(surprise)))
+    apart = surprise[slower] - surprise[faster]
+    if apart > MUCH:
+        tell(f"beside rank {faster}, rank {slower} took {math.exp(apart):.2g} times as long")
 
 
 def _cluster(

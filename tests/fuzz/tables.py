@@ -237,7 +237,7 @@ def check_kept(content: bytes, folder: Path) -> Outcome:
         for length in LENGTHS:
             if found.cost.num_places <= 100:
                 partition = balance.split(length).check(length, 2)
-                balance.learn(partition, [1.0, 2.0], [0.0, 0.5])
+                balance.learn(partition, balance.expected_s(partition), [1.0, 2.0], [0.0, 0.5])
         write_learned(path, PURPOSE, LearnedSplit.from_balance(found.cost, balance))
         assert read_learned(path, PURPOSE, 2) is not None
 

@@ -53,7 +53,7 @@ def run(balance: Balance, on: Cluster, num_tokens: int, noise: random.Random | N
         factors = [math.exp(noise.gauss(0, NOISE)) if noise else 1.0 for _ in range(on.num_ranks)]
         disturbed = replace(on, speed=[speed / factor for speed, factor in zip(on.speed, factors, strict=True)])
         simulated = simulate(partition, disturbed)
-        balance.learn(partition, simulated.compute_s, simulated.wait_s)
+        balance.learn(partition, balance.expected_s(partition), simulated.compute_s, simulated.wait_s)
 
 
 def loss(balance: Balance, on: Cluster, num_tokens: int) -> float:
@@ -154,7 +154,9 @@ def test_one_disturbed_prompt_changes_little() -> None:
     before = balance.split(4096).boundaries[1]
     partition = balance.split(4096)
     simulated = simulate(partition, on)
-    balance.learn(partition, [simulated.compute_s[0] * 3, simulated.compute_s[1]], simulated.wait_s)
+    balance.learn(
+        partition, balance.expected_s(partition), [simulated.compute_s[0] * 3, simulated.compute_s[1]], simulated.wait_s
+    )
     assert abs(balance.split(4096).boundaries[1] - before) < 0.02 * 4096
 
 
@@ -189,7 +191,12 @@ def test_waits_for_unlike_layers_leave_a_fast_link_alone() -> None:
     on, balance = machine(), ready()
     partition = balance.split(4096)
     simulated = simulate(partition, on)
-    balance.learn(partition, simulated.compute_s, [wait + 0.05 * simulated.ttft_s for wait in simulated.wait_s])
+    balance.learn(
+        partition,
+        balance.expected_s(partition),
+        simulated.compute_s,
+        [wait + 0.05 * simulated.ttft_s for wait in simulated.wait_s],
+    )
     assert balance.cluster.links is not None and on.links is not None
     assert balance.cluster.links.default == on.links.default
 

@@ -17,6 +17,7 @@ import torch
 from launch.inputs import partitions
 from launch.inputs.options import PartitionOptions, RunOptions, ineffective_settings
 from launch.inputs.partitions import AutoChoice, TablePartition, kvr_name, partitioner, prepare_partition
+from partitioner.auto import balance as auto_balance
 from partitioner.auto import partition as auto_partition
 from partitioner.auto.balance import Balance
 from partitioner.auto.learned import LearnedSplit, learned_path, read_learned, write_learned
@@ -134,6 +135,19 @@ def test_a_split_that_was_learned_beside_other_work_is_told_at_the_first_prompt(
     times = float(sentence.split(" took ")[1].split()[0])
     faster, slower = told
     assert f"beside rank {faster}, rank {slower} took" in sentence and times == pytest.approx(2, rel=0.1)
+
+
+def test_a_prompt_that_is_compared_and_learned_is_simulated_once() -> None:
+    balance = ready()
+    simulated_prompts(balance, machine(), 4096, random.Random(0), prompts=3)
+    split = balance.split(4096)
+    found, num_simulated = simulate(split, machine()), list[int]()
+    for tell in (None, lambda sentence: None):
+        partition = AutoPartition(Any, balance, told_before=tell)  # type: ignore[arg-type]
+        with mock.patch.object(auto_balance, "simulate", wraps=simulate) as simulated:
+            partition.learn(split, found.compute_s, found.wait_s)
+        num_simulated.append(simulated.call_count)
+    assert num_simulated[0] == num_simulated[1] > 0
 
 
 def run_compared(ranks: Ranks, folder: Path, learn: bool) -> list[str]:
