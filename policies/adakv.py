@@ -42,7 +42,7 @@ class AdaKV(Wrapper, name="adakv"):
         require(0 <= self.alpha <= 1, "alpha", self.alpha, "must be a share of the budget in [0, 1]")
         if self.scorer.keeps_ragged:
             raise ValueError(
-                f"policy.scorer={type(self.scorer).__name__} shares out its budget over heads by itself; use it alone"
+                f"policy.scorer={self.scorer.label} shares out its budget over heads by itself; use it alone"
             )
         rule = "with adakv, which keeps all generated tokens; leave it out"
         require_default(self.scorer, "evict_every", rule=rule, prefix="scorer.")

@@ -43,7 +43,7 @@ class CriticalKV(Wrapper, name="criticalkv"):
         super().__post_init__()
         if not self.scorer.scores_attention:
             raise ValueError(
-                f"policy.scorer={type(self.scorer).__name__} does not score by shares of attention, which criticalkv "
+                f"policy.scorer={self.scorer.label} does not score by shares of attention, which criticalkv "
                 "weighs by values; use one that does, such as snapkv"
             )
         is_share = 0 <= self.first_share <= 1

@@ -312,13 +312,11 @@ class Retriever(Policy, ABC):
         if self.late is not None:
             require(-1 <= self.late <= 1, "late", self.late, "must be from -1 to 1")
             self._check_late(self.late)
-        if self.pool.bytes is not None:
-            name = type(self).__name__
-            if not self.takes_full_pool:
-                raise ValueError(
-                    f"{name} looks for tokens in the order of the text, and a full pool mixes them; leave "
-                    "policy.pool.bytes out"
-                )
+        if self.pool.bytes is not None and not self.takes_full_pool:
+            raise ValueError(
+                f"policy {self.label} looks for tokens in the order of the text, and a full pool mixes them; leave "
+                "policy.pool.bytes out"
+            )
 
     def _check_late(self, late: float) -> None:
         """Check that the policy may choose by an earlier query. Raises: ValueError."""

@@ -73,7 +73,7 @@ class StreamingHeads(Policy, ABC):
     def require_file(self) -> None:
         if self.heads is None:
             raise ValueError(
-                f"policy {type(self).__name__} needs to know which heads of the model retrieve; give "
+                f"policy {self.label} needs to know which heads of the model retrieve; give "
                 f"policy.heads=<{self.made_by}>"
             )
 

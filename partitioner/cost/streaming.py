@@ -81,8 +81,7 @@ class Streams:
                 num_heads = round(num_heads * num_attending / len(of_layers))
         found = policy.streamed_share(num_tokens, num_heads)
         if found is None:
-            name = type(policy).__name__
-            raise ValueError(f"policy {name} does not say how many KV heads stream; use policy=duo_attention")
+            raise ValueError(f"policy {policy.label} does not say how many KV heads stream; use policy=duo_attention")
         if model is not None:
             from runahead.prefill.base import never_streaming
 

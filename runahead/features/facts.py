@@ -127,7 +127,7 @@ def _if(holds: object, words: str) -> str:
 
 
 def _named(policy: Any) -> str:
-    return "" if policy is None else type(policy).__name__
+    return "" if policy is None else policy.label
 
 
 def _option(name: str, section: str | None = None) -> Fact:

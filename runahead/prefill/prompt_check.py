@@ -214,7 +214,7 @@ def _check_length(name: str, num_tokens: int, num_new: int, limits: PromptLimits
         most = limits.max_positions - LEAST_REPLAYED
         if num_tokens > most:
             raise PromptTooLong(
-                f"{name} has {num_tokens} tokens, and policy {type(replaying).__name__} repeats it at positions after "
+                f"{name} has {num_tokens} tokens, and policy {replaying.label} repeats it at positions after "
                 f"it, of which the model has {limits.max_positions}; use at most {most} tokens, or another policy"
             )
 

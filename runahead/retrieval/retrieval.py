@@ -107,7 +107,7 @@ class Retrieval:
 
     def working(self) -> AbstractContextManager[object]:
         """Context manager in which the policy chooses or stores: a range of a profile."""
-        return self._ranges("policy", type(self.policy).__name__)
+        return self._ranges("policy", self.policy.label)
 
     def fork(self, pool: list[KeptLayer]) -> Retrieval:
         """An independent copy over other layers with the same slots."""

@@ -163,7 +163,7 @@ def score_prompt(
         if step < 1:
             raise ValueError(
                 f"a prompt of {length} tokens leaves no room to repeat it among the {model.max_positions} positions of "
-                f"model {model.name}; use a shorter prompt, or another policy than {type(policy).__name__}"
+                f"model {model.name}; use a shorter prompt, or another policy than {policy.label}"
             )
         of_row = [None if scores_BKn is None else scores_BKn[row, :, pad:] for scores_BKn in scores]
         for start in range(0, length, step):

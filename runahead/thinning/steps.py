@@ -143,7 +143,7 @@ class PolicySteps:
         self.cache.put(layer, kept)
         self._attended.append(layer)
         self._await_device()
-        with self._model.ranges("policy", type(policy).__name__):
+        with self._model.ranges("policy", policy.label):
             decide_so_far(self._model, policy, self.cache, self._attended, self.prompt_tokens, room=self.room)
         return self.cache.layers[layer]
 
@@ -217,7 +217,7 @@ class PolicySteps:
                 input_BCD=self.input_BCD,
                 unseen_BKn=self._unseen(k_BKnH, positions_BKn, positions_BC, terms),
             )
-            with self._model.ranges("policy", type(policy).__name__):
+            with self._model.ranges("policy", policy.label):
                 slots_BKm, kept = self._step(policy, view, kept)
             if slots_BKm is not None and policy is not self.policies[-1]:
                 if k_BKnH.is_meta:

@@ -505,5 +505,5 @@ def test_a_conversation_drafts_by_a_policy(name: str, keeps: str) -> None:
 
 
 def test_policies_do_not_draft_where_there_are_states_alone() -> None:
-    with pytest.raises(ValueError, match="stores no keys and values, of which policy SnapKV"):
+    with pytest.raises(ValueError, match="stores no keys and values, of which policy snapkv"):
         engine_of(tiny_model("mamba2"), draft=policy_of("snapkv", "few")).generate(PROMPTS[:1], by_policy(PLAIN))

@@ -719,7 +719,7 @@ def test_a_model_whose_rotation_depends_on_the_length_is_refused() -> None:
 )
 def test_a_run_that_drafts(more: dict[str, Any]) -> None:
     RunOptions(generation=DRAFTED, **{"policy": {"name": "full"}, **more})
-    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with policy Quest"):
+    with pytest.raises(ValueError, match="generation.speculate=lookup does not go with policy quest"):
         RunOptions(generation=DRAFTED, **{**more, "policy": {"name": "quest"}})
 
 
@@ -795,7 +795,7 @@ def test_what_a_conversation_and_a_server_refuse() -> None:
         two.generate(DRAFTED)
     for given, kind, message in (
         (None, Speculate.policy, "needs policies of what drafts see"),
-        (RankPolicies.everywhere([Quest()]), Speculate.lookup, "does not go with policy Quest"),
+        (RankPolicies.everywhere([Quest()]), Speculate.lookup, "does not go with policy quest"),
         (RankPolicies(storage=CacheOptions(bits=4)), Speculate.policy, "does not go with cache.bits=4"),
         (None, Speculate.model, "needs a smaller model that drafts"),
     ):

@@ -328,7 +328,7 @@ def test_streaming_heads_are_refused_beside_earlier_ranks_that_narrow() -> None:
     """Though the rank that decodes has a policy of such heads alone."""
     setup = Setup(prefill=PrefillOptions(attention=Attention.streaming_heads))
     last: list[Policy] = [MadeUpStreaming()]
-    with pytest.raises(ValueError, match="policy PyramidInfer leaves some out of deeper layers; use policy=duo_att"):
+    with pytest.raises(ValueError, match="policy pyramidinfer leaves some out of deeper layers; use policy=duo_att"):
         check(replace(setup, policies=RankPolicies(last=last, others=[PyramidInfer()])))
     for others in ([], [SnapKV()], last):
         check(replace(setup, policies=RankPolicies(last=last, others=others)))
@@ -346,7 +346,7 @@ def test_clamped_distances_are_refused_wherever_ranks_decode(last: str) -> None:
     ("by_policy", "message"),
     [
         (RankPolicies(positions=Positions.reencoded), "a drafting policy full re-encodes positions"),
-        (RankPolicies(others=[KVzip()]), "a drafting policy KVzip decides on several layers together"),
+        (RankPolicies(others=[KVzip()]), "a drafting policy kvzip decides on several layers together"),
     ],
 )
 def test_drafting_policies_without_one_that_decodes_end_in_a_sentence(by_policy: RankPolicies, message: str) -> None:

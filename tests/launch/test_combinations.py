@@ -90,7 +90,7 @@ def test_what_ranks_and_prompt_decide_is_told_apart(capsys: pytest.CaptureFixtur
 
 def test_drafting_policies_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     status, [answer] = asked(capsys, "generation.speculate=policy", "draft.policy={name:kvzip}")
-    assert status == 2 and "a drafting policy KVzip decides on several layers together" in answer
+    assert status == 2 and "a drafting policy kvzip decides on several layers together" in answer
 
 
 def test_a_policy_of_a_file_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:

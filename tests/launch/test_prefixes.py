@@ -90,8 +90,8 @@ def test_prefixes_make_way_for_the_states_of_the_prompts_that_run(family: str, m
 
 def test_what_is_in_the_way_is_told(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cached(run(model, tmp_path, ALIKE, "policy=h2o", "policy.budget=64")) == [0, 0, 0]
-    assert "prompts that begin alike are computed whole: policy H2O decides by" in capfd.readouterr().err
-    with pytest.raises(ValueError, match="policy H2O decides by what is computed.*leave the tree out"):
+    assert "prompts that begin alike are computed whole: policy h2o decides by" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="policy h2o decides by what is computed.*leave the tree out"):
         INFER.read(["prompt.prefix_cache_bytes=9", "policy=h2o", "policy.budget=64"])
     with pytest.raises(ValueError, match="prompt.prefix_cache_bytes=-1 must be a number of bytes, or auto"):
         INFER.read(["prompt.prefix_cache_bytes=-1"])

@@ -233,7 +233,7 @@ def test_configs_that_contradict_themselves_are_refused(options: dict[str, Any],
 def test_what_cannot_be_is_refused() -> None:
     model, ranks = tiny_model("lckv"), Ranks.start(RanksOptions(device=Device.cpu, threads=1))
     engine = Engine(model, ranks)
-    with pytest.raises(ValueError, match="which policy SnapKV does not support; use policy=full"):
+    with pytest.raises(ValueError, match="which policy snapkv does not support; use policy=full"):
         Engine(model, ranks, policies=RankPolicies(last=[SnapKV()]))
     with pytest.raises(ValueError, match="which reuse of prefixes does not support"):
         Engine(model, ranks, tree=PrefixTree(1 << 20))

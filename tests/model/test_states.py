@@ -436,7 +436,7 @@ def test_states_alone_take_the_bytes_that_are_told() -> None:
     states = sum(shape.num_bytes for shape in model.state_shapes)
     assert talking.kv_bytes == talking.full_kv_bytes == states > 0 and talking.kept_tokens == []
     for policies, message in (
-        (RankPolicies.everywhere([test_matrix.policy("snapkv")]), "stores no keys and values, of which policy SnapKV"),
+        (RankPolicies.everywhere([test_matrix.policy("snapkv")]), "stores no keys and values, of which policy snapkv"),
         (RankPolicies(storage=CacheOptions(bits=4)), "stores no keys and values, which cache.bits=4 would quantise"),
     ):
         with pytest.raises(ValueError, match=message):

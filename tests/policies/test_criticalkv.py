@@ -120,7 +120,7 @@ def test_a_model_without_them_is_refused() -> None:
         model = Model(module)
         attention = module.model.layers[1].self_attn
         attention.o_proj = torch.nn.Sequential(Doubled(), attention.o_proj)
-        with pytest.raises(ValueError, match="no linear map in layer 1, but policy CriticalKV weighs") as raised:
+        with pytest.raises(ValueError, match="no linear map in layer 1, but policy criticalkv weighs") as raised:
             RankPolicies(last=[CriticalKV()]).check(model)
     assert "use another policy" in str(raised.value) and "\n" not in str(raised.value)
 
@@ -180,7 +180,7 @@ def test_options() -> None:
         with pytest.raises(ValueError, match=f"policy.scorer={type(scorer).__name__} does not score tokens"):
             wrapper(scorer=scorer)
     for scorer in (KeyDiff(), LagKV(), RKV()):
-        with pytest.raises(ValueError, match=f"policy.scorer={type(scorer).__name__} does not score by shares"):
+        with pytest.raises(ValueError, match=f"policy.scorer={scorer.label} does not score by shares"):
             CriticalKV(scorer=scorer)
     with pytest.raises(ValueError, match="policy.first_share=2"):
         CriticalKV(first_share=2)

@@ -92,9 +92,9 @@ def test_what_is_kept_after_a_stored_prefix_is_what_is_kept_without_one(
 @pytest.mark.parametrize(
     ("policies", "message"),
     [
-        (RankPolicies.everywhere([H2O(budget=16)]), "policy H2O decides by what is computed of all tokens of a prompt"),
-        (RankPolicies.everywhere([PyramidInfer()]), "policy PyramidInfer leaves tokens out of deeper layers"),
-        (RankPolicies(others=[PyramidInfer()]), "policy PyramidInfer leaves tokens out of deeper layers"),
+        (RankPolicies.everywhere([H2O(budget=16)]), "policy h2o decides by what is computed of all tokens of a prompt"),
+        (RankPolicies.everywhere([PyramidInfer()]), "policy pyramidinfer leaves tokens out of deeper layers"),
+        (RankPolicies(others=[PyramidInfer()]), "policy pyramidinfer leaves tokens out of deeper layers"),
         (
             RankPolicies.everywhere([StreamingLLM(budget=16)], Positions.reencoded),
             "policy.positions=reencoded needs keys that are not rotated.*use policy.positions=original",

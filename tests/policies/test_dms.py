@@ -115,7 +115,7 @@ def test_chains_of_ranks(rank_pools: RankPools, family: str, chosen: RankPolicie
 
 
 def refusals() -> Iterator[tuple[str, RankPolicies]]:
-    yield "which policy SnapKV does not support; use policy=dms or policy=full", RankPolicies(last=[SnapKV()])
+    yield "which policy snapkv does not support; use policy=dms or policy=full", RankPolicies(last=[SnapKV()])
     yield "which cache.bits=4 does not support; use cache.bits=null", RankPolicies(storage=CacheOptions(bits=4))
 
 

@@ -147,10 +147,10 @@ def test_layers_are_merged_only_where_they_are_neighbours() -> None:
             whole = oracle(family, [*prompt(LENGTH), *MORE], lambda _, k, v: (k, v, torch.ones(k.shape[:2]).bool()))
             assert largest_difference(ours, whole) < TOLERANCE
         else:
-            with pytest.raises(ValueError, match="MiniCache merges neighbouring layers .* none among its layers with"):
+            with pytest.raises(ValueError, match="minicache merges neighbouring layers .* none among its layers with"):
                 Conversation(tiny_model(family), policies)
 
 
 def test_a_policy_that_repeats_the_prompt_is_refused_by_that_reason() -> None:
-    with pytest.raises(ValueError, match="policy KVzip scores tokens by how the model repeats the prompt, and linear"):
+    with pytest.raises(ValueError, match="policy kvzip scores tokens by how the model repeats the prompt, and linear"):
         Conversation(tiny_model("qwen3_next"), RankPolicies.everywhere([KVzip(budget=16)]))

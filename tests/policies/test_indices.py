@@ -602,8 +602,8 @@ def test_the_first_turn_sees_everything_in_pieces_too() -> None:
     ("kind", "options", "message"),
     [
         (ClusterKV, {"cluster": 0}, "policy.cluster=0 must be at least 1"),
-        (ClusterKV, {"pool": {"bytes": "1MiB"}}, "ClusterKV looks for tokens in the order of the text"),
-        (Quest, {"pool": {"bytes": "1MiB"}}, "Quest looks for tokens in the order of the text"),
+        (ClusterKV, {"pool": {"bytes": "1MiB"}}, "clusterkv looks for tokens in the order of the text"),
+        (Quest, {"pool": {"bytes": "1MiB"}}, "quest looks for tokens in the order of the text"),
         (Quest, {"digest": "median"}, "policy.digest=median is not one of bounds, shrunk, mean"),
         (ExactTopK, {"group": "median"}, "policy.group=median is not one of union, mean, max, sum"),
         (ExactTopK, {"turn_tokens": -1}, "policy.turn_tokens=-1 must not be negative"),

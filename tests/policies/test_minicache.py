@@ -247,7 +247,7 @@ class TestRanks:
         (lambda: MiniCache(retain_share=math.nan), "policy.retain_share=nan must be from 0 to 1"),
         (
             lambda: RankPolicies(last=[SOME], storage=CacheOptions(bits=4)).check(tiny_model("llama")),
-            "cache.bits=4 does not go with policy MiniCache",
+            "cache.bits=4 does not go with policy minicache",
         ),
         (lambda: RankPolicies(last=[SOME, SnapKV(budget=64)]).check(tiny_model("llama")), "must be the only one"),
         (
@@ -259,7 +259,7 @@ class TestRanks:
             lambda: RankPolicies(last=[MiniCache(start_share=0.9)]).check(tiny_model("llama")),
             "has none among its layers",
         ),
-        (lambda: check(Setup(drafting=RankPolicies(last=[SOME]))), "a drafting policy MiniCache"),
+        (lambda: check(Setup(drafting=RankPolicies(last=[SOME]))), "a drafting policy minicache"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_in_one_line(make: Any, message: str) -> None:

@@ -270,7 +270,7 @@ class TestExpectedAttention:
     def test_models_whose_rotations_are_not_known_are_refused(self, family: str, says: str) -> None:
         with throughout(torch.float64), pytest.raises(ValueError, match=says) as raised:
             RankPolicies(last=[ExpectedAttention()]).check(tiny_model(family))
-        assert "ExpectedAttention" in str(raised.value) and "use another policy" in str(raised.value)
+        assert "expected_attention" in str(raised.value) and "use another policy" in str(raised.value)
         assert "\n" not in str(raised.value)
 
     @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])

@@ -493,11 +493,11 @@ def test_with_a_budget_shared_alike_a_sequence_is_that_of_the_scorer(num_kv_head
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
-        ([ADAKV, Quest()], "AdaKV leaves heads of different lengths, and an index of policy Quest holds equally many"),
-        ([KVzip(budget=16), Window(budget=8)], "KVzip decides on the whole prompt, .* it must be the only one"),
+        ([ADAKV, Quest()], "adakv leaves heads of different lengths, and an index of policy quest holds equally many"),
+        ([KVzip(budget=16), Window(budget=8)], "kvzip decides on the whole prompt, .* it must be the only one"),
         (
             [Window(budget=8), PyramidInfer()],
-            "PyramidInfer narrows .* after Window has dropped some; .* the first step",
+            "pyramidinfer narrows .* after window has dropped some; .* the first step",
         ),
         ([Window(budget=8), Razor()], "Razor stands in for the tokens that it drops, .* use policy.compensate=false"),
     ],

@@ -290,9 +290,9 @@ def test_parts_that_are_joined_are_of_no_segment() -> None:
 
 
 def test_policies_that_drop_tokens_and_models_with_windows_are_refused() -> None:
-    with pytest.raises(ValueError, match="policy SnapKV may drop tokens.* gaps between these; use one that retrieves"):
+    with pytest.raises(ValueError, match="policy snapkv may drop tokens.* gaps between these; use one that retrieves"):
         engine_of(SnapKV()).generate([ONE], OPTIONS)
-    with pytest.raises(ValueError, match="policy ClusterKV does not go with segments of model"):
+    with pytest.raises(ValueError, match="policy clusterkv does not go with segments of model"):
         ranks = Ranks.start(RanksOptions(device=Device.cpu))
         Engine(tiny_model("gemma2"), ranks, policies=RankPolicies.everywhere([ClusterKV()])).check_reuse()
     with pytest.raises(ValueError, match="policy.retrieve=snapkv may drop tokens"):

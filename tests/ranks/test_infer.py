@@ -167,20 +167,20 @@ def test_a_mistake_ends_in_one_line_and_writes_nothing(model, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["policy=duo_attention"], "policy DuoAttention needs to know which heads of the model retrieve; give policy."),
-        (["policy=razor_attention"], "policy RazorAttention needs to know which heads of the model retrieve; give"),
+        (["policy=duo_attention"], "policy duo_attention needs to know which heads of the model retrieve; give"),
+        (["policy=razor_attention"], "policy razor_attention needs to know which heads of the model retrieve; give"),
         (
             ["policy=sequence", "policy.steps=[window,{name:razor_attention,compensate:false}]"],
-            "policy RazorAttention needs to know",
+            "policy razor_attention needs to know",
         ),
         (
             ["policy=dms"],
-            "policy DMS evicts the tokens that a model marks, and this one (llama) marks none; use another",
+            "policy dms evicts the tokens that a model marks, and this one (llama) marks none; use another",
         ),
         (["policy=kvzap"], "policy=kvzap needs policy.predictor=<file.safetensors>, made for the model; make it with"),
         (
             ["generation.speculate=policy", "draft.policy={name:razor_attention}"],
-            "policy RazorAttention needs to know which heads of the model retrieve; give draft.policy.heads=<",
+            "policy razor_attention needs to know which heads of the model retrieve; give draft.policy.heads=<",
         ),
         (
             ["generation.speculate=policy", "draft.policy={name:snapkv,budget:0}"],
@@ -200,7 +200,7 @@ def test_what_a_policy_lacks_is_told_before_the_weights_are_read(model, monkeypa
     [
         (["prompt.txt=a"], 2, "unknown option prompt.txt; did you mean prompt.text?"),
         (["prompt.file=missing.txt"], 2, "prompt.file=missing.txt does not exist; check the path"),
-        (["prompt.text=a", "policy=dms"], 2, "policy DMS evicts the tokens that a model marks, and this one (llama)"),
+        (["prompt.text=a", "policy=dms"], 2, "policy dms evicts the tokens that a model marks, and this one (llama)"),
     ],
 )
 def test_the_last_line_under_torchrun_is_ours(model, more, status, said):

@@ -115,8 +115,8 @@ def test_help_and_the_file_of_defaults_name_every_option():
         ("serve.prefix_cache_bytes=-1", "serve.prefix_cache_bytes=-1 must be a number of bytes"),
         ("serve.prefix_cache_bytes=most", "serve.prefix_cache_bytes=most must be a number of bytes, or auto"),
         ("serve.prefix_cache_bytes=0.5", "serve.prefix_cache_bytes=0.5 is not a whole number, or auto"),
-        (["serve.prefix_host_bytes=9", "policy=h2o", "policy.budget=64"], "policy H2O decides by what is computed"),
-        (["serve.prefix_cache_bytes=9", "policy=h2o", "policy.budget=64"], "policy H2O decides by what is computed"),
+        (["serve.prefix_host_bytes=9", "policy=h2o", "policy.budget=64"], "policy h2o decides by what is computed"),
+        (["serve.prefix_cache_bytes=9", "policy=h2o", "policy.budget=64"], "policy h2o decides by what is computed"),
         (
             ["serve.prefix_cache_bytes=9", "serve.prefix_host_bytes=-1"],
             "prefix_host_bytes=-1 must be a number of bytes",
@@ -273,7 +273,7 @@ def test_prefixes_are_reused_without_an_option_and_it_is_told(model):
 
 def test_where_something_else_is_in_the_way_no_prefixes_are_reused_and_it_is_told(model):
     with job(*options(model, "policy=h2o", "policy.budget=64"), ranks=1) as server:
-        assert "; prefixes are not reused: policy H2O decides by what is computed" in server.ranks[0].errors
+        assert "; prefixes are not reused: policy h2o decides by what is computed" in server.ranks[0].errors
         assert "leave the tree out" not in server.ranks[0].errors
         assert server.metric("runahead:prefix_cache_limit_bytes") == 0
         usages = [server.post({"prompt": TEXT, "max_tokens": 3}).json()["usage"] for _ in range(2)]

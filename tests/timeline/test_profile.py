@@ -91,7 +91,7 @@ def test_without_a_profile_layers_and_steps_are_called_as_they_are() -> None:
     assert fixed is not None
     assert type(forward_over(model, fixed, [], pads=[0], prompt_tokens=40)) is FixedForward
     ranges = Ranges()
-    assert ranges("layer", 1) is ranges("policy", "SnapKV") and not isinstance(ranges.recording(CPU), Iterator)
+    assert ranges("layer", 1) is ranges("policy", "snapkv") and not isinstance(ranges.recording(CPU), Iterator)
 
 
 def test_messages_have_no_names_without_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_policies_are_ranges_of_the_layers_that_they_work_in(
     nvtx: Nvtx, policy, in_prefill: bool, in_steps: bool
 ) -> None:
     generate(model_with(Profile.nvtx), RankPolicies(last=[policy]))
-    name = f"policy {type(policy).__name__}"
+    name = f"policy {policy.label}"
     of_policy = [each for each in nvtx.ended if each.endswith(name)]
     for layer in range(3):
         assert any(each.startswith(f"chunk of tokens 0-40 > layer {layer} > ") for each in of_policy) == in_prefill
