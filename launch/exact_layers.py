@@ -3,27 +3,29 @@
 What a layer is worth is how much less a prompt's first tokens lose where they come again after it.
 """
 
-# Legend: V vocabulary.
-
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from statistics import mean, stdev
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from launch.exact.search import Exact, Known, Loss, Losses, named, search
 from launch.inputs.sample_text import own_texts, runs_of
 from launch.inputs.text_files import EXAMPLE_TEXT, read_text
 from launch.program.compose import Program
 from launch.program.ending import leave
 from launch.program.run import run_program
+from launch.program.written_files import ensure_outputs
 from runahead.config import Attention, ModelOptions, PrefillOptions, RanksOptions, hydra_text, require
+from runahead.files import KeptLines
 
 if TYPE_CHECKING:
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
-    from runahead.report import SparseReport
 
 HELP = f"""\
 usage: python -m launch.exact_layers [name=value ...]     (one rank)
@@ -44,6 +46,7 @@ it.
   prompts=4                 to choose by, and as many to measure what was found
   samples=[a.txt,b.txt]     texts in UTF-8, which are cut into prompts; by default {EXAMPLE_TEXT}
                             and the pages of docs/, if they are there
+  lines=<jsonl>             keeps what was measured; a run that was interrupted goes on from there
   model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
                             model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
                             model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
@@ -51,11 +54,9 @@ it.
                             model.weights=full|int8
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
-  python -m launch.exact_layers model=smollm2 prefill.threshold=0.95
+  python -m launch.exact_layers model=smollm2 prefill.threshold=0.95 lines=exact.jsonl
 """
 
-NOISE = 2.0
-"""Standard errors that a group of layers has to be worth."""
 GROUPS = 6
 """Groups of layers by default."""
 
@@ -73,6 +74,7 @@ class ExactRun:
         passage: number of tokens that come again.
         prompts: number of prompts to choose by, and to measure with afterwards.
         samples: texts in UTF-8; None: those that come with the programs.
+        lines: file of what was measured, from which a run goes on; None: nothing is kept.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -84,6 +86,7 @@ class ExactRun:
     passage: int = 512
     prompts: int = 4
     samples: list[str] | None = None
+    lines: str | None = None
 
     def __post_init__(self) -> None:
         require(self.prefill.is_sparse, "prefill.attention", self.prefill.attention.name, "must be xattention")
@@ -98,94 +101,6 @@ class ExactRun:
 EXACT = Program(module="launch.exact_layers", options=ExactRun, help=HELP)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over samples, with its standard error."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Self:
-        """The estimate from at least two samples."""
-        return cls(mean(samples), stdev(samples) / math.sqrt(len(samples)))
-
-    @property
-    def is_noise(self) -> bool:
-        """Whether it is not above 0 for certain."""
-        return self.mean <= NOISE * self.error
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.error:.3f}"
-
-
-class Losses:
-    """Losses of copies with the layers that are exact, each measured once.
-
-    Args:
-        measure: sorted numbers of exact layers, or None for the exact prefill, and number of a prompt -> NLL, density.
-        num_prompts: number of prompts.
-    """
-
-    def __init__(self, measure: Callable[[tuple[int, ...] | None, int], tuple[float, float]], num_prompts: int) -> None:
-        self._measure, self._num_prompts = measure, num_prompts
-        self._known: dict[tuple[int, ...] | None, list[tuple[float, float]]] = {}
-
-    def _of(self, exact: Iterable[int] | None) -> list[tuple[float, float]]:
-        key = None if exact is None else tuple(sorted(exact))
-        if key not in self._known:
-            self._known[key] = [self._measure(key, number) for number in range(self._num_prompts)]
-        return self._known[key]
-
-    def more(self, exact: Iterable[int], than: Iterable[int] | None = None) -> Estimate:
-        """How much more some layers lose than others, by default than the exact prefill, of the same prompts."""
-        pairs = zip(self._of(exact), self._of(than), strict=True)
-        return Estimate.of([one - other for (one, _), (other, _) in pairs])
-
-    def density(self, exact: Iterable[int]) -> float:
-        """Blocks that are computed, mean over prompts and layers."""
-        return mean(density for _, density in self._of(exact))
-
-
-def search(
-    losses: Losses, layers: Sequence[int], given: Iterable[int], *, group: int, most_loss: float
-) -> Iterator[tuple[str, frozenset[int]]]:
-    """Find the layers, and tell a line as soon as it is known, with the layers that are exact so far.
-
-    Args:
-        layers: that may be exact, ascending.
-        given: that are so from the beginning, and stay so.
-        group: number of layers that are tried together.
-        most_loss: nats that may be lost.
-    """
-    given = exact = frozenset(given)
-    others = [layer for layer in layers if layer not in given]
-    groups = [others[first : first + group] for first in range(0, len(others), group)]
-    yield f"{_named(exact)}: {losses.more(exact)} nats, density {losses.density(exact):.0%}", exact
-    while groups and losses.more(exact).mean > most_loss:
-        worth = dict[int, float]()
-        for number, each in enumerate(groups):
-            less = losses.more(exact, exact.union(each))
-            density = losses.density(exact.union(each))
-            yield f"  layers {ranges(each):>9} exact: {less} nats less, density {density:.0%}", exact
-            if not less.is_noise:  # a larger mean that may be noise is not preferred to one that is not
-                worth[number] = less.mean
-        if not worth:
-            yield f"no other layers are worth more than {NOISE:g} standard errors", exact
-            break
-        exact = exact.union(groups.pop(max(worth, key=worth.__getitem__)))
-        yield f"{_named(exact)}: {losses.more(exact)} nats, density {losses.density(exact):.0%}", exact
-    allowed, worth_of = max(most_loss, losses.more(exact).mean), dict[int, float]()
-    for layer in sorted(exact - given) if len(exact - given) > 1 else ():
-        more = losses.more(exact - {layer}, exact)
-        worth_of[layer] = more.mean
-        yield f"  without layer {layer:>3}: {more} nats more", exact
-    for layer in sorted(worth_of, key=worth_of.__getitem__):
-        if losses.more(exact - {layer}).mean <= allowed:
-            exact -= {layer}
-            yield f"{_named(exact)}: {losses.more(exact)} nats, density {losses.density(exact):.0%}", exact
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """The exit status of `run_program`."""
     return run_program(EXACT, args, find_layers)
@@ -196,6 +111,7 @@ def find_layers(run: ExactRun, ranks: Ranks) -> None:
 
     Raises: ValueError for a user's mistakes.
     """
+    from launch.exact.copies import Copies
     from launch.program.progress import Bar
     from runahead.engine import Engine
     from runahead.model.shares import load_model
@@ -203,42 +119,68 @@ def find_layers(run: ExactRun, ranks: Ranks) -> None:
     prompts = ranks.on_rank_0("the options", lambda: _prepare(run, ranks))
     model = load_model(run.model, ranks)
     Engine(model, ranks, prefill=run.prefill)  # which refuses what cannot be
-    ways, num_layers = 0, len(model.kv_layers)
-    group = run.group or max(1, num_layers // GROUPS)
+    layers, group = _that_choose(model, ranks, prompts[0], run), run.group or max(1, len(model.kv_layers) // GROUPS)
+    copies = Copies(model, ranks, prompts, run.passage, run.prefill)
+    kept = KeptLines(None if run.lines is None else Path(run.lines), _purpose(run, model, prompts))
+    known = _known(kept)
+    about = 2 + -(-len(layers) // group) + 2 * group + 3  # a round of groups, layers one by one, and what was found
     with Bar("measuring", shown=True) as bar:
+        num_left = about * run.prompts - len(known)
 
-        def losses_of(some: Sequence[list[int]]) -> Losses:
-            def measured(exact: tuple[int, ...] | None, number: int) -> tuple[float, float]:
-                nonlocal ways
-                ways += number == 0
-                about = 2 + -(-num_layers // group) + 2 * group
-                bar.step_of(max(about, ways) * len(some) + 2 * len(some), f"prompt {number + 1} of {len(some)}")
-                prefill = PrefillOptions() if exact is None else replace(run.prefill, exact_layers=list(exact))
-                nll, sparse = copy_nll(model, ranks, some[number], run.passage, prefill)
-                return nll, 1.0 if sparse is None else sparse.mean_density or 1.0
+        def measure(prompt: int, sets: Sequence[Exact], ahead: Sequence[Exact]) -> Iterator[Loss]:
+            for number, (exact, loss) in enumerate(zip(sets, copies.losses(prompt, sets, ahead), strict=True), start=1):
+                kept.add(exact=sorted(exact), prompt=prompt, **loss._asdict())
+                text = f"prompt {prompt // 2 + 1} of {run.prompts}, set of layers {number} of {len(sets)}"
+                bar.step_of(max(num_left, bar.n + len(sets) - number + 1), text)
+                yield loss
 
-            return Losses(measured, len(some))
-
-        by, others = losses_of(prompts[::2]), losses_of(prompts[1::2])
+        by, others = (Losses(range(first, len(prompts), 2), layers, measure, known) for first in (0, 1))
         bar.write(
             f"{run.tokens:,} tokens, of which {run.passage} come again; {run.prompts} prompts to choose by. More nats "
             "than the exact prefill (mean ± standard error):"
         )
-        layers = _that_choose(model, ranks, prompts[0], run)
+        if known:
+            bar.write(f"{len(known)} losses of prompts are known from lines={run.lines}")
         for line, found in search(by, layers, run.prefill.exact_layers, group=group, most_loss=run.most_loss):
             bar.write(line)
             exact = found
+        others.learn([frozenset(run.prefill.exact_layers), exact])
         for line in summary(run, exact, by, others):
             bar.write(line)
     print(options_text(replace(run.prefill, exact_layers=sorted(exact))))
 
 
-def summary(run: ExactRun, exact: frozenset[int], by: Losses, others: Losses) -> Iterator[str]:
+def _purpose(run: ExactRun, model: Model, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Facts on which the loss of a prompt depends, beside its number and the exact layers."""
+    from runahead.ranks.agreement import digest_of, library_facts
+
+    return {
+        "model": model.fingerprint,
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+        "prompts": digest_of(json.dumps(prompts).encode())[:16],
+        "passage": run.passage,
+        "prefill": options_text(replace(run.prefill, exact_layers=[])),
+        **library_facts(),
+    }
+
+
+def _known(kept: KeptLines) -> Known:
+    """Losses that earlier runs have measured."""
+    known: Known = {}
+    for line in kept.read():
+        with suppress(ValueError, KeyError, TypeError):
+            loss = Loss(nll=float(line["nll"]), density=float(line["density"]))
+            known[frozenset(map(int, line["exact"])), int(line["prompt"])] = loss
+    return known
+
+
+def summary(run: ExactRun, exact: Exact, by: Losses, others: Losses) -> Iterator[str]:
     """Lines about what was found: what it loses, of other prompts, too, and beside what was given."""
     given = frozenset(run.prefill.exact_layers)
     yield (
         f"found: {by.more(exact)} nats, density {by.density(exact):.0%}; on {run.prompts} prompts that it was not "
-        f"chosen by {others.more(exact)}, {_named(given)} {others.more(given)}"
+        f"chosen by {others.more(exact)}, {named(given)} {others.more(given)}"
     )
     if others.more(exact).mean > run.most_loss:
         rule = "threshold" if run.prefill.density is None else "density"
@@ -261,6 +203,7 @@ def _prepare(run: ExactRun, ranks: Ranks) -> list[list[int]]:
     from runahead.model.loading.position_limit import max_positions
 
     EXACT.require_one_rank(ranks.size, "layers are found")
+    ensure_outputs(run, {"lines": [run.lines]})
     texts = [read_text(path, f"samples={path}") for path in run.samples or own_texts()]
     config = loading.load_decoder_config(run.model, progress=True)
     check(Setup(prefill=run.prefill, config=config))
@@ -280,65 +223,13 @@ def _prepare(run: ExactRun, ranks: Ranks) -> list[list[int]]:
 
 def _that_choose(model: Model, ranks: Ranks, ids: Sequence[int], run: ExactRun) -> list[int]:
     """Layers that would not attend to all keys, by a short prompt."""
+    from launch.exact.copies import copy_nll
     from runahead.config import SPARSE_BLOCK
 
     prefill = replace(run.prefill, exact_layers=[])
     _, sparse = copy_nll(model, ranks, ids[: 3 * SPARSE_BLOCK], 1, prefill)
     density = [] if sparse is None else sparse.density
     return [layer for layer, chosen in zip(model.kv_layers, density, strict=False) if chosen is not None]
-
-
-def copy_nll(
-    model: Model, ranks: Ranks, ids: Sequence[int], passage: int, prefill: PrefillOptions
-) -> tuple[float, SparseReport | None]:
-    """Loss of a prompt's first tokens where they come again after it, in nats per token, and what it attended to.
-
-    It is computed on this rank; a chain chooses the same. What comes again attends to all keys.
-
-    Args:
-        ids: token ids of the prompt.
-        passage: number of tokens that come again.
-        prefill: of the prompt.
-    """
-    import torch
-
-    from runahead.cache.attention import CausalAttention
-    from runahead.context import ContextPartition
-    from runahead.prefill.base import PrefillJob, PromptBatch
-    from runahead.prefill.kv_runahead import run_in_chain
-
-    with torch.inference_mode():
-        prefilled = run_in_chain(
-            PrefillJob(
-                model=model,
-                ranks=ranks,
-                batch=PromptBatch.from_prompts([list(ids)], ranks.device),
-                partition=ContextPartition(boundaries=(0,) + (len(ids),) * ranks.num_stages),
-                capacity=len(ids) + passage,
-                options=prefill,
-            )
-        )
-        assert prefilled.cache is not None and prefilled.logits_BV is not None
-        attention = CausalAttention(prefilled.cache, start=len(ids), pads=[0])
-        copied_1C = torch.tensor([ids[:passage]], device=ranks.device)
-        logits_CV = model.forward(copied_1C, attention, start=len(ids), pads=[0], all_logits=True)[0]
-        before_CV = torch.cat([prefilled.logits_BV, logits_CV[:-1]]).float().log_softmax(dim=-1)
-        return -before_CV.gather(1, copied_1C.T).mean().item(), prefilled.report.attention
-
-
-def _named(exact: frozenset[int]) -> str:
-    return f"layers {ranges(sorted(exact))} exact" if exact else "all layers sparse"
-
-
-def ranges(layers: Sequence[int]) -> str:
-    """Ascending numbers in a few characters: 5-9, 12."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Safe reading of files that a user names, and atomic writing of files.
+"""Safe reading of files that a user names, atomic writing of files, and lines that a stopped run goes on from.
 
 Reading neither blocks (on a pipe, say) nor fills the memory. A file is written under another name, or without a name
 where the file system supports that (O_TMPFILE on Linux), and then renamed.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 MOST_BYTES = 2**30
 """Size of the largest file that is read."""
@@ -29,6 +30,43 @@ EMPTY_S = 60.0
 
 Content: TypeAlias = str | bytes | Callable[[BinaryIO], object]
 """Content of a file, text as UTF-8, or what writes it: at its own pace, and anew if it is called again."""
+
+
+class KeptLines:
+    """Findings in a file of JSON lines, each appended as soon as it is known, so that a stopped run can go on.
+
+    Lines of another `purpose` stay in the file and are not used. A last line that was cut off, and any that is not of
+    this form, is ignored.
+
+    Args:
+        path: the file; None keeps nothing.
+        purpose: what the findings are valid for.
+    """
+
+    def __init__(self, path: Path | None, purpose: Mapping[str, Any]) -> None:
+        self._path, self._purpose = path, dict(purpose)
+        self._is_cut = False  # the file's last line has no end
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Lines of earlier runs. Raises: OSError: the file cannot be read."""
+        if self._path is None or not self._path.exists():
+            return
+        text = read_user_file(self._path).decode("utf-8", errors="replace")
+        self._is_cut = bool(text) and not text.endswith("\n")
+        for line in text.split("\n"):
+            with suppress(ValueError, RecursionError):
+                found = json.loads(line)
+                if isinstance(found, dict) and found.get("purpose") == self._purpose:
+                    yield found
+
+    def add(self, **found: Any) -> None:
+        """Append a line. Raises: OSError."""
+        if self._path is None:
+            return
+        line = json.dumps({"purpose": self._purpose, **found}) + "\n"
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("\n" + line if self._is_cut else line)
+        self._is_cut = False
 
 
 def read_user_file(path: str | os.PathLike[str], *, pipes: bool = False) -> bytes:

@@ -73,7 +73,7 @@ ROOMS = {
     ),
     "launch": (
         ("program",),
-        ("inputs", "outputs"),
+        ("inputs", "outputs", "exact"),
         ("server",),
         ("infer", "serve", "combinations", "kernels", *(door.split(".")[1] for door in DOORS)),
         ("duo_gates", "encode", "exact_layers", "fit_kvzap", "retrieval_heads", "skew"),

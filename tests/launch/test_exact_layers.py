@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
 from launch import exact_layers
-from launch.exact_layers import EXACT, Estimate, ExactRun, Losses, copy_nll, options_text, ranges, search, summary
+from launch.exact.copies import MOST_BYTES, Copies, copy_nll
+from launch.exact.search import Estimate, Exact, Loss, Losses, ranges, search
+from launch.exact_layers import EXACT, ExactRun, options_text, summary
 from launch.inputs.sample_text import runs_of
 from runahead import PrefillOptions, Ranks, RanksOptions
 from runahead.config import Attention
@@ -27,14 +31,15 @@ def losses(worth: dict[int, float] = WORTH, *, noise: float = 0.0, noisy: Iterab
     """Losses of 12 layers on three prompts whose own losses differ much; with noise in what some layers are worth."""
     noisy = frozenset(noisy)
 
-    def measured(exact: tuple[int, ...] | None, number: int) -> tuple[float, float]:
-        if exact is None:
-            return 3.0 + number, 1.0
-        density = (len(exact) + 0.3 * (NUM_LAYERS - len(exact))) / NUM_LAYERS
-        lost = sum(nats for layer, nats in worth.items() if layer not in exact)
-        return 3.0 + number + lost + noise * NOISE[number] * len(noisy.intersection(exact)), density
+    def measured(prompt: int, sets: Sequence[Exact], _: Sequence[Exact]) -> Iterator[Loss]:
+        for exact in sets:
+            density = (len(exact) + 0.3 * (NUM_LAYERS - len(exact))) / NUM_LAYERS
+            lost = sum(nats for layer, nats in worth.items() if layer not in exact)
+            is_prefill = len(exact) == NUM_LAYERS
+            noisy_part = 0.0 if is_prefill else noise * NOISE[prompt] * len(noisy.intersection(exact))
+            yield Loss(3.0 + prompt + lost + noisy_part, density)
 
-    return Losses(measured, 3)
+    return Losses(range(3), range(NUM_LAYERS), measured, {})
 
 
 def found(
@@ -102,7 +107,7 @@ def test_what_was_found_is_told_beside_what_was_given(
 
 
 def test_an_estimate_is_of_differences_in_the_same_prompts() -> None:
-    estimate = losses({2: 0.5}).more([], [2])
+    estimate = losses({2: 0.5}).more(frozenset(), frozenset({2}))
     assert estimate.mean == pytest.approx(0.5) and estimate.error == pytest.approx(0, abs=1e-12)
     given = Estimate.of([1.0, 2.0, 4.0])
     assert given.mean == pytest.approx(7 / 3) and given.error == pytest.approx(math.sqrt(7 / 3 / 3))
@@ -134,6 +139,47 @@ def test_the_loss_is_that_of_transformers_over_the_text_and_its_copy() -> None:
         assert report is not None and report.mean_density == 1 and nll == pytest.approx(wanted, abs=1e-6)
         sparse.exact_layers = []
         assert abs(copy_nll(model, ranks, ids, passage, sparse)[0] - wanted) > 1e-5
+
+
+@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 200_000, 0])
+@pytest.mark.parametrize("family", ["llama_deep", "gemma3n_text", "gemma2", "qwen3_next", "falcon_h1"])
+def test_losses_are_those_of_forwards_from_the_first_layer_on(family: str, most_bytes: int) -> None:
+    """Bit by bit: also where later layers read keys of earlier ones, or hold states, and after what had no room."""
+    from tests.ranks.tasks import tiny_model
+
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 90, (400,), generator=draw).tolist() for _ in range(2)]
+    sparse = PrefillOptions(attention=Attention.xattention, density=0.01)
+    with Ranks.start(RanksOptions(threads=1, device="cpu")) as ranks:  # type: ignore[arg-type]
+        model = tiny_model(family, torch.float32)
+        layers = [layer for number, layer in enumerate(model.kv_layers) if model.rules[number] is None]
+        pairs = [frozenset(pair) for pair in combinations(layers[-4:], 2)]
+        sets = list(dict.fromkeys([frozenset[int](), frozenset(layers), *pairs, frozenset(layers[1:])]))
+        copies = Copies(model, ranks, prompts, 37, sparse, most_bytes=most_bytes)
+        for number, ids in enumerate(prompts):
+            found = [*copies.losses(number, sets[:2], sets[2:]), *copies.losses(number, sets[2:])]
+            for exact, loss in zip(sets, found, strict=True):
+                nll, report = copy_nll(model, ranks, ids, 37, replace(sparse, exact_layers=sorted(exact)))
+                assert report is not None and loss == (nll, report.mean_density)
+        assert len({loss.nll for loss in found}) > 1
+
+
+def test_layers_before_the_first_that_differs_are_computed_once() -> None:
+    """Of 12: all of them without exact layers, 7 with layer 5 exact, 6 with layers 5 and 6, for prompt and copy."""
+    from tests.ranks.tasks import tiny_model
+
+    ids, sparse = list(range(3, 83)) * 5, PrefillOptions(attention=Attention.xattention, density=0.01)
+    with Ranks.start(RanksOptions(threads=1, device="cpu")) as ranks:  # type: ignore[arg-type]
+        model, computed = tiny_model("llama_deep"), list[int]()
+        hooks = [
+            layer.mlp.register_forward_hook(lambda *_, number=number: computed.append(number))
+            for number, layer in enumerate(model.decoder_layers)
+        ]
+        sets = [frozenset[int](), frozenset({5}), frozenset({5, 6})]
+        assert len([*Copies(model, ranks, [ids], 37, sparse).losses(0, sets)]) == len(sets)
+        for hook in hooks:
+            hook.remove()
+        assert computed == [*range(12), *range(12), *range(5, 12), *range(5, 12), *range(6, 12), *range(6, 12)]
 
 
 def test_it_prints_options_that_it_reads_itself(folder: Path, sample: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from benchmarks.harness.study import Study, Variant, errors_in_one_line, in_turn
 from benchmarks.harness.text_table import markdown
 from benchmarks.studies.commits.job import RankPair
 from benchmarks.studies.sparse_prefill.pictures import by_density, by_length, density, gain, loss
-from launch.exact_layers import ranges
+from launch.exact.search import ranges
 
 RANK = Path("benchmarks/studies/sparse_prefill/rank.py")
 LEARNED = 2

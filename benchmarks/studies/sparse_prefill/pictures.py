@@ -10,7 +10,7 @@ from benchmarks.harness.declared import Curves, Panel, from_zero
 from benchmarks.harness.lines import Line, read
 from benchmarks.harness.machine import RESULTS
 from benchmarks.harness.study import newest
-from launch.exact_layers import ranges
+from launch.exact.search import ranges
 
 EXACT = "exact"
 OTHERS = RESULTS / "speculative_prefill.jsonl"

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.random_prompts import random_ids
 from benchmarks.harness.rank_answers import answer_requests
-from launch.exact_layers import copy_nll
+from launch.exact.copies import copy_nll
 from launch.inputs.text_files import EXAMPLE_TEXT
 from partitioner.auto.partition import AutoPartition
 from runahead import Engine, GenerationOptions, Model, ModelOptions, PrefillOptions, Ranks

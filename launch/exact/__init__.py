@@ -1,0 +1,1 @@
+"""Search of the layers that xattention leaves exact."""
