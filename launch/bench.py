@@ -12,7 +12,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from benchmarks.ttft.options import BenchRun, Network, ineffective_settings
 from benchmarks.ttft.variants import VARIANTS
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.ending import leave
 from launch.program.run import run_program
 
@@ -35,11 +35,7 @@ and appends a JSON line per variant and length to bench.results. python -m bench
   bench.network=given|netns        link.gbps=<rate or list>   link.compute_share=<share or list>
                                    link.noise=off
   partition=auto|even|ratios|table ...  of kv_runahead; a table's splits are kvr_s, else they are searched on the spot
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.seed=0
-                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   profile=none|nvtx         names for a profiler around it, such as Nsight Systems
   prefill.layers_in_flight=3   ranks.device=...   ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60
 

@@ -11,14 +11,14 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.doctor.options import DoctorRun
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.ending import leave
 from launch.program.run import run_program
 
 if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
 
-HELP = """\
+HELP = f"""\
 usage: python -m launch.doctor [name=value ...]          (one host; starts its own ranks)
        torchrun ... -m launch.doctor [name=value ...]    (several hosts; docs/slurm.md has the batch script)
 
@@ -32,11 +32,8 @@ compute allows. What falls short is said in words, with the likely cause and the
   doctor.minutes=10          what would not fit is left out
   doctor.rounds=2            doctor.faults=true   doctor.timeout_s=5 (of the fault drills)
   doctor.out=doctor          folder of doctor.txt, doctor.json and doctor.png
-  model=random|smollm2|hf    model.config=auto (a shape that fits the GPUs)   model.path=...   model.dtype=...
-                            model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help(29)}
+                             by default model=random model.config=auto, a shape that fits the GPUs
   ranks.device=...           ranks.backend=...   ranks.threads=<n>   ranks.timeout_s=60
 
 The exit status is 1 if a check failed, and 0 if all is well or only short of a bound.

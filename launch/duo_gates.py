@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from launch.inputs.sample_text import sample_ids
 from launch.inputs.text_files import EXAMPLE_TEXT
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions, choice
 
@@ -44,11 +44,7 @@ heads with the largest gates. The folder is valid for this model only.
   samples=4                 texts, for by=kvzip
   steps=100   learning_rate=0.02   penalty=0.05   of the mean gate      for by=optimising
   passkeys=4   words=8      of a text, and tokens of each               for by=optimising
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
-                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.duo_gates model=smollm2 by=kvzip out=gates-smollm2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.run import run_program
 from policies.byte_size import num_bytes
 from policies.prompt_cache.prompt_cache import PromptCacheOptions
@@ -17,18 +17,14 @@ if TYPE_CHECKING:
     from policies.prompt_cache import PromptCache
     from runahead.ranks.ranks import Ranks
 
-HELP = """\
+HELP = f"""\
 usage: python -m policies.prompt_cache.encode schema=<xml> out=<folder> [name=value ...]
        torchrun --nproc-per-node=N -m policies.prompt_cache.encode schema=<xml> out=<folder> ...
 
 Computes the keys and values of all modules and scaffolds of a schema, for launch/infer.py policy=prompt_cache with this
 folder as policy.store. Several ranks encode a share each. Segments that the folder already has are not computed again.
 
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...   model.layers=<n>
-                            model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   sinks=0                   first tokens that all modules attend to; must equal policy.sinks of later runs
   disk_bytes=64GiB          limit of the folder; the least recently used segments are removed
   tier_bits=8|4|2           of each number; must equal cache.tier_bits of later runs

@@ -12,7 +12,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from benchmarks.evaluation.options import TASK_NAMES, EvaluateRun, ineffective_settings
 from launch.inputs.text_files import EXAMPLE_TEXT
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.ending import leave
 from launch.program.run import run_program
 
@@ -60,11 +60,7 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
 
 Policies that retrieve do so from texts of any length (policy.min_tokens=0), unless their options say otherwise.
 
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
-                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
   report=<json>   lines=<jsonl>, by default beside the report: eval.jsonl of report=eval.json
 

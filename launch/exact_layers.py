@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from launch.exact.search import Exact, Known, Loss, Losses, named, search
 from launch.inputs.sample_text import own_texts, runs_of
 from launch.inputs.text_files import EXAMPLE_TEXT, read_text
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.ending import leave
 from launch.program.run import run_program
 from launch.program.written_files import ensure_outputs
@@ -47,11 +47,7 @@ it.
   samples=[a.txt,b.txt]     texts in UTF-8, which are cut into prompts; by default {EXAMPLE_TEXT}
                             and the pages of docs/, if they are there
   lines=<jsonl>             keeps what was measured; a run that was interrupted goes on from there
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
-                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m launch.exact_layers model=smollm2 prefill.threshold=0.95 lines=exact.jsonl

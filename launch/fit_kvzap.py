@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from launch.inputs.sample_text import own_texts, runs_of
 from launch.inputs.text_files import EXAMPLE_TEXT, read_text
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
@@ -43,11 +43,7 @@ explain in contexts that they were not fitted on, by layer, and which thresholds
   contexts=32               runs that are read at most, spread evenly over all; every {EVERY}th is not fitted on
   ridge=0.01                penalty of the weights, in units of the mean variance of hidden states
   random_tokens=false       read random token ids instead of texts, for a model without a tokenizer
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
-                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.fit_kvzap model=smollm2 out=kvzap-smollm2.safetensors

@@ -15,7 +15,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from launch.inputs.options import RunOptions, ineffective_settings
 from launch.inputs.policies import NAMES
 from launch.inputs.policy_help import choices, policy_help
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.ending import leave, say
 from launch.program.run import run_program
 
@@ -40,13 +40,7 @@ rank)
 
 Reads a long prompt on several ranks with KV-Runahead and streams the answer to standard output.
 
-  model=smollm2|hf|random      model.path=<folder, hub id or .gguf>   model.config=<folder or json>
-                               model.dtype=auto|float32|bfloat16|float16
-                               model.seed=0   model.layers=<n>   model.trust_remote_code=false
-                               model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                               model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                               model.dequantize=true|false   model.keep_dequantized=false|true
-                               model.weights=full|int8
+{model_help(31)}
   one of                       prompt.text=...   prompt.file=<path, .jsonl or ->   prompt.ids_file=<json>
                                prompt.random_tokens=<n>
   and                          prompt.question=...   prompt.chat=auto|true|false   prompt.batch=1

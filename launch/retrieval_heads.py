@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from runahead.model.model import Model
     from runahead.ranks.ranks import Ranks
 
-HELP = """\
+HELP = f"""\
 usage: python -m policies.retrieval_heads out=<file.safetensors> [name=value ...]     (one rank)
 
 Runs a model on random tokens that come several times, and measures how much each head attends to earlier copies of a
@@ -33,11 +33,7 @@ the heads that do it most. The file is valid for this model only.
   copies=4                  how often they come; tokens x copies must fit into the model's positions
   seed=0                    of the random tokens
   chunk=512                 tokens that are computed at a time
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
-                            model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.retrieval_heads model=smollm2 out=heads-smollm2.safetensors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launch.inputs.sample_text import sample_ids
 from launch.inputs.text_files import EXAMPLE_TEXT
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.run import run_program
 from runahead.config import ModelOptions, RanksOptions
 
@@ -31,11 +31,7 @@ file is valid for this model only. Attention over the fetched tokens stays exact
   sample=<text in UTF-8>    by default {EXAMPLE_TEXT}
   tokens=2048               number of its tokens that are read
   chunk=512                 tokens that are computed at a time
-  model=smollm2|hf|random   model.path=...   model.config=...   model.dtype=...
-                            model.overrides={{<key of its config>:<value>}}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   ranks.device=auto|cuda|cpu   ranks.threads=<n>
 
   python -m policies.skew model=smollm2 sample=book.txt out=skew-smollm2.safetensors

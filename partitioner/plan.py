@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from launch.inputs.options import ineffective_split_settings
 from launch.inputs.policies import checked, rank_policies
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.ending import refuse, say
 from launch.program.text_table import text_table
 from launch.program.written_files import ensure_outputs
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from partitioner.meshes.plan import MeshPlan
     from runahead.thinning.rank_policies import RankPolicies
 
-HELP = """\
+HELP = f"""\
 usage: python -m partitioner.plan model=random model.config=<config.json> gpus=<n> tokens=<n> [name=value ...]
 
 Plans a mesh of stages x shares for a model that one GPU cannot hold, or a prompt that it cannot: which mesh, whether
@@ -44,11 +44,7 @@ command that starts the plan. Weights are not needed, and no rank is started.
                                       the folder policy.sinks=<n> policy.recent=<n>
   prefill.speculative=layers     prefill.speculative_share=0.25   prefill.speculative_layers=<n>
                                  prefill.speculative_chunk=32     prefill.speculative_ahead=8
-  model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
-                            model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   report=<json>   picture=<png>
 """
 

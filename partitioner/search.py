@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from launch.inputs.options import ineffective_split_settings
 from launch.inputs.policies import checked, rank_policies
 from launch.inputs.policy_file import load_files
-from launch.program.compose import Program
+from launch.program.compose import Program, model_help
 from launch.program.ending import leave
 from launch.program.run import run_program
 from partitioner.options import Objective, SearchRun
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from runahead.ranks.ranks import Ranks
     from runahead.thinning.rank_policies import RankPolicies
 
-HELP = """\
+HELP = f"""\
 usage: python -m partitioner.search table=<json> [name=value ...]
        torchrun --nproc-per-node=N -m partitioner.search search.objective=measured table=<json> ...
 
@@ -40,11 +40,7 @@ a lookup table for launch/infer.py partition=table. Can be stopped and started a
   search.min_stride=32   search.reach=0.15   search.repeats=3   search.speeds=[1,0.5]   search.max_loss=0.01|null
   search.probe_chunks=[...]   search.probe_prefixes=[...]   search.probe_layers=4   search.force=false
   link.gbps=25   link.latency_us=10   link.shared=false
-  model=smollm2|hf|random   model.path=...   model.config=...   model.layers=<n>   model.dtype=...
-                            model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
-                            model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
-                            model.dequantize=true|false   model.keep_dequantized=false|true
-                            model.weights=full|int8
+{model_help()}
   prefill.transfer=relay|direct   prefill.layers_in_flight=3   prefill.wire_bits=8|4
   prefill.attention=xattention   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16
                                  prefill.exact_layers=[<numbers>]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CONF = ROOT / "conf"
 """The programs' own config files."""
 
+MODEL_OPTIONS = """\
+model.path=<folder, hub id or .gguf>   model.config=<folder or json>
+model.dtype=auto|float32|bfloat16|float16   model.seed=0   model.layers=<n>
+model.overrides={<key of its config>:<value>}   model.revision=<of the hub>
+model.fuse=auto|on|off   model.adapter=<folder or hub id, or a list>
+model.dequantize=true|false   model.keep_dequantized=false|true
+model.weights=full|int8   model.trust_remote_code=false
+"""
+
 FLAGS_HELP = """
 --cfg job prints the composed options; --help prints this.
 --config-dir DIR adds a folder of config files of your own; --config-name NAME takes another primary config.
@@ -44,6 +54,11 @@ FLAGS_HELP = """
 reports, answers, logs and a table in the new folder sweep.dir=multirun/<date>/<time>. See docs/command_line.md.
 """
 """The end of every program's help."""
+
+
+def model_help(column: int = 28) -> str:
+    """Lines of a program's help about the options of its model, which begin in this column after the name."""
+    return f"  {'model=smollm2|hf|random':{column - 2}}" + indent(MODEL_OPTIONS, " " * column).strip()
 
 
 @dataclass(kw_only=True)

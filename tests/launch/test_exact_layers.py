@@ -141,19 +141,24 @@ def test_the_loss_is_that_of_transformers_over_the_text_and_its_copy() -> None:
         assert abs(copy_nll(model, ranks, ids, passage, sparse)[0] - wanted) > 1e-5
 
 
-@pytest.mark.parametrize("most_bytes", [MOST_BYTES, 200_000, 0])
-@pytest.mark.parametrize("family", ["llama_deep", "gemma3n_text", "gemma2", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("family", "most_bytes"),
+    [
+        *(("llama_deep", most_bytes) for most_bytes in (MOST_BYTES, 200_000, 0)),
+        *((family, MOST_BYTES) for family in ("gemma3n_text", "gemma2", "qwen3_next", "falcon_h1")),
+    ],
+)
 def test_losses_are_those_of_forwards_from_the_first_layer_on(family: str, most_bytes: int) -> None:
     """Bit by bit: also where later layers read keys of earlier ones, or hold states, and after what had no room."""
     from tests.ranks.tasks import tiny_model
 
     draw = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 90, (400,), generator=draw).tolist() for _ in range(2)]
+    prompts = [torch.randint(3, 90, (260,), generator=draw).tolist() for _ in range(2)]
     sparse = PrefillOptions(attention=Attention.xattention, density=0.01)
     with Ranks.start(RanksOptions(threads=1, device="cpu")) as ranks:  # type: ignore[arg-type]
         model = tiny_model(family, torch.float32)
         layers = [layer for number, layer in enumerate(model.kv_layers) if model.rules[number] is None]
-        pairs = [frozenset(pair) for pair in combinations(layers[-4:], 2)]
+        pairs = [frozenset(pair) for pair in combinations(layers[-3:], 2)]
         sets = list(dict.fromkeys([frozenset[int](), frozenset(layers), *pairs, frozenset(layers[1:])]))
         copies = Copies(model, ranks, prompts, 37, sparse, most_bytes=most_bytes)
         for number, ids in enumerate(prompts):
@@ -172,7 +177,7 @@ def test_layers_before_the_first_that_differs_are_computed_once() -> None:
     with Ranks.start(RanksOptions(threads=1, device="cpu")) as ranks:  # type: ignore[arg-type]
         model, computed = tiny_model("llama_deep"), list[int]()
         hooks = [
-            layer.mlp.register_forward_hook(lambda *_, number=number: computed.append(number))
+            layer.get_submodule("mlp").register_forward_hook(lambda *_, number=number: computed.append(number))
             for number, layer in enumerate(model.decoder_layers)
         ]
         sets = [frozenset[int](), frozenset({5}), frozenset({5, 6})]
@@ -193,6 +198,29 @@ def test_it_prints_options_that_it_reads_itself(folder: Path, sample: Path, caps
     assert "found: " in out[-2] or "found: " in out[-3]
     options = out[-1].split()
     assert EXACT.compose(options).prefill.exact_layers[-1:] in ([1], [2])
+
+
+def test_a_run_goes_on_from_its_lines(
+    folder: Path, sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a line has is not measured again; a line that was cut off, and those of another passage, are."""
+    sample.write_text(sample.read_text(encoding="utf-8") * 3, encoding="utf-8")
+    lines, told = tmp_path / "lines.jsonl", list[str]()
+    given = ["model=hf", f"model.path={folder}", f"samples=[{sample}]", "ranks.threads=1", "ranks.device=cpu"]
+    given += ["tokens=450", "prompts=2", "prefill.density=0.3", f"lines={lines}"]
+
+    def run(passage: int) -> list[str]:
+        assert exit_status(exact_layers.main, [*given, f"passage={passage}"]) == 0
+        told.append(capsys.readouterr().out)
+        return lines.read_text(encoding="utf-8").splitlines()
+
+    first = run(20)
+    lines.write_text("\n".join([*first[:3], first[3][:-9]]), encoding="utf-8")
+    again = run(20)
+    assert "3 losses of prompts are known from lines=" in told[1] and "are known" not in told[0]
+    assert told[1].splitlines()[2:] == told[0].splitlines()[1:]
+    assert [*again[:3], *again[4:]] == first
+    assert run(20) == again and len(run(30)) > len(again) and "are known" not in told[3]
 
 
 def test_options_are_told_as_they_are_read() -> None:
