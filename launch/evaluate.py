@@ -29,8 +29,9 @@ JSON report, and draws quality over the share that is kept, retrieval by depth, 
   policies=[full,pyramidinfer,snapkv]   names, or {{name:snapkv,window:64}}; {{name:file,path:my.py}} is your own;
                                         one with a budget among its options, as {{name:window,budget:256}}, runs under
                                         that one; {{name:full,bits:4}} stores keys and values in 4 (8 or 2) bits;
-                                        docs/cache_precision.md says which policies take bits; full is added if it is
-                                        missing
+                                        docs/cache_precision.md says which policies take bits;
+                                        {{name:duo_attention,heads:gates,attention:streaming_heads}} computes the prompt
+                                        as prefill.attention=streaming_heads does; full is added if it is missing
   budgets=[0.2,0.5,0.8]                 shares of the prompt (pyramidinfer's mean_keep), or tokens if whole numbers, of
                                         a policy, of the scorer that it wraps, of the last step of a sequence that has
                                         a budget; policies without one, such as those that retrieve, run once

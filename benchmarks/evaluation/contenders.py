@@ -13,9 +13,12 @@ from policies import POLICIES
 from policies.base import Budget, Policy
 from policies.pyramidinfer import KeepSchedule, Select
 from policies.retriever import Retriever
-from runahead.config import CacheOptions, Positions, choice
+from runahead.config import Attention, CacheOptions, Positions, PrefillOptions, choice
 from runahead.files import digest_of_path
 from runahead.thinning.rank_policies import RankPolicies
+
+OF_RUN = ("positions", "bits", "attention")
+"""Settings that are no options of a policy: policy.positions, cache.bits and prefill.attention."""
 
 RECENT_RATIO = 0.2
 """Default `recent_ratio` of PyramidInfer: upper limit of the share of kept tokens that are recent ones."""
@@ -31,6 +34,7 @@ class Contender:
         label: the policy for readers, without the budget.
         budget: one of budgets=, or that among its options; None if it has no budget.
         settings: name and options that it was made of.
+        prefill: attention of the prompts.
         files: digest of what it reads and of a Python file that defines it, by path.
         once: why budgets= does not apply to it; None if it does, and for the full cache.
     """
@@ -39,6 +43,7 @@ class Contender:
     budget: Budget | None
     settings: dict[str, Any]
     policies: RankPolicies
+    prefill: PrefillOptions
     files: dict[str, str]
     once: str | None = None
 
@@ -104,12 +109,21 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any], once
         raise ValueError(f"{label} with a budget of {budget_text(budget)}: {error}") from error
     read = [*(policy.reads for policy in policies.last if policy.reads is not None), *policy_files(settings)]
     files = {path: digest_of_path(Path(path)) for path in read}
-    return Contender(label=label, budget=budget, settings=settings, policies=policies, files=files, once=once)
+    attention = choice("attention", Attention, settings.get("attention", Attention.causal))
+    return Contender(
+        label=label,
+        budget=budget,
+        settings=settings,
+        policies=policies,
+        prefill=PrefillOptions(attention=attention),
+        files=files,
+        once=once,
+    )
 
 
 def _policies(settings: dict[str, Any]) -> RankPolicies:
     """Build the policies of these settings. Raises: ValueError."""
-    own = {name: value for name, value in settings.items() if name not in ("positions", "bits")}
+    own = {name: value for name, value in settings.items() if name not in OF_RUN}
     positions = choice("positions", Positions, settings.get("positions", Positions.original))
     storage = CacheOptions(bits=settings.get("bits"))
     return RankPolicies.everywhere(policies_of(_at_every_length(own), "policies"), positions, storage)

@@ -87,7 +87,7 @@ class Plan:
         config = loading.load_decoder_config(run.model, progress=True)
         for contender in chosen:
             contender.policies.require_files()
-            check(Setup(policies=contender.policies, config=config))
+            check(Setup(policies=contender.policies, prefill=contender.prefill, config=config))
         tokenizer = loading.load_tokenizer(run.model)
         speechless = [name for name, kind in kinds.items() if kind.needs_tokenizer]
         if tokenizer is None and speechless:

@@ -23,9 +23,14 @@ from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import Question
 from benchmarks.evaluation.tasks.base import Case, KVUse, Outcome, Runtime, Task, feed_timed, now_s, tpot_s
-from runahead.config import GenerationOptions
+from runahead.cache.kept_cache import KeptCache
+from runahead.config import GenerationOptions, PrefillOptions
+from runahead.context import ContextPartition
 from runahead.conversation import Conversation
 from runahead.conversation.shared_prefill import feed_all, may_share_prefill
+from runahead.prefill.base import PrefillJob, PromptBatch
+from runahead.prefill.kv_runahead import run_in_chain
+from runahead.ranks.ranks import Ranks
 from runahead.thinning.rank_policies import RankPolicies
 
 
@@ -182,7 +187,7 @@ def prefilled(
     """
     device = runtime.model.device
     made = {each.name: Conversation(runtime.model, each.policies, length=length) for each in contenders}
-    sharing = [each.name for each in contenders if may_share_prefill(each.policies)]
+    sharing = [each.name for each in contenders if may_share_prefill(each.policies) and not each.prefill.streams]
     seconds: dict[str, float] = {}
     if len(sharing) > 1:
         together = [made[name] for name in sharing]
@@ -191,9 +196,33 @@ def prefilled(
         )
     for contender in contenders:
         conversation = made.pop(contender.name)  # its memory is free once it has answered
-        if contender.name not in seconds:
+        if contender.prefill.streams:
+            seconds[contender.name] = feed_streaming(conversation, contender.prefill, runtime.ranks, prompt)
+        elif contender.name not in seconds:
             seconds[contender.name] = feed_timed(conversation, prompt)
         yield contender, conversation, seconds[contender.name]
+
+
+@torch.inference_mode()
+def feed_streaming(conversation: Conversation, prefill: PrefillOptions, ranks: Ranks, prompt: Sequence[int]) -> float:
+    """Feed a prompt to an empty conversation as a chain of one stage prefills it, and return the seconds."""
+    model, began_s = conversation.model, now_s(conversation.model.device)
+    prefilled = run_in_chain(
+        PrefillJob(
+            model=model,
+            ranks=ranks,
+            batch=PromptBatch.from_prompts([list(prompt)], model.device),
+            partition=ContextPartition(boundaries=(0, len(prompt))),
+            capacity=len(prompt),
+            policies=conversation.rank_policies,
+            options=prefill,
+        )
+    )
+    assert isinstance(prefilled.cache, KeptCache), type(prefilled.cache)
+    conversation.cache, conversation.logits_BV = prefilled.cache, prefilled.logits_BV
+    conversation.pads, conversation.rows, conversation.num_tokens = [0], [list(prompt)], len(prompt)
+    conversation.cache.end_turn(room=0)
+    return now_s(model.device) - began_s
 
 
 def ask(conversation: Conversation, policies: RankPolicies, question: Sequence[int]) -> float:

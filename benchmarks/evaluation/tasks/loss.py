@@ -58,6 +58,10 @@ class Perplexity(Task):
     def check(self, contender: Contender, num_layers: int) -> None:
         """Raise a ValueError for too few positions: re-encoded ones only need to cover kept tokens and a chunk."""
         options, policies = self._options, contender.policies
+        if contender.prefill.streams:
+            raise ValueError(
+                f"perplexity reads a text in chunks, and {contender.name} computes whole prompts; use copy"
+            )
         stay = policies.most_slots(num_layers, Phase.prefill) if policies.positions is Positions.reencoded else None
         num_tokens = options.tokens if stay is None else min(options.tokens, stay + options.chunk)
         self._material.require_positions(

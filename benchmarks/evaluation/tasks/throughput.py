@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.metrics import THROUGHPUT
 from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.evaluation.tasks.base import COST_OF_NEW, Case, KVUse, Outcome, Runtime, Task
-from runahead.config import GenerationOptions, PrefillName, PrefillOptions
+from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.report import GenerationBatch
 
@@ -51,7 +51,7 @@ class Throughput(Task):
         per_token = sum(shape.bytes_per_token() for shape in model.kv_shapes)
         of_states = sum(shape.num_bytes for shape in model.state_shapes)
         budget = options.kv_bytes or options.kv_tokens * per_token
-        prefill = PrefillOptions(name=PrefillName.single, layers_in_flight=LAYERS_IN_FLIGHT)
+        prefill = replace(contender.prefill, name=PrefillName.single, layers_in_flight=LAYERS_IN_FLIGHT)
         engine = Engine(model, runtime.ranks, prefill=prefill, policies=contender.policies)
         if contender.name not in self._row_bytes:
             self._row_bytes[contender.name] = _peak_bytes(self._generate(engine, 1))
