@@ -13,7 +13,7 @@ from policies import POLICIES
 from policies.base import Budget, Policy
 from policies.pyramidinfer import KeepSchedule, Select
 from policies.retriever import Retriever
-from runahead.config import Attention, CacheOptions, Positions, PrefillOptions, choice
+from runahead.config import Attention, CacheOptions, Positions, PrefillOptions, choice, require
 from runahead.files import digest_of_path
 from runahead.thinning.rank_policies import RankPolicies
 
@@ -110,6 +110,8 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any], once
     read = [*(policy.reads for policy in policies.last if policy.reads is not None), *policy_files(settings)]
     files = {path: digest_of_path(Path(path)) for path in read}
     attention = choice("attention", Attention, settings.get("attention", Attention.causal))
+    are_known = attention in (Attention.causal, Attention.streaming_heads)
+    require(are_known, "attention", attention.name, "must be causal or streaming_heads")
     return Contender(
         label=label,
         budget=budget,

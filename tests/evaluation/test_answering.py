@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,17 @@ import torch
 from benchmarks.evaluation.contenders import Contender, contenders
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import EvaluateRun, KeyValueOptions, Question, RetrievalOptions, RulerOptions
-from benchmarks.evaluation.tasks.answering import Item, recall
+from benchmarks.evaluation.tasks.answering import Item, prefilled, recall
 from benchmarks.evaluation.tasks.base import Outcome, Runtime
 from benchmarks.evaluation.tasks.key_value import KeyValue, half_way
 from benchmarks.evaluation.tasks.retrieval import Passkey
 from benchmarks.evaluation.tasks.ruler.task import Ruler
 from policies.base import LayerView
+from policies.duo_table import DuoTable
 from policies.h2o import H2O
 from policies.snapkv import SnapKV
-from runahead import Conversation, Model, Ranks, RanksOptions
-from runahead.config import Device, GenerationOptions
+from runahead import Conversation, Engine, Model, PrefillOptions, Ranks, RanksOptions
+from runahead.config import Attention, Device, GenerationOptions
 
 SNAPKV = {"name": "snapkv", "window": 4, "kernel": 3}
 EVERY_KIND = [
@@ -275,3 +277,26 @@ def test_a_search_that_was_interrupted_is_not_made_again(
     again = key_value(material, samples=1, search_samples=1, most_tokens=700)
     again.prepare(runtime, [{"details": {"pairs": 5}}])
     assert not searched and again.item(again.cases[0]).details["pairs"] == 5
+
+
+def test_a_prompt_with_streaming_heads_is_answered_as_an_engine_does(
+    runtime: Runtime, material: Material, tmp_path: Path
+) -> None:
+    """Which gives other tokens than a prompt whose heads are cut back after all have seen all of it."""
+    model, item = runtime.model, passkey(material).item(passkey(material).cases[0])
+    gates = [torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8]), torch.tensor([0.3, 0.7])]
+    table = DuoTable(gates=gates, sinks=2, recent=9, fingerprint=model.fingerprint)
+    for name, content in table.files().items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    entry = {"name": "duo_attention", "heads": str(tmp_path), "evict_every": 1}
+    answers = []
+    for attention in ("causal", "streaming_heads"):
+        [contender] = contenders([entry | {"attention": attention}], [])
+        [(_, conversation, _)] = prefilled(runtime, [contender], item.context, len(item.context) + 8)
+        [row] = conversation.generate(GenerationOptions(max_new_tokens=8, ignore_eos=True)).rows
+        prefill = PrefillOptions(attention=Attention[attention])
+        engine = Engine(model, runtime.ranks, prefill=prefill, policies=contender.policies)
+        [wanted] = engine.generate([item.context], GenerationOptions(max_new_tokens=8, ignore_eos=True)).generations
+        assert row.new_ids == wanted.new_token_ids
+        answers.append(row.new_ids)
+    assert answers[0] != answers[1]
