@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+from launch.inputs.engine import arrange
 from launch.inputs.options import Chat, PartitionOptions, PromptOptions, RunOptions, ineffective_settings
 from launch.server.options import ServeRun, warnings
 from runahead.config import (
     CacheOptions,
+    DecodeOptions,
     DType,
     GenerationOptions,
     ModelName,
@@ -171,6 +174,33 @@ def test_a_server_tells_what_has_no_effect_on_its_engine():
         "cache.residual has no effect without cache.bits",
     ]
     assert warnings(ServeRun()) == []
+
+
+@pytest.mark.parametrize("program", [RunOptions, ServeRun])
+def test_an_answer_may_be_as_long_as_it_has_to_be(program):
+    with pytest.raises(ValueError, match=r"generation.min_new_tokens=6 is more than generation.max_new_tokens=5"):
+        program(generation=GenerationOptions(min_new_tokens=6, max_new_tokens=5))
+    assert program(generation=GenerationOptions(min_new_tokens=5, max_new_tokens=5)).generation.min_new_tokens == 5
+
+
+ON_ONE_STAGE: list[tuple[RunOptions, list[str]]] = [
+    (RunOptions(), []),
+    (RunOptions(prefill=PrefillOptions(transfer="direct", wire_bits=8)), ["prefill.transfer", "prefill.wire_bits"]),
+    (RunOptions(prefill=PrefillOptions(layers_in_flight=5)), ["prefill.layers_in_flight"]),
+    (RunOptions(partition=PartitionOptions(name="even")), ["partition=even"]),
+    (RunOptions(partition=PartitionOptions(learn=False)), ["partition.learn"]),
+    (RunOptions(decode=DecodeOptions(name="sharded")), ["decode=sharded"]),
+    (RunOptions(policy={"name": "per_rank", "ranks": {"others": "h2o"}}), ["policy.ranks.others"]),
+    (RunOptions(policy={"name": "per_rank", "ranks": {"last": "h2o"}}), []),
+]
+
+
+@pytest.mark.parametrize(("run", "options"), ON_ONE_STAGE)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_options_of_a_chain_are_told_where_there_is_one_stage(run, options, num_stages, capsys):
+    arrange(run, SimpleNamespace(num_stages=num_stages))
+    told = [f"warning: {option} has no effect on one rank" for option in options]
+    assert capsys.readouterr().err.splitlines() == (told if num_stages == 1 else [])
 
 
 def test_sampling_options_beside_those_of_the_checkpoint_may_have_an_effect():

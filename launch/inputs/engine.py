@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from launch.inputs.options import ineffective_on_one_stage
 from launch.inputs.partitions import SplitsPrompts, prepare_partition
 from launch.program.ending import say
 from runahead.config import DecodeOptions, GenerationOptions, ModelOptions, PrefillName, Profile
@@ -32,9 +33,14 @@ class RunsEngine(SplitsPrompts, Protocol):
 
 
 def arrange(run: RunsEngine, ranks: Ranks) -> None:
-    """Arrange the ranks into the stages of `run`'s prefill. Every rank makes the same call, before it reads input."""
+    """Arrange the ranks into the stages of `run`'s prefill, and tell options that have no effect on so few.
+
+    Every rank makes the same call, before it reads input.
+    """
     if run.prefill.name is PrefillName.tensor:  # which is one stage, whatever the number of ranks
         ranks.arrange(ranks.size)
+    for sentence in ineffective_on_one_stage(run) if ranks.num_stages == 1 else ():
+        say(f"warning: {sentence}")
 
 
 def load(

@@ -240,6 +240,7 @@ class RunOptions:
                 "profile=torch goes into the timeline, and there is none; add timeline=<json>, or use profile=nvtx"
             )
         require(self.warmup >= 0, "warmup", self.warmup, "must not be negative")
+        require_reachable(self.generation)
         self.draft.check(self.generation, self.prefill)
         check(self.setup)
 
@@ -258,6 +259,13 @@ class RunOptions:
         size = prompt.prefix_cache_bytes
         asked = None if isinstance(size, str) else f"prompt.prefix_cache_bytes={size}" if size else ""
         return replace(setup_of(self, options), prefixes=asked)
+
+
+def require_reachable(generation: GenerationOptions) -> None:
+    """Check that an answer may be as long as it has to be. Raises: ValueError."""
+    least, most = generation.min_new_tokens, generation.max_new_tokens
+    rule = f"is more than generation.max_new_tokens={most}, where an answer ends; raise that, or lower this"
+    require(least <= most, "generation.min_new_tokens", least, rule)
 
 
 def only_outer(profile: Profile) -> Profile:
@@ -374,6 +382,34 @@ def ineffective_settings(run: RunOptions) -> list[str]:
     return sentences
 
 
+CHAIN_ONLY = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
+"""Options of a prefill that say how keys and values go along a chain."""
+
+
+def ineffective_on_one_stage(run: Any) -> list[str]:
+    """A sentence for each option that has no effect as there is one stage, beside those that never have one.
+
+    Args:
+        run: with the groups of an engine.
+    """
+    if not run.prefill.takes_partition:
+        return []
+    why = "on one rank" if run.ranks.tensor == 1 else "in one stage"
+    learns = run.partition.name is PartitionName.auto
+    unused: list[Unused] = [
+        ("prefill", CHAIN_ONLY, True, why),
+        ("partition", ["learn", "alone"], learns, why),
+    ]
+    sentences = _sentences(vars(run), unused)
+    if run.partition.name is PartitionName.even:
+        sentences.append(f"partition=even has no effect {why}")
+    if run.decode.name is DecodeName.sharded:
+        sentences.append(f"decode=sharded has no effect {why}")
+    if run.policy.get("ranks", {}).get("others") is not None:
+        sentences.append(f"policy.ranks.others has no effect {why}")
+    return sentences
+
+
 def ineffective_engine_settings(run: Any) -> list[str]:
     """A sentence for each option of model, prefill, partition and cache that has no effect, whatever the prompts.
 
@@ -382,9 +418,8 @@ def ineffective_engine_settings(run: Any) -> list[str]:
     """
     prefill, partition, model = run.prefill.name, run.partition.name, run.model.name
     is_chain = prefill not in (PrefillName.tsp, PrefillName.zigzag)
-    chain_only = ["transfer", "carrier", "layers_in_flight", "wire_bits"]
     unused: list[Unused] = [
-        ("prefill", chain_only, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
+        ("prefill", CHAIN_ONLY, not run.prefill.takes_partition, f"with prefill={prefill.name}"),
         (
             "prefill",
             ["attention"],

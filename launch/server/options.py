@@ -14,6 +14,7 @@ from launch.inputs.options import (
     PartitionOptions,
     ineffective_engine_settings,
     only_outer,
+    require_reachable,
     require_tree_size,
     setup_of,
 )
@@ -222,6 +223,7 @@ class ServeRun:
     def __post_init__(self) -> None:
         self.profile = only_outer(self.profile)
         self.policy = checked(self.policy)
+        require_reachable(self.generation)
         check(self.setup)
         has_tiers = self.serve.prefix_host_bytes or self.serve.prefix_folder is not None
         if self.cache.tier_bits is not None and not has_tiers and self.policy["name"] != "prompt_cache":

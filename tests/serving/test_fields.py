@@ -110,6 +110,7 @@ def test_answers_follow_what_guides_them(served: Served, fields: dict[str, Any],
     [
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 100_000}, "min_tokens"),
         ({"stop_token_ids": [True]}, "stop_token_ids"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"stop_token_ids": 5}, "stop_token_ids"),

@@ -44,15 +44,17 @@ def read_generation(
     if guide.field is not None and ignore_eos:
         raise wrong(guide.field, "does not go with 'ignore_eos': true")
     least = fields.number("min_tokens", 0, MAX_NEW_TOKENS, whole=True)
-    if least and given and least > next(iter(given.values())):
-        raise wrong("min_tokens", f"is more than '{next(iter(given))}'")
+    most = next(iter(given.values()), defaults.max_new_tokens)
+    if least and least > most:
+        what = f"'{next(iter(given))}'" if given else f"the {most} of 'max_tokens' that this server takes by default"
+        raise wrong("min_tokens", f"is more than {what}")
     repetition = fields.number("repetition_penalty", 0.1, 10)
     presence, frequency = (
         fields.number(name, -MAX_PENALTY, MAX_PENALTY) for name in ("presence_penalty", "frequency_penalty")
     )
     chosen = replace(
         defaults,
-        max_new_tokens=max(1, next(iter(given.values()), defaults.max_new_tokens)),
+        max_new_tokens=max(1, most),
         min_new_tokens=defaults.min_new_tokens if least is None else least,
         **_sampling(fields, defaults),
         repetition_penalty=repetition or defaults.repetition_penalty,
