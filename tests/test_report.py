@@ -164,6 +164,36 @@ def test_what_is_kept_is_a_share_of_the_whole_prompt():
     assert "75.0% of the prompt's tokens" in summary([cut])
 
 
+def test_what_is_kept_is_told_of_the_longest_of_several_prompts():
+    short, long = batch(generation(prompt_tokens=10)), batch(generation(prompt_tokens=40))
+    long.boundaries, short.ranks[-1].kept_tokens, long.ranks[-1].kept_tokens = [0, 20, 40], [10, 10], [8, 12]
+    short.ranks[-1].kv_kept_bytes, long.ranks[-1].kv_kept_bytes = 1024, 2048
+    told = re.search(r"KV kept +(.*)", summary([short, long]))
+    assert told is not None and told[1] == "2.0 KiB, 25.0% of the prompt's tokens, mean over layers (longest prompt)"
+
+
+@pytest.mark.parametrize(
+    ("fetched", "tpot_s", "told"),
+    [
+        ([0.1, 0.3], 0.02, "20.0% of the tokens fetched per step and layer"),
+        ([None, None], 0.02, "every step read all tokens"),
+        ([None, None], None, "no step read any"),
+    ],
+)
+def test_a_retriever_tells_what_steps_read_and_what_its_bytes_are(fetched, tpot_s, told):
+    """Bytes of a stage are those of all ranks that share its model."""
+    read = batch(generation())
+    read.tpot_s = tpot_s
+    for share, rank in enumerate(read.ranks):
+        rank.stage, rank.share, rank.kept_tokens, rank.kv_kept_bytes, rank.kv_host_bytes = 0, share, [10, 10], 512, 1024
+        rank.retrieval = RetrievalReport(
+            fetched_share=fetched, hit_mass=[None, None], evicted=[0, 0], host_bytes=8, chosen_again=[None, None]
+        )
+    text = summary([read])
+    assert "1.0 KiB of indices and layers that do not retrieve, 100.0% of the prompt's tokens" in text
+    assert re.search(rf"KV in host memory +2\.0 KiB; {told}\n", text)
+
+
 def test_the_share_of_heads_that_chose_again_is_told():
     """A mean over ranks, whose KV heads may differ, and over layers with late choices."""
     late = batch(generation())

@@ -10,7 +10,7 @@ import torch
 
 from runahead.config import DType
 from runahead.ranks.devices import multiplies_bfloat16
-from runahead.report import GenerationBatch
+from runahead.report import GenerationBatch, RankReport
 
 
 def summary(
@@ -20,7 +20,7 @@ def summary(
     dtype: str | None = None,
     weights: str = "",
 ) -> str:
-    """Figures of a run, one per line: of several batches, medians of times and maxima of peaks.
+    """Figures of a run, one per line: of several batches, medians of times, maxima of peaks, and what the longest kept.
 
     Args:
         skipped: for each prompt that was left out, by index, what is wrong with it.
@@ -50,7 +50,8 @@ def summary(
     if dtype is not None:
         rows["dtype"] = dtype
     widest = max(batches, key=lambda batch: batch.boundaries[-1])
-    rows["chunks"] = widest.chunks + (" (longest prompt)" if len(batches) > 1 else "")
+    of_which = " (longest prompt)" if len(batches) > 1 else ""
+    rows["chunks"] = widest.chunks + of_which
     rows |= _speculative_rows(batches)
     rows["TTFT"] = _times([(batch.ttft_s, batch.warm) for batch in batches])
     tpots = [batch.tpot_s for batch in batches if batch.tpot_s is not None]
@@ -64,21 +65,24 @@ def summary(
     rows["hidden states moved" if in_layers else "KV moved"] = _bytes(moved)
     peaks = [max(batch.ranks[rank].kv_peak_bytes for batch in batches) for rank in range(len(first.ranks))]
     rows["KV peak per rank"] = ", ".join(_bytes(peak) for peak in peaks)
-    kept = [rank for rank in first.ranks if rank.kept_tokens and not rank.share]
+    retrieving = [rank for rank in widest.ranks if rank.retrieval and not rank.share]
+    kept = [rank for rank in widest.ranks if rank.kept_tokens and not rank.share]
     if kept:
-        if first.decode != "sharded":
+        if widest.decode != "sharded":
             kept = [max(kept, key=lambda rank: sum(rank.kept_tokens))]
-        longest = max(generation.prompt_tokens for generation in first.generations)
+        longest = max(generation.prompt_tokens for generation in widest.generations)
         share = sum(sum(rank.kept_tokens) for rank in kept) / len(kept[0].kept_tokens) / longest
-        num_bytes = ", ".join(_bytes(rank.kv_kept_bytes) for rank in kept)
-        rows["KV kept"] = f"{num_bytes}, {share:.1%} of the prompt's tokens, mean over layers"
-    retrieving = [(rank.kv_host_bytes, rank.retrieval) for rank in first.ranks if rank.retrieval and not rank.share]
+        num_bytes = ", ".join(_bytes(_of_stage(widest, rank, "kv_kept_bytes")) for rank in kept)
+        beside = " of indices and layers that do not retrieve" if retrieving else ""
+        rows["KV kept"] = f"{num_bytes}{beside}, {share:.1%} of the prompt's tokens, mean over layers{of_which}"
     if retrieving:
-        means = [retrieval.mean_fetched_share for _, retrieval in retrieving]
+        means = [rank.retrieval.mean_fetched_share for rank in retrieving if rank.retrieval]
         shares = ", ".join(f"{mean:.1%}" for mean in means if mean is not None)
-        fetched = f"; {shares} of the tokens fetched per step and layer" if shares else ""
-        rows["KV in host memory"] = ", ".join(_bytes(num_bytes) for num_bytes, _ in retrieving) + fetched
-    again = [rank.retrieval.mean_chosen_again for rank in first.ranks if rank.retrieval]
+        fetched = f"{shares} of the tokens fetched per step and layer" if shares else "every step read all tokens"
+        fetched = fetched if tpots else "no step read any"
+        num_bytes = ", ".join(_bytes(_of_stage(widest, rank, "kv_host_bytes")) for rank in retrieving)
+        rows["KV in host memory"] = f"{num_bytes}; {fetched}{of_which}"
+    again = [rank.retrieval.mean_chosen_again for rank in widest.ranks if rank.retrieval]
     late = [share for share in again if share is not None]
     if late:
         rows["late choices"] = f"{sum(late) / len(late):.1%} made again by a token's own query"
@@ -86,6 +90,12 @@ def summary(
     rows |= _speculation_rows(batches)
     width = max(map(len, rows))
     return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())
+
+
+def _of_stage(batch: GenerationBatch, rank: RankReport, field: str) -> int:
+    """Bytes of all ranks that share a model with this one: each has some of the heads."""
+    shares = [each for each in batch.ranks if each is rank or (rank.stage is not None and each.stage == rank.stage)]
+    return sum(getattr(each, field) for each in shares)
 
 
 def dtype_hint(asked: DType, dtype: torch.dtype, device: torch.device) -> str | None:
