@@ -149,6 +149,7 @@ WITHOUT_EFFECT: list[tuple[RunOptions, list[str]]] = [
     (RunOptions(generation=GUIDED, report="a.json"), []),
     (RunOptions(prompt=PromptOptions(text="a", batch=4)), ["prompt.batch"]),
     (RunOptions(prompt=PromptOptions(random_tokens=9, batch=4)), []),
+    (RunOptions(prompt=PromptOptions(random_tokens=9, chat="true")), ["prompt.chat"]),
     (RunOptions(prompt=PromptOptions(file="a.jsonl", batch=4)), []),
     (RunOptions(model=ModelOptions(trust_remote_code=True)), ["model.trust_remote_code"]),
     (RunOptions(model=ModelOptions(dequantize=False)), ["model.dequantize"]),

@@ -330,7 +330,7 @@ def ineffective_settings(run: RunOptions) -> list[str]:
         ("prompt", ["chat_template"], prompt.chat is Chat.false, "with prompt.chat=false"),
         (
             "prompt",
-            ["chat_template"],
+            ["chat", "chat_template"],
             prompt.text is None and prompt.file is None,
             "without prompt.text or prompt.file",
         ),
