@@ -35,7 +35,7 @@ Measures copy-NLL: the loss, in nats a token, of a prompt's first tokens where t
 the exact prefill. First groups of layers are exact, each in turn, and the best one stays so, until the loss is small
 enough or no group is worth twice its standard error; then those layers are left out one by one that cost least. Prints
 a line per group and layer, and what was found, measured on other prompts, too, as those that it was chosen by flatter
-it.
+it. Up to 4 GiB of host memory hold hidden states from which other choices of layers go on, prompt by prompt.
 
   most_loss=0.02            nats that may be lost
   prefill.threshold=0.99 or prefill.density=<share>   prefill.stride=16   of xattention in the other layers
