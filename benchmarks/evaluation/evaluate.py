@@ -57,7 +57,10 @@ def measured(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]
         return
     model = load_model(run.model, ranks)
     for contender in plan.contenders:
-        contender.policies.check(model)
+        try:
+            contender.policies.check(model)
+        except ValueError as error:
+            raise ValueError(f"{contender.name}: {error}") from error
     runtime = Runtime(model=model, ranks=ranks)
     _warm_up(model, plan)
     for name in dict.fromkeys(name for name, _, _ in missing):

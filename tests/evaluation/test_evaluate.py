@@ -197,6 +197,15 @@ def test_a_text_too_long_for_the_full_cache_is_measured_without_it(
     assert row["over_full"] is None and row["policy"].startswith("streaming_llm")
 
 
+def test_a_policy_that_a_model_does_not_take_is_named(folder: Path, text_file: Path, tmp_path: Path) -> None:
+    """The model has fewer positions than em_llm by default attends to, which its own message does not say."""
+    more = ["tasks=[copy]", "policies=[full,snapkv,em_llm]"]
+    run = EVALUATE.compose(arguments(folder, text_file, tmp_path / "eval.json", *more))
+    says = "^em_llm: policy.recent=4096 is the distance of all tokens before"
+    with Ranks.start(run.ranks) as ranks, pytest.raises(ValueError, match=says):
+        evaluate(run, ranks)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
