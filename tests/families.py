@@ -144,7 +144,14 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": Family(model_type="llama4_text", config=LLAMA4),
     "llama4_text_tempered": Family(
         model_type="llama4_text",
-        config=LLAMA4 | {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.3},
+        config=LLAMA4
+        | {
+            "attn_temperature_tuning": True,
+            "floor_scale": 8,
+            "attn_scale": 0.3,
+            "no_rope_layers": [1, 1, 0],  # the last one scales queries by their positions, as in Llama 4
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+        },
     ),
     "gpt_oss": Family(
         model_type="gpt_oss",

@@ -92,6 +92,7 @@ class SeamCache(Cache):
 
     Attributes:
         width: number of tokens that a layer's modules are given.
+        num_skipped: those of them before the last token, where a layer computes this one alone.
         needs_last_alone: nobody needs the output of the layer that runs for other tokens than the last.
         taken: what the marker has taken out of the layer that runs, for its attention.
         is_in_pass: layers are run by the first of those that run in passes.
@@ -132,7 +133,7 @@ class SeamCache(Cache):
         super().__init__(layers=self.states or [])
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
         self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
-        self.block_ends, self.in_place, self.width = block_ends, in_place, num_new
+        self.block_ends, self.in_place, self.width, self.num_skipped = block_ends, in_place, num_new, 0
         self._stores_first, self.pads, self.taken = stores_first, pads, dict[str, Tensor]()
         self._last_layer, self.needs_last_alone = last_layer, False
         self._reading, self.is_in_pass = reading, False
@@ -189,7 +190,8 @@ class SeamCache(Cache):
             self.attention.block, self.width = ALL_ROWS, self.num_new
 
     def last_alone(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments of a layer for the last token alone."""
+        """The arguments of a layer for the last token alone, whose position a layer may count by `get_seq_length`."""
+        self.num_skipped = self.width - 1
         hidden = (args[0] if args else keywords["hidden_states"])[..., -1:, :]
         rest, keywords = (for_tokens(each, self.width, lambda x: x[:, -1:]) for each in (args[1:], keywords))
         return ((hidden, *rest), keywords) if args else (args, keywords | {"hidden_states": hidden})
@@ -229,7 +231,7 @@ class SeamCache(Cache):
         return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.start + self.attention.block.first
+        return self.start + self.attention.block.first + self.num_skipped
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.start + self.attention.block.first

@@ -43,6 +43,15 @@ def test_logits_are_those_of_the_whole_layer_and_of_transformers(family: str) ->
         assert largest_difference(logits(model, row_tokens=23), expected) < TOLERANCE
 
 
+def test_a_layer_that_counts_positions_counts_the_tokens_before_the_last_one() -> None:
+    """Llama 4's last layer scales queries by their positions; at once, and in blocks of rows."""
+    family = "llama4_text_tempered"
+    model, expected = tiny_model(family), oracle_logits(family, tuple(prompt(NUM_TOKENS)))
+    assert model.last_layer is not None and model.computes_blocks
+    for how in ({}, {"row_tokens": 23}):
+        assert largest_difference(logits(model, **how), expected) < TOLERANCE
+
+
 @some_families
 def test_keys_and_values_are_bit_by_bit_those_of_the_whole_layer(family: str) -> None:
     model, caches = tiny_model(family), []
