@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -93,9 +93,8 @@ class BlockIndex(Index):
         if not self.by_event:  # else it is not known yet where those of given tokens end
             self.catch_up()
 
-    def fork(self, stored: Callable[[], Tensor]) -> Index:
-        other = copy.copy(self)
-        other.stored = stored
+    def fork(self, stored: Callable[[], Tensor]) -> Self:
+        other = super().fork(stored)
         other.parts = [replace(part, ends=list(part.ends)) for part in self.parts]
         return other
 

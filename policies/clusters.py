@@ -10,7 +10,6 @@ then a token is a cluster of its own, as the first and last tokens of a prompt.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -147,7 +146,7 @@ class Clusters(Index):
         self._arrange(TokenClusters.joined(parts), k_BKWH[:, :, last:], v_BKWV[:, :, last:])
 
     def fork(self, stored: Callable[[], Tensor]) -> Self:
-        other = copy.copy(self)
+        other = super().fork(stored)
         other._k_BKTH, other._v_BKTV = self._k_BKTH.clone(), self._v_BKTV.clone()
         return other
 

@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from policies.base import require
 from policies.block_index import BlocksOfRows
 from policies.events import By, Events, Refine
 from policies.infllm import Blocks, InfLLM
-from policies.retriever import Index, PromptView, Slots
+from policies.retriever import PromptView, Slots
 
 
 class NeighbouringEvents(Blocks):
@@ -42,9 +43,8 @@ class NeighbouringEvents(Blocks):
         self._entered: dict[int, Tensor] = {}  # by row: when each block (b, P) entered the queue; 0 outside of it
         super().__init__(view, how)
 
-    def fork(self, stored: Callable[[], Tensor]) -> Index:
+    def fork(self, stored: Callable[[], Tensor]) -> Self:
         other = super().fork(stored)
-        assert isinstance(other, NeighbouringEvents)
         other._entered = copy.copy(self._entered)
         return other
 

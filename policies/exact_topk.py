@@ -34,14 +34,11 @@ class StoredKeys(Index):
 
     def __init__(self, stored: Callable[[], Tensor], num_slots: int, scaling: float) -> None:
         super().__init__(num_slots)
-        self._stored, self._scaling = stored, scaling
-
-    def fork(self, stored: Callable[[], Tensor]) -> StoredKeys:
-        return StoredKeys(stored, self.num_slots, self._scaling)
+        self.stored, self._scaling = stored, scaling
 
     def scores(self, q_BNH: Tensor) -> Tensor:
         """Scaled scores (B, K, G, n), in at least float32."""
-        k_BKnH = self._stored()
+        k_BKnH = self.stored()
         q_BKGH = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self._scaling
         # On a CPU the product with keys that lie beside values takes half the time in parts that fit into its cache.
         parts = k_BKnH.split(PART if k_BKnH.device.type == "cpu" else max(1, k_BKnH.shape[2]), dim=2)

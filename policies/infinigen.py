@@ -49,7 +49,7 @@ class PartialKeys(Columns):
 
     def __init__(self, basis_BKHr: Tensor, k_BKnH: Tensor, *, scaling: float, room: int) -> None:
         self._to_keys_BKHr, self._to_queries_BKHr = basis_BKHr, basis_BKHr * scaling
-        super().__init__(k_BKnH, num_columns=basis_BKHr.shape[3], room=room)
+        super().__init__(k_BKnH, room=room)
 
     def columns(self, k_BKCH: Tensor) -> Tensor:
         return (k_BKCH @ self._to_keys_BKHr).transpose(-1, -2)

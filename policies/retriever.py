@@ -98,6 +98,9 @@ class Index:
         num_slots: number of slots in the index.
     """
 
+    stored: Callable[[], Tensor]
+    """As in `PromptView`, for an index that reads keys where they are stored."""
+
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
 
@@ -130,9 +133,11 @@ class Index:
     def see(self, q_BNwH: Tensor) -> None:
         """Take queries of the last `observed` of later given tokens, before these are appended; see `extends`."""
 
-    def fork(self, stored: Callable[[], Tensor]) -> Index:
+    def fork(self, stored: Callable[[], Tensor]) -> Self:
         """Independent copy of the index. `stored` is as in `PromptView`."""
-        return copy.copy(self)
+        other = copy.copy(self)
+        other.stored = stored
+        return other
 
 
 def no_wait() -> None:

@@ -41,7 +41,7 @@ class LargeDims(Columns):
     """
 
     def __init__(self, view: PromptView) -> None:
-        super().__init__(view.k_BKnH, num_columns=view.k_BKnH.shape[3], room=view.room)
+        super().__init__(view.k_BKnH, room=view.room)
         self._scaling = view.scaling
         is_token_B1n1 = torch.ones_like(view.v_BKnV[:, :1, :, :1])
         for row, pad in enumerate(view.pads):
@@ -57,7 +57,7 @@ class LargeDims(Columns):
     @property
     def num_dims(self) -> int:
         """Number of dims of the keys."""
-        return self._keys_BKrT.shape[2]
+        return self._columns_BKrT.shape[2]
 
     @property
     def mean_BKV(self) -> Tensor:  # noqa: N802
@@ -75,7 +75,7 @@ class LargeDims(Columns):
 
     def scores(self, q_BNH: Tensor, num_dims: int) -> Tensor:
         """Approximate scores (B, K, G, n), scaled, in at least float32."""
-        q_BKGH = q_BNH.unflatten(1, (self._keys_BKrT.shape[1], -1))
+        q_BKGH = q_BNH.unflatten(1, (self._columns_BKrT.shape[1], -1))
         if num_dims >= q_BKGH.shape[3]:
             return self.products(q_BKGH * self._scaling)
         dims_BKr = q_BKGH.abs().sum(dim=2).topk(num_dims, dim=-1).indices
