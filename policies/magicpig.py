@@ -13,23 +13,23 @@ with the prompt's mean. Functions are drawn for each layer, by the seed. Publish
 compared with the query's one by one, on the device, where the paper looks them up in tables of a CPU.
 """
 
-# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, m chosen ones, C new tokens, T slots with room, H key
-# dim, V value dim, L hash functions, P bits of all of them.
+# Legend: B batch, N query heads, K kv heads, G = N / K, n slots, t some of them, m chosen ones, C new tokens, H key
+# dim, L hash functions, b bits of one, P bits of all.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from policies.base import Budget, require, require_least
+from policies.columns import Columns
+from policies.gumbel import MASK, hashed
 from policies.retriever import Choice, Group, Index, PromptView, Retriever, Slots, most_needed
-from policies.row_values import row_values, sent
+from policies.row_values import sent
 
 LEAST = 2
 """Hash functions in which a key has to agree with a query to be sampled."""
@@ -37,104 +37,59 @@ PART = 1024
 """Keys that are hashed, or whose hashes are compared, at once."""
 
 
-def sampling_log_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
-    """Log of the probability that vectors at an angle have the same hash in at least `LEAST` functions; in float64.
-
-    A sum of positive terms, the probabilities of each number of functions, so that small ones are exact, too.
-    """
-    agrees = 1 - cosine.double().clamp(-1, 1).acos() / math.pi
-    log_x = bits * agrees.clamp_min(torch.finfo(torch.float64).tiny).log()
-    log_rest = torch.log1p(-log_x.exp().clamp_max(1 - 1e-16))
-    numbers_L = torch.arange(LEAST, tables + 1, dtype=torch.float64, device=cosine.device)
-    log_ways_L = math.lgamma(tables + 1) - torch.lgamma(numbers_L + 1) - torch.lgamma(tables - numbers_L + 1)
-    terms = log_ways_L + numbers_L * log_x.unsqueeze(-1) + (tables - numbers_L) * log_rest.unsqueeze(-1)
-    return terms.logsumexp(dim=-1).clamp_max_(0.0)
+def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
+    """Probability, float64, above 0, that vectors at an angle have the same hash in at least `LEAST` functions."""
+    x = (1 - cosine.double().clamp(-1, 1).acos() / math.pi) ** bits
+    in_any = -torch.expm1(tables * torch.log1p(-x))
+    in_one = tables * x * (1 - x) ** (tables - 1)
+    return (in_any - in_one).clamp_min(torch.finfo(torch.float64).tiny)
 
 
-class Hashes(Index):
-    """Hashes of the keys of all slots.
+class Hashes(Columns):
+    """Index of the hashes of all keys, a column for each hash function.
 
     Args:
         view: the layer after the prompt.
-        bits: of a hash function.
-        tables: number of these.
-        seed: of their projections, and of which of too many sampled tokens are read.
+        how: the policy.
     """
 
-    def __init__(self, view: PromptView, *, bits: int, tables: int, seed: int) -> None:
-        super().__init__(0)
-        self.bits, self.tables, self._seed = bits, tables, seed
+    def __init__(self, view: PromptView, how: MagicPIG) -> None:
         k_BKnH = view.k_BKnH
-        self._wide = torch.promote_types(k_BKnH.dtype, torch.float32)
-        draw = torch.Generator().manual_seed(seed * 1_000_003 + view.layer)
-        planes_HP = torch.randn(k_BKnH.shape[3], bits * tables, generator=draw)
-        self._planes_HP = sent(planes_HP.to(self._wide), k_BKnH.device)
-        self._powers = 2 ** torch.arange(bits, dtype=torch.int16, device=k_BKnH.device)
-        is_token_B1n1 = (view.positions_BKn[:, :1] >= 0).unsqueeze(3).to(self._wide)
+        wide = torch.promote_types(k_BKnH.dtype, torch.float32)
+        draw = torch.Generator().manual_seed(how.seed * 1_000_003 + view.layer)
+        planes_HP = torch.randn(k_BKnH.shape[3], how.bits * how.tables, generator=draw)
+        self._planes_HP = sent(planes_HP.to(wide), k_BKnH.device)
+        self._powers_b = 2 ** torch.arange(how.bits, dtype=torch.int16, device=k_BKnH.device)
+        is_token_B1n1 = (view.positions_BKn[:, :1] >= 0).unsqueeze(3)
         count_B111 = is_token_B1n1.sum(dim=2, keepdim=True).clamp_min(1)  # a rank may have no token of a row
-        self._mean_BK1H = (k_BKnH * is_token_B1n1).sum(dim=2, keepdim=True) / count_B111
-        self._codes_BKTL = self._powers.new_empty(*k_BKnH.shape[:2], k_BKnH.shape[2] + view.room, tables)
-        self.append(k_BKnH, view.v_BKnV)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self._codes_BKTL.shape[1]
+        self._mean_BK1H = (k_BKnH * is_token_B1n1).sum(dim=2, keepdim=True, dtype=wide) / count_B111
+        super().__init__(k_BKnH, room=view.room)
 
     @property
     def num_bytes(self) -> int:
-        return self._codes_BKTL.nbytes + self._planes_HP.nbytes + self._mean_BK1H.nbytes
-
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        end = self.num_slots + k_BKCH.shape[2]
-        if end > self._codes_BKTL.shape[2]:
-            old = self._codes_BKTL
-            self._codes_BKTL = old.new_empty(*old.shape[:2], end + end // 8, self.tables)
-            self._codes_BKTL[:, :, : self.num_slots] = old[:, :, : self.num_slots]
-        for part_BKCH in k_BKCH.split(PART, dim=2):
-            stop = self.num_slots + part_BKCH.shape[2]
-            self._codes_BKTL[:, :, self.num_slots : stop] = self._hashed(self.centred(part_BKCH))
-            self.num_slots = stop
-
-    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor, v_BKmV: Tensor) -> None:
-        self._codes_BKTL = self._codes_BKTL.take_along_dim(slots_BKm.unsqueeze(3), dim=2)
-        self.num_slots = slots_BKm.shape[2]
-
-    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor, v_BKV: Tensor) -> None:
-        codes_BK1L = self._hashed(self.centred(k_BKH.unsqueeze(2)))
-        self._codes_BKTL.scatter_(2, slots_BK[:, :, None, None].expand_as(codes_BK1L), codes_BK1L)
-
-    def fork(self, stored: Callable[[], Tensor]) -> Hashes:
-        other = copy.copy(self)
-        other._codes_BKTL = self._codes_BKTL[:, :, : self.num_slots].clone()
-        return other
+        return super().num_bytes + self._planes_HP.nbytes + self._mean_BK1H.nbytes
 
     def centred(self, k_BKnH: Tensor) -> Tensor:
         """Keys less the mean of the prompt's, which changes no probability of attention."""
-        return k_BKnH.to(self._wide) - self._mean_BK1H
+        return k_BKnH - self._mean_BK1H
 
-    def _hashed(self, x_BKnH: Tensor) -> Tensor:
+    def columns(self, k_BKCH: Tensor) -> Tensor:
+        parts = [self._hashes(self.centred(part_BKtH)) for part_BKtH in k_BKCH.split(PART, dim=2)]
+        return torch.cat(parts, dim=2).mT
+
+    def _hashes(self, x_BKnH: Tensor) -> Tensor:
         """Hashes (B, K, n, L), int16, of vectors."""
-        is_set = (x_BKnH.to(self._wide) @ self._planes_HP > 0).unflatten(3, (self.tables, self.bits))
-        return (is_set * self._powers).sum(dim=4, dtype=torch.int16)
+        is_set = (x_BKnH.to(self._planes_HP.dtype) @ self._planes_HP > 0).unflatten(3, (-1, len(self._powers_b)))
+        return (is_set * self._powers_b).sum(dim=4, dtype=torch.int16)
 
-    def samples(self, q_BKGH: Tensor) -> Tensor:
+    def samples(self, q_BNH: Tensor) -> Tensor:
         """Which slots (B, K, G, n) each query samples."""
-        asked_BKGL = self._hashed(q_BKGH)
-        found = list[Tensor]()
-        for codes_BKtL in self._codes_BKTL[:, :, : self.num_slots].split(PART, dim=2):
-            of_heads = [
-                (codes_BKtL == asked_BK1L).sum(dim=3, dtype=torch.int16) >= LEAST
-                for asked_BK1L in asked_BKGL.split(1, dim=2)
-            ]
-            found.append(torch.stack(of_heads, dim=2))
-        return torch.cat(found, dim=3)
-
-    def lots(self, positions_BKn: Tensor, next_B: Tensor) -> Tensor:
-        """Random numbers in [0, 1) by the positions of tokens, drawn anew for each next position."""
-        x = positions_BKn.long() * 0x9E3779B1 + next_B.long()[:, None, None] * 0x85EBCA6B + self._seed * 0xC2B2AE3D
-        for _ in range(2):  # of the bits that are kept each depends on all
-            x = ((x ^ (x >> 15)) & 0xFFFFFFFF) * 0x2C1B3C6D
-        return ((x >> 8) & 0xFFFFFF).double() / (1 << 24)
+        asked_BKGL1 = self._hashes(q_BNH.unflatten(1, (self._mean_BK1H.shape[1], -1))).unsqueeze(4)
+        num_same = [
+            (codes_BKLt.unsqueeze(2) == asked_BKGL1).sum(dim=3, dtype=torch.int16)
+            for codes_BKLt in self._columns_BKrT[..., : self.num_slots].split(PART, dim=3)
+        ]
+        return torch.cat(num_same, dim=3) >= LEAST
 
 
 @dataclass(kw_only=True)
@@ -145,7 +100,7 @@ class MagicPIG(Retriever, name="magicpig"):
         bits: K, of a hash function.
         tables: L, number of hash functions.
         dense_every: of this many layers the first attends to all tokens; 0: none does.
-        seed: of the hash functions.
+        seed: of the hash functions, and of which of too many sampled tokens are read.
 
     Raises:
         ValueError: an option is out of range.
@@ -175,63 +130,45 @@ class MagicPIG(Retriever, name="magicpig"):
         return super().retrieves_in(layer) and not (self.dense_every and layer % self.dense_every == 0)
 
     def index(self, view: PromptView) -> Hashes:
-        return Hashes(view, bits=self.bits, tables=self.tables, seed=self.seed)
+        return Hashes(view, self)
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         assert isinstance(index, Hashes)
         num_chosen = None if self.fetch is None else self.num_chosen(slots)
         if num_chosen == slots.num_slots:
             return None
-        q_BKGH = q_BNH.unflatten(1, (index.num_kv_heads, -1))
-        sampled_BKGn = index.samples(q_BKGH)
-        positions_BKn, next_B = slots.positions_BKn, slots.next_B
-        if positions_BKn is None or next_B is None:
-            pads_B = row_values(slots.pads, q_BNH.device)
-            next_B = slots.num_slots - pads_B
-            positions_BKn = (torch.arange(slots.num_slots, device=q_BNH.device) - pads_B[:, None])[:, None]
-        need_BKn = sampled_BKGn.any(dim=2) * (1 + index.lots(positions_BKn, next_B))
+        sampled_BKGn = index.samples(q_BNH)
+        need_BKn = sampled_BKGn.any(dim=2) * (1 + self._lots(slots, q_BNH.device)).double()
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        is_token_BKn = need_BKn > -math.inf
-        sampled_BKGn &= is_token_BKn.unsqueeze(2)
-        if num_chosen is not None:  # of few tokens all are read
-            has_room_BK1 = is_token_BKn.sum(dim=-1, keepdim=True) <= num_chosen
-            need_BKn.masked_fill_(is_token_BKn & has_room_BK1, math.inf)
-        always_BKn = need_BKn == math.inf
-        num_wanted_BK1 = (need_BKn > 0).sum(dim=-1, keepdim=True)
-        growth_BK1 = torch.zeros_like(num_wanted_BK1, dtype=torch.float64)
         if num_chosen is None:
             slots.await_device()
-            num_chosen = max(1, int(num_wanted_BK1.max()))
-        else:
-            num_always_BK1 = always_BKn.sum(dim=-1, keepdim=True)
-            wanted, room = num_wanted_BK1 - num_always_BK1, num_chosen - num_always_BK1
-            growth_BK1 = (wanted.double() / room.clamp_min(1)).clamp_min(1).log()
+            num_chosen = max(1, int((need_BKn > 0).sum(dim=-1).max()))
+        else:  # of few tokens all are read
+            is_token_BKn = need_BKn > -math.inf
+            is_few_BK1 = is_token_BKn.sum(dim=-1, keepdim=True) <= num_chosen
+            need_BKn.masked_fill_(is_token_BKn & is_few_BK1, math.inf)
         choice = most_needed(need_BKn, num_chosen, slots)
-        if choice is None:
-            every_n = torch.arange(slots.num_slots, device=need_BKn.device)
-            choice = Choice(slots_BKm=every_n.expand(need_BKn.shape))
-        weigh = partial(self._log_weights, index, q_BKGH, sampled_BKGn, always_BKn, growth_BK1)
-        return Choice(slots_BKm=choice.slots_BKm, weigh=weigh)
+        every_n = torch.arange(slots.num_slots, device=q_BNH.device)
+        chosen_BKm = every_n.expand(need_BKn.shape) if choice is None else choice.slots_BKm
 
-    def _log_weights(
-        self,
-        index: Hashes,
-        q_BKGH: Tensor,
-        sampled_BKGn: Tensor,
-        always_BKn: Tensor,
-        growth_BK1: Tensor,
-        slots_BKm: Tensor,
-        k_BKmH: Tensor,
-    ) -> Tensor:
-        """Log weights (B, N, m) of chosen slots: 0 of those that are always read, -inf of those that were not sampled.
+        def weigh(slots_BKm: Tensor, k_BKmH: Tensor) -> Tensor:
+            """Log weights of sampled slots; 0 of those that are always read, -inf of those that were not sampled."""
+            need_BKm = need_BKn.take_along_dim(slots_BKm, dim=2)
+            num_sampled, num_read = (((x > 0) & (x < math.inf)).sum(dim=-1) for x in (need_BKn, need_BKm))
+            growth_BK11 = (num_sampled.double() / num_read.clamp_min(1))[..., None, None]
+            q_BKGH = q_BNH.unflatten(1, (k_BKmH.shape[1], -1)).double()
+            cosine_BKGm = normalize(q_BKGH, dim=-1) @ normalize(index.centred(k_BKmH).double(), dim=-1).mT
+            log_BKGm = (growth_BK11 / sampling_probability(cosine_BKGm, self.bits, self.tables)).log()
+            is_sampled_BKGm = sampled_BKGn.take_along_dim(slots_BKm.unsqueeze(2), dim=3)
+            log_BKGm.masked_fill_(~is_sampled_BKGm | (need_BKm <= 0).unsqueeze(2), -math.inf)  # padding may have been
+            return log_BKGm.masked_fill_((need_BKm == math.inf).unsqueeze(2), 0.0).flatten(1, 2)
 
-        Args:
-            growth_BK1: log of how many times as many were sampled as are read.
-        """
-        cosine_BKGm = torch.nn.functional.normalize(q_BKGH.to(k_BKmH.dtype).double(), dim=-1) @ (
-            torch.nn.functional.normalize(index.centred(k_BKmH).double(), dim=-1).transpose(-1, -2)
-        )
-        log_BKGm = growth_BK1.unsqueeze(2) - sampling_log_probability(cosine_BKGm, self.bits, self.tables)
-        is_sampled_BKGm = sampled_BKGn.take_along_dim(slots_BKm.unsqueeze(2), dim=3)
-        log_BKGm = log_BKGm.masked_fill(~is_sampled_BKGm, -math.inf)
-        return log_BKGm.masked_fill(always_BKn.take_along_dim(slots_BKm, dim=2).unsqueeze(2), 0.0).flatten(1, 2)
+        return Choice(slots_BKm=chosen_BKm, weigh=weigh)
+
+    def _lots(self, slots: Slots, device: torch.device) -> Tensor:
+        """Random numbers (B, K, n) below 2^32, or (n) for all alike, by how far tokens are from the next one."""
+        if slots.positions_BKn is None or slots.next_B is None:
+            before_BKn = torch.arange(slots.num_slots, 0, -1, device=device)
+        else:
+            before_BKn = slots.next_B[:, None, None] - slots.positions_BKn
+        return hashed(hashed(self.seed & MASK) ^ (before_BKn & MASK))

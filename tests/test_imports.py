@@ -38,7 +38,14 @@ EXPERIMENTS = "policies.experiments"
 MAY_IMPORT = {
     "policies": ("policies",),
     EXPERIMENTS: ("policies", "runahead"),
-    "runahead": ("runahead", "policies.base", "policies.retriever", "policies.pool", "policies.row_values"),
+    "runahead": (
+        "runahead",
+        "policies.base",
+        "policies.gumbel",
+        "policies.pool",
+        "policies.retriever",
+        "policies.row_values",
+    ),
     "partitioner": ("partitioner", "runahead", "policies.byte_size"),
     "launch": ("launch", "policies", "runahead", "partitioner"),
     "benchmarks": PACKAGES,

@@ -13,8 +13,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from policies.gumbel import gumbel
 from runahead.attention.answers import Answers
-from runahead.attention.gumbel import gumbel
 from runahead.attention.partial import AttentionTerms, biased
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}

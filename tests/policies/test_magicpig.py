@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from policies.magicpig import Hashes, MagicPIG, sampling_log_probability
+from policies.magicpig import MagicPIG, sampling_probability
 from tests.families import build, prompt, throughout
 from tests.policies.test_indices import drawn, slots_of, view
 from tests.policies.test_retrieval import GENERATED, NUM_TOKENS, Turns
@@ -38,7 +39,7 @@ def closed_form(cosine: Tensor, bits: int, tables: int) -> Tensor:
 @pytest.mark.parametrize(("bits", "tables"), [(2, 6), (4, 20), (10, 150)])
 def test_the_probability_is_the_papers_and_a_count_of_random_hashes(bits: int, tables: int) -> None:
     cosines = torch.tensor([-0.7, 0.0, 0.4, 0.8, 0.95], dtype=torch.float64)
-    ours = sampling_log_probability(cosines, bits, tables).exp()
+    ours = sampling_probability(cosines, bits, tables)
     torch.testing.assert_close(ours, closed_form(cosines, bits, tables), atol=1e-12, rtol=1e-6)
     draws, generator = 4000, torch.Generator().manual_seed(0)
     for cosine, expected in zip(cosines.tolist(), ours.tolist(), strict=True):
@@ -48,14 +49,15 @@ def test_the_probability_is_the_papers_and_a_count_of_random_hashes(bits: int, t
         assert abs(counted - expected) <= SIGMAS * math.sqrt(expected * (1 - expected) / draws) + 2 / draws
 
 
-def test_small_probabilities_are_exact_and_no_angle_gives_nan() -> None:
-    """Of 1 - (1 - x)^L - ... nothing is left in float64 where x is small: the first term of the sum then is all."""
-    cosine = torch.tensor([-0.9999], dtype=torch.float64)
+def test_small_probabilities_are_right_and_no_angle_gives_nan() -> None:
+    """Nearly opposite vectors are sampled once in 1e13 times; the first term of the probability then is nearly all."""
+    cosine = torch.tensor([-0.9], dtype=torch.float64)
     x = (1 - cosine.acos() / math.pi) ** 10
-    expected = math.log(150 * 149 / 2) + 2 * x.log()
-    torch.testing.assert_close(sampling_log_probability(cosine, 10, 150), expected, atol=1e-9, rtol=0)
-    edges = sampling_log_probability(torch.tensor([-1.0, 1.0, 1.0 + 1e-6]), 10, 150)
-    assert not edges.isnan().any() and edges[1] == edges[2] == 0 and edges[0] < -100
+    leading = 150 * 149 / 2 * x**2
+    assert 1e-13 < leading < 2e-13
+    torch.testing.assert_close(sampling_probability(cosine, 10, 150), leading, atol=0, rtol=1e-4)
+    edges = sampling_probability(torch.tensor([-1.0, 1.0, 1.0 + 1e-6]), 10, 150)
+    assert edges[1] == edges[2] == 1 and 0 < edges[0] < 1e-100
 
 
 def sums(options: dict[str, Any], seed: int, wrong: str = "") -> Tensor:
@@ -65,7 +67,7 @@ def sums(options: dict[str, Any], seed: int, wrong: str = "") -> Tensor:
     index = policy.index(given)
     q_BNH = drawn(1, 4, 8, seed=7)
     if wrong == "another seed's queries":
-        index._planes_HP = Hashes(given, bits=BITS, tables=TABLES, seed=seed + 10**6)._planes_HP
+        index._planes_HP = replace(policy, seed=seed + 10**6).index(given)._planes_HP
     choice = policy.choose(index, q_BNH, slots_of(30, [0]))
     assert choice is not None and choice.weigh is not None
     slots_BKm = choice.slots_BKm
@@ -157,17 +159,19 @@ def test_what_is_stored_is_hashed_whenever_it_comes() -> None:
     for at in range(30):
         index.append(more[:, :, at : at + 1], more[:, :, at : at + 1])
     fork.append(more, more)
-    q_BKGH, keys = drawn(2, 2, 3, 8, seed=3), torch.cat([first.k_BKnH, more], dim=2)
+    q_BNH, keys = drawn(2, 6, 8, seed=3), torch.cat([first.k_BKnH, more], dim=2)
     planes_HP = torch.randn(8, BITS * TABLES, generator=torch.Generator().manual_seed(0)).double()
     centre = torch.stack([first.k_BKnH[row, :, pad:].mean(dim=1, keepdim=True) for row, pad in enumerate((0, 7))])
-    bits_of_keys, bits_of_q = ((x @ planes_HP > 0).unflatten(3, (TABLES, BITS)) for x in (keys - centre, q_BKGH))
+    bits_of_keys, bits_of_q = (
+        (x @ planes_HP > 0).unflatten(3, (TABLES, BITS)) for x in (keys - centre, q_BNH.unflatten(1, (2, 3)))
+    )
     expected = (bits_of_keys[:, :, None] == bits_of_q[:, :, :, None]).all(dim=-1).sum(dim=-1) >= 2
-    assert torch.equal(index.samples(q_BKGH), expected) and torch.equal(fork.samples(q_BKGH), expected)
+    assert torch.equal(index.samples(q_BNH), expected) and torch.equal(fork.samples(q_BNH), expected)
     slots = torch.tensor([3, 9, 10, 44]).expand(2, 2, 4)
     index.keep(slots, keys, keys)
-    assert torch.equal(index.samples(q_BKGH), expected[..., [3, 9, 10, 44]])
+    assert torch.equal(index.samples(q_BNH), expected[..., [3, 9, 10, 44]])
     index.overwrite(torch.tensor([[2, 2], [2, 2]]), keys[:, :, 30], keys[:, :, 30])
-    assert torch.equal(index.samples(q_BKGH), expected[..., [3, 9, 30, 44]])
+    assert torch.equal(index.samples(q_BNH), expected[..., [3, 9, 30, 44]])
 
 
 def test_some_layers_see_everything_and_what_cannot_be_is_refused() -> None:

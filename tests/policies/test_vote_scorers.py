@@ -13,6 +13,7 @@ from torch import Tensor
 from policies import r_kv
 from policies.base import LayerView
 from policies.chunkkv import ChunkKV
+from policies.gumbel import gumbel
 from policies.h2o import H2O
 from policies.keyformer import Keyformer
 from policies.r_kv import RKV
@@ -20,7 +21,6 @@ from policies.scissorhands import Scissorhands
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 from runahead.attention import probabilities as signals
-from runahead.attention.gumbel import gumbel
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.probabilities import QuerySignals
 from tests.families import prompt

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from runahead.attention.gumbel import gumbel
+from policies.gumbel import gumbel
 
 # Legend: B batch, N query heads, q queries, n keys.
 
