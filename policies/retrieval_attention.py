@@ -19,8 +19,7 @@ public. Here the device searches, and reads the keys that it scores where they a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,20 +34,6 @@ PART = 128
 """Queries that are compared with all keys at once."""
 UNFOUND = 1e9
 """The need of slots that no query has found is below that of all others by this, the newest first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """Keys that queries have found, in no order.
-
-    Attributes:
-        slots_BKGf, scores_BKGf: the best slots and their scores; minus infinity where there are fewer.
-        num_scored: keys that were scored, by all queries together.
-    """
-
-    slots_BKGf: Tensor
-    scores_BKGf: Tensor
-    num_scored: Tensor
 
 
 class KeyGraph(Index):
@@ -76,67 +61,50 @@ class KeyGraph(Index):
     def num_bytes(self) -> int:
         return self.links_BKnD.nbytes + self.entries_BKE.nbytes
 
-    def fork(self, stored: Callable[[], Tensor]) -> Index:
-        other = copy(self)
-        other.stored = stored
-        return other
-
-    def search(self, q_BNH: Tensor, *, number: int, width: int, hops: int) -> Found:
+    def search(self, q_BNH: Tensor, *, number: int, width: int, hops: int) -> tuple[Tensor, Tensor, Tensor]:
         """Find the slots with the best scores.
 
         Args:
             number: of slots that each query finds at most.
             width: links of so many keys are followed in each of the hops.
+
+        Returns:
+            the best slots (B, K, G, f), in no order; their scores, in at least float32, minus infinity where there are
+            fewer; and whether each slot (B, K, G, n) was scored, or is padding.
         """
-        k_BKnH, none = self.stored(), self.num_slots
-        q_BKGH = q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self._scaling
-        seen_BKGn = torch.zeros(*q_BKGH.shape[:3], none + 1, dtype=torch.bool, device=k_BKnH.device)
+        k_BKnH, num_linked = self.stored(), self.links_BKnD.shape[2]
+        q_BKGH1 = (q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self._scaling).unsqueeze(4)
+        seen_BKGn = torch.zeros(*q_BKGH1.shape[:3], self.num_slots, dtype=torch.bool, device=k_BKnH.device)
         followed_BKGn = seen_BKGn.clone()
-        seen_BKGn[..., none] = True
+        followed_BKGn[..., num_linked:] = True  # later tokens have no links
         for row, pad in enumerate(self._pads):
             seen_BKGn[row, ..., :pad] = True
-        new_C = torch.arange(self.links_BKnD.shape[2], none, device=k_BKnH.device)
+
+        def scored(slots_BKGc: Tensor) -> tuple[Tensor, Tensor]:
+            """The slots with their scores; minus infinity if they were seen or come twice."""
+            slots_BKGc = slots_BKGc.sort(dim=-1).values
+            is_again_BKGc = functional.pad(slots_BKGc[..., 1:] == slots_BKGc[..., :-1], (1, 0))
+            skipped_BKGc = is_again_BKGc | seen_BKGn.gather(3, slots_BKGc)
+            seen_BKGn.scatter_(3, slots_BKGc, True)
+            scores_BKGc = (k_BKnH.unsqueeze(2).take_along_dim(slots_BKGc.unsqueeze(4), dim=3) @ q_BKGH1).squeeze(4)
+            wide = torch.promote_types(scores_BKGc.dtype, torch.float32)
+            return slots_BKGc, scores_BKGc.to(wide).masked_fill(skipped_BKGc, -torch.inf)
+
+        new_C = torch.arange(num_linked, self.num_slots, device=k_BKnH.device)
         first_BKc = torch.cat([self.entries_BKE, new_C.expand(*k_BKnH.shape[:2], -1)], dim=2)
-        first_BKGc = first_BKc.unsqueeze(2).expand(-1, -1, q_BKGH.shape[2], -1)
-        slots, scores = _scored(first_BKGc, q_BKGH, k_BKnH, seen_BKGn)
-        num_scored = (scores > -torch.inf).sum()
+        slots, scores = scored(first_BKc.unsqueeze(2).expand(-1, -1, q_BKGH1.shape[2], -1))
         for _ in range(hops):
-            best = scores.masked_fill(followed_BKGn.gather(3, slots), -torch.inf).topk(min(width, scores.shape[3]))
-            at_BKGw = slots.gather(3, best.indices).masked_fill_(best.values == -torch.inf, none)
-            followed_BKGn.scatter_(3, at_BKGw, True)
-            more_slots, more = _scored(self._linked(at_BKGw), q_BKGH, k_BKnH, seen_BKGn)
-            num_scored += (more > -torch.inf).sum()
-            slots, scores = torch.cat([slots, more_slots], dim=3), torch.cat([scores, more], dim=3)
-            kept = scores.topk(min(max(number, width), scores.shape[3]))
-            slots, scores = slots.gather(3, kept.indices), kept.values
-        return Found(slots_BKGf=slots.clamp_max(none - 1), scores_BKGf=scores, num_scored=num_scored)
-
-    def _linked(self, at_BKGw: Tensor) -> Tensor:
-        """Slots to which keys are linked (B, K, G, c); the number of slots stands for none."""
-        num_linked, degree = self.links_BKnD.shape[2:]
-        at_BKx1 = at_BKGw.clamp_max(num_linked - 1).flatten(2).unsqueeze(3)
-        to_BKGwD = self.links_BKnD.gather(2, at_BKx1.expand(-1, -1, -1, degree)).unflatten(2, at_BKGw.shape[2:])
-        at_BKGw1 = at_BKGw.unsqueeze(4)
-        to_BKGwD = to_BKGwD.long().masked_fill_(at_BKGw1 >= num_linked, -1)
-        to_BKGwD = torch.cat([to_BKGwD, at_BKGw1 - 1, at_BKGw1 + 1], dim=4)
-        return to_BKGwD.masked_fill_((to_BKGwD < 0) | (at_BKGw1 == self.num_slots), self.num_slots).flatten(3)
-
-
-def _scored(slots_BKGc: Tensor, q_BKGH: Tensor, k_BKnH: Tensor, seen_BKGn: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots with their scores, in at least float32; minus infinity if they were seen, are none or come twice.
-
-    Args:
-        seen_BKGn: whether each slot was scored, or is padding; and True in one more place, which is none.
-    """
-    slots_BKGc = slots_BKGc.sort(dim=-1).values
-    is_again = functional.pad(slots_BKGc[..., 1:] == slots_BKGc[..., :-1], (1, 0))
-    skipped_BKGc = is_again | seen_BKGn.gather(3, slots_BKGc)
-    seen_BKGn.scatter_(3, slots_BKGc, True)
-    at_BKx1 = slots_BKGc.clamp_max(k_BKnH.shape[2] - 1).flatten(2).unsqueeze(3)
-    k_BKGcH = k_BKnH.take_along_dim(at_BKx1, dim=2).unflatten(2, slots_BKGc.shape[2:])
-    scores_BKGc = (k_BKGcH @ q_BKGH.unsqueeze(4)).squeeze(4)
-    scores_BKGc = scores_BKGc.to(torch.promote_types(scores_BKGc.dtype, torch.float32))
-    return slots_BKGc, scores_BKGc.masked_fill(skipped_BKGc, -torch.inf)
+            open_scores = scores.masked_fill(followed_BKGn.gather(3, slots), -torch.inf)
+            from_BKGw = slots.gather(3, open_scores.topk(min(width, slots.shape[3])).indices)
+            followed_BKGn.scatter_(3, from_BKGw, True)
+            from_BKGw1 = from_BKGw.clamp_max(num_linked - 1).unsqueeze(4)
+            to_BKGwD = self.links_BKnD.unsqueeze(2).take_along_dim(from_BKGw1, dim=3).long()
+            near_BKGw2 = torch.cat([from_BKGw1 - 1, from_BKGw1 + 1], dim=4).clamp(0, num_linked - 1)
+            more_slots, more_scores = scored(torch.cat([to_BKGwD, near_BKGw2], dim=4).flatten(3))
+            slots, scores = torch.cat([slots, more_slots], dim=3), torch.cat([scores, more_scores], dim=3)
+            best = scores.topk(min(max(number, width), slots.shape[3]))
+            slots, scores = slots.gather(3, best.indices), best.values
+        return slots, scores, seen_BKGn
 
 
 def nearest_keys(view: PromptView, number: int) -> tuple[Tensor, Tensor]:
@@ -152,31 +120,32 @@ def nearest_keys(view: PromptView, number: int) -> tuple[Tensor, Tensor]:
 
 
 def links(found_BKXm: Tensor, holds_BKXm: Tensor, num_slots: int, degree: int) -> Tensor:
-    """Links (B, K, n, D), int32, of each key to those that most queries found with it; -1 is none.
+    """Links (B, K, n, D), int32, of each key to those that most queries found with it; to itself if these are fewer.
 
     Args:
         found_BKXm: nearest keys of each query, the best first.
         holds_BKXm: those that count.
     """
-    best_BKX1, other_BKXm = found_BKXm[..., :1], found_BKXm[..., 1:]
-    nothing = num_slots * num_slots
-    edges = (best_BKX1 * num_slots + other_BKXm, other_BKXm * num_slots + best_BKX1)
-    edges_BKe = torch.cat([edge.masked_fill(~holds_BKXm[..., 1:], nothing).flatten(2) for edge in edges], dim=2)
-    edges_BKe = functional.pad(edges_BKe, (0, 1), value=nothing).sort(dim=-1).values  # one at least, of one token, too
-    is_first_BKe = functional.pad(edges_BKe[..., 1:] != edges_BKe[..., :-1], (1, 0), value=True)
-    run_BKe = is_first_BKe.cumsum(dim=-1) - 1
-    counts_BKe = torch.zeros_like(edges_BKe).scatter_add_(2, run_BKe, torch.ones_like(run_BKe)).gather(2, run_BKe)
-    edges_BKe = edges_BKe.masked_fill(~is_first_BKe, nothing)
-    # By key, and then by the number of queries. No shape depends on the values, for which the host would wait.
-    most = edges_BKe.shape[2]
-    order_BKe = (edges_BKe // num_slots * (most + 1) + most - counts_BKe).argsort(dim=-1, stable=True)
-    edges_BKe = edges_BKe.gather(2, order_BKe)
-    source_BKe = edges_BKe // num_slots
-    first_BKe = torch.searchsorted(source_BKe, source_BKe)
-    place_BKe = (torch.arange(edges_BKe.shape[2], device=first_BKe.device) - first_BKe).clamp_max(degree)
-    links_BKx = torch.full_like(edges_BKe[..., :1], -1, dtype=torch.int32).repeat(1, 1, (num_slots + 1) * (degree + 1))
-    links_BKx.scatter_(2, source_BKe * (degree + 1) + place_BKe, (edges_BKe % num_slots).int())
-    return links_BKx.unflatten(2, (num_slots + 1, degree + 1))[:, :, :-1, :-1].contiguous()
+    shape, device = (*found_BKXm.shape[:2], num_slots), found_BKXm.device
+    # Keys are numbered over all rows and heads. A pair of keys is one number, too, by the first of them.
+    num_keys = math.prod(shape)
+    none = num_keys * num_keys
+    keys_BKXm = found_BKXm + torch.arange(0, num_keys, num_slots, device=device).view(*shape[:2], 1, 1)
+    ends = torch.stack(torch.broadcast_tensors(keys_BKXm[..., :1], keys_BKXm[..., 1:]))
+    pairs = (ends * num_keys + ends.flip(0)).masked_fill(~holds_BKXm[..., 1:], none)
+    pairs_e = pairs.flatten().sort().values
+    # Each once, by its first key, then by the number of queries. Shapes that depended on values would make hosts wait.
+    each_e, first_e = torch.arange(len(pairs_e), device=device), torch.searchsorted(pairs_e, pairs_e)
+    counts_e = torch.searchsorted(pairs_e, pairs_e, right=True) - first_e
+    pairs_e = pairs_e.masked_fill(first_e < each_e, none)
+    pairs_e = pairs_e[(pairs_e // num_keys * (len(pairs_e) + 1) - counts_e).argsort(stable=True)]
+    # The first ones of each key; a row and a column take what is none or too many.
+    key_e = pairs_e // num_keys
+    place_e = (each_e - torch.searchsorted(key_e, key_e)).clamp_max(degree)
+    own_n1 = torch.arange(num_slots, dtype=torch.int32, device=device).unsqueeze(1)
+    to_xD = functional.pad(own_n1.repeat(shape[0] * shape[1], degree), (0, 1, 0, 1))
+    to_xD[key_e, place_e] = (pairs_e % num_slots).int()
+    return to_xD[:-1, :-1].reshape(*shape, degree)
 
 
 @dataclass(kw_only=True)
@@ -220,10 +189,10 @@ class RetrievalAttention(Retriever, name="retrieval_attention"):
         num_chosen = self.num_chosen(slots)
         if num_chosen == slots.num_slots:
             return None
-        found = index.search(q_BNH, number=num_chosen, width=self.width, hops=self.hops)
-        relative_BKGf = found.scores_BKGf - found.scores_BKGf.amax(dim=-1, keepdim=True)
+        slots_BKGf, scores_BKGf, _ = index.search(q_BNH, number=num_chosen, width=self.width, hops=self.hops)
+        relative_BKGf = scores_BKGf.double() - scores_BKGf.amax(dim=-1, keepdim=True)
         within_n = torch.arange(slots.num_slots, device=relative_BKGf.device, dtype=torch.float64)
         need_BKn = (within_n - UNFOUND - slots.num_slots).repeat(*relative_BKGf.shape[:2], 1)
-        need_BKn.scatter_reduce_(2, found.slots_BKGf.flatten(2), relative_BKGf.double().flatten(2), "amax")
+        need_BKn.scatter_reduce_(2, slots_BKGf.flatten(2), relative_BKGf.flatten(2), "amax")
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         return most_needed(need_BKn, num_chosen, slots)

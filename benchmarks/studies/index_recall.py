@@ -165,11 +165,11 @@ def _searched(graph: KeyGraph, hops: int, q_TNH: Tensor, best_TKGm: Tensor) -> t
     """Recall, and the share of keys that a query head scores."""
     number, num_heads = best_TKGm.shape[3], best_TKGm.shape[1]
     q_BXH = q_TNH.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 2)[None]  # as a turn of T tokens
-    found = graph.search(q_BXH, number=number, width=GRAPH.width, hops=hops)
-    slots_KXf = found.slots_BKGf[0].masked_fill(found.scores_BKGf[0] == -torch.inf, -1)
+    slots_BKXf, scores_BKXf, seen_BKXn = graph.search(q_BXH, number=number, width=GRAPH.width, hops=hops)
+    slots_KXf = slots_BKXf[0].masked_fill(scores_BKXf[0] == -torch.inf, -1)
     best_KXm = best_TKGm.transpose(0, 1).flatten(1, 2)
     hits = (best_KXm[..., None] == slots_KXf[:, :, None]).any(dim=-1)
-    return hits.double().mean().item(), int(found.num_scored) / (q_BXH.shape[1] * graph.num_slots)
+    return hits.double().mean().item(), seen_BKXn.double().mean().item()
 
 
 def _of_faiss(

@@ -47,10 +47,10 @@ def written_search(
     scores = {slot: float(q_H @ k_nH[slot]) for slot in [*entries, *range(len(links), len(k_nH))] if slot >= pad}
     pool, followed = sorted(scores, key=scores.__getitem__, reverse=True), set[int]()
     for _ in range(hops):
-        front = [slot for slot in pool if slot not in followed][:WIDTH]
+        front = [slot for slot in pool if slot < len(links) and slot not in followed][:WIDTH]
         followed |= set(front)
         for slot in front:
-            for to in [*(links[slot] if slot < len(links) else []), slot - 1, slot + 1]:
+            for to in [*links[slot], slot - 1, slot + 1]:
                 if pad <= to < len(k_nH) and to not in scores:
                     scores[to] = float(q_H @ k_nH[to])
                     pool.append(to)
@@ -68,22 +68,22 @@ def test_a_search_finds_what_one_in_dictionaries_finds(pads: list[int], hops: in
     k_BKnH = torch.cat([seen.k_BKnH, more], dim=2)
     index.append(more, more)
     index.stored = lambda: k_BKnH
-    q_BNH, num_scored = drawn(len(pads), 4, 8, seed=5), 0
-    found = index.search(q_BNH, number=12, width=WIDTH, hops=hops)
+    q_BNH, num_seen = drawn(len(pads), 4, 8, seed=5), 0
+    slots_BKGf, scores_BKGf, seen_BKGn = index.search(q_BNH, number=12, width=WIDTH, hops=hops)
     for row, pad in enumerate(pads):
         for head in range(2):
             q_XH = seen.q_BNwH[row].unflatten(0, (2, 2))[head].flatten(0, 1)
             links, entries = written_graph(seen.k_BKnH[row, head], q_XH, pad)
-            ours = [[to for to in each if to >= 0] for each in index.links_BKnD[row, head].tolist()]
+            ours = [[to for to in each if to != slot] for slot, each in enumerate(index.links_BKnD[row, head].tolist())]
             assert ours == links
             assert index.entries_BKE[row, head].tolist() == entries
             for member in range(2):
                 q_H = q_BNH[row, head * 2 + member] * seen.scaling
                 expected, scored = written_search(k_BKnH[row, head], q_H, links, entries, pad, 12, hops)
-                held = found.scores_BKGf[row, head, member] > -torch.inf
-                assert set(found.slots_BKGf[row, head, member][held].tolist()) == set(expected)
-                num_scored += scored
-    assert int(found.num_scored) == num_scored
+                held = scores_BKGf[row, head, member] > -torch.inf
+                assert set(slots_BKGf[row, head, member][held].tolist()) == set(expected)
+                num_seen += pad + scored
+    assert int(seen_BKGn.sum()) == num_seen
 
 
 class Searching(WrittenOut):
@@ -140,18 +140,18 @@ def test_a_graph_is_made_anew_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_prompt_of_one_token_has_a_graph_without_links() -> None:
     index = KeyGraph(view(1, [0], observed=1), nearest=NEAREST, degree=DEGREE, entries=WIDTH)
-    assert index.links_BKnD.tolist() == [[[[-1] * DEGREE]] * 2] and index.entries_BKE.tolist() == [[[0]] * 2]
-    assert index.search(drawn(1, 4, 8, seed=5), number=3, width=WIDTH, hops=2).slots_BKGf.unique().tolist() == [0]
+    assert index.links_BKnD.tolist() == [[[[0] * DEGREE]] * 2] and index.entries_BKE.tolist() == [[[0]] * 2]
+    assert index.search(drawn(1, 4, 8, seed=5), number=3, width=WIDTH, hops=2)[0].unique().tolist() == [0]
 
 
 def recall(index: KeyGraph, k_BKnH: Tensor, q_BNH: Tensor, number: int) -> tuple[float, float]:
     """Share of the best slots that is found, and share of the keys that is scored for that."""
-    found = index.search(q_BNH, number=number, width=8, hops=4)
+    slots_BKGf, _, seen_BKGn = index.search(q_BNH, number=number, width=8, hops=4)
     hits = 0
     for head, q_H in enumerate(q_BNH[0]):
         best = (k_BKnH[0, head // 2] @ q_H).topk(number).indices.tolist()
-        hits += len(set(best) & set(found.slots_BKGf[0, head // 2, head % 2].tolist()))
-    return hits / (number * q_BNH.shape[1]), int(found.num_scored) / (q_BNH.shape[1] * k_BKnH.shape[2])
+        hits += len(set(best) & set(slots_BKGf[0, head // 2, head % 2].tolist()))
+    return hits / (number * q_BNH.shape[1]), seen_BKGn.double().mean().item()
 
 
 def test_a_graph_of_queries_leads_queries_further_than_one_of_keys() -> None:
