@@ -49,19 +49,14 @@ class TokenKind(Enum):
 class Signals(Protocol):
     """Signals of the newest queries about the stored tokens, computed on demand in O(block) memory."""
 
-    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
+    def votes(self, num_queries: int, newest: float = 1.0, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Attention probabilities (B, N, n), float32, averaged over the newest `num_queries` tokens' queries.
 
         Weights rise linearly from 1 for the oldest of them to `newest`. Queries that are padding do not count, nor in a
         KV head those that see none of its tokens, since steps before have dropped these.
-        """
-        ...
-
-    def mean_of(self, what: Callable[[Tensor], Tensor], num_queries: int) -> Tensor:
-        """Mean (B, N, n), float32, of a function of the probabilities that `votes` averages.
 
         Args:
-            what: of each probability alone, such as its square; 0 of 0.
+            of: what is averaged of each probability in its place, such as its square; 0 of 0.
         """
         ...
 
@@ -427,7 +422,7 @@ class Policy:
     """Whether `keep_in_all` decides on all layers after a prompt, by what `carry` returned for each."""
 
     cascades: ClassVar[bool] = False
-    """Whether `keep_so_far` decides after each layer of a prompt, too, on the layers so far; with `decides_on_all`."""
+    """Whether `keep_so_far` decides after each layer, in place of `keep_in_all` after all; with `decides_on_all`."""
 
     votes_over_heads: ClassVar[bool] = False
     """Whether what is kept depends on `LayerView.over_heads`."""
@@ -606,13 +601,13 @@ class Policy:
         return [marked_slots(~scores_BKn.isneginf()) for scores_BKn in scores]
 
     def keep_so_far(self, scores: Sequence[Tensor], prompt_tokens: int, num_layers: int) -> Sequence[Tensor | None]:
-        """As `keep_in_all`, while later layers of the prompt are still to come; what is dropped here is gone.
+        """As `keep_in_all`, after each layer of a prompt; what is dropped here is gone.
 
         Args:
             scores: of the layers so far, and in each of the tokens that are left.
-            num_layers: number of layers that are decided on in all.
+            num_layers: number of layers that are decided on in the end.
         """
-        raise NotImplementedError(f"{type(self).__name__} cascades over the layers of a prompt, and does not say how")
+        raise NotImplementedError
 
     def narrow(self, view: LayerView) -> Tensor | None:
         """New tokens that deeper layers compute: indices (B, c), ascending, including the last token. None: all.

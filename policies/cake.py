@@ -16,7 +16,6 @@ are stored whole until the last one, which has to hold the window; so does the l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -24,8 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, budget_tokens, require
-from policies.row_values import row_values
+from policies.base import LayerView, budget_tokens, require
+from policies.kept_slots import best_first, first_slots
 from policies.snapkv import Pooling, SnapKV
 from policies.zigzagkv import limited_shares
 
@@ -57,12 +56,6 @@ class CAKE(SnapKV, name="cake"):
         for option in ("tau1", "tau2"):
             require(getattr(self, option) > 0, option, getattr(self, option), "must be above 0")
 
-    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
-        return None
-
-    def keep(self, view: LayerView) -> Tensor | None:
-        return None
-
     def carry(self, view: LayerView) -> Tensor | None:
         """Scores of the tokens, in a unit in which the best one of each head, and the window, have what a layer needs.
 
@@ -72,9 +65,9 @@ class CAKE(SnapKV, name="cake"):
             return None
         before = max(0, view.num_slots - self.window)
         mean_BNn = view.signals.votes(self.window)
-        squares_BNn = view.signals.mean_of(torch.square, self.window)
+        squares_BNn = view.signals.votes(self.window, of=torch.square)
         variance_BNn = (squares_BNn - mean_BNn.square()).clamp_min_(0) * (self.window / (self.window - 1))
-        entropy_BNn = view.signals.mean_of(torch.special.entr, self.window)
+        entropy_BNn = view.signals.votes(self.window, of=torch.special.entr)
         entropy_B, variance_B = (
             view.mean_over_heads(x_BNn[..., :before]).sum(dim=-1) for x_BNn in (entropy_BNn, variance_BNn)
         )
@@ -86,46 +79,24 @@ class CAKE(SnapKV, name="cake"):
         scores_BKn[..., before:] = needs_B11
         return scores_BKn
 
-    def drops_of(self, prompt_tokens: int) -> bool:
-        return prompt_tokens > budget_tokens(self.budget, prompt_tokens)
-
-    def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> list[Tensor | None]:
-        return self.keep_so_far(scores, prompt_tokens, len(scores))
-
     def keep_so_far(self, scores: Sequence[Tensor], prompt_tokens: int, num_layers: int) -> list[Tensor | None]:
         m = budget_tokens(self.budget, prompt_tokens)
-        least = min(m, self.sinks + self.recent)
+        least = min(m, self.sinks + self.recent_of(m))
         needs_BL = torch.stack([each_BKn.amax(dim=(1, 2)) for each_BKn in scores], dim=1)
         tokens_BL = torch.stack([(~each_BKn[:, 0].isneginf()).sum(dim=-1) for each_BKn in scores], dim=1)
-        found = torch.stack([needs_BL.double(), tokens_BL.double()]).tolist()  # the host waits once
-        kept_BL, stored_BL = list[list[int]](), [[int(tokens) for tokens in stored_L] for stored_L in found[1]]
-        for needs_L, stored_L in zip(found[0], stored_BL, strict=True):
-            shares_L = self._kept(needs_L, max(stored_L), least=least, total=(m - least) * num_layers)
-            kept_BL.append([min(each) for each in zip(shares_L, stored_L, strict=True)])
-        return [
-            None if kept_B == stored_B else self._best(each_BKn, kept_B, least=least)
-            for each_BKn, kept_B, stored_B in zip(scores, _by_layer(kept_BL), _by_layer(stored_BL), strict=True)
-        ]
+        needs, stored = torch.stack([needs_BL.double(), tokens_BL]).tolist()  # the host waits once
+        total = (m - least) * num_layers
+        kept = [self._kept(*of_row, least=least, total=total) for of_row in zip(needs, stored, strict=True)]
+        slots = list[Tensor | None]()
+        for each_BKn, kept_B, stored_B in zip(scores, zip(*kept, strict=True), zip(*stored, strict=True), strict=True):
+            _, slots_BKn = best_first(each_BKn, sinks=min(self.sinks, least), recent=min(self.recent_of(m), least))
+            of_heads = [[number] for number in kept_B], [[number] for number in stored_B]
+            slots.append(None if kept_B == stored_B else first_slots(slots_BKn, *of_heads))
+        return slots
 
     @staticmethod
-    def _kept(needs_L: Sequence[float], tokens: int, *, least: int, total: int) -> list[int]:
+    def _kept(needs_L: Sequence[float], stored_L: Sequence[float], *, least: int, total: int) -> list[int]:
         """Number of tokens that each layer of a row keeps, never more than with fewer layers: shares rounded down."""
-        room = max(0, tokens - least)
+        room = max(0, int(max(stored_L)) - least)
         shares_L = limited_shares(needs_L, min(total, room * len(needs_L)), room)
-        return [least + math.floor(share + 1e-6) for share in shares_L]
-
-    def _best(self, scores_BKn: Tensor, kept_B: Sequence[int], *, least: int) -> Tensor:
-        """The slots of a layer that stay in each row: sinks and the last tokens, then those with the best scores."""
-        is_token_BKn, num_slots = ~scores_BKn.isneginf(), scores_BKn.shape[2]
-        order_BKn = scores_BKn.masked_fill(is_token_BKn.cumsum(dim=-1) <= min(self.sinks, least), math.inf)
-        order_BKn[..., num_slots - min(self.recent, least) :] = math.inf
-        order_BKn.masked_fill_(~is_token_BKn, -math.inf)
-        best_BKm = order_BKn.sort(dim=-1, descending=True, stable=True).indices[..., : max(kept_B)]
-        if len(set(kept_B)) > 1:
-            places_m = torch.arange(best_BKm.shape[2], device=best_BKm.device)
-            best_BKm = best_BKm.masked_fill(places_m >= row_values(kept_B, best_BKm.device)[:, None, None], -1)
-        return best_BKm.sort(dim=-1).values
-
-
-def _by_layer(numbers_BL: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(numbers_B) for numbers_B in zip(*numbers_BL, strict=True)]
+        return [min(int(stored), least + int(share + 1e-6)) for stored, share in zip(stored_L, shares_L, strict=True)]

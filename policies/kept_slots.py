@@ -50,6 +50,23 @@ def best_slots(
     return best_first_BKm.sort(dim=-1).values
 
 
+def best_first(scores_BKn: Tensor, *, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
+    """Scores in descending order, infinite where a token stays anyhow, and their slots.
+
+    Args:
+        scores_BKn: minus infinity on padding, which is last.
+        sinks, recent: first and last tokens that stay.
+    """
+    is_token_BKn = ~scores_BKn.isneginf()
+    stays_BKn = is_token_BKn.cumsum(dim=-1) <= sinks
+    stays_BKn[..., scores_BKn.shape[-1] - recent :] = True
+    # A stable sort keeps the earlier of two equal scores, wherever padding has moved them.
+    best_BKn, slots_BKn = scores_BKn.masked_fill(is_token_BKn & stays_BKn, math.inf).sort(
+        dim=-1, descending=True, stable=True
+    )
+    return best_BKn, slots_BKn
+
+
 def first_slots(best_first_BKn: Tensor, kept_BK: Sequence[Sequence[int]], tokens_BK: Sequence[Sequence[int]]) -> Tensor:
     """The first slots of each head, ascending, as `Policy.keep` returns them.
 

@@ -20,7 +20,6 @@ model, and that the hidden states can be seen.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Budget, LayerView, Policy, Replay, budget_tokens, check_budget, require_least
-from policies.kept_slots import first_slots
+from policies.kept_slots import best_first, first_slots
 
 
 @dataclass(kw_only=True)
@@ -95,7 +94,8 @@ class KVzip(Policy, name="kvzip"):
     def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> list[Tensor]:
         m, n = budget_tokens(self.budget, prompt_tokens), scores[0].shape[-1]
         sinks = min(self.sinks, m)
-        ordered = [self._best_first(scores_BKn, sinks, min(self.recent, m - sinks)) for scores_BKn in scores]
+        recent = min(self.recent, m - sinks)
+        ordered = [best_first(scores_BKn, sinks=sinks, recent=recent) for scores_BKn in scores]
         kept: list[list[list[int]]] = [[] for _ in scores]
         heads = [scores_BKn.shape[1] for scores_BKn in scores]
         tokens_B: list[int] = (~scores[0][:, 0].isneginf()).sum(dim=-1).tolist()
@@ -109,14 +109,3 @@ class KVzip(Policy, name="kvzip"):
             first_slots(slots_BKn, kept_BK, [[tokens] * num_heads for tokens in tokens_B])
             for (_, slots_BKn), kept_BK, num_heads in zip(ordered, kept, heads, strict=True)
         ]
-
-    @staticmethod
-    def _best_first(scores_BKn: Tensor, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
-        """Scores in descending order, infinite where a token stays, and their slots; padding is last."""
-        is_token_BKn = ~scores_BKn.isneginf()
-        stays_BKn = is_token_BKn.cumsum(dim=-1) <= sinks
-        stays_BKn[..., scores_BKn.shape[-1] - recent :] = True
-        best_BKn, slots_BKn = scores_BKn.masked_fill(is_token_BKn & stays_BKn, math.inf).sort(
-            dim=-1, descending=True, stable=True
-        )
-        return best_BKn, slots_BKn

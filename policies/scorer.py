@@ -125,16 +125,19 @@ class Scorer(Policy, ABC):
         return torch.where(left_B11 == num_queries - 1, values_BKn, sum_BKn)
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
-        if not isinstance(self.budget, int):
+        if self.decides_on_all or not isinstance(self.budget, int):
             return None
         most = max(self.slots_of(self.budget, layer, num_layers) for layer in range(num_layers))
         return most + phase.spare(self.evict_every)
 
+    def drops_of(self, prompt_tokens: int) -> bool:
+        return prompt_tokens > budget_tokens(self.budget, prompt_tokens)
+
     def keep(self, view: LayerView) -> Tensor | None:
-        return self.keep_by(self.score, view)
+        return None if self.decides_on_all else self.keep_by(self.score, view)
 
     def tokens_after(self, view: LayerView) -> list[int] | None:
-        if type(self).keep is not Scorer.keep:  # a policy may keep other numbers
+        if type(self).keep is not Scorer.keep or self.decides_on_all:  # a policy may keep other numbers
             return None
         return self.kept_tokens(view)
 

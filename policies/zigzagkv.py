@@ -20,8 +20,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView, Phase, budget_tokens, require
-from policies.kept_slots import first_slots
+from policies.base import LayerView, budget_tokens, require
+from policies.kept_slots import best_first, first_slots
 from policies.snapkv import SnapKV
 
 
@@ -46,23 +46,14 @@ class ZigZagKV(SnapKV, name="zigzagkv"):
         require(0 < self.mass <= 1, "mass", self.mass, "must be a share of the attention in (0, 1]")
         require(0 <= self.least_share <= 1, "least_share", self.least_share, "must be a share of the budget in [0, 1]")
 
-    def most_slots(self, num_layers: int, phase: Phase) -> int | None:
-        return None
-
-    def keep(self, view: LayerView) -> Tensor | None:
-        return None
-
     def carry(self, view: LayerView) -> Tensor | None:
         """Votes of the window, not pooled."""
         return view.by_kv_head(view.signals.votes(self.window)) if self.drops_of(view.prompt_tokens) else None
 
-    def drops_of(self, prompt_tokens: int) -> bool:
-        return prompt_tokens > budget_tokens(self.budget, prompt_tokens)
-
     def keep_in_all(self, scores: Sequence[Tensor], prompt_tokens: int) -> list[Tensor]:
-        m, n = budget_tokens(self.budget, prompt_tokens), scores[0].shape[-1]
+        m = budget_tokens(self.budget, prompt_tokens)
         sinks = min(self.sinks, m)
-        recent = min(self.recent, m - sinks)
+        recent = min(self.recent_of(m), m - sinks)
         heads = [votes_BKn.shape[1] for votes_BKn in scores]
         tokens_B: list[int] = (~scores[0][:, 0].isneginf()).sum(dim=-1).tolist()
         needs = [self._needed(votes_BKn) for votes_BKn in scores]
@@ -77,9 +68,14 @@ class ZigZagKV(SnapKV, name="zigzagkv"):
                 first = sum(heads[:layer])
                 kept[layer].append(counts[first : first + num_heads])
         return [
-            first_slots(self._best_first(votes_BKn, sinks, n - recent), kept_BK, [[t] * num for t in tokens_B])
+            first_slots(self._best_first(votes_BKn, sinks, recent), kept_BK, [[t] * num for t in tokens_B])
             for votes_BKn, kept_BK, num in zip(scores, kept, heads, strict=True)
         ]
+
+    def _best_first(self, votes_BKn: Tensor, sinks: int, recent: int) -> Tensor:
+        """Slots in the order in which they are kept, by pooled votes."""
+        pooled_BKn = self.pooled(votes_BKn.clamp_min(0)).masked_fill(votes_BKn.isneginf(), -math.inf)
+        return best_first(pooled_BKn, sinks=sinks, recent=recent)[1]
 
     def _needed(self, votes_BKn: Tensor) -> list[list[int]]:
         """Fewest tokens of each row and KV head that hold `mass` of its votes."""
@@ -87,15 +83,6 @@ class ZigZagKV(SnapKV, name="zigzagkv"):
         held_BKn = best_BKn.cumsum(dim=-1)
         needed: list[list[int]] = ((held_BKn < self.mass * held_BKn[..., -1:]).sum(dim=-1) + 1).tolist()
         return needed
-
-    def _best_first(self, votes_BKn: Tensor, sinks: int, recent_from: int) -> Tensor:
-        """Slots in the order in which they are kept: sinks, recent tokens, then by pooled votes; padding is last."""
-        is_token_BKn = ~votes_BKn.isneginf()
-        stays_BKn = is_token_BKn.cumsum(dim=-1) <= sinks
-        stays_BKn[..., recent_from:] = True
-        pooled_BKn = self.pooled(votes_BKn.clamp_min(0))
-        pooled_BKn = pooled_BKn.masked_fill(stays_BKn, math.inf).masked_fill(~is_token_BKn, -math.inf)
-        return pooled_BKn.sort(dim=-1, descending=True, stable=True).indices
 
 
 def proportional_shares(weights: Sequence[float], total: int, *, least: int, most: int) -> list[int]:

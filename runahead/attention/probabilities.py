@@ -120,30 +120,18 @@ class QuerySignals:
         """`_of_group`, computed once."""
         return self._answers.get(asked, partial(self._of_group, of))
 
-    def votes(self, num_queries: int, newest: float = 1.0) -> Tensor:
+    def votes(self, num_queries: int, newest: float = 1.0, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Implements `policies.base.Signals.votes`."""
-        return self._answered(("votes", num_queries, newest), lambda each: each._votes(num_queries, newest))
+        return self._answered(("votes", num_queries, newest, of), lambda each: each._votes(num_queries, newest, of))
 
-    def _votes(self, num_queries: int, newest: float) -> Tensor:
+    def _votes(self, num_queries: int, newest: float, of: Callable[[Tensor], Tensor] | None) -> Tensor:
         num_queries = min(num_queries, self._q_BNCH.shape[2])
         weights_w = torch.linspace(1.0, newest, num_queries, device=self._q_BNCH.device)
         if num_queries == 1:
             weights_w.fill_(newest)
-        return self._sum_over(weights_w) / self._weight_of_voters(weights_w)
-
-    def _weight_of_voters(self, weights_w: Tensor) -> Tensor:
-        """Sum (B, N or 1, 1) of the weights of those of the last w queries that count."""
-        voters_BN1 = (weights_w * self._voters[..., -len(weights_w) :]).sum(dim=-1, keepdim=True)
-        return voters_BN1.clamp_min(torch.finfo().tiny)
-
-    def mean_of(self, what: Callable[[Tensor], Tensor], num_queries: int) -> Tensor:
-        """Implements `policies.base.Signals.mean_of`."""
-        return self._answered(("mean_of", what, num_queries), lambda each: each._mean_of(what, num_queries))
-
-    def _mean_of(self, what: Callable[[Tensor], Tensor], num_queries: int) -> Tensor:
-        ones_w = torch.ones(min(num_queries, self._q_BNCH.shape[2]), device=self._q_BNCH.device)
-        total_BNn = self._sum_over(ones_w, lambda attention_BNqn, *_: what(attention_BNqn), cost=2)
-        return total_BNn / self._weight_of_voters(ones_w)
+        voters_BN1 = (weights_w * self._voters[..., -num_queries:]).sum(dim=-1, keepdim=True)
+        summed = self._sum_over(weights_w, lambda each_BNqn, *_: each_BNqn if of is None else of(each_BNqn))
+        return summed / voters_BN1.clamp_min(torch.finfo().tiny)
 
     def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
         """Implements `policies.base.Signals.received`."""

@@ -66,67 +66,52 @@ def decide_on_prompt(
     policy = policies.deciding
     if policy is None or not policy.drops_of(ids_BS.shape[1]):
         return
-    is_whole = all(layer.end == ids_BS.shape[1] for layer in kept.layers)
-    assert is_whole or policy.cascades, "a part of the prompt is not stored"
     if policy.replay is None:
-        scores = [_taken_scores(layer, policy) for layer in kept.layers]
+        scores = carried_scores(kept.layers, policy)
+        for layer in kept.layers:
+            layer.carried = {each: values for each, values in layer.carried.items() if each != policy.state_key}
     else:
         score = partial(score_prompt, model, policy, kept, ids_BS, pads, on_layer=on_layer)
         scores = score() if answers is None else answers.get((type(policy), policy.replay), score)
-    decided = [(layer, scores_BKn) for layer, scores_BKn in enumerate(scores) if scores_BKn is not None]
-    if not decided:
-        return
-    of_all = model.in_step(lambda: [model.joined_over_shards(scores_BKn) for _, scores_BKn in decided])
-    _cut_all(model, kept, decided, policy.keep_in_all(of_all, ids_BS.shape[1]), room=room)
+    is_whole = all(layer.end == ids_BS.shape[1] for layer in kept.layers)
+    assert is_whole or policy.cascades, "a part of the prompt is not stored"
+    cut = partial(cut_layers, model, policy, kept, scores, ids_BS.shape[1], room=room)
+    model.in_step(torch.inference_mode()(cut))
 
 
-def decide_so_far(
-    model: Model, policy: Policy, kept: KeptCache, layers: Sequence[int], prompt_tokens: int, *, room: int = 0
+def carried_scores(layers: Sequence[KeptLayer], policy: Policy) -> list[Tensor | None]:
+    """Scores that a policy has stored in layers, minus infinity on padding; None if it has stored nothing."""
+    carried = [layer.carried_BKn(policy.state_key) for layer in layers]
+    return [
+        None if each_BKn is None else each_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
+        for layer, each_BKn in zip(layers, carried, strict=True)
+    ]
+
+
+def cut_layers(
+    model: Model, policy: Policy, kept: KeptCache, scores: Sequence[Tensor | None], prompt_tokens: int, *, room: int
 ) -> None:
-    """Let a policy that cascades cut back the layers of a prompt that have attended, while others are to come.
+    """Cut back all layers of a prompt at once, or those that have attended if the policy cascades.
 
     Args:
-        kept: stores what is left of these layers, and of others what came before the last piece of the prompt.
-        layers: which have attended.
+        scores: of these layers, each this rank's; None where nothing is decided.
         prompt_tokens: length of the padded prompt.
         room: as of `decide_on_prompt`.
     """
-    if not policy.drops_of(prompt_tokens):
+    decided = [(layer, scores_BKn) for layer, scores_BKn in enumerate(scores) if scores_BKn is not None]
+    if not decided:
         return
-    scores = [(layer, _scores_in(kept.layers[layer], policy)) for layer in layers]
-    decided = [(layer, scores_BKn) for layer, scores_BKn in scores if scores_BKn is not None]
     of_all = [model.joined_over_shards(scores_BKn) for _, scores_BKn in decided]
-    num_layers = sum(rule is None for rule in model.rules)
-    _cut_all(model, kept, decided, policy.keep_so_far(of_all, prompt_tokens, num_layers), room=room)
-
-
-def _cut_all(
-    model: Model, kept: KeptCache, decided: Sequence[tuple[int, Tensor]], slots: Sequence[Tensor | None], *, room: int
-) -> None:
-    """Cut layers back to their slots, which are of the heads of all ranks that share the model.
-
-    Args:
-        decided: numbers of the layers, and this rank's scores in them.
-    """
+    if policy.cascades:
+        slots = policy.keep_so_far(of_all, prompt_tokens, sum(rule is None for rule in model.rules))
+    else:
+        slots = policy.keep_in_all(of_all, prompt_tokens)
     for (layer, scores_BKn), slots_BKm in zip(decided, slots, strict=True):
         if slots_BKm is None:
             continue
         first, num_heads = model.shard_number * scores_BKn.shape[1], scores_BKn.shape[1]
         own_BKm = slots_BKm[:, first : first + num_heads]  # heads of other ranks may keep more
         kept.put(layer, cut_back(kept.layers[layer], own_BKm, room=room))
-
-
-def _taken_scores(layer: KeptLayer, policy: Policy) -> Tensor | None:
-    """Take from a layer what a policy has stored in it, minus infinity on padding; None if it has stored nothing."""
-    scores_BKn = _scores_in(layer, policy)
-    layer.carried = {each: values for each, values in layer.carried.items() if each != policy.state_key}
-    return scores_BKn
-
-
-def _scores_in(layer: KeptLayer, policy: Policy) -> Tensor | None:
-    """Numbers that a policy has stored in a layer, minus infinity on padding; None if it has stored nothing."""
-    carried_BKn = layer.carried_BKn(policy.state_key)
-    return None if carried_BKn is None else carried_BKn.masked_fill(layer.positions_BKn() < 0, -torch.inf)
 
 
 def score_prompt(

@@ -28,7 +28,7 @@ from runahead.cache.new_tokens import NewTokens
 from runahead.model.layers.output_projection import projected_lengths
 from runahead.model.model import Model
 from runahead.thinning.cutting import cut_back
-from runahead.thinning.replay import decide_so_far
+from runahead.thinning.replay import carried_scores, cut_layers
 
 
 class PolicySteps:
@@ -74,7 +74,6 @@ class PolicySteps:
         self.tokens, self.prompt_tokens = tokens, prompt_tokens
         self.room, self.evicts, self.cache, self.part = room, evicts, cache, part
         self._model, self._await_device = model, await_device
-        self._attended = list[int]()  # for a policy that cascades
         self._index_asks = any(isinstance(policy, Retriever) and policy.index_asks_device for policy in policies)
         self._counts_from = {each.queries_from for each in self.policies if each.queries_from is not None}
         self._rotations = model.rotations if self._counts_from else []
@@ -136,15 +135,15 @@ class PolicySteps:
 
     def _cascade(self, layer: int, kept: KeptLayer) -> KeptLayer:
         """Let a policy that cascades cut back this layer of a prompt, and those before it once more."""
-        policy = next((each for each in self.policies if each.cascades), None)
+        policy = next((each for each in self.policies if each.cascades and each.drops_of(self.prompt_tokens)), None)
         if policy is None or not self.evicts or self.tokens.phase is not Phase.prefill:
             return kept
         assert self.cache is not None, "a rank that drops tokens has a cache"
         self.cache.put(layer, kept)
-        self._attended.append(layer)
         self._await_device()
         with self._model.ranges("policy", policy.label):
-            decide_so_far(self._model, policy, self.cache, self._attended, self.prompt_tokens, room=self.room)
+            scores = carried_scores(self.cache.layers[: layer + 1], policy)
+            cut_layers(self._model, policy, self.cache, scores, self.prompt_tokens, room=self.room)
         return self.cache.layers[layer]
 
     def _decides(self, policy: Policy) -> bool:
