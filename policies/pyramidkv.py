@@ -41,12 +41,13 @@ class PyramidKV(SnapKV, name="pyramidkv"):
 
         If the first layer would get more than `most`, it gets `most`, and the last layer gets correspondingly more.
         """
-        mean = budget - self.recent
+        recent = self.recent_of(budget)
+        mean = budget - recent
         if mean <= 0 or num_layers == 1:
             return budget
         last = mean / self.beta
         first = 2 * mean - last
-        if most is not None and first > most - self.recent:
-            first = most - self.recent
+        if most is not None and first > most - recent:
+            first = most - recent
             last = 2 * mean - first
-        return self.recent + round(first + (last - first) * layer / (num_layers - 1))
+        return recent + round(first + (last - first) * layer / (num_layers - 1))

@@ -47,13 +47,18 @@ class SnapKV(Scorer, name="snapkv"):
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "must be an odd number of tokens")
         rule = "with policy.kernel=1, which pools nothing; use policy.kernel=3 or more"
         require_default(self, "pooling", given=self.kernel == 1, rule=rule)
-        self.recent = max(self.recent, self.window)
-        if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
-            raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {self.recent}")
+        rule = f"has no effect with policy.window={self.window}, which stays anyway; leave it out, or use more"
+        require(self.recent == 0 or self.recent > self.window, "recent", self.recent, rule)
+        least = self.sinks + max(self.recent, self.window)
+        if isinstance(self.budget, int) and least > self.budget:
+            raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {least}")
 
     @property
     def last_queries(self) -> int:
         return self.window
+
+    def recent_of(self, num_kept: int) -> int:
+        return max(self.recent, self.window)
 
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)

@@ -52,6 +52,8 @@ BY_SURPRISE = {"events": {"by": "surprise"}}
         ("offload", {"recent": 64}, "recent=64 has no effect with offload"),
         ("window", {"recent": 8}, "recent=8 has no effect with window, which keeps the last tokens anyway"),
         ("streaming_llm", {"recent": 8}, "recent=8 has no effect with streaming_llm"),
+        ("snapkv", {"recent": 8}, "recent=8 has no effect with policy.window=32, which stays anyway; leave it out, or"),
+        ("cake", {"recent": 32}, "recent=32 has no effect with policy.window=32"),
         ("snapkv", {"evict_every": 4}, "evict_every=4 has no effect with snapkv, which keeps all generated tokens"),
         ("cake", {"evict_every": 4}, "evict_every=4 has no effect with cake"),
         ("em_llm", {"late": 0.5}, "late=0.5 does not go with em_llm, which chooses for all heads together"),
@@ -95,6 +97,18 @@ def test_options_that_have_an_effect_there_are_taken() -> None:
     for name, options in taken:
         assert POLICIES[name](**options)
     assert MadeUpKVzap(threshold=0.0, recent=2000)  # more than a budget that does not count
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_holds_what_it_was_given(name: str) -> None:
+    """An option that is refused is said to be; none is another value without a word."""
+    for each in fields(POLICIES[name]) if name != "full" else []:
+        for value in others(each):
+            try:
+                policy = made(name, {each.name: value})
+            except ValueError:
+                continue
+            assert getattr(policy, each.name) == value, each.name
 
 
 NOT_READ = {
