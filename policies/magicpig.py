@@ -34,7 +34,7 @@ from policies.row_values import sent
 LEAST = 2
 """Hash functions in which a key has to agree with a query to be sampled."""
 PART = 1024
-"""Keys that are hashed, or whose hashes are compared, at once."""
+"""Keys of a KV head that are hashed at once, or pairs of a key and a query whose hashes are compared."""
 
 
 def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
@@ -85,9 +85,10 @@ class Hashes(Columns):
     def samples(self, q_BNH: Tensor) -> Tensor:
         """Which slots (B, K, G, n) each query samples."""
         asked_BKGL1 = self._hashes(q_BNH.unflatten(1, (self._mean_BK1H.shape[1], -1))).unsqueeze(4)
+        part = max(1, PART // asked_BKGL1.shape[2])
         num_same = [
             (codes_BKLt.unsqueeze(2) == asked_BKGL1).sum(dim=3, dtype=torch.int16)
-            for codes_BKLt in self._columns_BKrT[..., : self.num_slots].split(PART, dim=3)
+            for codes_BKLt in self._columns_BKrT[..., : self.num_slots].split(part, dim=3)
         ]
         return torch.cat(num_same, dim=3) >= LEAST
 
