@@ -15,8 +15,9 @@ from launch.server.options import ServeRun
 from runahead.config import Speculate
 from runahead.failures import first_line
 from runahead.features.combination import Combination, others_by_first, undecided
-from runahead.features.facts import OF_MODEL, OF_RANKS, Setup
+from runahead.features.facts import OF_MODEL, OF_RANKS
 from runahead.features.refused import REFUSED, check
+from runahead.features.setup import Setup
 from runahead.features.slower import SLOWER, slower
 
 HELP = """\

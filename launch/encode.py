@@ -86,8 +86,8 @@ def _encode(run: EncodeOptions, ranks: Ranks) -> None:
 
     Raises: ValueError and OSError for a user's mistakes.
     """
-    from runahead.features.facts import SEGMENTS, Setup
     from runahead.features.refused import check
+    from runahead.features.setup import SEGMENTS, Setup
     from runahead.model.shares import load_model
     from runahead.reuse.reuse import encode_missing
     from runahead.reuse.store import SegmentStore, StoreLimits

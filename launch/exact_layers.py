@@ -193,8 +193,8 @@ def options_text(prefill: PrefillOptions) -> str:
 
 def _prepare(run: ExactRun, ranks: Ranks) -> list[list[int]]:
     """Token ids of the prompts, after all checks that do not need the model's weights."""
-    from runahead.features.facts import Setup
     from runahead.features.refused import check
+    from runahead.features.setup import Setup
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
 

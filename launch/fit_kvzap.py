@@ -152,8 +152,8 @@ def _prepare(run: FitRun, ranks: Ranks) -> list[list[int]]:
 
     from launch.program.written_files import ensure_outputs
     from policies.kvzip import KVzip
-    from runahead.features.facts import Setup
     from runahead.features.refused import check
+    from runahead.features.setup import Setup
     from runahead.model import loading
     from runahead.model.loading.position_limit import max_positions
     from runahead.thinning.rank_policies import RankPolicies

@@ -146,8 +146,8 @@ def _policies(run: SearchRun) -> RankPolicies | None:
     policy = checked(run.policy)
     if not run.prefill.streams:
         return None
-    from runahead.features.facts import Setup
     from runahead.features.refused import check
+    from runahead.features.setup import Setup
 
     policies = rank_policies(policy)
     check(Setup(prefill=run.prefill, policies=policies))
@@ -161,8 +161,8 @@ def _streams(run: SearchRun, policies: RankPolicies | None, model: Model, places
     if policies is None:
         return None
     from partitioner.cost.streaming import Streams
-    from runahead.features.facts import Setup
     from runahead.features.refused import check
+    from runahead.features.setup import Setup
 
     check(Setup(prefill=run.prefill, policies=policies, model=model))
     names_heads = policies.last[0].reads is not None

@@ -32,8 +32,8 @@ from runahead.decoding.row import row_options
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
 from runahead.decoding.token_stream import OnTokens, TokenStream
-from runahead.features.facts import DYNAMIC_CACHE, SEGMENTS, Setup
 from runahead.features.refused import check
+from runahead.features.setup import DYNAMIC_CACHE, SEGMENTS, Setup
 from runahead.features.slower import Way, slower, takes
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.fingerprint import model_fingerprint

@@ -24,8 +24,8 @@ from launch.program.launcher import require_one_rank
 from launch.program.written_files import ensure_outputs
 from partitioner.table.fingerprint import now
 from runahead.config import ModelOptions
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.model import loading
 from runahead.model.loading import LoadedWeights
 from runahead.model.loading.position_limit import max_positions

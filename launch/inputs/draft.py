@@ -9,8 +9,8 @@ from launch.inputs.policies import named, rank_policies
 from launch.inputs.policy_file import load_files
 from runahead.config import ModelName, ModelOptions, Speculate, Speculative
 from runahead.decoding.speculative.speculator import Draft
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.model import loading
 from runahead.model.model import Model
 from runahead.model.shares import load_model

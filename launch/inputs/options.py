@@ -30,8 +30,8 @@ from runahead.config import (
     choice,
     require,
 )
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 
 MAX_RANDOM_TOKENS = 2**27
 """Limit of random tokens, beyond the context of any model."""

@@ -133,8 +133,8 @@ def _streams(model: Model, ranks: Ranks, run: SplitsPrompts) -> Streams | None:
         return None
     from launch.inputs.policies import rank_policies
     from partitioner.cost.streaming import Streams
-    from runahead.features.facts import Setup
     from runahead.features.refused import check
+    from runahead.features.setup import Setup
 
     def found() -> Streams:
         policies = rank_policies(run.policy)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from launch.inputs.options import RunOptions
 from launch.program.ending import say
-from runahead.features.facts import Setup
+from runahead.features.setup import Setup
 from runahead.features.slower import PREFIXES, in_the_way_of_prefixes
 from runahead.model.loading.memory import free_bytes
 from runahead.model.memory import row_state_bytes, token_bytes

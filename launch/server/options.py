@@ -33,8 +33,8 @@ from runahead.config import (
     choice,
     require,
 )
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.serving.limits import QueueLimits
 
 

@@ -38,7 +38,9 @@ class Places:
             ValueError: a type of layers that the loaded model lacks.
         """
         if model.held is None:
-            from runahead.features.facts import WITH_STATES  # here, since programs that only read costs do not load it
+            from runahead.features.layer_types import (
+                WITH_STATES,  # here, since programs that only read costs do not load it
+            )
 
             _check_lacking(set(layer_types) & set(WITH_STATES), model.num_layers)
             return cls.of_attention(num_layers or model.num_layers)

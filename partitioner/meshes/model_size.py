@@ -28,8 +28,9 @@ from partitioner.table.fingerprint import ModelShape, mlp_dim_of
 from runahead.attention.base import ForwardEndsHere, Recording
 from runahead.cache.slabs import KVShape
 from runahead.config import DecodeOptions, ModelOptions, PrefillOptions
-from runahead.features.facts import FACTS, Setup
+from runahead.features.facts import FACTS
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
 from runahead.model.held import Held, attending_to_all

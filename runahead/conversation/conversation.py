@@ -30,8 +30,8 @@ from runahead.decoding.row import Row, RowId, batch_ids
 from runahead.decoding.rows import Choose, Decoded, choose_alone, decode
 from runahead.decoding.sampling import check_options
 from runahead.decoding.speculative.speculator import Draft, Speculator
-from runahead.features.facts import DYNAMIC_CACHE, Setup
 from runahead.features.refused import check
+from runahead.features.setup import DYNAMIC_CACHE, Setup
 from runahead.model.model import Model
 from runahead.prefill.scoring import PromptScorer
 from runahead.report import SpeculationReport

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from runahead.features.facts import FACTS, OF_MODEL, OF_RANKS, Setup
+from runahead.features.facts import FACTS, OF_MODEL, OF_RANKS
+from runahead.features.setup import Setup
 
 PLACES = ("last", "others")
 """Places in the chain that have policies of their own."""

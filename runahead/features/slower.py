@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from runahead.features.combination import Combination, that_hold
-from runahead.features.facts import Setup
 from runahead.features.refused import REFUSED
 from runahead.features.refused.row import Refused
+from runahead.features.setup import Setup
 
 AUTO = "decode=auto on several stages"
 KEEPS = "cache policies or cache.bits"

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from runahead.attention.base import ALL_ROWS, LayerAttention, Recording
 from runahead.attention.states import StateLayer, States, StateShape
-from runahead.features.facts import MARKING, WITH_STATES, WITHOUT_CACHE
+from runahead.features.layer_types import MARKING, WITH_STATES, WITHOUT_CACHE
 from runahead.model.layer_kinds import KINDS
 
 Place: TypeAlias = tuple[Literal["kv", "state"], int]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from runahead.features.facts import WITH_STATES, WITHOUT_CACHE
+from runahead.features.layer_types import WITH_STATES, WITHOUT_CACHE
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types of transformers' configs that attend to keys and values alone."""

@@ -16,8 +16,8 @@ import torch
 
 from runahead.attention import flash
 from runahead.config import ModelOptions, Profile, Weights
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.kernels.operators import KERNELS, take
 from runahead.model.adapters import ADAPTERS
 from runahead.model.layers.cpu_linear import library

@@ -23,8 +23,8 @@ from policies.retriever import Retriever
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import nothing
 from runahead.cache.attention import CausalAttention, End
-from runahead.features.facts import SEGMENTS, Setup
 from runahead.features.refused import check
+from runahead.features.setup import SEGMENTS, Setup
 from runahead.model.model import Model
 from runahead.ranks.ranks import Ranks
 from runahead.report import GenerationBatch, ReuseReport

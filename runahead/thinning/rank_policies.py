@@ -15,8 +15,8 @@ from runahead.cache.quantised.few_bits import FewBits
 from runahead.cache.quantised.form import InFewBits
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Positions
 from runahead.context import ContextPartition
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.model.model import Model
 from runahead.rotary import Rotary
 

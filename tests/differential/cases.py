@@ -19,7 +19,7 @@ from benchmarks.families.small import VOCABULARY, Sizes, small_config, small_mod
 from benchmarks.families.verdicts import RIGHT, verdicts_of_page
 from runahead import PrefillOptions
 from runahead.config import Attention, Exchange, PrefillName, Transfer
-from runahead.features.facts import WITH_STATES
+from runahead.features.layer_types import WITH_STATES
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.quiet import quiet
 

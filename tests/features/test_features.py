@@ -51,9 +51,10 @@ from runahead.config import (
 )
 from runahead.features import refused
 from runahead.features.combination import PLACES, Combination
-from runahead.features.facts import FACTS, Setup
+from runahead.features.facts import FACTS
 from runahead.features.refused import REFUSED, check
 from runahead.features.refused.row import Refused
+from runahead.features.setup import Setup
 from runahead.features.slower import PREFIXES, SLOWER, Slower, Way, in_the_way_of_prefixes, slower, takes
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from runahead.config import DecodeName, DecodeOptions, PrefillName, PrefillOptions
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from tests.conftest import RankPools
 from tests.families import FAMILIES, MARKING, SHARING
 from tests.golden.combinations import DIMENSIONS, covering, every_pair, pairs_of, plain

@@ -20,8 +20,8 @@ from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.cache.attention import CausalAttention
 from runahead.config import Attention, CacheOptions, Device, GenerationOptions, ModelName, ModelOptions, Speculate
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools

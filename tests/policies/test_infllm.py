@@ -17,8 +17,8 @@ from policies.retriever import Choice, Retriever
 from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, GenerationOptions, Model, Ranks, RanksOptions
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Device, PrefillName, PrefillOptions
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.prefill.prompt_check import PromptLimits, check_prompts
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout

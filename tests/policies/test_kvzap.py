@@ -22,8 +22,8 @@ from runahead.attention.base import Recording
 from runahead.cache.attention import CausalAttention
 from runahead.cache.kept import KeptLayer
 from runahead.config import DecodeName, DecodeOptions, Device
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.families import build, prompt, throughout

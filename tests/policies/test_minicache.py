@@ -18,8 +18,8 @@ from policies.snapkv import SnapKV
 from runahead import Conversation, GenerationOptions, PrefillOptions
 from runahead.cache.slabs import KVShape
 from runahead.config import CacheOptions, DecodeName, Positions
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools

@@ -31,8 +31,8 @@ from policies.tova import TOVA
 from policies.window import Window
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks
 from runahead.config import Positions, PrefillName
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.prefill.prompt_check import PromptLimits
 from runahead.report import GenerationBatch
 from runahead.thinning.rank_policies import RankPolicies

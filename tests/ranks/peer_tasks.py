@@ -11,8 +11,8 @@ import torch
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.cache.attention import LayerCall
 from runahead.config import Profile
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.prefill.exchanging import ExchangeRun
 from runahead.report import GenerationBatch
 from runahead.timeline.ranges import ranges_for

@@ -17,8 +17,8 @@ from partitioner.auto.partition import AutoPartition
 from partitioner.simulation.cluster import Cluster
 from runahead import ContextPartition, Engine, GenerationOptions, Model, PrefillOptions, Ranks, even
 from runahead.config import PrefillName
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.model.checks.logits_check import LogitsCheck
 from runahead.pipeline import stage
 from runahead.pipeline.hidden import Passage

@@ -27,8 +27,8 @@ from runahead.attention.op import spans_of
 from runahead.attention.sparse.heads import Heads
 from runahead.attention.sparse.streaming import Streaming, _bias_of
 from runahead.config import Attention, Carrier, DecodeName, Transfer
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
 from tests.families import build, largest_difference, oracle_logits, prompt, throughout

@@ -11,8 +11,8 @@ import torch
 
 from runahead import Engine, GenerationOptions, Model, PrefillOptions, Ranks
 from runahead.config import CacheOptions, DecodeName, DecodeOptions, Device, PrefillName, RanksOptions
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.report import GenerationBatch
 from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies

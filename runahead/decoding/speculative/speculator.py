@@ -13,8 +13,8 @@ from runahead.decoding.speculative.drafts import Drafter, DraftsByKind, LookupDr
 from runahead.decoding.speculative.lead import Lead, lead_among
 from runahead.decoding.speculative.payoff import Payoff
 from runahead.decoding.speculative.proposals import PayingDrafts
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.kv_transfer.gathering import Gathering
 from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies

@@ -11,7 +11,6 @@ Each subject has a file. A user is told the first row that holds, so the order o
 from __future__ import annotations
 
 from runahead.features.combination import that_hold
-from runahead.features.facts import Setup
 from runahead.features.refused import (
     cache_bits,
     drafts,
@@ -28,6 +27,7 @@ from runahead.features.refused import (
     weights,
 )
 from runahead.features.refused.row import Refused
+from runahead.features.setup import Setup
 
 
 def check(setup: Setup) -> None:

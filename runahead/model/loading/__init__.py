@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from runahead.config import DType, Fuse, ModelName, ModelOptions, Table, Weights
-from runahead.features.facts import Setup
 from runahead.features.refused import check
+from runahead.features.setup import Setup
 from runahead.kernels.operators import is_loaded
 from runahead.model.layer_kinds import decoder_config, unsupported_kinds
 from runahead.model.layers import int8
