@@ -35,7 +35,7 @@ CHOSEN = (
     *("runahead.reuse.prefix_tree", "runahead.reuse.prefixes", "runahead.reuse.reuse", "runahead.reuse.blend"),
     *("runahead.reuse.tiers.store", "runahead.decoding.speculative.generated_drafts", "runahead.serving"),
     *("runahead.decoding.speculative.policy_drafts", "runahead.decoding.speculative.retrieving_drafts"),
-    *("runahead.model.loading.gguf_cache", "runahead.model.loading.smollm2", "runahead.conversation"),
+    *("runahead.model.loading.gguf.cache", "runahead.model.loading.smollm2", "runahead.conversation"),
     *("runahead.model.adapters.alibi", "runahead.model.adapters.falcon", "runahead.model.adapters.gptj"),
     *("partitioner.auto", "partitioner.table", "partitioner.simulation", "partitioner.searches", "launch.server"),
     *("launch.inputs.prompt_cache", "launch.inputs.prefixes", "launch.outputs.answers_file", "benchmarks"),

@@ -36,7 +36,7 @@ from runahead.model.layers.int8 import (
     unrounded,
     wrong_product,
 )
-from runahead.model.loading import kernels
+from runahead.model.loading import building, kernels
 from runahead.model.loading.sharing import bytes_of
 from runahead.model.shares import load_model, shard_model
 from tests.families import build, prompt, save_tiny_config
@@ -476,7 +476,7 @@ class TestLoading:
         if not is_mapped:
             module.bfloat16().save_pretrained(tmp_path)
         seen = []
-        monkeypatch.setattr(loading, "require_room", lambda footprint, device, **keywords: seen.append(footprint))
+        monkeypatch.setattr(building, "require_room", lambda footprint, device, **keywords: seen.append(footprint))
         options = ModelOptions(name=ModelName.hf, path=str(tmp_path), weights=Weights.int8, dtype=DType.float32)
         loaded = loading.load(options, device=CPU, attn_implementation="eager")
         codes = [sum(each.nbytes for each in (x.codes, x.sums, x.scales)) for x in encoded_layers(loaded.module)]

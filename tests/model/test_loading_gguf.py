@@ -18,7 +18,7 @@ from torch import Tensor
 from runahead.config import ModelOptions
 from runahead.model import loading
 from runahead.model.loading import load, load_config, load_tokenizer
-from runahead.model.loading.gguf_header import read_header
+from runahead.model.loading.gguf.header import read_header
 from tests import families
 from tests.model.test_loading_hf import ATTENTION, CPU, load_hf, refusal
 from tests.tokenizers_for_tests import byte_level

@@ -13,7 +13,8 @@ import torch
 from gguf import GGMLQuantizationType
 
 from runahead.config import ModelOptions
-from runahead.model.loading import gguf_cache, hf, load, load_config, load_tokenizer
+from runahead.model.loading import hf, load, load_config, load_tokenizer
+from runahead.model.loading.gguf import cache as gguf_cache
 from tests.model.test_loading_gguf import write_gguf
 from tests.model.test_loading_hf import ATTENTION, CPU, load_hf, refusal
 

@@ -14,8 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runahead.config import ModelOptions
-from runahead.model import loading
-from runahead.model.loading import hf, load, memory, random_weights
+from runahead.model.loading import building, hf, load, memory, random_weights
 from runahead.model.loading.memory import Footprint, cgroup_limits, require_room
 from tests import families
 from tests.model.test_loading_hf import ATTENTION, CPU, load_hf, refusal
@@ -120,7 +119,7 @@ def test_gpu_is_asked_for_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def loaded_footprint(monkeypatch: pytest.MonkeyPatch, path: Path, **options: Any) -> Footprint:
     seen = []
-    monkeypatch.setattr(loading, "require_room", lambda footprint, device, **keywords: seen.append(footprint))
+    monkeypatch.setattr(building, "require_room", lambda footprint, device, **keywords: seen.append(footprint))
     load_hf(path, **options)
     return seen[0]
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from runahead.config import ModelOptions
 from runahead.files import read_user_file
-from runahead.model.loading.gguf_header import GGUFHeader, read_header
+from runahead.model.loading.gguf.header import GGUFHeader, read_header
 from runahead.model.loading.quantised import Form
 from runahead.model.loading.quantised.in_8_bits import CodedWeight
 from runahead.model.loading.quantised.packed import FLOATS, PackedWeight
@@ -105,6 +105,11 @@ class Checkpoint:
         return self.config_file or self.folder / (self.gguf or "")
 
     @property
+    def in_safetensors(self) -> bool:
+        """Whether its weights are in safetensors files."""
+        return self.gguf is None and self.config_file is None
+
+    @property
     def place(self) -> dict[str, Any]:
         """Arguments of transformers' from_pretrained for this checkpoint."""
         place = {"pretrained_model_name_or_path": str(self.folder), "local_files_only": not self.from_hub}
@@ -132,6 +137,13 @@ class StoredTensor:
     num_elements: int
     packed_bytes: int = 0
     held_bytes: int = 0
+
+    @property
+    def read_width(self) -> int:
+        """Bytes of a number, as it is read; what is packed is decoded in float32."""
+        if self.packed_bytes:
+            return torch.float32.itemsize
+        return self.dtype.itemsize if self.dtype else 0
 
 
 def find(options: ModelOptions, *, weights: bool, progress: bool) -> Checkpoint:
@@ -367,9 +379,13 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """Read the headers of the safetensors files: tensors by name, of quantised weights those that they are decoded to.
 
+    There are none of a GGUF file, nor of a model with random weights.
+
     Raises:
         ValueError: as for `stored_parts`.
     """
+    if not checkpoint.in_safetensors:
+        return {}
     return {
         name: StoredTensor(
             code=part.get_dtype(),

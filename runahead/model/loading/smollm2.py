@@ -23,7 +23,7 @@ from runahead.config import ModelOptions
 from runahead.files import cache_folder
 from runahead.model.loading.cache_folder import bytes_in, obtain, progress_bar, require_room_for
 from runahead.model.loading.checkpoint import Checkpoint
-from runahead.model.loading.gguf_header import GGUFHeader, read_header
+from runahead.model.loading.gguf.header import GGUFHeader, read_header
 from runahead.model.loading.memory import give_back
 from runahead.model.loading.quiet import one_line, quiet
 

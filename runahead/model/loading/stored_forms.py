@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading.checkpoint import Checkpoint, StoredTensor, read_json
-from runahead.model.loading.gguf_header import GGUFHeader
+from runahead.model.loading.gguf.header import GGUFHeader
 from runahead.model.loading.quantised import FORMATS, Form
 from runahead.model.loading.quantised.packed import PackedWeight
 

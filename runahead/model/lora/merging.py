@@ -18,6 +18,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from runahead.failures import is_lack_of_memory
+from runahead.model.loading import stored_forms
+from runahead.model.loading.checkpoint import Checkpoint, StoredTensor, stored_parts
+from runahead.model.loading.memory import Footprint, require_room
 from runahead.model.loading.quiet import one_line, quiet
 from runahead.model.loading.sharing import Parts
 from runahead.model.lora import adapter as adapters
@@ -37,7 +40,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Merging:
-    """What adapters make of the weights of one model, by the weights' names in it.
+    """What adapters, or none, make of the weights of one model, by the weights' names in it.
 
     Attributes:
         names: of the adapters.
@@ -54,8 +57,9 @@ class Merging:
             ValueError: peft is not installed, or an adapter does not fit the model; one line.
         """
         self.names, self.digest = [each.name for each in found], adapters.digest(found)
-        self._label = found[-1].label
+        self._found = found
         self._changes: dict[str, list[Change]] = {}
+        self._sizes: dict[str, int] = {}
         self._turn = threading.Lock()
         for each in found:
             module = empty()
@@ -75,7 +79,56 @@ class Merging:
     @property
     def peak_bytes(self) -> int:
         """Memory of the host that merging the largest weight takes."""
-        return COPIES * torch.float32.itemsize * max(self._sizes[name] for name in self._changes)
+        return COPIES * torch.float32.itemsize * max((self._sizes[name] for name in self._changes), default=0)
+
+    def taken_bytes(self, place: torch.device, label: str, ranks_on_host: int) -> int:
+        """Memory that merging takes where the weights are loaded. Of a GPU it takes none, but of its host.
+
+        Args:
+            label: of the model, for messages.
+
+        Raises:
+            ValueError: the host has not as much.
+        """
+        if place.type == "cpu":
+            return self.peak_bytes
+        if self._changes:
+            footprint, label = Footprint(copied=self.peak_bytes), f"merging adapters into {label}"
+            require_room(footprint, torch.device("cpu"), label=label, ranks_on_host=ranks_on_host)
+        return 0
+
+    def wider(
+        self, checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], empty: PreTrainedModel
+    ) -> dict[str, Parts]:
+        """Stored tensors that change and the model has in fewer digits, by its names: they would be rounded twice.
+
+        Args:
+            stored: headers of the checkpoint's tensors.
+            empty: the model without memory.
+
+        Raises:
+            ValueError: one is made of several stored tensors.
+        """
+        sources: dict[str, list[str]] = {}
+        for name, target in stored_forms.targets_of(empty, stored).items():
+            sources.setdefault(target, []).append(name)
+        ties = dict(getattr(empty, "all_tied_weights_keys", {}))
+        wanted: dict[str, list[str]] = {}
+        for name in sorted(self.weights):
+            # What is not found may be a part of any stored tensor.
+            of = sources.get(name) or sources.get(ties.get(name, "")) or list(stored)
+            if max((stored[each].read_width for each in of), default=0) > empty.get_parameter(name).dtype.itemsize:
+                wanted[name] = of
+        if not wanted:
+            return {}
+        whole, parts = stored_forms.weights_as_stored(empty, stored), stored_parts(checkpoint, torch.float32)
+        for name, of in wanted.items():
+            if len(of) > 1 or whole.get(of[0]) not in (name, ties.get(name)):
+                raise ValueError(
+                    f"{checkpoint.label}: adapters change {name}, which is made of several stored tensors and would be "
+                    "rounded twice; use model.dtype=float32"
+                )
+        return {name: parts[of[0]] for name, of in wanted.items()}
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """The weight with what the adapters add, in float32 in memory of its own, on the CPU.
@@ -88,7 +141,7 @@ class Merging:
             for change in self._changes[name]:
                 made = change(made)
         if not torch.isfinite(made).all():
-            raise ValueError(f"{self._label} makes numbers of {name} that are not finite; restore its files")
+            raise ValueError(f"{self._found[-1].label} makes numbers of {name} that are not finite; restore its files")
         return made
 
     def merge_into(self, module: nn.Module, wider: Mapping[str, Parts], *, bars: bool) -> None:

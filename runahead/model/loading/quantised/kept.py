@@ -17,7 +17,7 @@ from runahead.files import cache_folder, write_whole
 from runahead.model.loading import checkpoint as checkpoints
 from runahead.model.loading.cache_folder import bytes_in, obtain, progress_bar, require_room_for
 from runahead.model.loading.checkpoint import WEIGHTS, Checkpoint
-from runahead.model.loading.gguf_cache import ABOUT, CODES, SMALL_BYTES, Spill, place_of, remove_outdated
+from runahead.model.loading.gguf.cache import ABOUT, CODES, SMALL_BYTES, Spill, place_of, remove_outdated
 from runahead.model.loading.memory import give_back
 from runahead.model.loading.stored_forms import CONFIG_KEYS
 

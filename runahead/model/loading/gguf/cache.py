@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from runahead.files import cache_folder, write_whole
-from runahead.model.loading import hf
+from runahead.model.loading import checkpoint as checkpoints
+from runahead.model.loading import hf, stored_forms
 from runahead.model.loading.cache_folder import bytes_in, obtain, progress_bar, require_room_for
 from runahead.model.loading.checkpoint import FLOATS, WEIGHTS, Checkpoint
 from runahead.model.loading.memory import give_back
@@ -57,6 +59,51 @@ def known(source: Checkpoint) -> Checkpoint | None:
     key = _key(source)
     folders = [_folder(key, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     return next((_checkpoint(source, folder) for folder in folders if folder.is_dir()), None)
+
+
+def readable(
+    make: hf.ModelMaker, empty: PreTrainedModel, small: Checkpoint, *, merges: bool, in_shares: bool, progress: bool
+) -> hf.ModelMaker:
+    """`make` with the conversion of its GGUF file; with the file itself, which is unpacked, if none can be kept.
+
+    Args:
+        empty: the model without memory.
+        small: the checkpoint of which config and tokenizer are read.
+        merges: adapters change weights, so they are kept in float32: what is added is rounded once.
+        in_shares: ranks load shares of the model, which no file can be unpacked for.
+        progress: show a progress bar.
+
+    Raises:
+        OSError: no conversion can be kept, and the file itself does not do.
+        ValueError: the file cannot be converted, or the model has no place for some of it.
+    """
+    source, options = make.checkpoint, make.options
+    stored_forms.require_taken_of_gguf(empty, checkpoints.read_gguf(source), source)
+    stored = make
+    try:
+        if options.overrides:  # later runs use the conversion with others
+            options = replace(options, overrides={})
+            stored = replace(make, config=hf.read_config(small, options), options=options)
+        if merges:
+            stored = replace(stored, dtype=torch.float32)
+            empty = hf.empty_model(make.config, torch.float32, make.options, label=source.label)
+        return replace(make, checkpoint=converted(stored, empty, progress=progress))
+    except OSError as error:
+        if in_shares:
+            raise
+        if merges and make.dtype is not torch.float32:
+            raise OSError(
+                f"{error}; what adapters add to a GGUF file is rounded once, so it is kept in float32, 4 bytes a "
+                "weight; merge them into a checkpoint of 16 bits, or use model.dtype=float32"
+            ) from error
+        warnings.warn(f"{error}; until then every process unpacks the file at every start", stacklevel=2)
+        return make
+
+
+def forms(source: Checkpoint) -> str:
+    """The types of quantised weights in a GGUF file; "" for plain ones."""
+    found = sorted(set(checkpoints.read_gguf(source).tensors.values()) - {"F64", "F32", "F16", "BF16"})
+    return f"gguf, {' and '.join(found)}" if found else ""
 
 
 def converted(make: hf.ModelMaker, empty: PreTrainedModel, *, progress: bool) -> Checkpoint:

@@ -1,0 +1,1 @@
+"""GGUF files: their headers, and conversions that later runs map."""
