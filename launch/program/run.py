@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from launch.program.ahead import Ahead, load_library_of_torch, uncollected
-from launch.program.compose import Program
+from launch.program.compose import CommandLine, Program
 from launch.program.ending import MISTAKE, end_with, leave_at_once, open_closed_streams, refuse, say, warn_in_one_line
 from launch.program.launcher import follow_launcher, this_rank
 from launch.program.lean_imports import lean_imports
@@ -72,44 +72,27 @@ def run_program(
     except ValueError as error:
         return refuse(error, of_this_process=True)
     warn_in_one_line()
-    given, library = sys.argv[1:] if args is None else args, None
-    if not any(arg.startswith(NO_RUN) for arg in given):
-        library = load_library_of_torch()
-    try:
-        command = program.read(given)
-    except ValueError as error:
-        status = refuse(error)
-        if library is not None and library.is_alive():  # Python would wait for it
-            leave_at_once(status)
-        return status
-    except KeyboardInterrupt as error:
-        end_with(error, None)
+    command = _read(program, sys.argv[1:] if args is None else args)
+    if isinstance(command, int):
+        return command
     if command.to_print is not None:
         if this_rank() == 0:
             print(command.to_print, end="")
         return 0
-    ranks: Ranks | None = None
-    fault_file: Path | None = None
-
-    def end(error: BaseException) -> NoReturn:
-        end_with(error, ranks, fault_file)
 
     from runahead.features.versions import outside  # not for --help
 
     for sentence in outside():
         say(f"warning: {sentence}")
-    if "--multirun" in command.flags:
-        from launch.program.sweep import run_sweep
-
-        try:
-            return run_sweep(program, command)
-        except BaseException as error:
-            end(error)
-    run = command.run
-    assert run is not None
-    for sentence in warnings(run):
-        say(f"warning: {sentence}")
     try:
+        if "--multirun" in command.flags:
+            from launch.program.sweep import run_sweep
+
+            return run_sweep(program, command)
+        run = command.run
+        assert run is not None
+        for sentence in warnings(run):
+            say(f"warning: {sentence}")
         if "--layout" in command.flags:
             assert print_layout is not None, program.module
             print_layout(run)
@@ -117,7 +100,33 @@ def run_program(
         if without_ranks(run):
             return 0
     except BaseException as error:
-        end(error)
+        end_with(error, None)
+    _work_on_ranks(run, work)
+    return 0
+
+
+def _read(program: Program[R], args: Sequence[str]) -> CommandLine[R] | int:
+    """The arguments, during whose reading torch's library is loaded if they ask for a run; a status if one is wrong."""
+    library = None if any(arg.startswith(NO_RUN) for arg in args) else load_library_of_torch()
+    try:
+        return program.read(args)
+    except ValueError as error:
+        status = refuse(error)
+        if library is not None and library.is_alive():  # Python would wait for it
+            leave_at_once(status)
+        return status
+    except KeyboardInterrupt as error:
+        end_with(error, None)
+
+
+def _work_on_ranks(run: R, work: Callable[[R, Ranks], object]) -> None:
+    """Do the work as one of the ranks of the job; whatever goes wrong ends the process with its status."""
+    ranks: Ranks | None = None
+    fault_file: Path | None = None
+
+    def end(error: BaseException) -> NoReturn:
+        end_with(error, ranks, fault_file)
+
     with ending_signals(end):
         try:
             with uncollected(), lean_imports():
@@ -138,7 +147,6 @@ def run_program(
             ranks.close()
         except BaseException as error:
             end(error)
-    return 0
 
 
 def _fault_file(run: RunsOnRanks, rank: int) -> Path | None:

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,16 @@ LAST_ERRORS_S = 2.0
 """Seconds in which clients are told that the server has failed; its own end begins 3 s after a failure is known."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """Rank 0's side of the clients: the bound address, keys, the model's tokenizer, and schemas with segments."""
+
+    bound: socket.socket
+    keys: Keys
+    tokenizer: Any
+    schemas: Schemas | None
+
+
 def serve(run: ServeRun, ranks: Ranks) -> None:
     """Serve until SIGTERM or Ctrl-C. Every rank makes the same call.
 
@@ -90,7 +100,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     load_files(run.policy, ranks)
     policies = ranks.on_rank_0("the policies", lambda: rank_policies(run.policy, run.cache))
     partition = partitioner(run.partition, ranks)
-    front: list[tuple[socket.socket, Keys, Any, Schemas | None]] = []
+    front = list[Front]()
     ranks.on_rank_0("the address", lambda: front.append(_prepare(run, policies, ranks.mesh)))
     # Rank 0 checks schemas for the stage that decodes.
     guided = {"llguidance": package_version("llguidance") or "not installed"}
@@ -100,7 +110,7 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
     no_tree = None if run.serve.prefixes is not None else in_the_way(run.setup, model, ranks, policies)
     tree = None if no_tree is not None else _tree(run, ranks)
 
-    handover, place = _handover(run, model, ranks)
+    handover = _handover(run, model, ranks)
 
     def check_options(engine: Engine) -> None:
         engine.check_speculation([run.generation.resolved(model.module.generation_config)], [])
@@ -122,46 +132,13 @@ def serve(run: ServeRun, ranks: Ranks) -> None:
         estimate = _warm_up(engine)
     # Measured once: ranks of one host share a clock, and NTP keeps those of several hosts in step.
     clock_offset_s = ranks.clock_offset_s()
-    size, shares_memory = run.serve.prefix_cache_bytes, tree is not None and run.serve.prefix_cache_bytes == AUTO
-    kept_bytes = size if isinstance(size, int) else 0
-    if ranks.device.type == "cpu":  # where all memory is the host's
-        kept_bytes += run.serve.prefix_host_bytes
-    room = Room(max_tokens=run.serve.max_tokens)
-    if room.max_tokens is None or shares_memory:
-        room = room_in_memory(
-            model,
-            ranks,
-            store,
-            kept_bytes,
-            keeps_parts=engine.may_shard,
-            drafts=run.generation.asks_for_drafts,
-            tree=tree,
-            max_tokens=room.max_tokens,
-            shares_memory=shares_memory,
-        )
-    if tree is not None and shares_memory:
-        tree.limit_bytes = room.left_for_prefixes(0, 0)
+    room = _room(run, engine, store, tree)
 
     def work(asked: threading.Event) -> None:
         if ranks.rank == 0:
-            [(bound, keys, tokenizer, schemas)] = front
-            _serve_clients(
-                run,
-                engine,
-                estimate,
-                room,
-                bound,
-                keys,
-                tokenizer,
-                schemas,
-                told,
-                asked,
-                no_tree=no_tree,
-                handover=handover,
-                place=place,
-            )
+            _serve_clients(run, engine, estimate, room, front[0], told, asked, handover, no_tree=no_tree)
         else:
-            follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s, room=room, handover=handover)
+            follow(engine, run.serve, asked.is_set, clock_offset_s=clock_offset_s, room=room, handover=handover[0])
         with ranks.busy():
             if tree is not None and run.serve.prefix_folder is not None:
                 tree.save(SAVE_S)
@@ -183,7 +160,7 @@ def _to_the_end(ranks: Ranks, work: Callable[[threading.Event], object]) -> None
         ranks.close()
 
 
-def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.socket, Keys, Any, Schemas | None]:
+def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> Front:
     """Make all that can fail before the weights are loaded: address, keys, tokenizer, schemas. Rank 0 calls it."""
     folder, salted = run.serve.prefix_folder, dict[str, Any](share=run.serve.prefix_share)
     if folder is not None:
@@ -203,7 +180,7 @@ def _prepare(run: ServeRun, policies: RankPolicies, mesh: Mesh) -> tuple[socket.
     if run.policy["name"] == "prompt_cache":
         policy = prompt_cache_options(run.policy)
         schemas = read_schemas(policy, tokenizer, config, max_tokens=run.serve.schema_tokens)
-    return bound, keys, tokenizer, schemas
+    return Front(bound=bound, keys=keys, tokenizer=tokenizer, schemas=schemas)
 
 
 def _warm_up(engine: Engine) -> TimeEstimate:
@@ -296,6 +273,34 @@ def _tree(run: ServeRun, ranks: Ranks) -> PrefixTree | None:
         bits=run.cache.tier_bits,
         snapshot_tokens=options.snapshot_tokens,
     )
+
+
+def _room(run: ServeRun, engine: Engine, store: SegmentStore | None, tree: PrefixTree | None) -> Room:
+    """The room for the tokens of rows, as far as no option fixes it, and for a tree that has what these leave.
+
+    Raises:
+        ValueError: as `room_in_memory`.
+    """
+    options, shares_memory = run.serve, tree is not None and run.serve.prefix_cache_bytes == AUTO
+    if options.max_tokens is not None and not shares_memory:
+        return Room(max_tokens=options.max_tokens)
+    kept_bytes = options.prefix_cache_bytes if isinstance(options.prefix_cache_bytes, int) else 0
+    if engine.ranks.device.type == "cpu":  # where all memory is the host's
+        kept_bytes += options.prefix_host_bytes
+    room = room_in_memory(
+        engine.model,
+        engine.ranks,
+        store,
+        kept_bytes,
+        keeps_parts=engine.may_shard,
+        drafts=run.generation.asks_for_drafts,
+        tree=tree,
+        max_tokens=options.max_tokens,
+        shares_memory=shares_memory,
+    )
+    if tree is not None and shares_memory:
+        tree.limit_bytes = room.left_for_prefixes(0, 0)
+    return room
 
 
 def room_in_memory(
@@ -400,26 +405,21 @@ def _serve_clients(
     engine: Engine,
     estimate: TimeEstimate,
     room: Room,
-    bound: socket.socket,
-    keys: Keys,
-    tokenizer: Any,
-    schemas: Schemas | None,
+    front: Front,
     slower: Sequence[str],
     asked: threading.Event,
+    of_handover: tuple[HandoverFolder | None, HandoverPlace | None],
     *,
-    no_tree: str | None = None,
-    handover: HandoverFolder | None = None,
-    place: HandoverPlace | None = None,
+    no_tree: str | None,
 ) -> None:
     """Answer requests on rank 0 until a signal, which `asked` says if it came before, and the last answer.
 
     Args:
         slower: the faster ways that are not taken, for the state.
+        of_handover: as of `_handover`.
         no_tree: why no prefixes are reused, where they would be; None if they are, or are not to be.
-        handover: the folder of prompts that are handed over, if it is on this host.
-        place: of that folder; None: no prompts are handed over.
     """
-    options, model = run.serve, engine.model
+    options, model, (handover, place) = run.serve, engine.model, of_handover
     # A thread, as the main one may be in a long call.
     end = threading.Timer(options.drain_s, lambda: end_with(Terminated(signal.SIGTERM), engine.ranks))
     end.daemon = True
@@ -437,26 +437,26 @@ def _serve_clients(
         files = prompt_files(model, handover, place, source, num_stages=engine.ranks.num_stages)
     api = API(
         scheduler,
-        tokenizer=tokenizer,
+        tokenizer=front.tokenizer,
         eos_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         names=[options.model_name or model.name, model.name, run.model.name.name],
         adapters=model.adapter_names,
         options=options,
         defaults=run.generation.resolved(model.module.generation_config),
-        keys=keys,
-        schemas=schemas,
+        keys=front.keys,
+        schemas=front.schemas,
         slower=slower,
         setup=setup_json(run),
         files=files,
     )
-    http = HTTPServer(api.app, bound, options, on_failure=scheduler.fail)
+    http = HTTPServer(api.app, front.bound, options, on_failure=scheduler.fail)
     with first_signal(scheduler.drain):
         if asked.is_set():
             scheduler.drain()
         http.start()
         host = socket.gethostname() if options.host in EVERYWHERE else options.host
-        address = f"{host}:{bound.getsockname()[1]}"
+        address = f"{host}:{front.bound.getsockname()[1]}"
         say(f"serving {api.model} on http://{address}, at most {room}; {_about_prefixes(engine, room, no_tree)}")
         try:
             scheduler.run()

@@ -138,6 +138,15 @@ def test_no_more_than_two_connections_are_kept(monkeypatch: pytest.MonkeyPatch) 
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
+def serve_clients(engine: Any, asked: Event) -> None:
+    """Serve nobody, on an address that is none."""
+    bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
+    front = serving_module.Front(bound=bound, keys=Keys(), tokenizer=None, schemas=None)
+    serving_module._serve_clients(
+        ServeRun(), engine, TimeEstimate(), Room(max_tokens=10), front, [], asked, (None, None), no_tree=None
+    )
+
+
 def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for it then, perhaps for longer than ranks.timeout_s."""
     events: list[str] = []
@@ -154,10 +163,7 @@ def test_rank_0_counts_as_busy_while_clients_read_their_last_answers(monkeypatch
     monkeypatch.setattr(serving_module, "Scheduler", Mock(return_value=scheduler))
     monkeypatch.setattr(serving_module, "API", Mock())
     engine: Any = SimpleNamespace(ranks=SimpleNamespace(busy=busy), model=Mock(), prefixes=None)
-    bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
-    serving_module._serve_clients(
-        ServeRun(), engine, TimeEstimate(), Room(max_tokens=10), bound, Keys(), None, None, [], Event()
-    )
+    serve_clients(engine, Event())
     assert events == ["run", "busy", "stop", "not busy"]
 
 
@@ -213,12 +219,9 @@ def test_a_server_that_was_asked_to_end_before_it_serves_takes_no_request(monkey
     monkeypatch.setattr(serving_module, "HTTPServer", Mock(return_value=Mock(start=lambda: events.append("start"))))
     monkeypatch.setattr(serving_module, "Scheduler", Mock(return_value=scheduler))
     monkeypatch.setattr(serving_module, "API", Mock())
-    bound: Any = Mock(getsockname=lambda: ("127.0.0.1", 1))
     asked = Event()
     asked.set()
     engine: Any = MagicMock()
     engine.prefixes = None
-    serving_module._serve_clients(
-        ServeRun(), engine, TimeEstimate(), Room(max_tokens=10), bound, Keys(), None, None, [], asked
-    )
+    serve_clients(engine, asked)
     assert events == ["drain", "start", "run"]
