@@ -230,20 +230,8 @@ class Engine:
                 drafts cannot be verified.
             PeerFailure: another rank is gone or silent.
         """
-        assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
-        mesh, given = self.ranks.mesh, options or GenerationOptions()
-        if isinstance(given, GenerationOptions):
-            given = given.resolved(self.model.module.generation_config)
-        else:
-            given = self._resolved(given)
-        rows, ids = row_options(given, len(prompts), first_index), [ids_of(prompt) for prompt in prompts]
-        each = [of_row for of_row, _ in rows]
-        self.check(prompts, each)
-        self._agree(prompts, given)  # before anything else that all ranks do together
-        lengths = zip(ids, each, strict=True)
-        outgrows = any(self.prompt_limits.outgrows(len(text), of_row.max_new_tokens) for text, of_row in lengths)
-        setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
-        asked = _asked(setup, each, reuses=reuse_segments(prompts))
+        rows, asked = self._checked(prompts, options or GenerationOptions(), first_index)
+        ids, each = [ids_of(prompt) for prompt in prompts], [of_row for of_row, _ in rows]
         if (chosen := self._choose(ids)) is not None:
             prompts = chosen.prompts
         with self._held_prefixes(prompts, salts) as found:
@@ -251,17 +239,18 @@ class Engine:
                 prompts, each, found=found, asked=asked, record=record_timeline, salts=salts, may_be_alone=self._lends
             )
             with self.ranks.announcing_failure(), ExitStack() as profiled:
-                stage = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
-                stages, computing = [stage] if plan.shards is None else list(plan.shards), plan.partition.chain
-                if self.model.boundary is not None:
-                    stages = computing = list(range(mesh.num_stages))
-                gather = None if stages == [stage] and plan.shards is None else self._gathering(stages, each)
+                mesh = self.ranks.mesh
+                first = self._strategy.first_token_stage(plan.partition, mesh.num_stages)
+                computing, decoding = plan.partition.chain, [first] if plan.shards is None else list(plan.shards)
+                if self.model.boundary is not None:  # each stage has some of the layers
+                    computing = decoding = list(range(mesh.num_stages))
+                gather = None if decoding == [first] and plan.shards is None else self._gathering(decoding, each)
                 stream = TokenStream(
                     self.ranks,
-                    source=0 if 0 in stages else mesh.rank(stage, 0),  # rank 0 needs no messages of its own tokens
+                    source=0 if 0 in decoding else mesh.rank(first, 0),  # rank 0 needs no messages of its own tokens
                     num_logprobs=[of_row.logprobs for of_row in each],
                     on_tokens=on_tokens,
-                    decoders=[rank for decoding in stages for rank in mesh.members(decoding)],
+                    decoders=[rank for stage in decoding for rank in mesh.members(stage)],
                     cancellable=cancellable,
                 )
                 ready = self.prefills.ready(plan, found=found)
@@ -281,7 +270,7 @@ class Engine:
                 self.prefills.store_prompts(ready, prefilled)
                 # Under policies the cache has what is reused, too, as one text with what was computed.
                 batch = PromptBatch.from_prompts(ready.ids, self.ranks.device) if self.policies else ready.job.batch
-                with self.ranks.lending(stages if self._lends else []):
+                with self.ranks.lending(decoding if self._lends else []):
                     decoded = decode_batch(
                         self.model,
                         ids,
@@ -301,7 +290,7 @@ class Engine:
                 prefilled.cache = None
                 with self.ranks.busy():
                     profiled.close()
-                self._note_memory(ready.job, prefilled, computing, stages)
+                self._note_memory(ready.job, prefilled, computing, decoding)
                 result = gathered_result(
                     self.ranks,
                     prefilled,
@@ -309,7 +298,7 @@ class Engine:
                     boundaries=plan.partition.boundaries,
                     began_s=began_s,
                     offset_s=offset_s,
-                    source=mesh.rank(stage, 0),
+                    source=mesh.rank(first, 0),
                     is_warm=self._num_calls > 0,
                     recording=recording,
                 )
@@ -319,6 +308,31 @@ class Engine:
         result.cached_tokens = list(plan.stored)
         self._num_calls += 1
         return result
+
+    def _checked(
+        self, prompts: Sequence[GivenPrompt], options: GenerationOptions | Sequence[GenerationOptions], first_index: int
+    ) -> tuple[list[tuple[GenerationOptions, int]], list[Setup]]:
+        """Options of rows with their seeds, and what they ask for, once all ranks agree on a call that can be done.
+
+        Args:
+            options, first_index: as of `generate`.
+
+        Raises:
+            ValueError: as of `generate`.
+        """
+        assert self.ranks.mesh.num_shares == self.model.num_shards, "the ranks were arranged anew"
+        if isinstance(options, GenerationOptions):
+            options = options.resolved(self.model.module.generation_config)
+        else:
+            options = self._resolved(options)
+        rows = row_options(options, len(prompts), first_index)
+        each = [of_row for of_row, _ in rows]
+        self.check(prompts, each)
+        self._agree(prompts, options)  # before anything else that all ranks do together
+        lengths = [(len(ids_of(prompt)), of_row.max_new_tokens) for prompt, of_row in zip(prompts, each, strict=True)]
+        outgrows = any(self.prompt_limits.outgrows(*length) for length in lengths)
+        setup = replace(self._setup, blends=_blend(prompts), outgrows=outgrows)
+        return rows, _asked(setup, each, reuses=reuse_segments(prompts))
 
     @contextmanager
     def _held_prefixes(self, prompts: Sequence[GivenPrompt], salts: Sequence[str]) -> Iterator[list[RowPrefix]]:

@@ -1,6 +1,6 @@
 """One rank's part of a prefill: the forward over its tokens, with a clock, and what is reported of it."""
 
-# Legend: B batch, C tokens of this rank.
+# Legend: B batch, C tokens of this rank, S all tokens.
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import Part, nothing
@@ -101,8 +102,8 @@ class StageRun:
             finish: called on the last rank once it has computed its tokens, as a part of the prefill.
         """
         job, start, pads = self.job, runs[0].start, self.job.batch.pads
-        takes_blocks = self.takes_blocks and all(hook.takes_blocks for hook in hooks)
-        num_tokens, row_tokens = sum(map(len, runs)), job.row_tokens if takes_blocks else None
+        num_tokens = sum(map(len, runs))
+        row_tokens = job.row_tokens if self.takes_blocks and all(hook.takes_blocks for hook in hooks) else None
         row_tokens = None if row_tokens is None or row_tokens >= num_tokens else row_tokens
         if job.stops and self.is_last:
             assert self.cache.states is not None
@@ -118,20 +119,13 @@ class StageRun:
             on_layer=self._after_layer,
             stops=job.stops,
         )
-        ids_BS, index_C = job.batch.ids_BS, None
-        if len(runs) == 1:
-            ids_BC = ids_BS[:, start : runs[0].stop]
-        else:
-            index_C = torch.cat([torch.arange(run.start, run.stop, device=ids_BS.device) for run in runs])
-            ids_BC = ids_BS[:, index_C]
-        logits_BV, is_cancelled = None, False
+        (ids_BC, index_C), logits_BV, is_cancelled = self._own_ids(runs), None, False
         self._begin()
         if job.model.held is not None and max(pads) > start:  # transformers asks whether any token is padding
             self.await_device()
         try:
-            kept = nullcontext() if job.scorer is None else job.scorer.keeping()
             with job.model.ranges("chunk of tokens", *(f"{run.start}-{run.stop}" for run in runs)):
-                with kept:
+                with nullcontext() if job.scorer is None else job.scorer.keeping():
                     logits_BV = job.model.forward(
                         ids_BC,
                         attention,
@@ -155,10 +149,30 @@ class StageRun:
             is_cancelled, store = True, None
         computed = self._clock.mark()
         self._end()
-        computed_s, log = self._clock.seconds(computed), self.log
-        waits = [(self._clock.seconds(begin), self._clock.seconds(end)) for _, begin, end in log.waits]
+        computed_s = self._clock.seconds(computed)
+        return Prefilled(
+            logits_BV=logits_BV,
+            cache=store,
+            report=self._report(num_tokens, row_tokens, computed_s, store),
+            states={} if is_cancelled or self._kept is None else self._kept.rows,
+            is_cancelled=is_cancelled,
+            spans=self._spans(computed_s) if job.record else [],
+        )
+
+    def _own_ids(self, runs: Sequence[range]) -> tuple[Tensor, Tensor | None]:
+        """Token ids (B, C) of these ranges, and their indices (C,) if there are several."""
+        ids_BS = self.job.batch.ids_BS
+        if len(runs) == 1:
+            return ids_BS[:, runs[0].start : runs[0].stop], None
+        index_C = torch.cat([torch.arange(run.start, run.stop, device=ids_BS.device) for run in runs])
+        return ids_BS[:, index_C], index_C
+
+    def _report(self, num_tokens: int, row_tokens: int | None, computed_s: float, store: KVStore | None) -> RankReport:
+        """The report of this rank, whose messages have been sent. `computed_s` is when it had computed its tokens."""
+        seconds, log = self._clock.seconds, self.log
+        waits = [(seconds(begin), seconds(end)) for _, begin, end in log.waits]
         report = RankReport(
-            rank=job.ranks.rank,
+            rank=self.job.ranks.rank,
             chunk_tokens=num_tokens,
             row_tokens=row_tokens,
             prefill_s=computed_s - self._began_s,
@@ -178,15 +192,7 @@ class StageRun:
             report.kv_peak_bytes += store.peak_bytes
         else:
             report.kv_peak_bytes += report.state_bytes
-        spans = self._spans(computed_s) if job.record else []
-        return Prefilled(
-            logits_BV=logits_BV,
-            cache=store,
-            report=report,
-            states={} if is_cancelled or self._kept is None else self._kept.rows,
-            is_cancelled=is_cancelled,
-            spans=spans,
-        )
+        return report
 
     def stores_first(self, chunk: range) -> bool:
         """Whether layers in blocks of rows store all keys and values before any token attends: others wait for them."""
