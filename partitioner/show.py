@@ -22,6 +22,7 @@ Prints a lookup table that python -m partitioner.search wrote, and draws its pic
 
 COLUMNS = ("", "tokens", "ranks", "TTFT", "speed-up", "ratios", "found by")
 NOTE = f"* the best number of ranks: twice as many have to bring the first token at least {WORTHWHILE:.0%} earlier"
+DOUBTFUL = "! more than the ranks can bring: other work slowed a measurement down; search again, with another table="
 LEFT = ("ratios", "found by")
 
 
@@ -73,7 +74,8 @@ def table_text(table: LookupTable) -> str:
     for (_, group), best in zip(groups, table.best_entries(), strict=True):
         rows += _rows(list(group), best)
     left = [column for column, name in enumerate(COLUMNS) if name in LEFT]
-    return f"{_head(table)}\n\n{text_table(rows, left=left)}\n{NOTE}\n"
+    notes = [NOTE, *([DOUBTFUL] if any(row[COLUMNS.index("speed-up")].endswith("!") for row in rows) else [])]
+    return "\n".join([_head(table), "", text_table(rows, left=left), *notes, ""])
 
 
 def _rows(entries: Sequence[TableEntry], best: TableEntry) -> list[list[str]]:
@@ -85,12 +87,17 @@ def _rows(entries: Sequence[TableEntry], best: TableEntry) -> list[list[str]]:
             f"{entry.length:,}" if entry is entries[0] else "",
             str(entry.ranks),
             seconds(entry.ttft_s, aligned=True),
-            "" if alone is None else f"{alone / entry.ttft_s:.2f}x",
+            "" if alone is None else _speed_up(alone / entry.ttft_s, entry.ranks),
             " ".join(f"{ratio:.3f}" for ratio in entry.ratios),
             entry.objective + ("" if entry.spread is None else f", spread {entry.spread:.1%}"),
         ]
         for entry in entries
     ]
+
+
+def _speed_up(factor: float, ranks: int) -> str:
+    """A speed-up over one rank, marked where it is beyond the bound, TTFT(1) / p, by more than ranks are chosen for."""
+    return f"{factor:.2f}x" + ("!" if factor > ranks * (1 + WORTHWHILE) else "")
 
 
 def _head(table: LookupTable) -> str:
