@@ -638,10 +638,10 @@ def as_given(value: object) -> object:
     return value.name if isinstance(value, Enum) else value
 
 
-def require_least(options: object, **least: int) -> None:
-    """Raise a ValueError for the first of these options that is below its least value."""
+def require_least(options: object, prefix: str = "", **least: int) -> None:
+    """Raise a ValueError for the first of these options, whose names get a prefix, that is below its least value."""
     for name, value in least.items():
-        require(getattr(options, name) >= value, name, getattr(options, name), f"must be at least {value}")
+        require(getattr(options, name) >= value, prefix + name, getattr(options, name), f"must be at least {value}")
 
 
 def require_default(options: object, *names: str, given: bool = True, rule: str, prefix: str = "") -> None:
@@ -650,12 +650,25 @@ def require_default(options: object, *names: str, given: bool = True, rule: str,
     Args:
         options: a dataclass; an option that has its default counts as not given.
         given: whether others are given by which these have none.
-        rule: why, and what to do.
+        rule: why, and what to do; {usual} in it is the option's default.
         prefix: of the options' names, such as "scorer.".
     """
     for each in fields(options) if given else ():  # type: ignore[arg-type]
         value = getattr(options, each.name)
-        require(each.name not in names or value == each.default, prefix + each.name, value, f"has no effect {rule}")
+        told = "has no effect " + rule.format(usual=as_given(each.default))
+        require(each.name not in names or value == each.default, prefix + each.name, value, told)
+
+
+def nested_options(policy: Any, name: str) -> Any:
+    """An option that has options: those of a dictionary in place of the policy's defaults. Raises: ValueError."""
+    value, [default] = getattr(policy, name), [each.default_factory for each in fields(policy) if each.name == name]
+    assert callable(default), name
+    if isinstance(value, type(usual := default())):
+        return value
+    known = [each.name for each in fields(usual)]
+    if not isinstance(value, dict) or not set(value) <= set(known):
+        raise ValueError(f"policy.{name}={value} must have {', '.join(known)} only")
+    return replace(usual, **value)
 
 
 def choice(option: str, kind: type[E], value: E | str) -> E:

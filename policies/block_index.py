@@ -1,54 +1,108 @@
-"""Index of blocks of consecutive tokens, of one size or of many, each with a digest of its keys."""
+"""Retrieval of blocks of consecutive tokens, of one size or events, by a digest of each block's keys."""
 
-# Legend: B batch, K kv heads, n slots, P blocks, S slots of a block, C new tokens, H key dim, V value dim, X digest
-# dim. b are rows whose blocks end alike.
+# Legend: B batch, N query heads, K kv heads, G = N / K, k choices (1 or K), n slots, P blocks, S slots of a block (in
+# surprises all slots), C new tokens, T tokens of a window, L layers, H key dim, V value dim, X digest dim. b are rows
+# whose blocks end alike.
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from functools import partial
+from itertools import pairwise
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from policies.base import nested_options, require_default
 from policies.clustering import rows_by_pad
-from policies.retriever import Index, PromptView
+from policies.events import By, Events, Refine
+from policies.retriever import Choice, Index, PromptView, Retriever, Slots, most_needed, need_of_group
 from policies.row_values import sent
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
+class BlockRetriever(Retriever):
+    """Base of policies that retrieve blocks.
+
+    Attributes:
+        events: where blocks end: by=surprise, gamma, window, least, most, refine=modularity, layers.
+    """
+
+    takes_full_pool: ClassVar[bool] = False  # blocks are of consecutive tokens
+
+    events: Events = field(default_factory=Events)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.events = nested_options(self, "events")
+        rule = "with policy.events.by=surprise; use policy.events.most"
+        require_default(self, "block", "page", given=self.needs_surprise, rule=rule)
+
+    @property
+    def needs_surprise(self) -> bool:
+        return self.events.by is By.surprise
+
+    @property
+    def compares_layers(self) -> bool:
+        return self.events.refine is not Refine.none
+
+    def tell(self, indices: Sequence[Index], surprise_BS: Sequence[Sequence[float]], num_told: int) -> None:
+        blocks = [index for index in indices if isinstance(index, BlockIndex)]
+        last = blocks[-max(1, round(self.events.layers * len(blocks))) :]
+        k_LBKnH = [index.stored() for index in last] if self.compares_layers else []
+        for row, surprise_S in enumerate(surprise_BS):
+            edges = blocks[0].parts[row].edges
+            keys = partial(_side_by_side, [k_BKnH[row] for k_BKnH in k_LBKnH]) if k_LBKnH else None
+            ends = self.events.ends(
+                surprise_S, num_told=num_told, begin=edges[0] - self.sinks, before=edges[-1], keys=keys
+            )
+            for index in blocks:
+                index.parts[row].edges.extend(ends)
+        for index in blocks:
+            index.catch_up()
+
+    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        assert isinstance(index, BlockIndex)
+        need_Bkn = index.needs(q_BNH, slots, self.num_chosen(slots))
+        if slots.positions_BKn is not None:
+            need_Bkn = need_Bkn.expand(slots.positions_BKn.shape).clone()
+        slots.mark(need_Bkn, sinks=self.sinks, recent=self.recent)
+        return most_needed(need_Bkn, self.num_chosen(slots), slots)
+
+
+def _side_by_side(k_LKnH: Sequence[Tensor], first: int, end: int) -> Tensor:
+    """Keys (T, L x K x H) of some slots of a row."""
+    return torch.cat([k_KnH[:, first:end].transpose(0, 1).flatten(1) for k_KnH in k_LKnH], dim=1)
+
+
+@dataclass(kw_only=True)
 class BlocksOfRows:
     """Blocks of rows that end alike: of rows with the same padding, or of one row.
 
     Attributes:
         rows: these rows.
-        begin, first: first slot of the text, and of the first block.
-        digests_bKPX: what stands for each block.
-        sizes_P: tokens of each block with a digest, if these are of many sizes.
-        ends: the slots after the blocks, and after those that have no digest yet.
+        edges: first slot of the first block, and the slots after all blocks that are known.
+        digests_bKPX: what stands for each of the first blocks, those that have left the window.
+        sizes: their numbers of tokens (P,), or one that all have, with which a step launches fewer kernels.
     """
 
     rows: slice
-    begin: int
-    first: int
+    edges: list[int]
     digests_bKPX: Tensor
-    sizes_P: Tensor
-    ends: list[int] = field(default_factory=list)
-
-    @property
-    def last_end(self) -> int:
-        return self.ends[-1] if self.ends else self.first
+    sizes: Tensor | int
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks with a digest."""
         return self.digests_bKPX.shape[2]
 
     @property
-    def num_slots(self) -> int:
-        """Slots of all blocks, those before the first one included."""
-        return self.ends[self.num_blocks - 1] if self.num_blocks else self.first
+    def slots(self) -> slice:
+        """The slots of the blocks with a digest."""
+        return slice(self.edges[0], self.edges[self.num_blocks])
 
 
 class BlockIndex(Index):
@@ -56,33 +110,34 @@ class BlockIndex(Index):
 
     Args:
         view: the layer after the prompt.
-        block: tokens of a block.
-        by_event: blocks end where `add_ends` says; later tokens, of which it says nothing, in blocks of `block`.
-        sinks, recent: tokens that are in no block, the first ones and the last ones.
+        how: the policy, of whose `sinks` first and `recent` last tokens none is in a block.
+        block: tokens of a block whose end nothing says: of all blocks, or of those after the last event.
+        together: all heads make one choice, k = 1; otherwise each KV head makes its own.
         digest_dim: of a block's digest.
-
-    Attributes:
-        num_told: slots of which `add_ends` was told all that is known.
     """
 
-    def __init__(
-        self, view: PromptView, *, block: int, by_event: bool, sinks: int, recent: int, digest_dim: int
-    ) -> None:
+    def __init__(self, view: PromptView, how: BlockRetriever, *, block: int, together: bool, digest_dim: int) -> None:
         super().__init__(view.k_BKnH.shape[2])
-        self.block, self.by_event, self._recent, self.stored = block, by_event, recent, view.stored
-        self.num_told = 0
-        self.num_kv_heads, self._scaling = view.k_BKnH.shape[1], view.scaling
+        self._how, self._block, self._together = how, block, together
+        self.stored, self.num_kv_heads, self._scaling = view.stored, view.k_BKnH.shape[1], view.scaling
         none_BK0X = view.k_BKnH.new_empty(*view.k_BKnH.shape[:2], 0, digest_dim)
-        none_0 = torch.empty(0, dtype=torch.int64, device=none_BK0X.device)
-        alone = [(slice(row, row + 1), pad) for row, pad in enumerate(view.pads)]
+        sizes: Tensor | int = block
+        of_rows = rows_by_pad(view.pads)
+        if how.needs_surprise:
+            sizes = torch.empty(0, dtype=torch.int64, device=none_BK0X.device)
+            of_rows = [(slice(row, row + 1), pad) for row, pad in enumerate(view.pads)]
         self.parts = [
-            BlocksOfRows(rows=rows, begin=pad, first=pad + sinks, digests_bKPX=none_BK0X[rows], sizes_P=none_0)
-            for rows, pad in (alone if by_event else rows_by_pad(view.pads))
+            BlocksOfRows(rows=rows, edges=[pad + how.sinks], digests_bKPX=none_BK0X[rows], sizes=sizes)
+            for rows, pad in of_rows
         ]
 
     @abstractmethod
     def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
         """Digests that stand for blocks of rows (b, K, P, X)."""
+
+    @abstractmethod
+    def scores(self, q_bKGH: Tensor, digests_bKPX: Tensor) -> Tensor:
+        """Scores (b, K, G, P) of blocks by their digests, in at least float32."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,94 +145,73 @@ class BlockIndex(Index):
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         self.num_slots += k_BKCH.shape[2]
-        if not self.by_event:  # else it is not known yet where those of given tokens end
-            self.catch_up()
+        self.catch_up()
 
     def fork(self, stored: Callable[[], Tensor]) -> Self:
         other = super().fork(stored)
-        other.parts = [replace(part, ends=list(part.ends)) for part in self.parts]
+        other.parts = [replace(part, edges=list(part.edges)) for part in self.parts]
         return other
-
-    def end_of(self, row: int) -> tuple[int, int]:
-        """Where the last known block of a row of events ends, and where its text begins."""
-        return self.parts[row].last_end, self.parts[row].begin
-
-    def add_ends(self, row: int, ends: Sequence[int]) -> None:
-        """Let the next blocks of a row of events end before these slots."""
-        self.parts[row].ends.extend(ends)
 
     def catch_up(self, k_BKnH: Tensor | None = None, *, of_all: bool = False) -> None:
         """Make the digests of the blocks that have left the window.
 
         Args:
             k_BKnH: all keys, if they are at hand.
-            of_all: tokens of which nothing was said end in blocks of one size, too.
+            of_all: tokens after the last event are in blocks, too: nothing more will be told of them.
         """
-        limit = self.num_slots - self._recent
-        for number, part in enumerate(self.parts):
-            if of_all or not self.by_event:
-                part.ends.extend(range(part.last_end + self.block, self.num_slots + 1, self.block))
-            ends = [end for end in part.ends[part.num_blocks :] if end <= limit]
-            if not ends:
+        for part in self.parts:
+            if of_all or not self._how.needs_surprise:
+                part.edges.extend(range(part.edges[-1] + self._block, self.num_slots + 1, self._block))
+            limit = self.num_slots - self._how.recent
+            sizes = [end - start for start, end in pairwise(part.edges[part.num_blocks :]) if end <= limit]
+            if not sizes:
                 continue
             k_BKnH = self.stored() if k_BKnH is None else k_BKnH
-            found = list[Tensor]()
-            order = list[int]()
-            for numbers, k_bKPSH in _by_size(k_BKnH[part.rows], part.num_slots, ends):
-                found.append(self.digest(part.rows, k_bKPSH))
-                order += numbers
-            new_bKPX = torch.cat(found, dim=2) if len(found) > 1 else found[0]
-            if len(found) > 1:
-                new_bKPX = new_bKPX[:, :, sent(torch.tensor(order).argsort(), new_bKPX.device)]
-            sizes_P = part.sizes_P
-            if self.by_event:  # else no step needs them
-                sizes = [end - start for start, end in zip([part.num_slots, *ends], ends, strict=False)]
-                sizes_P = torch.cat([sizes_P, sent(torch.tensor(sizes), sizes_P.device)])
-            digests_bKPX = torch.cat([part.digests_bKPX, new_bKPX], dim=2)
-            self.parts[number] = replace(part, digests_bKPX=digests_bKPX, sizes_P=sizes_P)
+            start = part.edges[part.num_blocks]
+            k_bKTH = k_BKnH[part.rows, :, start : start + sum(sizes)]
+            new_bKPX = self._digests(part.rows, k_bKTH, sizes)
+            part.digests_bKPX = torch.cat([part.digests_bKPX, new_bKPX], dim=2)
+            if isinstance(part.sizes, Tensor):
+                part.sizes = torch.cat([part.sizes, sent(torch.tensor(sizes), new_bKPX.device)])
 
-    def need_of_slots(
-        self, q_BNH: Tensor, num_choices: int, places: Callable[[BlocksOfRows, Tensor], Tensor]
-    ) -> Tensor:
+    def _digests(self, rows: slice, k_bKTH: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Digests (b, K, P, X) of blocks one after another, all of a size at once."""
+        if len(set(sizes)) == 1:
+            return self.digest(rows, k_bKTH.unflatten(2, (len(sizes), -1)))
+        k_PbKSH, found = k_bKTH.split(list(sizes), dim=2), dict[int, Tensor]()
+        for size in set(sizes):
+            numbers = [number for number, each in enumerate(sizes) if each == size]
+            new_bKPX = self.digest(rows, torch.stack([k_PbKSH[number] for number in numbers], dim=2))
+            found.update(zip(numbers, new_bKPX.unbind(dim=2), strict=True))
+        return torch.stack([found[number] for number in range(len(sizes))], dim=2)
+
+    def needs(self, q_BNH: Tensor, slots: Slots, num_chosen: int) -> Tensor:
         """Need (B, k, n), float64, of each slot: its block's place from the last to the best; in no block, above all.
 
         Of a block that is cut short the later tokens come first.
 
         Args:
-            num_choices: k: 1 if all heads choose together, or the number of KV heads.
-            places: (rows with blocks, their scaled queries (b, K, G, H)) -> places of the blocks (b, k, P).
+            num_chosen: number of slots that will be chosen.
         """
         self.catch_up(of_all=True)
         within_n = torch.arange(self.num_slots, device=q_BNH.device, dtype=torch.float64) / (2 * self.num_slots)
-        need_Bkn = within_n.repeat(len(q_BNH), num_choices, 1)
+        need_Bkn = within_n.repeat(len(q_BNH), 1 if self._together else self.num_kv_heads, 1)
         for part in self.parts:
-            num_blocks = part.num_blocks
-            need_Bkn[part.rows] += num_blocks
-            if num_blocks == 0:
+            need_Bkn[part.rows] += part.num_blocks
+            if part.num_blocks == 0:
                 continue
-            place_bkP = places(part, q_BNH[part.rows].unflatten(1, (self.num_kv_heads, -1)) * self._scaling)
-            if self.by_event:
-                num_slots = part.num_slots - part.first
-                wide_bkn = place_bkP.repeat_interleave(part.sizes_P, dim=2, output_size=num_slots)
-            else:
-                wide_bkn = place_bkP.repeat_interleave(self.block, dim=2)
-            need_Bkn[part.rows, :, part.first : part.num_slots] += wide_bkn - num_blocks
+            q_bKGH = q_BNH[part.rows].unflatten(1, (self.num_kv_heads, -1)) * self._scaling
+            score_bkP = need_of_group(self.scores(q_bKGH, part.digests_bKPX), self._how.group)
+            if self._together:
+                score_bkP = score_bkP.mean(dim=1, keepdim=True)
+                if slots.mean_over_shares is not None:
+                    score_bkP = slots.mean_over_shares(score_bkP)
+            place_bkP = self.places(part, score_bkP, num_chosen)
+            num_tokens = part.slots.stop - part.slots.start
+            wide_bkn = place_bkP.repeat_interleave(part.sizes, dim=2, output_size=num_tokens)
+            need_Bkn[part.rows, :, part.slots] += wide_bkn - part.num_blocks
         return need_Bkn
 
-    def sizes(self, part: BlocksOfRows) -> Tensor:
-        """Tokens (P,) of each block that has a digest."""
-        return part.sizes_P if self.by_event else part.sizes_P.new_full((part.num_blocks,), self.block)
-
-
-def _by_size(k_bKnH: Tensor, begin: int, ends: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
-    """The blocks of each size: their numbers, and their keys (b, K, P, S, H)."""
-    starts = [begin, *ends[:-1]]
-    sizes = [end - start for start, end in zip(starts, ends, strict=True)]
-    if len(set(sizes)) == 1:
-        yield list(range(len(ends))), k_bKnH[:, :, begin : ends[-1]].unflatten(2, (len(ends), sizes[0]))
-        return
-    for size in sorted(set(sizes)):
-        numbers = [number for number, each in enumerate(sizes) if each == size]
-        first_P = sent(torch.tensor([starts[number] for number in numbers]), k_bKnH.device)
-        within_S = torch.arange(size, device=k_bKnH.device)
-        yield numbers, k_bKnH[:, :, first_P[:, None] + within_S]
+    def places(self, part: BlocksOfRows, score_bkP: Tensor, num_chosen: int) -> Tensor:
+        """Place (b, k, P) of each block from the last to the best one."""
+        return score_bkP.argsort(dim=-1, stable=True).argsort(dim=-1)

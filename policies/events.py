@@ -11,24 +11,21 @@ sums of keys, so all t of a window take one pass over its keys. As in published 
 block's length beyond both of its ends, and not beyond the text that is known. Products are of keys as they are stored.
 """
 
-# Legend: B batch, S tokens of the padded text, n slots, T tokens of a window, X dims of the keys of several heads and
+# Legend: S tokens of the padded text, n some of them, T tokens of a window, X dims of the keys of several heads and
 # layers side by side.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from policies.base import as_given, choice, require
-from policies.block_index import BlockIndex
-from policies.retriever import Index, Retriever
+from policies.base import choice, require, require_default, require_least
 
 
 class By(Enum):
@@ -72,44 +69,60 @@ class Events:
     def __post_init__(self) -> None:
         self.by = choice("events.by", By, self.by)
         self.refine = choice("events.refine", Refine, self.refine)
-        require(self.window >= 2, "events.window", self.window, "must be at least 2")
-        require(self.least >= 1, "events.least", self.least, "must be at least 1")
+        require_least(self, prefix="events.", window=2, least=1)
         require(self.most >= self.least, "events.most", self.most, f"must be at least policy.events.least={self.least}")
         require(math.isfinite(self.gamma), "events.gamma", self.gamma, "must be a finite number")
         require(0 < self.layers <= 1, "events.layers", self.layers, "must be above 0 and at most 1")
-        refines = self.refine is not Refine.none or self.layers == Events.layers
-        require(refines, "events.layers", self.layers, "has no effect without policy.events.refine=modularity")
-        if self.by is By.size:
-            for each in fields(self):
-                name, value = each.name, getattr(self, each.name)
-                rule = (
-                    f"has no effect on blocks of one size; use {as_given(each.default)}, or policy.events.by=surprise"
-                )
-                require(value == each.default, f"events.{name}", value, rule)
+        rule = "without policy.events.refine=modularity"
+        require_default(self, "layers", given=self.refine is Refine.none, rule=rule, prefix="events.")
+        names, rule = vars(self), "on blocks of one size; use {usual}, or policy.events.by=surprise"
+        require_default(self, *names, given=self.by is By.size, rule=rule, prefix="events.")
 
-    def with_options(self, value: Any) -> Events:
-        """These options with those of a dictionary in their place. Raises: ValueError."""
-        if isinstance(value, Events):
-            return value
-        known = [field.name for field in fields(self)]
-        if not isinstance(value, dict) or not set(value) <= set(known):
-            names = ", ".join(known)
-            raise ValueError(f"policy.events={value} must have {names} only, as in policy.events.by=surprise")
-        return replace(self, **value)
+    def ends(
+        self,
+        surprise_S: Sequence[float],
+        *,
+        num_told: int,
+        begin: int,
+        before: int,
+        keys: Callable[[int, int], Tensor] | None,
+    ) -> list[int]:
+        """Ends of a row's next blocks: the slots after them.
+
+        Args:
+            surprise_S: -log p of each slot's token, NaN where it is not known.
+            num_told: slots among which earlier ends were looked for.
+            begin, before: where the text begins, and where the last block so far ends.
+            keys: (first slot, end) -> keys (T, X) of these slots, by which ends are refined. None: they are not.
+        """
+        seen_from, found = max(0, num_told - self.window), list[int]()
+        is_mark_n = surprising(np.array(surprise_S[seen_from:]), gamma=self.gamma, window=self.window)
+        for end in (np.flatnonzero(is_mark_n[num_told - seen_from :]) + num_told).tolist():
+            if end - before < self.least:
+                continue
+            if keys is not None:
+                half = (end - before) // 2
+                first, last = max(begin, before - half), min(len(surprise_S), end + half)
+                of_places = modularity(keys(first, last))[before + self.least - first : end + 1 - first]
+                end = before + self.least + int(of_places.argmax())
+            while end - before > self.most:
+                before += self.most
+                found.append(before)
+            if end - before >= self.least:
+                found.append(end)
+                before = end
+        return found
 
 
-def surprising(surprise_n: np.ndarray, *, gamma: float, window: int) -> np.ndarray:
-    """Whether each token's surprise exceeds what the tokens before it let expect. NaN is not known, and surprises not.
+def surprising(surprise_S: np.ndarray, *, gamma: float, window: int) -> np.ndarray:
+    """Mask of the tokens whose surprise exceeds what the tokens before them let expect. NaN is not known.
 
     At least two of the window have to be known.
     """
-    is_known = ~np.isnan(surprise_n)
-    middle = surprise_n[is_known].mean() if is_known.any() else 0.0  # so that sums of squares lose nothing
-    x = np.where(is_known, surprise_n - middle, 0.0)
-    sums = np.zeros((3, len(x) + 1))
-    np.cumsum([is_known, x, x * x], axis=1, out=sums[:, 1:])
-    places = np.arange(len(x))
-    count, total, squares = sums[:, places] - sums[:, np.maximum(places - window, 0)]
+    is_known = ~np.isnan(surprise_S)
+    x = np.where(is_known, surprise_S, 0.0)
+    sums = np.pad(np.cumsum([is_known, x, x * x], axis=1), ((0, 0), (1, 0)))
+    count, total, squares = sums[:, :-1] - sums[:, np.maximum(np.arange(len(x)) - window, 0)]
     mean = total / np.maximum(count, 1)
     deviation = np.sqrt(np.maximum(squares - total * mean, 0) / np.maximum(count - 1, 1))
     return np.asarray(is_known & (count >= 2) & (x > mean + gamma * deviation))
@@ -117,118 +130,9 @@ def surprising(surprise_n: np.ndarray, *, gamma: float, window: int) -> np.ndarr
 
 def modularity(k_TX: Tensor) -> Tensor:
     """Modularity (T + 1,), float64, of a window's tokens in the parts [0, t) and [t, T), for each t."""
-    sums_TX = torch.nn.functional.pad(k_TX.double().cumsum(dim=0), (0, 0, 1, 0))
+    sums_TX = pad(k_TX.double().cumsum(dim=0), (0, 0, 1, 0))
     all_X = sums_TX[-1]
     twice_m = all_X @ all_X
     degrees_T = sums_TX @ all_X  # of the tokens before t
     within_T = sums_TX.square().sum(dim=1) + (all_X - sums_TX).square().sum(dim=1)
     return (within_T - (degrees_T**2 + (twice_m - degrees_T) ** 2) / twice_m) / (2 * twice_m)
-
-
-def refined(ends: Sequence[int], start: int, known: range, keys: Callable[[int, int], Tensor], least: int) -> list[int]:
-    """Ends of events, each moved back to the best place since the one before.
-
-    Args:
-        start: where the first event begins.
-        known: slots of the text that is known.
-        keys: (first slot, end) -> keys (T, X) of these slots.
-        least: tokens that an event has at least.
-    """
-    found, before = list[int](), start
-    for end in ends:
-        half = (end - before) // 2
-        first, last = max(known.start, before - half), min(known.stop, end + half)
-        candidates = modularity(keys(first, last))[before + least - first : end + 1 - first].cpu()
-        if len(candidates) and not candidates.isnan().any():
-            end = before + least + int(candidates.argmax())
-        found.append(end)
-        before = end
-    return found
-
-
-def far_apart(ends: Sequence[int], start: int, least: int) -> list[int]:
-    """The ends that are at least so many tokens after the one before."""
-    found, before = list[int](), start
-    for end in ends:
-        if end - before >= least:
-            found.append(end)
-            before = end
-    return found
-
-
-def of_sizes(ends: Sequence[int], start: int, least: int, most: int) -> list[int]:
-    """Ends of blocks of at least and at most so many tokens."""
-    found, before = list[int](), start
-    for end in ends:
-        while end - before > most:
-            before += most
-            found.append(before)
-        if end - before >= least:
-            found.append(end)
-            before = end
-    return found
-
-
-@dataclass(kw_only=True)
-class EventRetriever(Retriever):
-    """Base of policies that retrieve blocks, which may be events.
-
-    Attributes:
-        events: where blocks end: by=surprise, gamma, window, least, most, refine=modularity, layers.
-    """
-
-    events: Events = field(default_factory=Events)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.events = self._default_events().with_options(self.events)
-
-    @staticmethod
-    def _default_events() -> Events:
-        """Those that are not given."""
-        return Events()
-
-    @property
-    def needs_surprise(self) -> bool:
-        return self.events.by is By.surprise
-
-    @property
-    def compares_layers(self) -> bool:
-        return self.events.refine is not Refine.none
-
-    def tell(self, indices: Mapping[int, Index], surprise_BS: Tensor) -> None:
-        blocks = {layer: index for layer, index in indices.items() if isinstance(index, BlockIndex)}
-        if not blocks:
-            return
-        one = next(iter(blocks.values()))
-        last = list(blocks.values())[-max(1, round(self.events.layers * len(blocks))) :]
-        keys_L = [index.stored() for index in last] if self.compares_layers else []
-        for row, surprise_S in enumerate(surprise_BS.numpy()):
-            start, begin = one.end_of(row)
-            ends = self._ends(surprise_S, start, begin, one.num_told, [k_BKnH[row] for k_BKnH in keys_L])
-            for index in blocks.values():
-                index.add_ends(row, ends)
-        for index in blocks.values():
-            index.num_told = surprise_BS.shape[1]
-            index.catch_up()
-
-    def _ends(self, surprise_S: np.ndarray, start: int, begin: int, num_told: int, keys: Sequence[Tensor]) -> list[int]:
-        """Ends of the next blocks of a row.
-
-        Args:
-            start: where the first of them begins.
-            begin: where the text begins.
-            num_told: slots whose surprises earlier blocks were made of; ends that these gave may have moved.
-        """
-        how = self.events
-        seen_from = max(0, num_told - how.window)
-        marks = surprising(surprise_S[seen_from:], gamma=how.gamma, window=how.window)
-        ends = [end for end in (np.flatnonzero(marks) + seen_from).tolist() if end > start and end >= num_told]
-        if keys:
-
-            def side_by_side(first: int, end: int) -> Tensor:
-                return torch.cat([k_KnH[:, first:end].transpose(0, 1).flatten(1) for k_KnH in keys], dim=1)
-
-            known = range(begin, len(surprise_S))
-            ends = refined(far_apart(ends, start, how.least), start, known, side_by_side, how.least)
-        return of_sizes(ends, start, how.least, how.most)

@@ -23,10 +23,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import Budget, PromptPart, require, require_default, require_least
-from policies.block_index import BlockIndex, BlocksOfRows
-from policies.events import EventRetriever
-from policies.retriever import Choice, Group, Index, PromptView, Slots, most_needed, need_of_group
+from policies.base import Budget, PromptPart, require, require_least
+from policies.block_index import BlockIndex, BlockRetriever
+from policies.retriever import Choice, Group, Index, PromptView, Slots
 
 
 class Blocks(BlockIndex):
@@ -38,15 +37,9 @@ class Blocks(BlockIndex):
     """
 
     def __init__(self, view: PromptView, how: InfLLM) -> None:
-        super().__init__(
-            view,
-            block=how.events.most if how.needs_surprise else how.block,
-            by_event=how.needs_surprise,
-            sinks=how.sinks,
-            recent=how.recent,
-            digest_dim=view.k_BKnH.shape[3],
-        )
-        self.how = how
+        block = how.events.most if how.needs_surprise else how.block
+        super().__init__(view, how, block=block, together=True, digest_dim=view.k_BKnH.shape[3])
+        self._representatives = how.representatives
         self.see(view.q_BNwH)
         self.catch_up(view.k_BKnH)
 
@@ -59,33 +52,16 @@ class Blocks(BlockIndex):
 
     def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
         scores_bKPS = (k_bKPSH @ self._asking_BKH[rows, :, None, :, None]).squeeze(-1)
-        best_bKPR = scores_bKPS.topk(min(self.how.representatives, k_bKPSH.shape[3]), dim=-1).indices
+        best_bKPR = scores_bKPS.topk(min(self._representatives, k_bKPSH.shape[3]), dim=-1).indices
         return k_bKPSH.take_along_dim(best_bKPR.unsqueeze(-1), dim=3).mean(dim=3)
 
-    def needs(self, q_BNH: Tensor, slots: Slots, num_chosen: int) -> Tensor:
-        """Need (B, 1, n), float64, of each slot, as `need_of_slots`.
-
-        Args:
-            num_chosen: number of slots that will be chosen.
-        """
-
-        def places(part: BlocksOfRows, q_bKGH: Tensor) -> Tensor:
-            scores_bKGP = q_bKGH @ part.digests_bKPX.mT
-            scores_bKGP = scores_bKGP.to(torch.promote_types(scores_bKGP.dtype, torch.float32))
-            score_bP = need_of_group(scores_bKGP, self.how.group).mean(dim=1)
-            if slots.mean_over_shares is not None:
-                score_bP = slots.mean_over_shares(score_bP)
-            return self.places(part, score_bP, num_chosen)[:, None]
-
-        return self.need_of_slots(q_BNH, 1, places)
-
-    def places(self, part: BlocksOfRows, score_bP: Tensor, num_chosen: int) -> Tensor:
-        """Place (b, P) of each block from the last to the best one."""
-        return score_bP.argsort(dim=-1, stable=True).argsort(dim=-1)
+    def scores(self, q_bKGH: Tensor, digests_bKPX: Tensor) -> Tensor:
+        scores_bKGP = q_bKGH @ digests_bKPX.mT
+        return scores_bKGP.to(torch.promote_types(scores_bKGP.dtype, torch.float32))
 
 
 @dataclass(kw_only=True)
-class InfLLM(EventRetriever, name="infllm"):
+class InfLLM(BlockRetriever, name="infllm"):
     """Retrieve blocks of tokens, `fetch` slots in total, beside the first and the last ones.
 
     Attributes:
@@ -99,7 +75,6 @@ class InfLLM(EventRetriever, name="infllm"):
         ValueError: an option is out of range.
     """
 
-    takes_full_pool: ClassVar[bool] = False  # blocks are of consecutive tokens
     extends: ClassVar[bool] = True
 
     fetch: Budget | None = 6272
@@ -114,8 +89,6 @@ class InfLLM(EventRetriever, name="infllm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, block=1, representatives=1, observed=1)
-        rule = "with policy.events.by=surprise; use policy.events.most"
-        require_default(self, "block", given=self.needs_surprise, rule=rule)
         require(self.fetch is not None, "fetch", self.fetch, "must be given: blocks are ranked, not compared")
         require(
             self.late is None, "late", self.late, f"does not go with {self.label}, which chooses for all heads together"
@@ -137,13 +110,9 @@ class InfLLM(EventRetriever, name="infllm"):
         return Blocks(view, self)
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, Blocks)
-        need_BKn = index.needs(q_BNH, slots, self.num_chosen(slots))
-        if slots.positions_BKn is not None:
-            need_BKn = need_BKn.expand(slots.positions_BKn.shape).clone()
-        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        choice = most_needed(need_BKn, self.num_chosen(slots), slots)
+        choice = super().choose(index, q_BNH, slots)
         if choice is None:
             return None
+        assert isinstance(index, Blocks)
         slots_BKm = choice.slots_BKm.sort(dim=-1).values  # the last ones are the window
         return Choice(slots_BKm=slots_BKm.expand(-1, index.num_kv_heads, -1))

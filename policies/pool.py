@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -50,16 +50,6 @@ class Pool:
                 f"policy.pool.victim={self.victim.value} is the token that a full pool replaces, and without a limit "
                 "none is full; set policy.pool.bytes, such as 2GiB, or leave policy.pool.victim out"
             )
-
-    @classmethod
-    def from_options(cls, value: Any) -> Pool:
-        """Options from a dictionary. Raises: ValueError."""
-        if isinstance(value, Pool):
-            return value
-        known = [field.name for field in fields(cls)]
-        if not isinstance(value, dict) or not set(value) <= set(known):
-            raise ValueError(f"policy.pool={value} must have {' and '.join(known)} only, as in policy.pool.bytes=2GiB")
-        return cls(**value)
 
 
 def note_choice(victim: Victim, use_BKn: Tensor, slots_BKm: Tensor, step: int) -> None:

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from policies.base import Budget, choice, require_default, require_least
-from policies.block_index import BlockIndex, BlocksOfRows
-from policies.events import EventRetriever
-from policies.retriever import Choice, Index, PromptView, Slots, most_needed, need_of_group
+from policies.base import Budget, choice, require_least
+from policies.block_index import BlockIndex, BlockRetriever
+from policies.retriever import Choice, Index, PromptView, Slots, need_of_group
 
 
 class Digest(Enum):
@@ -39,27 +37,28 @@ class Digest(Enum):
     mean = "mean"
 
 
-def _digest(kind: Digest, k_BKPSH: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper end (B, K, P, H) of what stands for the keys of each page, in every dim."""
+def _digest(kind: Digest, k_BKPSH: Tensor) -> Tensor:
+    """What stands for each page (B, K, P, X): its mean key, or the lower and upper end in each dim, side by side."""
     if kind is Digest.mean:
-        mean_BKPH = k_BKPSH.mean(dim=3)
-        return mean_BKPH, mean_BKPH
+        return k_BKPSH.mean(dim=3)
     least_BKPH, most_BKPH = k_BKPSH.amin(dim=3), k_BKPSH.amax(dim=3)
     if kind is Digest.bounds:
-        return least_BKPH, most_BKPH
+        return torch.cat([least_BKPH, most_BKPH], dim=-1)
     centre_BKPH = (least_BKPH + most_BKPH) / 2
     distance_BKPH = (k_BKPSH - centre_BKPH.unsqueeze(3)).abs().mean(dim=3)
-    return centre_BKPH - distance_BKPH, centre_BKPH + distance_BKPH
+    return torch.cat([centre_BKPH - distance_BKPH, centre_BKPH + distance_BKPH], dim=-1)
 
 
-def _scores(q_BKGH: Tensor, least_BKPH: Tensor, most_BKPH: Tensor) -> Tensor:
-    """Scores (B, K, G, P) of pages by what stands for their keys."""
-    most = q_BKGH.clamp_min(0) @ most_BKPH.mT + q_BKGH.clamp_max(0) @ least_BKPH.mT
-    return most.to(torch.promote_types(most.dtype, torch.float32))
+def _scores(q_BKGH: Tensor, digests_BKPX: Tensor) -> Tensor:
+    """Scores (B, K, G, P) of pages by what stands for them, in at least float32."""
+    if digests_BKPX.shape[-1] > q_BKGH.shape[-1]:
+        q_BKGH = torch.cat([q_BKGH.clamp_max(0), q_BKGH.clamp_min(0)], dim=-1)
+    scores_BKGP = q_BKGH @ digests_BKPX.mT
+    return scores_BKGP.to(torch.promote_types(scores_BKGP.dtype, torch.float32))
 
 
 class Pages(Index):
-    """Index of what stands for the keys of every page of slots, two keys (B, K, P, H).
+    """Index of what stands for every full page of slots.
 
     Args:
         k_BKnH: keys of the slots so far.
@@ -75,7 +74,7 @@ class Pages(Index):
         super().__init__(0)
         self.page, self._scaling, self._digest = page, scaling, digest
         self._open_BKSH = k_BKnH[:, :, :0]  # keys of a page that is not full yet
-        self._least_BKPH = self._most_BKPH = self._open_BKSH
+        self._digests_BKPX = _digest(digest, self._open_BKSH.unflatten(2, (0, page)))
         if any(pads):
             k_BKnH = k_BKnH.clone()
             for row, pad in enumerate(pads):
@@ -93,8 +92,7 @@ class Pages(Index):
 
     @property
     def num_bytes(self) -> int:
-        ends = [self._least_BKPH] if self._digest is Digest.mean else [self._least_BKPH, self._most_BKPH]
-        return sum(each.nbytes for each in (*ends, self._open_BKSH))
+        return self._digests_BKPX.nbytes + self._open_BKSH.nbytes
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         self._add(k_BKCH)
@@ -106,22 +104,12 @@ class Pages(Index):
         self._open_BKSH = k_BKCH[:, :, num_full * self.page :].clone()
         if num_full:
             pages_BKPSH = k_BKCH[:, :, : num_full * self.page].unflatten(2, (num_full, self.page))
-            least_BKPH, most_BKPH = _digest(self._digest, pages_BKPSH)
-            self._least_BKPH = torch.cat([self._least_BKPH, least_BKPH], dim=2)
-            self._most_BKPH = torch.cat([self._most_BKPH, most_BKPH], dim=2)
+            self._digests_BKPX = torch.cat([self._digests_BKPX, _digest(self._digest, pages_BKPSH)], dim=2)
 
     def scores(self, q_BNH: Tensor) -> Tensor:
-        """Scores (B, K, G, P) of all pages, that which is not full yet last; scaled, in at least float32.
-
-        With `Digest.bounds` no key of a page has a higher one.
-        """
-        least_BKPH, most_BKPH = self._least_BKPH, self._most_BKPH
-        if self._open_BKSH.shape[2]:
-            open_least, open_most = _digest(self._digest, self._open_BKSH.unsqueeze(2))
-            least_BKPH = torch.cat([least_BKPH, open_least], dim=2)
-            most_BKPH = torch.cat([most_BKPH, open_most], dim=2)
-        q_BKGH = q_BNH.unflatten(1, (most_BKPH.shape[1], -1)) * self._scaling
-        return _scores(q_BKGH, least_BKPH, most_BKPH)
+        """Scores (B, K, G, P) of all pages, scaled. With `Digest.bounds` no key of a page has a higher one."""
+        q_BKGH = q_BNH.unflatten(1, (self._digests_BKPX.shape[1], -1)) * self._scaling
+        return _scores(q_BKGH, self._digests_BKPX)
 
 
 class EventPages(BlockIndex):
@@ -133,25 +121,19 @@ class EventPages(BlockIndex):
     """
 
     def __init__(self, view: PromptView, how: Quest) -> None:
-        dim = view.k_BKnH.shape[3]
-        super().__init__(view, block=how.events.most, by_event=True, sinks=0, recent=0, digest_dim=2 * dim)
-        self._how = how
+        dim = view.k_BKnH.shape[3] * (1 if how.digest is Digest.mean else 2)
+        super().__init__(view, how, block=how.events.most, together=False, digest_dim=dim)
+        self._kind = how.digest
 
     def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
-        return torch.cat(_digest(self._how.digest, k_bKPSH), dim=-1)
+        return _digest(self._kind, k_bKPSH)
 
-    def needs(self, q_BNH: Tensor) -> Tensor:
-        """Need (B, K, n), float64, of each slot, as `need_of_slots`."""
-
-        def places(part: BlocksOfRows, q_bKGH: Tensor) -> Tensor:
-            need_bKP = need_of_group(_scores(q_bKGH, *part.digests_bKPX.chunk(2, dim=-1)), self._how.group)
-            return need_bKP.argsort(dim=-1, stable=True).argsort(dim=-1)
-
-        return self.need_of_slots(q_BNH, self.num_kv_heads, places)
+    def scores(self, q_bKGH: Tensor, digests_bKPX: Tensor) -> Tensor:
+        return _scores(q_bKGH, digests_bKPX)
 
 
 @dataclass(kw_only=True)
-class Quest(EventRetriever, name="quest"):
+class Quest(BlockRetriever, name="quest"):
     """Retrieve whole pages with about `fetch` slots in total, including the first and the last ones.
 
     Attributes:
@@ -163,8 +145,6 @@ class Quest(EventRetriever, name="quest"):
         ValueError: an option is out of range.
     """
 
-    takes_full_pool: ClassVar[bool] = False  # pages are of consecutive tokens
-
     fetch: Budget | None = 0.1
     first_layer: int = 2
     page: int = 16
@@ -173,8 +153,6 @@ class Quest(EventRetriever, name="quest"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_least(self, page=1)
-        rule = "with policy.events.by=surprise; use policy.events.most"
-        require_default(self, "page", given=self.needs_surprise, rule=rule)
         self.digest = choice("digest", Digest, self.digest)
 
     def index(self, view: PromptView) -> Index:
@@ -183,16 +161,14 @@ class Quest(EventRetriever, name="quest"):
         return Pages(view.k_BKnH, page=self.page, pads=view.pads, scaling=view.scaling, digest=self.digest)
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        if isinstance(index, EventPages):
-            need_BKn = index.needs(q_BNH)
-            slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-            return most_needed(need_BKn, self.num_chosen(slots), slots)
+        if self.needs_surprise:
+            return super().choose(index, q_BNH, slots)
         assert isinstance(index, Pages)
         whole, rest = divmod(slots.num_slots, self.page)
         chosen = self._num_pages(slots)
         if chosen + index.num_held >= whole:
             return None
-        scores_BKGP = index.scores(q_BNH)[..., :whole]
+        scores_BKGP = index.scores(q_BNH)
         for row, pad in enumerate(slots.pads):
             scores_BKGP[row, ..., : pad // self.page] = -torch.inf
         need_BKP = need_of_group(scores_BKGP, self.group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Self
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.base import Budget, Policy, PromptPart, budget_tokens, check_budget, choice, require
+from policies.base import Budget, Policy, PromptPart, budget_tokens, check_budget, choice, nested_options, require
 from policies.base import ModelFacts as ModelFacts
 from policies.pool import Pool
 
@@ -313,7 +313,7 @@ class Retriever(Policy, ABC):
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")
         self.group = choice("group", Group, self.group)
-        self.pool = Pool.from_options(self.pool)
+        self.pool = nested_options(self, "pool")
         if self.late is not None:
             require(-1 <= self.late <= 1, "late", self.late, "must be from -1 to 1")
             self._check_late(self.late)
@@ -372,19 +372,15 @@ class Retriever(Policy, ABC):
         """Whether `tell` compares keys of all KV heads and of several layers."""
         return False
 
-    def tell(self, indices: Mapping[int, Index], surprise_BS: Tensor) -> None:
+    def tell(self, indices: Sequence[Index], surprise_BS: Sequence[Sequence[float]], num_told: int) -> None:
         """Tell the indices of the layers how the text surprises the model, for a policy with `needs_surprise`.
 
-        Called before anything is chosen: after a prompt, turn or piece of one whose slots all indices have, or else
-        when a later token or piece chooses, once for all pieces since the last call. That is in the middle of a
-        forward, in the first layer that chooses, and indices of later layers lack the slots of pieces not told yet.
+        Called after a prompt that is indexed, and after each later turn or piece, of which all tokens are stored.
 
         Args:
-            indices: by layer.
-            surprise_BS: -log p of each slot's token after those before it, float64, on the host. NaN where it is not
-                known: of padding, of the first token and of generated ones. Those of the last slots are missing; or it
-                ends after the slots of an index, with the first token of the piece that comes next, or with pieces that
-                the index lacks.
+            surprise_BS: -log p of each slot's token after those before it. NaN where it is not known: of padding, of
+                the first token and of generated ones.
+            num_told: slots of which was told before.
         """
 
     @property

@@ -457,7 +457,7 @@ class Conversation:
         scorer = None
         if self.rank_policies.needs_surprise:
             pads = [max(0, pad - self.num_tokens) for pad in self.pads]
-            scorer = PromptScorer(self.model, ids_BC, pads, 0)
+            scorer = PromptScorer(self.model, ids_BC, pads, None)
         with nullcontext() if scorer is None else scorer.keeping():
             logits = self.model.forward(
                 ids_BC,
@@ -471,7 +471,7 @@ class Conversation:
             )
         if scorer is not None:
             scorer.score([range(ids_BC.shape[1])])
-            surprise_BC = scorer.surprise()
+            surprise_BC = scorer.surprise(range(ids_BC.shape[1]))
             if self.logits_BV is not None and self.num_tokens:  # after the turn before
                 first_B1 = -self.logits_BV.log_softmax(dim=-1).gather(1, ids_BC[:, :1])
                 surprise_BC[:, :1] = first_B1.double().cpu()

@@ -128,7 +128,7 @@ class ChunkedRun:
         if scorer is not None:
             scorer.score([range(start, end)])
             if self._kept is not None and policies.needs_surprise:  # by which the next piece may retrieve
-                self._kept.see_surprise(scorer.surprise(start + 1), start + 1)
+                self._kept.see_surprise(scorer.surprise(range(start, end)), start)
         self._marks.append(self._clock.mark())
 
     def _plain(self, start: int, *, is_last: bool) -> CausalAttention:

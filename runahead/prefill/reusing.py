@@ -58,7 +58,6 @@ class ReadyPrefill:
         reuse: of segments, if the prompts reuse any.
         prefixes: of each row, where they are reused on this rank.
         computed_anew_s: seconds in which lost parts of these were computed.
-        gives_scores: its result has the log-probabilities of the prompts' tokens.
     """
 
     ids: list[list[int]]
@@ -66,7 +65,6 @@ class ReadyPrefill:
     reuse: Reuse | None
     prefixes: list[RowPrefix]
     computed_anew_s: float
-    gives_scores: bool
 
 
 class ReusingPrefill:
@@ -149,7 +147,7 @@ class ReusingPrefill:
         if plan.scores is not None or self._policies.needs_surprise:
             assert reuse is None and not any(stored), "prompts whose tokens are scored are computed whole"
             between = nothing if meanwhile is None else meanwhile.after_segment_layer
-            scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, plan.scores or 0, between)
+            scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, plan.scores, between)
         job = self._job(
             batch,
             partition,
@@ -168,14 +166,7 @@ class ReusingPrefill:
         with ranks.busy():
             stored_on = [] if job.stored is None else sorted(set().union(*owners))
             self._strategy.connect(ranks, partition, self._options, stored_on=stored_on)
-        return ReadyPrefill(
-            ids=ids,
-            job=job,
-            reuse=reuse,
-            prefixes=prefixes,
-            computed_anew_s=computed_anew_s,
-            gives_scores=plan.scores is not None,
-        )
+        return ReadyPrefill(ids=ids, job=job, reuse=reuse, prefixes=prefixes, computed_anew_s=computed_anew_s)
 
     def run(self, ready: ReadyPrefill) -> Prefilled:
         """Run this rank's part of a prefill whose segments, if it reuses any, are encoded."""
@@ -194,7 +185,7 @@ class ReusingPrefill:
             prefilled.cache.states.begun = ()  # all rows have
         job.reused = job.states = None  # frees reused segments, of which decoding may have its own copies
         prefilled.report.prefill_s += ready.computed_anew_s
-        if job.scorer is not None and ready.gives_scores and not prefilled.is_cancelled:
+        if job.scorer is not None and not prefilled.is_cancelled:
             prefilled.scores = job.scorer.found()
         prefilled.prefixes = ready.prefixes
         if ready.prefixes:
@@ -208,7 +199,7 @@ class ReusingPrefill:
         """
         if job.scorer is None or not self._policies.needs_surprise:
             return
-        surprise_BS = job.scorer.surprise()
+        surprise_BS = job.scorer.surprise(range(job.batch.num_tokens))
         if len(job.partition.chain) > 1:
             for other_BS in self._ranks.gather(surprise_BS, "how the prompts surprise the model"):
                 surprise_BS = torch.where(surprise_BS.isnan(), other_BS, surprise_BS)
@@ -248,7 +239,7 @@ class ReusingPrefill:
             meanwhile: what this rank does besides.
         """
         batch = PromptBatch.from_prompts(texts, self._ranks.device)
-        scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, 0) if self._policies.needs_surprise else None
+        scorer = PromptScorer(self._model, batch.ids_BS, batch.pads, None) if self._policies.needs_surprise else None
         job = self._job(batch, partition, num_new, shards=shards, meanwhile=meanwhile, scorer=scorer)
         prefilled = self._alone.run(job)
         self._tell_surprise(job, prefilled)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -26,12 +25,12 @@ class PromptScorer:
     Args:
         ids_BS: the batch, padded on the left.
         pads: left padding of each row.
-        number: of the most likely tokens at each place that are given, too.
+        number: of the most likely tokens at each place that are given, too. None: nothing is given but `surprise`.
         between: called after each block.
     """
 
     def __init__(
-        self, model: Model, ids_BS: Tensor, pads: Sequence[int], number: int, between: Callable[[], object] = nothing
+        self, model: Model, ids_BS: Tensor, pads: list[int], number: int | None, between: Callable[[], object] = nothing
     ) -> None:
         self._ids_BS, self._pads, self._number, self._between = ids_BS, pads, number, between
         self._model, self._head, self._vocab_size = model, Head(model.module), model.vocab_size
@@ -61,30 +60,28 @@ class PromptScorer:
         """Each token's log-probability, the largest ones at its place and their ids, side by side."""
         logprobs_BTV = logits_BTV.log_softmax(dim=-1)
         own_BT1 = logprobs_BTV.gather(-1, ids_BT[..., None])
-        largest, ids = logprobs_BTV.topk(self._number)
+        largest, ids = logprobs_BTV.topk(self._number or 0)
         return torch.cat([own_BT1.double(), largest.double(), ids.double()], dim=-1).clamp_min(LEAST_LOGPROB)
 
-    def surprise(self, start: int = 0) -> Tensor:
-        """-log p (B, T), float64, on the host, of the tokens that were scored; NaN elsewhere. The host waits.
+    def surprise(self, tokens: range) -> Tensor:
+        """-log p (B, T), float64, on the host, of some tokens; NaN of those that were not scored. The host waits.
 
         Ranks that share the model have the first one's, since rounding may let unlike ones end blocks elsewhere.
-
-        Args:
-            start: T are the tokens from this one on, to the last one that was scored; 0: to the last one of the batch.
         """
-        later = list(takewhile(lambda each: each[0] + each[1].shape[1] > start, reversed(self._found)))
-        end = later[0][0] + later[0][1].shape[1] if start and later else self._ids_BS.shape[1]
-        surprise_BT = torch.full((len(self._pads), max(0, end - start)), torch.nan, dtype=torch.float64)
-        for first, scores in later:
-            skipped = max(0, start - first)
-            at = first + skipped - start
-            surprise_BT[:, at : at + scores.shape[1] - skipped] = -scores[:, skipped:, 0].cpu()
+        surprise_BT = torch.full((len(self._pads), len(tokens)), torch.nan, dtype=torch.float64)
+        for first, scores in self._found:
+            start, end = max(first, tokens.start), min(first + scores.shape[1], tokens.stop)
+            if start < end:
+                scores_BT = scores[:, start - first : end - first, 0]
+                surprise_BT[:, start - tokens.start : end - tokens.start] = -scores_BT.cpu()
         for row, pad in enumerate(self._pads):
-            surprise_BT[row, : max(0, pad + 1 - start)] = torch.nan
-        return self._model.of_first_share(surprise_BT) if surprise_BT.numel() else surprise_BT
+            surprise_BT[row, : max(0, pad + 1 - tokens.start)] = torch.nan
+        return self._model.of_first_share(surprise_BT)
 
     def found(self) -> list[list[PromptLogprobs]]:
-        """The log-probabilities of each row's prompt so far. The host waits for the device."""
+        """The log-probabilities of each row's prompt so far, if they are given. The host waits for the device."""
+        if self._number is None:
+            return []
         rows = [list[PromptLogprobs]() for _ in self._pads]
         for first, scores in self._found:
             for row, pad in enumerate(self._pads):

@@ -10,6 +10,7 @@ needs the chosen tokens.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -74,8 +75,7 @@ class Retrieval:
         self._fetches = Fetches()
         # By layer, of the pieces of a prompt whose last one is to come: their end, the queries that count, positions.
         self._earlier: dict[int, tuple[int | None, Tensor, Tensor]] = {}
-        self._surprise_BS, self._num_surprises = torch.empty(batch, 0, dtype=torch.float64), 0
-        self._is_told = True
+        self._surprise_BS, self._num_told = [list[float]() for _ in range(batch)], 0
         self.await_device: Callable[[], None] = nothing
         self.in_pool = [policy.retrieves_in(layer) and rule is None for layer, rule in enumerate(model.rules)]
         self.limit: PoolLimit | None = None
@@ -115,7 +115,7 @@ class Retrieval:
         other.pool, other._fetches, other._earlier = pool, self._fetches.fork(), dict(self._earlier)
         other.clamped = None if self.clamped is None else self.clamped.fork()
         other._indices = self._indices.fork(pool, other.clamped)
-        other._surprise_BS = self._surprise_BS.clone()
+        other._surprise_BS = [list(surprise_S) for surprise_S in self._surprise_BS]
         return other
 
     def observe(self, layer: int, q_BNCH: Tensor, positions_BC: Tensor, chunk: range) -> None:
@@ -168,28 +168,14 @@ class Retrieval:
             self.limit.cut_back(self._indices[layer], self.pool[layer], q_BNCH, slots)
 
     def see_surprise(self, surprise_BC: Tensor, start: int) -> None:
-        """Implements `KeptCache.see_surprise`.
-
-        Indices are told once they have the tokens, or before something is retrieved: of a turn in pieces at once, where
-        none of these retrieves.
-        """
-        end, room = start + surprise_BC.shape[1], self._surprise_BS.shape[1]
-        if end > room:  # twice as many, so that a text in pieces is copied a few times
-            more_BT = torch.full((len(surprise_BC), max(end, 2 * room) - room), torch.nan, dtype=torch.float64)
-            self._surprise_BS = torch.cat([self._surprise_BS, more_BT], dim=1)
-        self._num_surprises, self._is_told = max(self._num_surprises, end), False
-        before_BC = self._surprise_BS[:, start:end]
-        before_BC.copy_(torch.where(surprise_BC.isnan(), before_BC, surprise_BC))
-        layers = zip(self.layers, self.pool, strict=True)
-        if all(found is None or found.index.num_slots == kept.num_slots for found, kept in layers):
-            self._tell()
-
-    def _tell(self) -> None:
-        """Tell the indices how the text so far has surprised the model, if they do not know all of it."""
-        found = {layer: each.index for layer, each in enumerate(self.layers) if each is not None}
-        if found and not self._is_told:
-            self._is_told = True
-            self.policy.tell(found, self._surprise_BS[:, : self._num_surprises])
+        """Implements `KeptCache.see_surprise`. Pieces before the one after which indices are made are told with it."""
+        for surprise_S, new_C in zip(self._surprise_BS, surprise_BC.tolist(), strict=True):
+            surprise_S += [math.nan] * (start - len(surprise_S))  # of generated tokens
+            surprise_S[start:] = new_C
+        indices = [found.index for found in self.layers if found is not None]
+        if indices:
+            self.policy.tell(indices, self._surprise_BS, self._num_told)
+            self._num_told = len(self._surprise_BS[0])
 
     def offload(self, layer: int, *, room: int) -> None:
         """Move a layer that retrieves to host memory, if the device is a GPU; one in few bits becomes a pool.
@@ -277,7 +263,6 @@ class Retrieval:
         """Choose slots for new tokens and start fetching them."""
         found, kept = self._indices[layer], self.pool[layer]
         found.append(kept)  # tokens of a turn that is not over
-        self._tell()
         slots = self._slots_at(layer, start, pads)
         choice = self.policy.choose(found.index, q_BNH, slots)
         if choice is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from policies.base import Policy
 from policies.block_index import BlockIndex
 from policies.em_llm import EMLLM, NeighbouringEvents
-from policies.events import By, Events, Refine, far_apart, modularity, of_sizes, refined, surprising
+from policies.events import By, Events, Refine, modularity, surprising
 from policies.infllm import Blocks, InfLLM
 from policies.quest import Digest, EventPages, Quest
 from policies.retriever import Group, need_of_group
@@ -76,37 +77,58 @@ def test_modularity_is_that_of_the_graph_of_all_pairs() -> None:
     assert abs(of_graph(k_TX, 5, expects=False) - float(ours[5])) > 1e-3
 
 
-def refined_by_pairs(
-    ends: list[int], start: int, known: range, k_nX: Tensor, least: int, *, moves: bool = True
+def ends_by_hand(
+    marks: list[int], start: int, how: Events, known: range, k_nX: Tensor | None, *, moves: bool = True
 ) -> list[int]:
-    """Algorithm 1 in the window of published code. Without `moves` the events before stay where they were: wrong."""
-    found, before = [], start
-    for end in ends:
-        half = (end - before) // 2
-        first, last = max(known.start, before - half), min(known.stop, end + half)
-        best = max(range(before + least, end + 1), key=lambda at: of_graph(k_nX[first:last], at - first))
-        found.append(best)
-        before = best if moves else end
+    """Ends of blocks, one after another. With keys by Algorithm 1, pair by pair, in the window of published code.
+
+    Without `moves` the ends before stay where they were: wrong.
+    """
+    found, before, seen_from = list[int](), start, start
+    for mark in marks:
+        end = mark
+        if mark - seen_from < how.least:
+            continue
+        if k_nX is not None:
+            half = (mark - seen_from) // 2
+            first, last = max(known.start, seen_from - half), min(known.stop, mark + half)
+            places = range(seen_from + how.least, mark + 1)
+            end = max(places, key=lambda at: of_graph(k_nX[first:last], at - first))
+        while end - before > how.most:
+            before += how.most
+            found.append(before)
+        if end - before >= how.least:
+            found.append(end)
+            before = end
+        seen_from = before if moves else mark
     return found
+
+
+def ends_at(marks: list[int], start: int, how: Events, known: range, k_nX: Tensor | None = None) -> list[int]:
+    """Ends where these tokens surprise the model."""
+    surprises = [float(slot in marks) for slot in range(known.stop)]
+    keys = None if k_nX is None else lambda first, end: k_nX[first:end]
+    with mock.patch("policies.events.surprising", lambda surprise_S, **how: surprise_S > 0):
+        return how.ends(surprises, num_told=0, begin=known.start, before=start, keys=keys)
 
 
 def test_ends_move_to_where_their_keys_part() -> None:
     k_nX = drawn(55, 5, seed=2) + drawn(55, 5, seed=4).cumsum(dim=0)
-    ends, known = far_apart([12, 14, 19, 26, 40, 41, 49], 4, 3), range(1, 55)
-    assert ends == [12, 19, 26, 40, 49]
-    ours = refined(ends, 4, known, lambda first, end: k_nX[first:end], 3)
-    assert ours == refined_by_pairs(ends, 4, known, k_nX, 3) != ends
-    assert ours != refined_by_pairs(ends, 4, known, k_nX, 3, moves=False)
+    marks, known, how = [12, 14, 19, 26, 40, 41, 49], range(1, 55), Events(by=By.surprise, least=3, most=20)
+    ours = ends_at(marks, 4, how, known, k_nX)
+    assert ours == ends_by_hand(marks, 4, how, known, k_nX) != ends_at(marks, 4, how, known)
+    assert ours != ends_by_hand(marks, 4, how, known, k_nX, moves=False)
 
 
 def test_blocks_are_no_shorter_than_the_least_and_no_longer_than_the_most() -> None:
     """A rest that is too short is a part of the next block."""
-    assert of_sizes([5, 6, 20, 22, 27], 0, 3, 8) == [5, 13, 20, 27]
-    assert of_sizes([17], 0, 3, 8) == [8, 16] and of_sizes([], 3, 3, 8) == []
+    how, known = Events(by=By.surprise, least=3, most=8), range(30)
+    assert ends_at([5, 6, 20, 22, 27], 0, how, known) == [5, 13, 20, 27]
+    assert ends_at([17], 0, how, known) == [8, 16] and ends_at([], 3, how, known) == []
 
 
 def expected_ends(
-    model: Model, ids: list[int], policy: InfLLM | Quest, sinks: int, known: int | None = None, ahead: int = 0
+    model: Model, ids: list[int], policy: InfLLM | Quest, known: int | None = None, ahead: int = 0
 ) -> list[int]:
     """Ends of a row's blocks, from transformers' logits and the keys of the model's own cache, layer by layer."""
     ids, how = ids[:known], policy.events
@@ -115,15 +137,15 @@ def expected_ends(
         out = reference(plain, ids)
     logprobs = out.logits[0].double().log_softmax(dim=-1)
     surprises = [math.nan] + [-float(logprobs[at, token]) for at, token in enumerate(ids[1:])]
-    ends = [end for end, mark in enumerate(marked(surprises, how.window, how.gamma, ahead)) if mark and end > sinks]
+    marks = [slot for slot, mark in enumerate(marked(surprises, how.window, how.gamma, ahead)) if mark]
+    k_nX = None
     if how.refine is Refine.modularity:
         layers = out.past_key_values.layers
         first = policy.first_layer
         retrieving = layers[first:]
         last = retrieving[-max(1, round(how.layers * len(retrieving))) :]
         k_nX = torch.cat([unrotated(model, layer.keys[0], policy) for layer in last], dim=-1)
-        ends = refined_by_pairs(far_apart(ends, sinks, how.least), sinks, range(len(ids)), k_nX, how.least)
-    return of_sizes(ends, sinks, how.least, how.most)
+    return ends_by_hand(marks, policy.sinks, how, range(len(ids)), k_nX)
 
 
 def reference(module: Any, ids: list[int]) -> Any:
@@ -146,7 +168,7 @@ POLICIES: dict[str, InfLLM | Quest] = {
     "infllm": InfLLM(**OPTIONS, events=EVENTS, clamped=False),
     "em_llm": EMLLM(**OPTIONS, events=EVENTS | {"refine": "modularity", "layers": 0.7}, clamped=False),
     "em_llm, clamped": EMLLM(**OPTIONS, events=EVENTS | {"refine": "modularity", "layers": 0.4}),
-    "quest": Quest(min_tokens=0, fetch=30, first_layer=1, events=EVENTS | {"refine": "modularity"}),
+    "quest": Quest(min_tokens=0, sinks=1, fetch=30, first_layer=1, events=EVENTS | {"refine": "modularity"}),
 }
 
 
@@ -164,14 +186,13 @@ def test_blocks_end_where_transformers_logits_and_keys_say(name: str, lengths: t
     policy, model = POLICIES[name], tiny_model("llama")
     turns = Turns(model, [policy], lengths)
     turns.prefill()
-    sinks = 0 if isinstance(policy, Quest) else policy.sinks
     for row, length in enumerate(lengths):
         pad = max(lengths) - length
-        expected = expected_ends(model, prompt(length, row), policy, sinks)
+        expected = expected_ends(model, prompt(length, row), policy)
         for index in blocks_of(turns):
-            assert [end - pad for end in index.parts[row].ends] == expected
-        wrong = [expected_ends(model, prompt(length, row), policy, sinks, ahead=ahead) for ahead in (1, 20)]
-        wrong.append(expected_ends(model, prompt(length, row + 1), policy, sinks))
+            assert [end - pad for end in index.parts[row].edges[1:]] == expected
+        wrong = [expected_ends(model, prompt(length, row), policy, ahead=ahead) for ahead in (1, 20)]
+        wrong.append(expected_ends(model, prompt(length, row + 1), policy))
         assert expected not in wrong and len(expected) >= 5
 
 
@@ -183,7 +204,7 @@ def test_pieces_of_a_prompt_have_the_surprises_of_the_whole(name: str) -> None:
     whole.prefill()
     pieces.prefill([40, 1, 30, 19])
     for ours, theirs in zip(blocks_of(pieces), blocks_of(whole), strict=True):
-        assert ours.parts[0].ends == theirs.parts[0].ends
+        assert ours.parts[0].edges[1:] == theirs.parts[0].edges[1:]
     torch.testing.assert_close(pieces.decode(GENERATED), whole.decode(GENERATED), atol=TOLERANCE, rtol=0)
 
 
@@ -199,32 +220,31 @@ def test_pieces_of_a_later_turn_end_blocks_as_transformers_logits_say(refine: Re
     for number, piece in enumerate(torch.tensor([turn]).split([18, 18, 14], dim=1), start=1):
         with throughout(torch.float64):
             turns.conversation.feed(piece, cut_back=number == 3)
-    told = len(expected_ends(model, prompt(LENGTH), policy, 2))
+    told = len(expected_ends(model, prompt(LENGTH), policy))
     for index in blocks_of(turns):
-        ends = index.parts[0].ends
+        ends = index.parts[0].edges[1:]
         assert len(ends) > told + 4
         if refine is Refine.none:  # else ends move by what is known of the text then
-            assert ends == expected_ends(model, prompt(LENGTH) + turn, policy, 2)
-        assert index.num_told == LENGTH + 50
+            assert ends == expected_ends(model, prompt(LENGTH) + turn, policy)
+    assert turns.retrieval._num_told == LENGTH + 50
     if not turn_tokens:
         whole = Turns(model, [policy], (LENGTH,))
         whole.prefill()
         with throughout(torch.float64):
             whole.conversation.feed(torch.tensor([turn]))
         for ours, theirs in zip(blocks_of(turns), blocks_of(whole), strict=True):
-            assert ours.parts[0].ends == theirs.parts[0].ends
+            assert ours.parts[0].edges[1:] == theirs.parts[0].edges[1:]
         torch.testing.assert_close(turns.decode(GENERATED), whole.decode(GENERATED), atol=TOLERANCE, rtol=0)
 
 
 def test_a_prompt_in_pieces_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece hands over its own surprises, and ends are looked for among these and a window before them."""
-    handed, looked, memory = list[int](), list[int](), set[int]()
+    handed, looked = list[int](), list[int]()
     see = Retrieval.see_surprise
 
     def noted(retrieval: Retrieval, surprise_BC: Tensor, start: int) -> None:
         handed.append(surprise_BC.shape[1])
         see(retrieval, surprise_BC, start)
-        memory.add(retrieval._surprise_BS.data_ptr())
 
     def noted_lengths(surprise_n: Any, **how: Any) -> Any:
         looked.append(len(surprise_n))
@@ -239,9 +259,8 @@ def test_a_prompt_in_pieces_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -
         engine = Engine(model, ranks, prefill=PrefillOptions(chunk_tokens=10), policies=policies)
         engine.generate([prompt(200)], GenerationOptions(max_new_tokens=2, ignore_eos=True))
     *pieces, whole = handed  # the whole prompt's are told once more, as those of several ranks are
-    assert whole == 200 and sum(pieces) == 199 and max(pieces) == 10
+    assert whole == 200 and pieces == [10] * 20
     assert max(looked[:20]) <= EVENTS["window"] + 11 and len(looked) == 21
-    assert len(memory) <= 7
 
 
 def test_a_step_makes_no_list_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +274,7 @@ def test_a_step_makes_no_list_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None
         index = policy.index(seen)
         assert isinstance(index, BlockIndex)
         for row, pad in enumerate([0, 9]):
-            index.add_ends(row, list(range(pad + 7, 58, 5)))
+            index.parts[row].edges.extend(range(pad + 7, 58, 5))
         first = policy.choose(index, drawn(2, 4, 8, seed=1), slots)
         with monkeypatch.context() as during:
             during.setattr("policies.block_index.sent", fails)  # the modules of the policies send by it alone
@@ -269,15 +288,15 @@ def test_generated_tokens_and_a_turn_end_in_blocks_too() -> None:
     turns = Turns(tiny_model("llama"), [policy], (50,))
     turns.prefill()
     [index, *_] = blocks_of(turns)
-    told = list(index.parts[0].ends)
+    told = index.parts[0].edges[1:]
     turns.decode(GENERATED * 5)
-    ends = index.parts[0].ends[len(told) :]
+    ends = index.parts[0].edges[1:][len(told) :]
     assert ends == list(range(told[-1] + 9, 50 + 20, 9))
-    assert index.parts[0].num_blocks == sum(end <= 69 - 2 for end in index.parts[0].ends)  # as the last one asked
-    before = list(index.parts[0].ends)
+    assert index.parts[0].num_blocks == sum(end <= 69 - 2 for end in index.parts[0].edges[1:])  # as the last one asked
+    before = index.parts[0].edges[1:]
     with throughout(torch.float64):
         turns.conversation.feed(torch.tensor([prompt(30, seed=5)]))
-    ends = index.parts[0].ends
+    ends = index.parts[0].edges[1:]
     sizes = [end - start for start, end in zip([2, *ends], ends, strict=False)]
     assert ends[: len(before)] == before and len(ends) > len(before) and set(sizes) <= set(range(2, 10))
     assert len(set(sizes[len(before) :])) > 1
@@ -297,7 +316,7 @@ def test_pages_of_many_sizes_are_scored_by_their_own_keys(digest: Digest, group:
     assert isinstance(index, EventPages)
     ends = [[3, 9, 13, 22, 30, 36], [9, 14, 23, 33]]
     for row, each in enumerate(ends):
-        index.add_ends(row, each)
+        index.parts[row].edges.extend(each)
     index.catch_up()
     q_BNH = drawn(2, 4, 8, seed=8)
     choice = policy.choose(index, q_BNH, slots)
@@ -362,8 +381,8 @@ def test_neighbours_of_what_was_retrieved_are_in_a_queue(share: float) -> None:
     seen, slots = view(num_slots, [0]), slots_of(num_slots, [0])
     index = policy.index(seen)
     assert isinstance(index, NeighbouringEvents)
-    ends = of_sizes(sorted({7, 12, 15, 23, 30, 34, 43, 50, 55, 58, 64, 71, 77, 84, 90, 97, 101, 108}), 2, 3, 9)
-    index.add_ends(0, ends)
+    ends = [7, 12, 15, 23, 30, 34, 43, 50, 55, 58, 64, 71, 77, 84, 90, 97, 101, 108]
+    index.parts[0].edges.extend(ends)
     index.catch_up()
     inside = [end for end in ends if end <= num_slots - 10]
     starts = [2, *inside]
@@ -400,7 +419,7 @@ def test_blocks_of_one_size_with_events_of_that_size_are_those_of_infllm() -> No
     by_event = InfLLM(**OPTIONS | {"recent": 5}, events=EVENTS)
     one, other = Blocks(seen, plain), Blocks(seen, by_event)
     for row, pad in enumerate([0, 9]):
-        other.add_ends(row, list(range(pad + 6, 58, 4)))
+        other.parts[row].edges.extend(range(pad + 6, 58, 4))
     other.catch_up()
     q_BNH = drawn(2, 4, 8, seed=1)
     choices = [policy.choose(index, q_BNH, slots) for policy, index in ((plain, one), (by_event, other))]
@@ -446,7 +465,7 @@ def test_a_text_longer_than_the_context_is_read_by_events() -> None:
             logits = [each.feed(torch.tensor([ids[start : start + 16]])) for each in (ours, plain)]
             torch.testing.assert_close(*logits, atol=TOLERANCE, rtol=0)  # all is retrieved
     assert ours.cache is not None
-    assert len(ours.cache.retrieval.layers[0].index.parts[0].ends) > 10
+    assert len(ours.cache.retrieval.layers[0].index.parts[0].edges[1:]) > 10
 
 
 def test_a_text_without_surprises_is_read_from_its_end() -> None:
@@ -457,18 +476,18 @@ def test_a_text_without_surprises_is_read_from_its_end() -> None:
         turns = Turns(tiny_model("llama"), [policy], (40,))
         turns.prefill()
         turns.decode(GENERATED)
-        assert all(not index.parts[0].ends for index in blocks_of(turns))
+        assert all(not index.parts[0].edges[1:] for index in blocks_of(turns))
 
 
 def test_what_was_told_twice_adds_no_block() -> None:
     """Ends that have moved back would leave the marks that they came from."""
     turns = Turns(tiny_model("llama"), [POLICIES["em_llm"]], (LENGTH,))
     turns.prefill()
-    before = [list(index.parts[0].ends) for index in blocks_of(turns)]
+    before = [index.parts[0].edges[1:] for index in blocks_of(turns)]
     assert turns.conversation.cache is not None
     with torch.inference_mode():
         turns.conversation.cache.see_surprise(torch.full((1, LENGTH), torch.nan, dtype=torch.float64), 0)
-    assert [index.parts[0].ends for index in blocks_of(turns)] == before
+    assert [index.parts[0].edges[1:] for index in blocks_of(turns)] == before
 
 
 def test_padded_rows_are_what_they_are_alone() -> None:

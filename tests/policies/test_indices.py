@@ -385,7 +385,7 @@ def test_digests_of_a_page_are_their_formulas() -> None:
         pages.append(k_BKnH[:, :, 18:], k_BKnH[:, :, 18:])
         scores[digest] = pages.scores(q_BNH)
     q_BKGH = q_BNH.unflatten(1, (KV_HEADS, -1)) * 0.5
-    for page in range(8):
+    for page in range(7):  # the last one is not full yet
         inside = k_BKnH[:, :, page * 5 : page * 5 + 5]
         torch.testing.assert_close(
             scores[Digest.mean][..., page], (q_BKGH @ inside.mean(dim=2).unsqueeze(-1)).squeeze(-1)
@@ -396,8 +396,8 @@ def test_digests_of_a_page_are_their_formulas() -> None:
         torch.testing.assert_close(scores[Digest.shrunk][..., page], shrunk)
     assert (scores[Digest.shrunk] <= scores[Digest.bounds] + 1e-12).all()  # of two keys both are the same
     exact = (q_BKGH @ k_BKnH[:, :, :35].mT).unflatten(3, (7, 5)).amax(dim=-1)
-    assert (scores[Digest.bounds][..., :7] >= exact).all()
-    assert not (scores[Digest.shrunk][..., :7] >= exact).all()  # no bound any more
+    assert (scores[Digest.bounds] >= exact).all()
+    assert not (scores[Digest.shrunk] >= exact).all()  # no bound any more
 
 
 @pytest.mark.parametrize("coarse_quantile", [0.0, 0.3, 0.5])

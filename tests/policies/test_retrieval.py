@@ -662,7 +662,7 @@ def test_what_cannot_be_combined_is_refused(policies: list[Policy], positions: P
         ({"pool": {"bytes": 0}}, "policy.pool.bytes=0 is no size"),
         ({"pool": {"victim": "random"}}, "policy.pool.victim=random is not one of fifo, lru, counter"),
         ({"pool": {"victim": "lru"}}, "policy.pool.victim=lru is the token .* set policy.pool.bytes"),
-        ({"pool": "max"}, "policy.pool=max must have bytes and victim"),
+        ({"pool": "max"}, "policy.pool=max must have bytes, victim only"),
         ({"skew": "not_there.safetensors"}, "there is no such file"),
     ],
 )
@@ -687,8 +687,8 @@ def test_quest_bounds_are_never_below_a_score_in_their_page() -> None:
     pages.append(k_BKnH[:, :, 22:], k_BKnH[:, :, 22:])
     scores = q_BNH.unflatten(1, (2, 2)) @ k_BKnH.mT * 0.5
     bounds = pages.scores(q_BNH)
-    assert bounds.shape == (2, 2, 2, 8)
-    for page in range(8):
+    assert bounds.shape == (2, 2, 2, 7)  # the last one is not full yet
+    for page in range(7):
         inside = scores[..., page * 5 : page * 5 + 5].amax(-1)
         assert (bounds[..., page] >= inside - 1e-6).all()
 

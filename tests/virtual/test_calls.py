@@ -58,7 +58,7 @@ CALLS: dict[str, Calls] = {
     "64 tokens after 128": Calls(15, 8, -5),
     "snapkv": Calls(10, 3, 5),
     "h2o": Calls(87.5, 36.25, 5),
-    "quest": Calls(82, 36, -139),
+    "quest": Calls(74, 31, -123),
     "infinigen": Calls(31, 9, -16),
     "offload": Calls(10, 3, 7),
 }

@@ -28,27 +28,22 @@ ROWS = (
         ALL_KEYS,
     ),
     Refused(
-        ("policy.events.by=surprise", "prefill.speculative"),
-        "{1} computes some tokens of a prompt alone, so that nothing tells {0} how the others surprise the model",
-        "use prefill.speculative=none",
-    ),
-    Refused(
         ("policy.events.by=surprise", "a server", "several stages"),
         "{0} asks all stages how a prompt surprises them before the last one decodes, and those of {1} go on to others",
         "use policy.events.by=size, or one stage",
     ),
     *(
         Refused(
-            (reuse, "policy.events.by=surprise"),
-            "{0} leaves tokens uncomputed, so that nothing tells {1} how they surprise the model",
-            "use policy.events.by=size, or no reuse",
+            (other, "policy.events.by=surprise"),
+            "{0} leaves tokens of a prompt uncomputed, so that nothing tells {1} how they surprise the model",
+            f"use policy.events.by=size, or {remedy}",
         )
-        for reuse in ("reuse of prefixes", "policy=prompt_cache")
-    ),
-    Refused(
-        ("policy.events.by=surprise", "a policy of earlier ranks that narrows"),
-        "policy {1} leaves tokens out of deeper layers, so that nothing tells {0} how these surprise the model",
-        "use policy.ranks.others=full",
+        for other, remedy in (
+            ("prefill.speculative", "prefill.speculative=none"),
+            ("reuse of prefixes", "no reuse"),
+            ("policy=prompt_cache", "no reuse"),
+            ("a policy of earlier ranks that narrows", "policy.ranks.others=full"),
+        )
     ),
     Refused(
         ("policy.events.by=surprise", "a sequence"),
