@@ -152,7 +152,7 @@ def scores_of(model: Model, ids: Sequence[int], *, copies: int, chunk: int, bar:
     from policies.head_scores import HeadScores
     from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 
-    if model.has_key_bias or model.reading is not None:
+    if model.has_key_bias or model.runs_in_passes:
         what = "adds a bias to its attention by distance (ALiBi)" if model.has_key_bias else "runs in passes (LCKV)"
         raise ValueError(f"model {model.name} ({model.config.model_type}) {what}, with which cache policies do not go")
     period, totals = len(ids), [torch.zeros(2, 0)] * model.num_layers

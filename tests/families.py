@@ -436,8 +436,9 @@ READING: dict[str, Family] = {
             "backward_passes": 1,
         },
     ),
+    "cla": Family(model_type="lckv-llama", config={"num_hidden_layers": 6, "layer_types": "0_1_2_0_2_5"}),
 }
-"""Families whose layers read the keys and values of later ones, as in LCKV checkpoints."""
+"""Families whose layers read the keys and values of others: of later ones as in LCKV checkpoints, or earlier ones."""
 
 REFUSED: dict[str, Family] = {
     "bert": Family(model_type="bert"),  # attends to later tokens

@@ -127,9 +127,6 @@ class LayerAttention(ABC):
                 last token alone; this is called with its queries, and its keys and values, which are known.
         """
 
-    def put(self, layer: int, k_BKCH: Tensor, v_BKCV: Tensor) -> None:  # noqa: B027 (most attention stores nothing)
-        """Store keys and values of the new tokens in a layer that stores others over them when it attends."""
-
     def attend_shared(
         self,
         layer: int,

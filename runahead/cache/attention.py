@@ -216,9 +216,6 @@ class CausalAttention(LayerAttention):
             call.seen.attend_to = self._attend(layer)
         return call
 
-    def put(self, layer: int, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        self.cache.layers[layer].append(k_BKCH, v_BKCV, self.tokens)
-
     def attend_shared(
         self,
         layer: int,

@@ -108,10 +108,6 @@ class RowsAttention(LayerAttention):
         ]
         return self._output(layer, layer, q_BNCH, found, terms)
 
-    def put(self, layer: int, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        for row, *kv in zip(self.rows, *map(self._own, (k_BKCH, v_BKCV)), strict=True):
-            row.put(layer, *kv)
-
     def attend_shared(
         self,
         layer: int,

@@ -47,7 +47,6 @@ from runahead.model.marking.marks import Marker, Marks
 from runahead.model.marking.means import Means
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.model_layers import Boundary
-from runahead.model.reading.sources import Reading
 from runahead.model.rope_length import length_dependent_rotaries, rotary_length
 from runahead.model.seam import ATTENTION_NAME, SeamCache, register, set_attention
 from runahead.model.token_kinds import token_kinds
@@ -135,7 +134,6 @@ class Model(CheckedModel):
         self._marker: Marker | None = None
         try:
             self.marks = Means.from_config(self.config) or Marks.from_config(self.config)
-            self.reading = Reading.from_config(self.config)
             if self.marks is not None:
                 self._marker = self.marks.marker_on(module, self.config)
             is_checked = shares is None and self.has_reference
@@ -288,7 +286,7 @@ class Model(CheckedModel):
         reasons = {
             "ranks that share it": self.shares is not None,
             "marks of tokens (DMS, DMC)": self.marks is not None,
-            "passes over its layers (LCKV)": self.reading is not None,
+            "passes over its layers (LCKV)": self.runs_in_passes,
             f"{self.dtype}": not takes_rounding(self.dtype),
             "model.weights=int8, and it has no norms that can be fused": self.weights is Weights.int8,
         }
@@ -564,7 +562,6 @@ class Model(CheckedModel):
             last_layer=self.last_layer,
             sources=self.reads_kv_of,
             marker=self._marker,
-            reading=self.reading,
             held=self.held,
             pads=pads,
             one_by_one=self.gives_one_by_one,
@@ -628,7 +625,7 @@ class Model(CheckedModel):
         """
         if self.held is not None:
             raise ValueError(f"layers of model {self.name} hold states, over which no gradients go; use another model")
-        if self.reading is not None:
+        if self.runs_in_passes:
             raise ValueError(
                 f"layers of model {self.name} run in passes, over which no gradients go; use another model"
             )

@@ -7,7 +7,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -30,8 +29,6 @@ from runahead.model.layers.shared_kv import end_with_last, find_sources
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.loading.sharing import Shares
 from runahead.model.marking.marks import Marks
-from runahead.model.reading.passes import give_in_passes
-from runahead.model.reading.sources import Reading
 from runahead.model.rope_length import LengthRotary
 from runahead.rotary import Rotary, find_rotaries
 
@@ -61,7 +58,6 @@ class ModelLayers(ABC):
         config: configuration of the text decoder.
         kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
         reads_kv_of: of each other layer, the one whose keys and values it reads.
-        reading: the same by the model's config, if that says so: then some may read a later one.
         held: what the layers hold, if some hold a state; the others above are those with keys and values alone.
         num_query_heads: most query heads of a layer.
         rules: mask rule per layer that stores keys and values; None is plain causal attention.
@@ -72,7 +68,6 @@ class ModelLayers(ABC):
     """
 
     marks: Marks | None
-    reading: Reading | None = None
     last_layer: int | None = None
     _is_whole_only = False
     _rotaries: list[LengthRotary]
@@ -120,14 +115,19 @@ class ModelLayers(ABC):
     @property
     def kv_layers(self) -> Sequence[int]:
         """Numbers in the model of the layers that store keys and values."""
-        if self.reading is not None:
-            return self.reading.stores
-        return range(self.num_layers) if self.held is None else list(self.held.kv_of)[: self.num_layers]
+        if self.held is not None:
+            return list(self.held.kv_of)[: self.num_layers]
+        return [self._order.index(number) for number in range(self.num_layers)]
 
     @property
     def has_reference(self) -> bool:
         """Whether transformers' own attention computes the same, so that logits are compared with it."""
-        return self.marks is None and self.reading is None
+        return self.marks is None and not self.runs_in_passes
+
+    @property
+    def runs_in_passes(self) -> bool:
+        """Whether layers run in passes over a prompt, since they read what later ones store (LCKV)."""
+        return getattr(self.config, "runs_in_passes", False)
 
     def layer_sent_bytes(self, wire_bits: int | None) -> int:
         """Bytes of a token's keys and values in the first layer that stores any, as they are sent; 0 if none does.
@@ -138,10 +138,14 @@ class ModelLayers(ABC):
         return next((sent_shape(shape, wire_bits).bytes_per_token() for shape in self.kv_shapes), 0)
 
     @property
+    def stores_after_reading(self) -> bool:
+        """Whether layers that store keys and values come after others that read those of earlier ones (CLA)."""
+        return self._order != sorted(self._order)
+
+    @property
     def last_attention(self) -> tuple[int, Literal["attended"]]:
         """End of a forward without logits (`CausalAttention.ends`): the attention of the last layer of all."""
-        last = self.num_layers + len(self.reads_kv_of) - 1
-        return last if self.reading is None else self.reading.numbers[last], "attended"
+        return next(reversed(self._order), -1), "attended"
 
     @cached_property
     def has_layers(self) -> bool:
@@ -291,10 +295,10 @@ class ModelLayers(ABC):
         """Find the KV shape and attention terms of every layer, and its state, by a forward of one token."""
         self.reads_kv_of: dict[int, int] = {}
         self.held = held = Held.by_config(self.config)
-        reading, self.reading = self.reading, None  # all layers show their keys
+        sources: dict[int, int] = getattr(self.config, "reads_kv_of", {})
         recording = self._recorded(0)
-        self.reading = reading
-        calls = recording.calls
+        self._order = [layer for layer, *_ in recording.calls]
+        calls = sorted(recording.calls, key=lambda call: call[0]) if sources else recording.calls
         layers = [layer for layer, *_ in calls]
         num_layers = int(getattr(self.config, "num_hidden_layers", len(set(layers))))
         if why := unsupported_calls(layers, num_layers, held.need_no_attention if held else ()):
@@ -305,16 +309,17 @@ class ModelLayers(ABC):
             except ValueError as error:
                 raise ValueError(f"{self.family} {error}") from error
             calls = [(number, *call[1:]) for number, call in enumerate(calls)]
+            self._order = list(range(len(calls)))
         if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
             raise ValueError(f"{self.family} attends to later tokens, as an encoder does, which is not supported")
-        sources = find_sources(calls) if reading is None else dict(reading.reads_kv_of)
+        sources = sources or find_sources(calls)
         if sources and held is not None:
             kinds = " and ".join(held.kinds_with_states)
             raise ValueError(
                 f"{self.family} has layers that read keys and values of others, beside {kinds} layers that hold "
                 "states, which is not supported"
             )
-        storing = calls[: len(calls) - len(sources)] if reading is None else [calls[layer] for layer in reading.stores]
+        storing = calls[: len(calls) - len(sources)]
         self.kv_shapes = [
             KVShape(
                 num_kv_heads=k.shape[1],
@@ -330,10 +335,6 @@ class ModelLayers(ABC):
         self.num_query_heads = max((q.shape[1] for _, q, *_ in calls), default=0)
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self.reads_kv_of = sources
-        if reading is not None:
-            pairs = zip(self.kv_shapes, reading.stores, strict=True)
-            self.kv_shapes = [replace(shape, readers=tuple(reading.readers(layer))) for shape, layer in pairs]
-            give_in_passes(self._layers, reading)
         self._end_with_last()
 
     def _end_with_last(self) -> None:

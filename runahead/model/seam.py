@@ -11,22 +11,20 @@ the interface have an adapter each (`runahead/model/adapters/`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
-from runahead.attention.base import ALL_ROWS, Block, LastTokenAlone, LayerAttention
+from runahead.attention.base import ALL_ROWS, Block, BlockEndsHere, LastTokenAlone, LayerAttention
 from runahead.attention.masks import MaskRule, keep_mask_rule, rule_of
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.held import Held, StatesOfForward
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.marking.marks import Marker
-from runahead.model.reading.sources import Reading
 
 ATTENTION_NAME = "runahead"
 
@@ -81,9 +79,8 @@ class SeamCache(Cache):
         tokens: those that are left, if layers may compute fewer of them from layer to layer.
         ends_with_last: layers after the last one that stores compute the last token alone.
         last_layer: the last one that stores keys and values, if it may run again for the last token alone.
-        sources: layer that stores no keys and values -> the earlier one whose it reads.
+        sources: layer that stores no keys and values -> the one whose it reads.
         marker: marks tokens, in a model that was trained for it.
-        reading: whose keys and values each layer reads, if its config says so; in place of `sources`.
         held: what the layers hold; None: keys and values alone.
         pads, one_by_one: as of `StatesOfForward`, for layers that hold states.
         block_ends: of the blocks of rows in which layers are computed; () is all at once.
@@ -95,9 +92,6 @@ class SeamCache(Cache):
         num_skipped: those of them before the last token, where a layer computes this one alone.
         needs_last_alone: nobody needs the output of the layer that runs for other tokens than the last.
         taken: what the marker has taken out of the layer that runs, for its attention.
-        is_in_pass: layers are run by the first of those that run in passes.
-        given_to_group: what these layers are given beside hidden states.
-        to_clear: layers whose keys and values of the new tokens are zero until the first pass has stored them.
     """
 
     def __init__(
@@ -111,7 +105,6 @@ class SeamCache(Cache):
         last_layer: int | None = None,
         sources: Mapping[int, int] | None = None,
         marker: Marker | None = None,
-        reading: Reading | None = None,
         held: Held | None = None,
         pads: Sequence[int] = (),
         one_by_one: bool = False,
@@ -136,9 +129,6 @@ class SeamCache(Cache):
         self.block_ends, self.in_place, self.width, self.num_skipped = block_ends, in_place, num_new, 0
         self._stores_first, self.pads, self.taken = stores_first, pads, dict[str, Tensor]()
         self._last_layer, self.needs_last_alone = last_layer, False
-        self._reading, self.is_in_pass = reading, False
-        self.given_to_group: Sequence[Any] = ()
-        self.to_clear = set[int]()
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
@@ -149,29 +139,12 @@ class SeamCache(Cache):
             layer = self._layer  # modules that several layers share do not know it
             self.states.before_attention(layer)
             layer = self.states.held.kv_of[layer]
-        if self._reading is not None:
-            return self._attend_by(self._reading, layer, q_BNCH, k_BKCH, v_BKCV, terms)
         source = self._sources.get(layer)
         if source is None:
             self.attention.needs_last_alone = self.needs_last_alone and layer == self._last_layer
             return self.attention.attend(layer, q_BNCH, k_BKCH, v_BKCV, terms)
         skipped = self.width - q_BNCH.shape[2]
         return self.attention.attend_shared(layer, source, q_BNCH, k_BKCH, v_BKCV, terms, skipped=skipped)
-
-    def _attend_by(
-        self, reading: Reading, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms
-    ) -> Tensor:
-        """`attend` for a model whose config says whose keys and values each layer reads."""
-        source = reading.kv_sources[layer]
-        if source > layer or reading.hides_own:
-            terms = replace(terms, sees_own=False)
-        number, of = reading.numbers[layer], reading.numbers[source]
-        if source == layer:
-            return self.attention.attend(number, q_BNCH, k_BKCH, v_BKCV, terms)
-        if source in self.to_clear:
-            self.to_clear.remove(source)
-            self.attention.put(of, torch.zeros_like(k_BKCH), torch.zeros_like(v_BKCV))
-        return self.attention.attend_shared(number, of, q_BNCH, k_BKCH, v_BKCV, terms)
 
     def blocks(self, *, has_kv: bool) -> Iterator[tuple[int, int]]:
         """The blocks of rows [first, end), for each of which a layer is to be called.
@@ -188,6 +161,25 @@ class SeamCache(Cache):
                     yield first, end
         finally:
             self.attention.block, self.width = ALL_ROWS, self.num_new
+
+    def passes(self, number: int, first: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """So many passes of layers over all new tokens, which store over what the pass before has stored.
+
+        Hooks beside attention are told of the last one alone.
+
+        Args:
+            first: keys and values that the first pass finds, by layer.
+        """
+        try:
+            self.attention.block = Block(is_last=False, attends=False)
+            for layer, (k_BKCH, v_BKCV) in first.items():
+                with suppress(BlockEndsHere):
+                    self.attention.attend(layer, k_BKCH, k_BKCH, v_BKCV, AttentionTerms(scaling=1.0))
+            for left in reversed(range(number)):
+                self.attention.block = Block(is_last=left == 0)
+                yield
+        finally:
+            self.attention.block = ALL_ROWS
 
     def last_alone(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments of a layer for the last token alone, whose position a layer may count by `get_seq_length`."""
@@ -278,6 +270,7 @@ def attention_function(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sees_own: bool = True,
     runahead: SeamCache | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
@@ -288,6 +281,7 @@ def attention_function(
         attention_mask: the mask as a rule, since our mask function is registered too.
         scaling: of the scores; H ** -0.5 by default.
         softcap, s_aux: soft cap of the scores, and sink logits (N).
+        sees_own: as of `AttentionTerms`.
         runahead: the forward.
 
     Returns:
@@ -313,6 +307,7 @@ def attention_function(
         rule=rule_of(attention_mask),
         softcap=softcap,
         sinks_N=s_aux,
+        sees_own=sees_own,
     )
     layer: int = module.layer_idx  # type: ignore[assignment]
     # Contiguous, since some families call view() on it.

@@ -182,6 +182,8 @@ def _layers_in_memory(job: PrefillJob, layer_skew: int, *, is_last: bool) -> int
         layer_skew: most layers by which a sender is ahead. It needs as many slabs here, or it would have to wait.
     """
     model, is_sharded, num = job.model, job.shard is not None, job.options.layers_in_flight + layer_skew - 1
+    if model.stores_after_reading:  # while later layers arrive, earlier ones are still read
+        return model.num_layers
     # Slabs of layers that others read are needed until those have run.
     if (job.policies and (is_last or is_sharded)) or (is_sharded and is_last):
         num = max([num, *(model.num_layers - source for source in model.reads_kv_of.values())])

@@ -34,7 +34,7 @@ def attends_together(model: Model) -> bool:
     That needs positions that the runtime gives, and no marks: a token's mark is in the key of the next one, which each
     row has for the prompt's last token. And queries see their own token.
     """
-    is_plain = model.marks is None and model.reading is None
+    is_plain = model.marks is None and not model.runs_in_passes
     return model.uneven_limit is None and not model.rotates_by_length and is_plain
 
 

@@ -226,6 +226,8 @@ class _Repetition(LayerHook):
             _ = model.attention_input_dims  # from then on forwards show them
 
     def attended(self, call: LayerCall) -> None:
+        if call.layer != call.source:
+            return
         scores_Kn, chunk = self._scores[call.layer], self._chunk
         if scores_Kn is not None:
             scores_Kn[:, chunk.start : chunk.stop] = self._policy.replay_score(self._view(call))[0]

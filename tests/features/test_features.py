@@ -213,7 +213,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "marks": lambda: {"model": altered(marks=object())},
     "no marks": lambda: {"config": with_config()},
     "shared KV layers": lambda: {"model": altered(reads_kv_of={3: 2})},
-    "passes": lambda: {"config": with_config(kv_sources=[0, 2, 2])},
+    "passes": lambda: {"config": with_config(runs_in_passes=True)},
     "states": lambda: {"model": with_states("full_attention")},
     "states one by one": lambda: {"model": altered(gives_one_by_one=True)},
     "states alone": lambda: {"model": with_states()},

@@ -37,6 +37,7 @@ PLANS = {
         [0, 0, 4, 0, 4, 4, 7, 7],
         [([0, 1], False), ([2, 3, 4], True), ([5], False), ([6, 7], True)],
     ),
+    "cla": ([0, 1, 2, 0, 2, 5], [([0, 1, 2, 3, 4, 5], False)]),
 }
 """By family: the layer that each one reads, and layers in their order with whether they run in passes."""
 
@@ -116,7 +117,7 @@ class Dense:
 
 def passes_of(family: str) -> int:
     config = READING[family].config
-    return int(config["forward_passes"] + config["backward_passes"])
+    return int(config.get("forward_passes", 1) + config.get("backward_passes", 0))
 
 
 @cache
@@ -202,7 +203,7 @@ def test_a_checkpoint_of_the_published_form(tmp_path: Path) -> None:
     options = ModelOptions(name=ModelName.hf, path=str(tmp_path))
     ids = tuple(prompt(NUM_TOKENS))
     loaded = Model.load(options, torch.device("cpu"))
-    assert loaded.reading is not None and loaded.reading.most_passes == 5
+    assert loaded.runs_in_passes and loaded.config.forward_passes + loaded.config.backward_passes == 5
     assert largest_difference(ours(loaded, ids)[0], by_hand("lckv", ids)[0]) < 1e-3
     changed = Model.load(
         ModelOptions(name=ModelName.hf, path=str(tmp_path), overrides={"forward_passes": 1}), torch.device("cpu")
@@ -220,14 +221,14 @@ def test_a_checkpoint_of_the_published_form(tmp_path: Path) -> None:
     [
         ({"layer_types": "0_2_2"}, "must be a layer for each of 4"),
         ({"layer_types": "0_2_2_4"}, "must be a layer for each of 4"),
-        ({"layer_types": "0_2_3_3"}, "has layers that read layer 2, which reads layer 3 itself"),
-        ({"forward_passes": 0, "backward_passes": 0}, "at least 1"),
+        ({"layer_types": "0_2_3_3"}, "layers read layer 2, which reads layer 3 itself"),
+        ({"forward_passes": 0, "backward_passes": 0}, "must be at least 1"),
     ],
 )
 def test_configs_that_contradict_themselves_are_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as raised:
-        Model(build("lckv", **options))
-    assert "\n" not in str(raised.value) and "lckv" in str(raised.value)
+        build("lckv", **options)
+    assert "\n" not in str(raised.value)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -104,7 +104,8 @@ class FakeModel(SimpleNamespace):
     """A model without layers: what it decodes are `FakeRow`s."""
 
     ranges = Ranges()
-    marks = held = reading = None
+    marks = held = None
+    runs_in_passes = False
     shard_number, num_shards = 0, 1
 
     def forward(self, ids_B1: torch.Tensor, attention: CausalAttention | RowsAttention, **_: object) -> torch.Tensor:

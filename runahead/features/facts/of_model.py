@@ -100,14 +100,14 @@ def _shared_kv(setup: Setup) -> Words:
     """The layers that read keys and values of others."""
     if setup.model is not None:
         return if_(setup.model.reads_kv_of, f"{len(setup.model.reads_kv_of)} layers of {setup.model_name}")
-    shares = getattr(setup.config, "num_kv_shared_layers", 0) or getattr(setup.config, "kv_sources", None)
+    shares = getattr(setup.config, "num_kv_shared_layers", 0) or getattr(setup.config, "reads_kv_of", None)
     return None if setup.config is None else if_(shares, f"layers of {setup.model_name}")
 
 
 def _passes(setup: Setup) -> Words:
-    """The layers that read keys and values by the model's config, later ones among them."""
+    """The layers of a model in which some read keys and values of later ones."""
     config = setup.text_config
-    return None if config is None else if_(getattr(config, "kv_sources", None), f"layers of {setup.model_name}")
+    return None if config is None else if_(getattr(config, "runs_in_passes", False), f"layers of {setup.model_name}")
 
 
 def _states(setup: Setup) -> Words:

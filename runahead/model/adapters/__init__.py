@@ -1,4 +1,4 @@
-"""Adapters for model families that do not use transformers' attention interface."""
+"""Model families that do not use transformers' attention interface, or that transformers has no code of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAPTERS = {
 They are imported for a model of the family."""
 
 
-OWN_FORMS = {"lckv-llama": "runahead.model.reading.lckv:register"}
+OWN_FORMS = {"lckv-llama": "runahead.model.adapters.lckv:register"}
 """Functions that register families which transformers has no code of, by model_type."""
 
 
