@@ -402,9 +402,16 @@ HYBRIDS: dict[str, Family] = {
 """Families of which layers hold states, each kind of layer at least twice."""
 HYBRIDS = {name: family for name, family in HYBRIDS.items() if family.model_type in CONFIG_MAPPING}
 
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+"""RoPE whose tables have a factor, 1.14, at each position."""
 MARKS: dict[str, Any] = {"dms_window_size": 8, "dms_alpha_scale": 1.0, "dms_initial_alpha_offset": 0.0}
 MARKING: dict[str, Family] = {
-    "qwen3_dms": Family(model_type="qwen3", config={"head_dim": 8, **MARKS}),
+    "qwen3_dms": Family(model_type="qwen3", config={"head_dim": 8, "rope_parameters": YARN, **MARKS}),
     "llama_dms": Family(model_type="llama", config=MARKS),
 }
 """Families whose tokens mark others, about half of them, as in DMS checkpoints."""
@@ -412,7 +419,7 @@ JOINS: dict[str, Any] = {"dmc_window_size": 5, "dmc_init_val": 0.0}
 AVERAGING: dict[str, Family] = {
     "llama_dmc": Family(model_type="llama", config=JOINS),
     "llama_dmc_any": Family(model_type="llama", config={**JOINS, "dmc_window_size": 0}),
-    "qwen3_dmc": Family(model_type="qwen3", config={"head_dim": 8, **JOINS}),
+    "qwen3_dmc": Family(model_type="qwen3", config={"head_dim": 8, "rope_parameters": YARN, **JOINS}),
 }
 """Families whose tokens join the one before, about half of them, as in DMC checkpoints."""
 READING: dict[str, Family] = {

@@ -43,7 +43,7 @@ from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
-from runahead.model.marking.marks import Marker, Marks
+from runahead.model.marking.marks import Marks
 from runahead.model.marking.means import Means
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.model_layers import Boundary
@@ -131,11 +131,8 @@ class Model(CheckedModel):
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
         self._narrows = False
-        self._marker: Marker | None = None
         try:
             self.marks = Means.from_config(self.config) or Marks.from_config(self.config)
-            if self.marks is not None:
-                self._marker = self.marks.marker_on(module, self.config)
             is_checked = shares is None and self.has_reference
             if is_checked and is_wanted(fuse, self.device, self.dtype):
                 with watching(module) as calls:
@@ -561,7 +558,7 @@ class Model(CheckedModel):
             ends_with_last=not (all_logits or logits_of or all_hidden or self._hands_on) and num_new > 1,
             last_layer=self.last_layer,
             sources=self.reads_kv_of,
-            marker=self._marker,
+            marks=self.marks,
             held=self.held,
             pads=pads,
             one_by_one=self.gives_one_by_one,
@@ -576,7 +573,8 @@ class Model(CheckedModel):
             position_ids_BC = attention.positions_BC(index_C)
             if position_ids_BC is None:
                 position_ids_BC = (index_C - row_values(pads, ids_BC.device)[:, None]).clamp_min(0)
-            keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
+            rotates, forward.positions_BC = attention.rotates or self.marks is not None, position_ids_BC
+            keywords["position_ids"] = torch.zeros_like(position_ids_BC) if rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             kept = logits_of or ([num_new - 1] if all_hidden else [])  # with a number Gemma 4 drops the other tokens
             keywords["logits_to_keep"] = row_values(kept, ids_BC.device) if kept else 0 if all_logits else 1
@@ -625,10 +623,8 @@ class Model(CheckedModel):
         """
         if self.held is not None:
             raise ValueError(f"layers of model {self.name} hold states, over which no gradients go; use another model")
-        if self.runs_in_passes:
-            raise ValueError(
-                f"layers of model {self.name} run in passes, over which no gradients go; use another model"
-            )
+        if not self.has_reference:
+            raise ValueError(f"model {self.name} runs in passes or marks tokens, and has no gradients; use another")
         forward = SeamCache(attention, 0)
         parameters = inspect.signature(self.module.base_model.forward).parameters
         name = "cache" if "cache" in parameters else "past_key_values"

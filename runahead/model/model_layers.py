@@ -69,6 +69,7 @@ class ModelLayers(ABC):
 
     marks: Marks | None
     last_layer: int | None = None
+    has_key_bias = False
     _is_whole_only = False
     _rotaries: list[LengthRotary]
     _optional: set[str]
@@ -296,6 +297,12 @@ class ModelLayers(ABC):
         self.reads_kv_of: dict[int, int] = {}
         self.held = held = Held.by_config(self.config)
         sources: dict[int, int] = getattr(self.config, "reads_kv_of", {})
+        marks, self.marks = self.marks, None
+        if marks is not None:
+            try:
+                self.marks = marks.on(self.module, self.rotations)  # which are found by what is not marked
+            except ValueError as error:
+                raise ValueError(f"{error}, which does not go with marks of tokens (DMS, DMC)") from error
         recording = self._recorded(0)
         self._order = [layer for layer, *_ in recording.calls]
         calls = sorted(recording.calls, key=lambda call: call[0]) if sources else recording.calls
