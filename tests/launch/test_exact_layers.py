@@ -147,7 +147,7 @@ def test_the_loss_is_that_of_transformers_over_the_text_and_its_copy() -> None:
     ("family", "most_bytes"),
     [
         *(("llama_deep", most_bytes) for most_bytes in (MOST_BYTES, 200_000, 0)),
-        *((family, MOST_BYTES) for family in ("gemma3n_text", "gemma2", "qwen3_next", "falcon_h1")),
+        *((family, MOST_BYTES) for family in ("gemma3n_text", "gemma2", "cla", "qwen3_next", "falcon_h1")),
     ],
 )
 def test_losses_are_those_of_forwards_from_the_first_layer_on(family: str, most_bytes: int) -> None:

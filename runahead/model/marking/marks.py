@@ -62,7 +62,8 @@ class Marks:
 
     def on(self, module: nn.Module, rotaries: Sequence[Rotary]) -> Self:
         """The same for a model with these rotations."""
-        factors = [child.attention_scaling for child in module.modules() if hasattr(child, "attention_scaling")]
+        own = [vars(child) for child in module.modules()]
+        factors = [float(each["attention_scaling"]) for each in own if "attention_scaling" in each]
         return replace(self, rotaries=rotaries, factor=max(factors, default=1.0))
 
     def marked(
