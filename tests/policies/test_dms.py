@@ -18,7 +18,7 @@ from runahead.model.shares import check_shares
 from runahead.thinning.ragged import RaggedLayer
 from runahead.thinning.rank_policies import RankPolicies
 from tests.conftest import RankPools
-from tests.families import MARKING, MARKS, build, largest_difference, prompt, throughout
+from tests.families import MARKING, MARKS, build, largest_difference, prompt, rounded, throughout
 from tests.policies.running import (
     MARKED_TOKENS,
     ROUNDING,
@@ -91,7 +91,7 @@ def test_marking_nothing_keeps_all_and_marking_all_is_a_window(family: str) -> N
     ids, window = tuple(prompt(NUM_TOKENS)), MARKS["dms_window_size"]
     for offset, expected in ((1e9, range(NUM_TOKENS)), (-1e9, range(NUM_TOKENS - window + 1, NUM_TOKENS))):
         with throughout(torch.float64):
-            model = Model(build(family, dms_initial_alpha_offset=offset))
+            model = Model(rounded(family, dms_initial_alpha_offset=offset))
         run = Run(model, [DMS()], [list(ids)])
         logits, _ = by_hand(family, ids, dms_initial_alpha_offset=offset)
         assert largest_difference(run.prefill()[0], logits[-1]) < TOLERANCE
