@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import ClassVar, Self
 
@@ -55,9 +54,9 @@ class BlockRetriever(Retriever):
         k_LBKnH = [index.stored() for index in last] if self.compares_layers else []
         for row, surprise_S in enumerate(surprise_BS):
             edges = blocks[0].parts[row].edges
-            keys = partial(_side_by_side, [k_BKnH[row] for k_BKnH in k_LBKnH]) if k_LBKnH else None
+            k_LKnH = [k_BKnH[row] for k_BKnH in k_LBKnH]
             ends = self.events.ends(
-                surprise_S, num_told=num_told, begin=edges[0] - self.sinks, before=edges[-1], keys=keys
+                surprise_S, num_told=num_told, begin=edges[0] - self.sinks, before=edges[-1], k_LKSH=k_LKnH
             )
             for index in blocks:
                 index.parts[row].edges.extend(ends)
@@ -71,11 +70,6 @@ class BlockRetriever(Retriever):
             need_Bkn = need_Bkn.expand(slots.positions_BKn.shape).clone()
         slots.mark(need_Bkn, sinks=self.sinks, recent=self.recent)
         return most_needed(need_Bkn, self.num_chosen(slots), slots)
-
-
-def _side_by_side(k_LKnH: Sequence[Tensor], first: int, end: int) -> Tensor:
-    """Keys (T, L x K x H) of some slots of a row."""
-    return torch.cat([k_KnH[:, first:end].transpose(0, 1).flatten(1) for k_KnH in k_LKnH], dim=1)
 
 
 @dataclass(kw_only=True)
@@ -135,9 +129,10 @@ class BlockIndex(Index):
     def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
         """Digests that stand for blocks of rows (b, K, P, X)."""
 
-    @abstractmethod
     def scores(self, q_bKGH: Tensor, digests_bKPX: Tensor) -> Tensor:
         """Scores (b, K, G, P) of blocks by their digests, in at least float32."""
+        scores_bKGP = q_bKGH @ digests_bKPX.mT
+        return scores_bKGP.to(torch.promote_types(scores_bKGP.dtype, torch.float32))
 
     @property
     def num_bytes(self) -> int:

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, budget_tokens, require
+from policies.base import LayerView, budget_tokens, require, require_least
 from policies.kept_slots import best_first, first_slots
 from policies.snapkv import Pooling, SnapKV
 from policies.zigzagkv import limited_shares
@@ -51,8 +51,7 @@ class CAKE(SnapKV, name="cake"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.window >= 2, "window", self.window, "must be at least 2 tokens, of which there is a variance")
-        require(self.gamma >= 0, "gamma", self.gamma, "must not be negative")
+        require_least(self, window=2, gamma=0)  # one query has no variance
         for option in ("tau1", "tau2"):
             require(getattr(self, option) > 0, option, getattr(self, option), "must be above 0")
 

@@ -11,17 +11,18 @@ sums of keys, so all t of a window take one pass over its keys. As in published 
 block's length beyond both of its ends, and not beyond the text that is known. Products are of keys as they are stored.
 """
 
-# Legend: S tokens of the padded text, n some of them, T tokens of a window, X dims of the keys of several heads and
-# layers side by side.
+# Legend: S tokens of the padded text, n some of them, T tokens of a window, L layers, K kv heads, H key dim, X dims of
+# the keys of several heads and layers side by side.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -85,7 +86,7 @@ class Events:
         num_told: int,
         begin: int,
         before: int,
-        keys: Callable[[int, int], Tensor] | None,
+        k_LKSH: Sequence[Tensor],
     ) -> list[int]:
         """Ends of a row's next blocks: the slots after them.
 
@@ -93,17 +94,18 @@ class Events:
             surprise_S: -log p of each slot's token, NaN where it is not known.
             num_told: slots among which earlier ends were looked for.
             begin, before: where the text begins, and where the last block so far ends.
-            keys: (first slot, end) -> keys (T, X) of these slots, by which ends are refined. None: they are not.
+            k_LKSH: keys of the layers by which ends are refined; they are not without any.
         """
         seen_from, found = max(0, num_told - self.window), list[int]()
         is_mark_n = surprising(np.array(surprise_S[seen_from:]), gamma=self.gamma, window=self.window)
         for end in (np.flatnonzero(is_mark_n[num_told - seen_from :]) + num_told).tolist():
             if end - before < self.least:
                 continue
-            if keys is not None:
+            if k_LKSH:
                 half = (end - before) // 2
                 first, last = max(begin, before - half), min(len(surprise_S), end + half)
-                of_places = modularity(keys(first, last))[before + self.least - first : end + 1 - first]
+                k_TX = torch.cat([k_KSH[:, first:last].transpose(0, 1).flatten(1) for k_KSH in k_LKSH], dim=1)
+                of_places = modularity(k_TX)[before + self.least - first : end + 1 - first]
                 end = before + self.least + int(of_places.argmax())
             while end - before > self.most:
                 before += self.most

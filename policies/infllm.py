@@ -20,7 +20,6 @@ import copy
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from policies.base import Budget, PromptPart, require, require_least
@@ -54,10 +53,6 @@ class Blocks(BlockIndex):
         scores_bKPS = (k_bKPSH @ self._asking_BKH[rows, :, None, :, None]).squeeze(-1)
         best_bKPR = scores_bKPS.topk(min(self._representatives, k_bKPSH.shape[3]), dim=-1).indices
         return k_bKPSH.take_along_dim(best_bKPR.unsqueeze(-1), dim=3).mean(dim=3)
-
-    def scores(self, q_bKGH: Tensor, digests_bKPX: Tensor) -> Tensor:
-        scores_bKGP = q_bKGH @ digests_bKPX.mT
-        return scores_bKGP.to(torch.promote_types(scores_bKGP.dtype, torch.float32))
 
 
 @dataclass(kw_only=True)

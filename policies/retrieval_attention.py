@@ -41,32 +41,26 @@ class KeyGraph(Index):
 
     Args:
         view: the layer after the prompt.
-        nearest: keys that each query of the prompt finds.
-        degree: links of a key, beside those to its neighbours in the text.
-        entries: keys where a search begins.
+        how: the policy.
     """
 
-    def __init__(self, view: PromptView, *, nearest: int, degree: int, entries: int) -> None:
+    def __init__(self, view: PromptView, how: RetrievalAttention) -> None:
         super().__init__(view.k_BKnH.shape[2])
-        self.stored, self._scaling, self._pads = view.stored, view.scaling, list(view.pads)
-        found_BKXm, holds_BKXm = nearest_keys(view, min(nearest, self.num_slots))
-        self.links_BKnD = links(found_BKXm, holds_BKXm, self.num_slots, degree)
+        self.how, self.stored, self._scaling, self._pads = how, view.stored, view.scaling, list(view.pads)
+        found_BKXm, holds_BKXm = nearest_keys(view, min(how.nearest, self.num_slots))
+        self.links_BKnD = links(found_BKXm, holds_BKXm, self.num_slots, how.degree)
         counts_BKn = holds_BKXm.new_zeros(*holds_BKXm.shape[:2], self.num_slots, dtype=torch.int64)
         counts_BKn.scatter_add_(2, found_BKXm.flatten(2), holds_BKXm.flatten(2).long())
         counts_BKn.masked_fill_(view.positions_BKn < 0, -1)
         # Of equal ones the first in the text, whatever the padding.
-        self.entries_BKE = counts_BKn.argsort(dim=-1, descending=True, stable=True)[..., :entries].clone()
+        self.entries_BKE = counts_BKn.argsort(dim=-1, descending=True, stable=True)[..., : how.width].clone()
 
     @property
     def num_bytes(self) -> int:
         return self.links_BKnD.nbytes + self.entries_BKE.nbytes
 
-    def search(self, q_BNH: Tensor, *, number: int, width: int, hops: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Find the slots with the best scores.
-
-        Args:
-            number: of slots that each query finds at most.
-            width: links of so many keys are followed in each of the hops.
+    def search(self, q_BNH: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Find the slots with the best scores, at most this number for each query.
 
         Returns:
             the best slots (B, K, G, f), in no order; their scores, in at least float32, minus infinity where there are
@@ -93,16 +87,19 @@ class KeyGraph(Index):
         new_C = torch.arange(num_linked, self.num_slots, device=k_BKnH.device)
         first_BKc = torch.cat([self.entries_BKE, new_C.expand(*k_BKnH.shape[:2], -1)], dim=2)
         slots, scores = scored(first_BKc.unsqueeze(2).expand(-1, -1, q_BKGH1.shape[2], -1))
-        for _ in range(hops):
+        for _ in range(self.how.hops):
             open_scores = scores.masked_fill(followed_BKGn.gather(3, slots), -torch.inf)
-            from_BKGw = slots.gather(3, open_scores.topk(min(width, slots.shape[3])).indices)
+            followed = open_scores.topk(min(self.how.width, slots.shape[3]))
+            # Where fewer are open the first entry stands for them: it has been followed, so that its links are seen.
+            entry_BK11, is_open_BKGw = self.entries_BKE[:, :, None, :1], followed.values > -torch.inf
+            from_BKGw = slots.gather(3, followed.indices).where(is_open_BKGw, entry_BK11)
             followed_BKGn.scatter_(3, from_BKGw, True)
-            from_BKGw1 = from_BKGw.clamp_max(num_linked - 1).unsqueeze(4)
+            from_BKGw1 = from_BKGw.unsqueeze(4)
             to_BKGwD = self.links_BKnD.unsqueeze(2).take_along_dim(from_BKGw1, dim=3).long()
             near_BKGw2 = torch.cat([from_BKGw1 - 1, from_BKGw1 + 1], dim=4).clamp(0, num_linked - 1)
             more_slots, more_scores = scored(torch.cat([to_BKGwD, near_BKGw2], dim=4).flatten(3))
             slots, scores = torch.cat([slots, more_slots], dim=3), torch.cat([scores, more_scores], dim=3)
-            best = scores.topk(min(max(number, width), slots.shape[3]))
+            best = scores.topk(min(max(number, self.how.width), slots.shape[3]))
             slots, scores = slots.gather(3, best.indices), best.values
         return slots, scores, seen_BKGn
 
@@ -182,14 +179,14 @@ class RetrievalAttention(Retriever, name="retrieval_attention"):
         require(self.group is Group.union, "group", self.group.name, reason)
 
     def index(self, view: PromptView) -> KeyGraph:
-        return KeyGraph(view, nearest=self.nearest, degree=self.degree, entries=self.width)
+        return KeyGraph(view, self)
 
     def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
         assert isinstance(index, KeyGraph)
         num_chosen = self.num_chosen(slots)
         if num_chosen == slots.num_slots:
             return None
-        slots_BKGf, scores_BKGf, _ = index.search(q_BNH, number=num_chosen, width=self.width, hops=self.hops)
+        slots_BKGf, scores_BKGf, _ = index.search(q_BNH, num_chosen)
         relative_BKGf = scores_BKGf.double() - scores_BKGf.amax(dim=-1, keepdim=True)
         within_n = torch.arange(slots.num_slots, device=relative_BKGf.device, dtype=torch.float64)
         need_BKn = (within_n - UNFOUND - slots.num_slots).repeat(*relative_BKGf.shape[:2], 1)

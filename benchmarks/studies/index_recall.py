@@ -165,7 +165,8 @@ def _searched(graph: KeyGraph, hops: int, q_TNH: Tensor, best_TKGm: Tensor) -> t
     """Recall, and the share of keys that a query head scores."""
     number, num_heads = best_TKGm.shape[3], best_TKGm.shape[1]
     q_BXH = q_TNH.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(0, 2)[None]  # as a turn of T tokens
-    slots_BKXf, scores_BKXf, seen_BKXn = graph.search(q_BXH, number=number, width=GRAPH.width, hops=hops)
+    graph.how = replace(GRAPH, hops=hops)
+    slots_BKXf, scores_BKXf, seen_BKXn = graph.search(q_BXH, number)
     slots_KXf = slots_BKXf[0].masked_fill(scores_BKXf[0] == -torch.inf, -1)
     best_KXm = best_TKGm.transpose(0, 1).flatten(1, 2)
     hits = (best_KXm[..., None] == slots_KXf[:, :, None]).any(dim=-1)

@@ -107,9 +107,14 @@ def ends_by_hand(
 def ends_at(marks: list[int], start: int, how: Events, known: range, k_nX: Tensor | None = None) -> list[int]:
     """Ends where these tokens surprise the model."""
     surprises = [float(slot in marks) for slot in range(known.stop)]
-    keys = None if k_nX is None else lambda first, end: k_nX[first:end]
     with mock.patch("policies.events.surprising", lambda surprise_S, **how: surprise_S > 0):
-        return how.ends(surprises, num_told=0, begin=known.start, before=start, keys=keys)
+        return how.ends(
+            surprises,
+            num_told=0,
+            begin=known.start,
+            before=start,
+            k_LKSH=[] if k_nX is None else [k_nX[None]],
+        )
 
 
 def test_ends_move_to_where_their_keys_part() -> None:

@@ -59,17 +59,17 @@ def written_search(
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 9]], ids=["alone", "padded"])
-@pytest.mark.parametrize("hops", [1, 3])
+@pytest.mark.parametrize("hops", [1, 3, 20])
 def test_a_search_finds_what_one_in_dictionaries_finds(pads: list[int], hops: int) -> None:
     """Also among tokens that came after the graph."""
     seen = view(50, pads, observed=20)
-    index = KeyGraph(seen, nearest=NEAREST, degree=DEGREE, entries=WIDTH)
+    index = KeyGraph(seen, RetrievalAttention(**OPTIONS, width=WIDTH, hops=hops))
     more = drawn(len(pads), 2, 3, 8, seed=7)
     k_BKnH = torch.cat([seen.k_BKnH, more], dim=2)
     index.append(more, more)
     index.stored = lambda: k_BKnH
     q_BNH, num_seen = drawn(len(pads), 4, 8, seed=5), 0
-    slots_BKGf, scores_BKGf, seen_BKGn = index.search(q_BNH, number=12, width=WIDTH, hops=hops)
+    slots_BKGf, scores_BKGf, seen_BKGn = index.search(q_BNH, 12)
     for row, pad in enumerate(pads):
         for head in range(2):
             q_XH = seen.q_BNwH[row].unflatten(0, (2, 2))[head].flatten(0, 1)
@@ -139,14 +139,14 @@ def test_a_graph_is_made_anew_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_prompt_of_one_token_has_a_graph_without_links() -> None:
-    index = KeyGraph(view(1, [0], observed=1), nearest=NEAREST, degree=DEGREE, entries=WIDTH)
+    index = KeyGraph(view(1, [0], observed=1), RetrievalAttention(**OPTIONS, width=WIDTH, hops=2))
     assert index.links_BKnD.tolist() == [[[[0] * DEGREE]] * 2] and index.entries_BKE.tolist() == [[[0]] * 2]
-    assert index.search(drawn(1, 4, 8, seed=5), number=3, width=WIDTH, hops=2)[0].unique().tolist() == [0]
+    assert index.search(drawn(1, 4, 8, seed=5), 3)[0].unique().tolist() == [0]
 
 
 def recall(index: KeyGraph, k_BKnH: Tensor, q_BNH: Tensor, number: int) -> tuple[float, float]:
     """Share of the best slots that is found, and share of the keys that is scored for that."""
-    slots_BKGf, _, seen_BKGn = index.search(q_BNH, number=number, width=8, hops=4)
+    slots_BKGf, _, seen_BKGn = index.search(q_BNH, number)
     hits = 0
     for head, q_H in enumerate(q_BNH[0]):
         best = (k_BKnH[0, head // 2] @ q_H).topk(number).indices.tolist()
@@ -162,7 +162,7 @@ def test_a_graph_of_queries_leads_queries_further_than_one_of_keys() -> None:
     asked = drawn(1, 4, 420, dim, seed=2) * spread.flip(0) + 1.5 * drawn(dim, seed=3)
     shares = []
     for q_BNwH in (asked[:, :, :400], k_BKnH[:, :, :400].repeat_interleave(2, dim=1)):
-        index = KeyGraph(of(k_BKnH, q_BNwH), nearest=24, degree=16, entries=8)
+        index = KeyGraph(of(k_BKnH, q_BNwH), RetrievalAttention(nearest=24, degree=16, width=8, hops=4))
         each = [recall(index, k_BKnH, asked[:, :, at], 20) for at in range(400, 420)]
         shares.append([sum(values) / len(values) for values in zip(*each, strict=True)])
     (by_queries, scored), (by_keys, _) = shares

@@ -21,7 +21,7 @@ import sys
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -34,9 +34,6 @@ from transformers.models.llama.modeling_llama import (
 )
 
 MODEL_TYPE = "lckv-llama"
-
-Stored: TypeAlias = MutableMapping[int, tuple[Tensor, Tensor]]
-"""Keys and values (B, K, C, H) that layers of one forward have stored last, by number."""
 
 
 class LCKVConfig(LlamaConfig):
@@ -111,11 +108,11 @@ class LCKVAttention(LlamaAttention):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any,
-        stored: Stored,
+        stored: MutableMapping[int, tuple[Tensor, Tensor]],
         past_key_values: Any = None,
         **keywords: Any,
     ) -> tuple[Tensor, Any]:
-        """As of Llama's, with the keys and values that the layers have `stored`."""
+        """As of Llama's, with the keys and values (B, K, C, H) that layers have `stored` last, by number."""
         lead = hidden_states.shape[:-1]
 
         def heads(project: nn.Module) -> Tensor:
@@ -156,7 +153,7 @@ class LCKVLayer(LlamaDecoderLayer):
                 x_BCD = super(LCKVLayer, layer).forward(x_BCD, **keywords)
         return x_BCD
 
-    def _passes(self, x_BCD: Tensor, *, stored: Stored, past_key_values: Any, **_: Any) -> Iterator[None]:
+    def _passes(self, x_BCD: Tensor, *, stored: Any, past_key_values: Any, **_: Any) -> Iterator[None]:
         """Passes of the group: as many as the config says, or as there are tokens, since more change nothing."""
         if len(self.group) < 2:
             return iter([None])
