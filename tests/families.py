@@ -411,7 +411,7 @@ YARN: dict[str, Any] = {
 """RoPE whose tables have a factor, 1.14, at each position."""
 MARKS: dict[str, Any] = {"dms_window_size": 8, "dms_alpha_scale": 1.0, "dms_initial_alpha_offset": 0.0}
 MARKING: dict[str, Family] = {
-    "qwen3_dms": Family(model_type="qwen3", config={"head_dim": 8, "rope_parameters": YARN, **MARKS}),
+    "qwen3_dms": Family(model_type="qwen3", config={"head_dim": 8, **MARKS}),
     "llama_dms": Family(model_type="llama", config=MARKS),
 }
 """Families whose tokens mark others, about half of them, as in DMS checkpoints."""
