@@ -307,14 +307,18 @@ def client_lines() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.slow
-def test_the_client_lines_of_the_page_run_on_the_real_model(capsys):
+def test_the_client_lines_of_the_page_run_on_the_real_model(capsys, tmp_path):
     assert cache_folder().exists()
     commands, blocks = client_lines()
     assert len(commands) >= 4 and len(blocks) >= 5
-    with job("model=smollm2", "policy=prompt_cache", f"policy.schema={ROOT / 'examples/cities.xml'}") as server:
+    with (
+        job("model=smollm2", "policy=prompt_cache", f"policy.schema={ROOT / 'examples/cities.xml'}") as server,
+        job("model=smollm2", f"serve.handover={tmp_path}") as handing_over,
+    ):
         for command in commands:
+            asked = handing_over if "v1/prefill" in command else server
             run = subprocess.run(
-                command.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
+                command.replace("127.0.0.1:8000", f"127.0.0.1:{asked.port}"),
                 shell=True,
                 capture_output=True,
                 text=True,
@@ -323,6 +327,8 @@ def test_the_client_lines_of_the_page_run_on_the_real_model(capsys):
             )
             if "-N" in command:
                 assert run.stdout.rstrip().endswith("data: [DONE]")
+            elif asked is handing_over:
+                assert Path(json.loads(run.stdout)["path"]).exists()
             elif "prompt_cache" in command:
                 answer = json.loads(run.stdout)
                 assert answer["choices"][0]["message"]["content"]
