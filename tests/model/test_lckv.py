@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
 
 from launch.retrieval_heads import scores_of
 from partitioner.meshes.model_size import ModelSize
@@ -191,6 +197,24 @@ def test_only_layers_that_are_read_have_weights_and_memory() -> None:
     assert lacking == {
         f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (1, 2, 3, 5, 6) for name in "kv"
     }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_random_model_makes_each_part_once(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than once takes memory that no check of free memory expects. An output layer may be the embeddings."""
+    made, init = list[nn.Module](), nn.Module.__init__
+
+    def counted(module: nn.Module, *args: Any, **keywords: Any) -> None:
+        made.append(module)
+        init(module, *args, **keywords)
+
+    monkeypatch.setattr(nn.Module, "__init__", counted)
+    module = build("lckv_mixed", tie_word_embeddings=tied)
+    spare = 2 * len(module.config.reads_kv_of)  # keys' and values' weights of layers that read others
+    for kind in (nn.Linear, nn.Embedding, LlamaRMSNorm, LlamaMLP, LlamaAttention, LlamaDecoderLayer):
+        held = sum(isinstance(each, kind) for each in module.modules())
+        assert sum(isinstance(each, kind) for each in made) == held + (spare if kind is nn.Linear else 0), kind
+    assert (module.lm_head.weight is module.model.embed_tokens.weight) == tied
 
 
 def test_a_checkpoint_of_the_published_form(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -142,11 +145,12 @@ class LCKVLayer(LlamaDecoderLayer):
     group: tuple[LCKVLayer, ...] = ()
 
     def __init__(self, config: LCKVConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        self.self_attn = LCKVAttention(config, layer)
+        super(LlamaDecoderLayer, self).__init__()  # not its own, which makes attention of Llama's
+        self.self_attn, self.mlp = LCKVAttention(config, layer), LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
-        x_BCD = hidden_states
         for _ in self._passes(hidden_states, **keywords):
             x_BCD = hidden_states
             for layer in self.group:
@@ -159,8 +163,7 @@ class LCKVLayer(LlamaDecoderLayer):
             return iter([None])
         config, (batch, num_new) = self.self_attn.config, x_BCD.shape[:2]
         zeros_BKCH = x_BCD.new_zeros(batch, config.num_key_value_heads, num_new, config.head_dim)
-        attentions = [layer.self_attn for layer in self.group]
-        own = [each.layer_idx for each in attentions if each.source == each.layer_idx]
+        own = [each.layer_idx for each in (layer.self_attn for layer in self.group) if each.source == each.layer_idx]
         zeros = dict.fromkeys(own, (zeros_BKCH, zeros_BKCH))
         stored.update(zeros)
         number = min(config.forward_passes + config.backward_passes, num_new)
@@ -172,14 +175,16 @@ class LCKVModel(LlamaModel):
 
     def __init__(self, config: LCKVConfig) -> None:
         config.check()
-        super().__init__(config)
+        super(LlamaModel, self).__init__(config)  # not its own, which makes all layers of Llama's
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layers = [LCKVLayer(config, layer) for layer in range(config.num_hidden_layers)]
         first = 0
         for layer, last in enumerate(accumulate(config.kv_sources, max)):
             if last <= layer:
                 layers[first].group = tuple(layers[first : layer + 1])
                 first = layer + 1
-        self.layers = nn.ModuleList(layers)
+        self.layers, self.norm = nn.ModuleList(layers), LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -192,8 +197,10 @@ class LCKVForCausalLM(LlamaForCausalLM):
     config_class = LCKVConfig
 
     def __init__(self, config: LCKVConfig) -> None:
-        super().__init__(config)
+        super(LlamaForCausalLM, self).__init__(config)
         self.model = LCKVModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
 
 def register() -> None:
