@@ -145,7 +145,7 @@ def scores_of(model: Model, ids: Sequence[int], *, copies: int, chunk: int, bar:
         bar: progress bar.
 
     Raises:
-        ValueError: the model's attention depends on more than queries and keys (ALiBi), or layers run in passes.
+        ValueError: attention depends on more than queries and keys (ALiBi), or does not see the token itself (LCKV).
     """
     import torch
 
@@ -153,7 +153,8 @@ def scores_of(model: Model, ids: Sequence[int], *, copies: int, chunk: int, bar:
     from runahead.cache.attention import CausalAttention, LayerCall, LayerHook
 
     if model.has_key_bias or model.runs_in_passes:
-        what = "adds a bias to its attention by distance (ALiBi)" if model.has_key_bias else "runs in passes (LCKV)"
+        sees = "has layers that do not see the token itself (LCKV)"
+        what = "adds a bias to its attention by distance (ALiBi)" if model.has_key_bias else sees
         raise ValueError(f"model {model.name} ({model.config.model_type}) {what}, with which cache policies do not go")
     period, totals = len(ids), [torch.zeros(2, 0)] * model.num_layers
 

@@ -79,6 +79,7 @@ class LayerAttention(ABC):
         states: of all tokens before, which the forward updates; None: no layer holds any, or no token is before.
         stops: indices in the padded batch before which the states of layers are kept.
         block: the new tokens for which a layer is called.
+        takes_passes: layers may call it for the same tokens several times, and store over what they have stored (LCKV).
         needs_last_alone: nobody needs the output of the layer that calls for other tokens than the last.
         rotates: this attention rotates queries and keys itself, so that the model must leave them at position 0.
     """
@@ -86,6 +87,7 @@ class LayerAttention(ABC):
     rotates = False
     stops: Collection[int] = ()
     block: Block = ALL_ROWS
+    takes_passes = False
     needs_last_alone = False
 
     def __init__(self, *, start: int, pads: list[int]) -> None:
@@ -158,7 +160,8 @@ class Recording(LayerAttention):
     Attributes:
         inputs: of every layer, if the model predicts queries.
         attention_inputs: hidden states that the attention of a layer is given, by layer, if the model shows them.
-        calls: layer, queries, keys, values and terms of every layer that stores keys and values.
+        calls: layer, queries, keys, values and terms of every layer that stores keys and values, and of those that read
+            them, too, until the model knows which these are.
         order: ("kv", n) for the n-th of these calls and ("state", n) whenever the n-th state was updated.
     """
 

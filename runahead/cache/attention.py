@@ -136,6 +136,7 @@ class CausalAttention(LayerAttention):
         self.states, self.rotates = cache.states, cache.rotates
         self.tokens.part = cache.part
         self._ends, self._attend, self._on_layer = ends, attend, on_layer
+        self.takes_passes = not hooks and ends is None  # each pass would call them
         self._needs_all_rows = [type(each).__name__ for each in hooks if not each.takes_blocks]
         self._before_save, self._save = _verbs(hooks, "before_save"), _verbs(hooks, "save")
         self._loads = _verbs(hooks, "wait_for_load")

@@ -283,7 +283,7 @@ class Model(CheckedModel):
         reasons = {
             "ranks that share it": self.shares is not None,
             "marks of tokens (DMS, DMC)": self.marks is not None,
-            "passes over its layers (LCKV)": self.runs_in_passes,
+            "layers that do not see the token itself (LCKV)": self.runs_in_passes,
             f"{self.dtype}": not takes_rounding(self.dtype),
             "model.weights=int8, and it has no norms that can be fused": self.weights is Weights.int8,
         }
@@ -619,12 +619,14 @@ class Model(CheckedModel):
             attention: as of `forward`, from the first token on.
 
         Raises:
-            ValueError: layers hold states, which a forward with gradients would change in place.
+            ValueError: layers hold states, which a forward with gradients would change in place, or do not see the
+                token itself (LCKV), or the model marks tokens (DMS, DMC).
         """
         if self.held is not None:
             raise ValueError(f"layers of model {self.name} hold states, over which no gradients go; use another model")
         if not self.has_reference:
-            raise ValueError(f"model {self.name} runs in passes or marks tokens, and has no gradients; use another")
+            why = "marks tokens (DMS, DMC)" if self.marks else "has layers that do not see the token itself (LCKV)"
+            raise ValueError(f"model {self.name} {why}, and no gradients; use another model")
         forward = SeamCache(attention, 0)
         parameters = inspect.signature(self.module.base_model.forward).parameters
         name = "cache" if "cache" in parameters else "past_key_values"

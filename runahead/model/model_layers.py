@@ -56,8 +56,9 @@ class ModelLayers(ABC):
 
     Attributes:
         config: configuration of the text decoder.
-        kv_shapes: KV shape per layer that stores keys and values, of this rank's share. These layers come first.
-        reads_kv_of: of each other layer, the one whose keys and values it reads.
+        kv_shapes: KV shape per layer that stores keys and values, of this rank's share. Their numbers in stores and
+            attention come first, wherever they are among the model's layers (`kv_layers`).
+        reads_kv_of: number of each other layer -> that of the one whose keys and values it reads.
         held: what the layers hold, if some hold a state; the others above are those with keys and values alone.
         num_query_heads: most query heads of a layer.
         rules: mask rule per layer that stores keys and values; None is plain causal attention.
@@ -127,7 +128,7 @@ class ModelLayers(ABC):
 
     @property
     def runs_in_passes(self) -> bool:
-        """Whether layers run in passes over a prompt, since they read what later ones store (LCKV)."""
+        """Whether layers do not see the token itself, as those that read later ones in passes over a prompt (LCKV)."""
         return getattr(self.config, "runs_in_passes", False)
 
     def layer_sent_bytes(self, wire_bits: int | None) -> int:

@@ -91,7 +91,7 @@ class SeamCache(Cache):
         width: number of tokens that a layer's modules are given.
         num_skipped: those of them before the last token, where a layer computes this one alone.
         needs_last_alone: nobody needs the output of the layer that runs for other tokens than the last.
-        positions_BC: of the new tokens, where the model is given position 0 for all of them.
+        positions_BC: of the new tokens; None if the model counts positions by itself.
     """
 
     def __init__(
@@ -165,11 +165,12 @@ class SeamCache(Cache):
     def passes(self, number: int, first: Mapping[int, tuple[Tensor, Tensor]]) -> Iterator[None]:
         """So many passes of layers over all new tokens, which store over what the pass before has stored.
 
-        Hooks beside attention are told of the last one alone.
+        Several tokens need attention that `takes_passes`.
 
         Args:
             first: keys and values that the first pass finds, by layer.
         """
+        assert self.num_new == 1 or self.attention.takes_passes, f"{type(self.attention).__name__} takes no passes"
         try:
             self.attention.block = Block(is_last=False, attends=False)
             for layer, (k_BKCH, v_BKCV) in first.items():

@@ -24,7 +24,8 @@ from launch.retrieval_heads import scores_of
 from partitioner.meshes.model_size import ModelSize
 from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, Model, PrefillOptions, Ranks, RanksOptions
-from runahead.cache.attention import CausalAttention
+from runahead.cache.attention import CausalAttention, LayerHook
+from runahead.cache.rows import RowsAttention
 from runahead.config import Attention, CacheOptions, Device, GenerationOptions, ModelName, ModelOptions, Speculate
 from runahead.features.refused import check
 from runahead.features.setup import Setup
@@ -279,8 +280,38 @@ def test_what_cannot_be_is_refused() -> None:
         check(Setup(model=model, num_stages=2))
     with pytest.raises(ValueError, match="and ranks cannot share such a model"):
         check(Setup(model=model, num_stages=1, num_shares=2))
-    with pytest.raises(ValueError, match="runs in passes"):
+    with pytest.raises(ValueError, match="do not see the token itself"):
         scores_of(model, prompt(9), copies=2, chunk=9)
+    with pytest.raises(ValueError, match=r"do not see the token itself \(LCKV\), and no gradients; use another model"):
+        model.hidden_states(torch.tensor([prompt(9)]), CausalAttention(model.empty_cache(9), start=0, pads=[0]))
+
+
+def test_layers_that_read_earlier_ones_and_see_no_own_tokens_are_refused_for_that() -> None:
+    """Such a model takes one pass, so a sentence of passes over later layers alone would not hold for it."""
+    model = Model(build("cla", force_nodiag=True))
+    assert [len(layer.group) for layer in model.decoder_layers] == [1] * 6
+    for options in ({"chunk_tokens": 8}, {"row_tokens": 8}):
+        with pytest.raises(ValueError, match="layers of .* do not see the token itself"):
+            check(Setup(model=model, prefill=PrefillOptions(**options)))
+    with pytest.raises(ValueError, match="do not see the token itself, .* in a chain of 2 stages"):
+        check(Setup(model=model, num_stages=2))
+
+
+def test_attention_that_passes_would_call_again_takes_none() -> None:
+    """Rows with attention of their own, hooks, and ends of a forward before its logits."""
+    model, ids_1C = tiny_model("lckv"), torch.tensor([prompt(9)])
+
+    def alone(**how: Any) -> CausalAttention:
+        return CausalAttention(model.empty_cache(9), start=0, pads=[0], **how)
+
+    hook = LayerHook()
+    hook.takes_blocks = True
+    for attention in (RowsAttention([alone()]), alone(hooks=[hook]), alone(ends=model.last_attention)):
+        with pytest.raises(AssertionError, match=f"{type(attention).__name__} takes no passes"):
+            model.forward(ids_1C, attention, start=0, pads=[0])
+    with throughout(torch.float64):
+        one_token = model.forward(ids_1C[:, :1], RowsAttention([alone()]), start=0, pads=[0])
+    assert largest_difference(one_token, by_hand("lckv", tuple(prompt(9)[:1]))[0]) < TOLERANCE
 
 
 def test_two_ranks_are_refused(rank_pools: RankPools) -> None:

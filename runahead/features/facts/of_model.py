@@ -105,7 +105,7 @@ def _shared_kv(setup: Setup) -> Words:
 
 
 def _passes(setup: Setup) -> Words:
-    """The layers of a model in which some read keys and values of later ones."""
+    """The layers of a model in which some do not see the token itself."""
     config = setup.text_config
     return None if config is None else if_(getattr(config, "runs_in_passes", False), f"layers of {setup.model_name}")
 

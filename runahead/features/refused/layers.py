@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from runahead.features.refused.row import ALL_KEYS, LATER_KV, MARKED, Refused
+from runahead.features.refused.row import ALL_KEYS, MARKED, NOT_ITSELF, Refused
 
 REENCODED = "{1}, so its positions cannot be re-encoded"
 OTHER_POLICY = "use another policy, such as snapkv"
 
 ROWS = (
-    # layers that read later ones
+    # layers that do not see the token itself
     Refused(
         ("several stages", "passes"),
-        "{1} read what later ones have stored of all tokens in the pass before (LCKV), and in a chain of {0} stages a "
-        "layer's keys and values are sent once",
+        "{1} do not see the token itself, or read what later ones stored in the pass before (LCKV), and in a chain of "
+        "{0} stages layers see all tokens up to this one, whose keys and values are sent once",
         "use one stage",
     ),
     *(
-        Refused((fact, "passes"), LATER_KV, remedy)
+        Refused((fact, "passes"), NOT_ITSELF, remedy)
         for fact, remedy in (
             ("prefill.chunk_tokens", "leave it out"),
             ("prefill.row_tokens", "leave it out"),

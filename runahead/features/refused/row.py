@@ -8,9 +8,7 @@ from runahead.features.combination import Combination
 
 OTHERS_KV = "{1} read the keys and values of other layers, which {0} does not support"
 MARKED = "{1} marks tokens that it evicts (DMS, DMC), which {0} does not support"
-LATER_KV = (
-    "{1} read the keys and values of later ones, in passes over a whole prompt (LCKV), which {0} does not support"
-)
+NOT_ITSELF = "{1} do not see the token itself, or take passes over a whole prompt (LCKV), which {0} does not support"
 CHAIN = "use prefill=kv_runahead or prefill=single"
 ALL_KEYS = "use prefill.attention=causal"
 NO_SHARES = "leave ranks.tensor out, and use another prefill than tensor"

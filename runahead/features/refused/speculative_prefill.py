@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runahead.features.refused.row import CHAIN, LATER_KV, MARKED, NO_SHARES, OTHERS_KV, Refused
+from runahead.features.refused.row import CHAIN, MARKED, NO_SHARES, NOT_ITSELF, OTHERS_KV, Refused
 
 ALL_TOKENS = "use prefill.speculative=none"
 
@@ -13,7 +13,7 @@ ROWS = (
         "use prefill.speculative=none",
     ),
     Refused(("prefill.speculative", "marks"), MARKED, ALL_TOKENS),
-    Refused(("prefill.speculative", "passes"), LATER_KV, ALL_TOKENS),
+    Refused(("prefill.speculative", "passes"), NOT_ITSELF, ALL_TOKENS),
     Refused(
         ("prefill.speculative", "prefill=tsp or zigzag"),
         "{0} gives the tokens that are computed positions with gaps, which {1} does not know",
