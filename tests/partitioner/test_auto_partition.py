@@ -103,7 +103,8 @@ def test_ranks_split_alike_and_the_next_run_goes_on_from_the_file(rank_pools: Ra
 
     before = json.loads(path.read_text())
     again, _ = rank_pools.run(2, run, tmp_path, [[60]])
-    assert again.told == [] and again.tokens[0] == first.tokens[0]
+    assert all(" as in earlier prompts, so this machine does more other work " in each for each in again.told)
+    assert again.tokens[0] == first.tokens[0]
     [path] = files(tmp_path)
     after = json.loads(path.read_text())
     assert after["cost"] == before["cost"] and after["prompts"][-2] == before["prompts"][-1]

@@ -307,8 +307,8 @@ def test_merging_takes_memory_of_the_host_where_a_gpu_has_the_weights(
         if device.type == "cuda":
             raise Room
 
-    for module in ("loading.building", "lora.merging"):
-        monkeypatch.setattr(f"runahead.model.{module}.require_room", require)
+    for path in ("loading.building", "lora.merging"):
+        monkeypatch.setattr(f"runahead.model.{path}.require_room", require)
     with pytest.raises(Room):
         load(options(tmp_path / "model", adapter), device=torch.device("cuda"), attn_implementation="eager")
     weights = sum(parameter.nbytes for parameter in module.parameters())
