@@ -20,7 +20,7 @@ import re
 import sys
 from collections import UserDict
 from collections.abc import Iterator, MutableMapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -178,11 +178,9 @@ class LCKVModel(LlamaModel):
         super(LlamaModel, self).__init__(config)  # not its own, which makes all layers of Llama's
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layers = [LCKVLayer(config, layer) for layer in range(config.num_hidden_layers)]
-        first = 0
-        for layer, last in enumerate(accumulate(config.kv_sources, max)):
-            if last <= layer:
-                layers[first].group = tuple(layers[first : layer + 1])
-                first = layer + 1
+        ends = [layer + 1 for layer, last in enumerate(accumulate(config.kv_sources, max)) if last <= layer]
+        for first, end in pairwise((0, *ends)):
+            layers[first].group = tuple(layers[first:end])
         self.layers, self.norm = nn.ModuleList(layers), LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
