@@ -659,15 +659,19 @@ def require_default(options: object, *names: str, given: bool = True, rule: str,
         require(each.name not in names or value == each.default, prefix + each.name, value, told)
 
 
-def nested_options(policy: Any, name: str) -> Any:
-    """An option that has options: those of a dictionary in place of the policy's defaults. Raises: ValueError."""
+def nested_options(policy: Any, name: str, example: str) -> Any:
+    """An option that has options: those of a dictionary in place of the policy's defaults.
+
+    Raises:
+        ValueError: it is no dictionary of such options; the message ends with the example.
+    """
     value, [default] = getattr(policy, name), [each.default_factory for each in fields(policy) if each.name == name]
     assert callable(default), name
     if isinstance(value, type(usual := default())):
         return value
     known = [each.name for each in fields(usual)]
     if not isinstance(value, dict) or not set(value) <= set(known):
-        raise ValueError(f"policy.{name}={value} must have {', '.join(known)} only")
+        raise ValueError(f"policy.{name}={value} must have {', '.join(known)} only, as in policy.{name}.{example}")
     return replace(usual, **value)
 
 

@@ -36,7 +36,7 @@ class BlockRetriever(Retriever):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.events = nested_options(self, "events")
+        self.events = nested_options(self, "events", "by=surprise")
         rule = "with policy.events.by=surprise; use policy.events.most"
         require_default(self, "block", "page", given=self.needs_surprise, rule=rule)
 

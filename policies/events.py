@@ -8,7 +8,8 @@ With `refine=modularity` each such end first moves back to where it parts the to
 graph whose edges are products k_i k_j of keys, summed over KV heads and the last layers, the modularity of the parts
 [0, t) and [t, T) of a window is 1 / 4m sum_ij (A_ij - d_i d_j / 2m) [same part]. Sums of A over a part are squares of
 sums of keys, so all t of a window take one pass over its keys. As in published code the window reaches half of a
-block's length beyond both of its ends, and not beyond the text that is known. Products are of keys as they are stored.
+block's length beyond both of its ends, and not beyond the text that is known. Products are of keys as they are stored;
+where they sum to 0, the end stays. An end too soon after the one before, as that was refined, is left out.
 """
 
 # Legend: S tokens of the padded text, n some of them, T tokens of a window, L layers, K kv heads, H key dim, X dims of
@@ -106,7 +107,8 @@ class Events:
                 first, last = max(begin, before - half), min(len(surprise_S), end + half)
                 k_TX = torch.cat([k_KSH[:, first:last].transpose(0, 1).flatten(1) for k_KSH in k_LKSH], dim=1)
                 of_places = modularity(k_TX)[before + self.least - first : end + 1 - first]
-                end = before + self.least + int(of_places.argmax())
+                best = of_places.argmax().masked_fill(of_places[-1].isnan(), len(of_places) - 1)
+                end = before + self.least + int(best)
             while end - before > self.most:
                 before += self.most
                 found.append(before)

@@ -7,10 +7,11 @@ p^K)^(L - 1) for K bits and L functions, and weighs exp(q k / sqrt(d)) / w. Sums
 right on average over `seed`; their ratio, the output, is not quite. Sinks and recent tokens are read as they are.
 
 The number of sampled tokens varies, and the host asks for it. With `fetch`, which the paper has not, no more are read:
-of more a KV head takes a random part, whose weights grow by as much. Its query heads share what is read, each with the
-tokens that it has sampled. Generated tokens are hashed, too (published code leaves them out, in a window that grows),
-with the prompt's mean. Functions are drawn for each layer, by the seed. Published code adds 1e-4 to w. Hashes are
-compared with the query's one by one, on the device, where the paper looks them up in tables of a CPU.
+of more a KV head takes a random part, drawn anew for each layer and next token, whose weights grow by as much. Its
+query heads share what is read, each with the tokens that it has sampled. Generated tokens are hashed, too (published
+code leaves them out, in a window that grows), with the prompt's mean. Functions are drawn for each layer, by the seed.
+Published code adds 1e-4 to w. Hashes are compared with the query's one by one, on the device, where the paper looks
+them up in tables of a CPU.
 """
 
 # Legend: B batch, N query heads, K kv heads, G = N / K, n slots, t some of them, m chosen ones, C new tokens, H key
@@ -26,15 +27,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from policies.base import Budget, require, require_least
-from policies.columns import Columns
+from policies.columns import PART, Columns
 from policies.gumbel import MASK, hashed
 from policies.retriever import Choice, Group, Index, PromptView, Retriever, Slots, most_needed
-from policies.row_values import sent
+from policies.row_values import row_values, sent
 
 LEAST = 2
 """Hash functions in which a key has to agree with a query to be sampled."""
-PART = 1024
-"""Keys of a KV head that are hashed at once, or pairs of a key and a query whose hashes are compared."""
+FAR_APART = 0x9E3779B1
+"""Distance, modulo 2^32, of the numbers that are hashed for a next token from those for the one after it."""
 
 
 def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
@@ -54,7 +55,7 @@ class Hashes(Columns):
     """
 
     def __init__(self, view: PromptView, how: MagicPIG) -> None:
-        k_BKnH = view.k_BKnH
+        k_BKnH, self.layer = view.k_BKnH, view.layer
         wide = torch.promote_types(k_BKnH.dtype, torch.float32)
         draw = torch.Generator().manual_seed(how.seed * 1_000_003 + view.layer)
         planes_HP = torch.randn(k_BKnH.shape[3], how.bits * how.tables, generator=draw)
@@ -74,8 +75,7 @@ class Hashes(Columns):
         return k_BKnH - self._mean_BK1H
 
     def columns(self, k_BKCH: Tensor) -> Tensor:
-        parts = [self._hashes(self.centred(part_BKtH)) for part_BKtH in k_BKCH.split(PART, dim=2)]
-        return torch.cat(parts, dim=2).mT
+        return self._hashes(self.centred(k_BKCH)).mT
 
     def _hashes(self, x_BKnH: Tensor) -> Tensor:
         """Hashes (B, K, n, L), int16, of vectors."""
@@ -139,7 +139,7 @@ class MagicPIG(Retriever, name="magicpig"):
         if num_chosen == slots.num_slots:
             return None
         sampled_BKGn = index.samples(q_BNH)
-        need_BKn = sampled_BKGn.any(dim=2) * (1 + self._lots(slots, q_BNH.device)).double()
+        need_BKn = sampled_BKGn.any(dim=2) * (1 + self._lots(index.layer, slots, q_BNH.device)).double()
         slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
         if num_chosen is None:
             slots.await_device()
@@ -166,10 +166,16 @@ class MagicPIG(Retriever, name="magicpig"):
 
         return Choice(slots_BKm=chosen_BKm, weigh=weigh)
 
-    def _lots(self, slots: Slots, device: torch.device) -> Tensor:
-        """Random numbers (B, K, n) below 2^32, or (n) for all alike, by how far tokens are from the next one."""
-        if slots.positions_BKn is None or slots.next_B is None:
-            before_BKn = torch.arange(slots.num_slots, 0, -1, device=device)
+    def _lots(self, layer: int, slots: Slots, device: torch.device) -> Tensor:
+        """Random numbers (B, K, n) below 2^32, or (n) for all alike, by layer, next token and distance to it."""
+        num = slots.num_slots
+        if slots.positions_BKn is not None and slots.next_B is not None:
+            next_B11 = slots.next_B[:, None, None]
+            numbers_BKn = next_B11 * FAR_APART + (next_B11 - slots.positions_BKn)
         else:
-            before_BKn = slots.next_B[:, None, None] - slots.positions_BKn
-        return hashed(hashed(self.seed & MASK) ^ (before_BKn & MASK))
+            first, *others = firsts = [(num - pad) * FAR_APART & MASK for pad in slots.pads]
+            if all(other == first for other in others):
+                numbers_BKn = torch.arange(first + num, first, -1, device=device)
+            else:
+                numbers_BKn = row_values(firsts, device)[:, None, None] + torch.arange(num, 0, -1, device=device)
+        return hashed(hashed(hashed(self.seed & MASK) ^ layer) ^ (numbers_BKn & MASK))

@@ -313,7 +313,7 @@ class Retriever(Policy, ABC):
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")
         self.group = choice("group", Group, self.group)
-        self.pool = nested_options(self, "pool")
+        self.pool = nested_options(self, "pool", "bytes=2GiB")
         if self.late is not None:
             require(-1 <= self.late <= 1, "late", self.late, "must be from -1 to 1")
             self._check_late(self.late)

@@ -51,7 +51,10 @@ class SnapKV(Scorer, name="snapkv"):
         require(self.recent == 0 or self.recent > self.window, "recent", self.recent, rule)
         least = self.sinks + max(self.recent, self.window)
         if isinstance(self.budget, int) and least > self.budget:
-            raise ValueError(f"policy.budget={self.budget} has no room for the window; use at least {least}")
+            sinks = f"policy.sinks={self.sinks} and " if self.sinks else ""
+            raise ValueError(
+                f"policy.budget={self.budget} has no room for {sinks}the window of {self.window}; use at least {least}"
+            )
 
     @property
     def last_queries(self) -> int:

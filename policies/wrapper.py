@@ -35,7 +35,8 @@ class Wrapper(Policy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.scorer, Scorer):
-            raise no_scorer(f"policy.scorer={type(self.scorer).__name__}")
+            given = self.scorer.label if isinstance(self.scorer, Policy) else type(self.scorer).__name__
+            raise no_scorer(f"policy.scorer={given}")
 
     @property
     def queries_from(self) -> int | None:

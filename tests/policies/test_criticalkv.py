@@ -177,7 +177,7 @@ def test_options() -> None:
         with pytest.raises(ValueError, match=f"policy.scorer={scorer} does not score tokens"):
             policies_of({"name": "criticalkv", "scorer": scorer}, "policy")
     for wrapper, scorer in ((CriticalKV, AdaKV()), (AdaKV, CriticalKV()), (AdaKV, PyramidInfer())):
-        with pytest.raises(ValueError, match=f"policy.scorer={type(scorer).__name__} does not score tokens"):
+        with pytest.raises(ValueError, match=f"policy.scorer={scorer.label} does not score tokens"):
             wrapper(scorer=scorer)
     for scorer in (KeyDiff(), LagKV(), RKV()):
         with pytest.raises(ValueError, match=f"policy.scorer={scorer.label} does not score by shares"):

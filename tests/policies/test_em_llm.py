@@ -125,6 +125,14 @@ def test_ends_move_to_where_their_keys_part() -> None:
     assert ours != ends_by_hand(marks, 4, how, known, k_nX, moves=False)
 
 
+def test_an_end_stays_where_keys_have_no_products() -> None:
+    """Keys that are 0, and keys that sum to 0, whose modularity is not defined."""
+    how, known, marks = Events(by=By.surprise, least=3, most=20), range(4, 28), [16]
+    for k_nX in (torch.zeros(40, 2), torch.tensor([[1.0, 2.0], [-1.0, -2.0]]).repeat(20, 1)):
+        assert modularity(k_nX[4:28]).isnan().all()
+        assert ends_at(marks, 4, how, known, k_nX) == marks
+
+
 def test_blocks_are_no_shorter_than_the_least_and_no_longer_than_the_most() -> None:
     """A rest that is too short is a part of the next block."""
     how, known = Events(by=By.surprise, least=3, most=8), range(30)

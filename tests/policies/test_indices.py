@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from policies import clustering
+from policies import clustering, columns
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters
 from policies.exact_topk import ExactTopK
 from policies.full import Full
 from policies.infinigen import InfiniGen
+from policies.magicpig import MagicPIG
 from policies.quest import Digest, Pages, Quest
 from policies.retriever import Group, PromptView, Rest, Slots, need_of_group
 from policies.retroinfer import RetroInfer
@@ -662,3 +663,25 @@ def test_a_turn_that_retrieves_is_cut_back_by_its_attention_to_all_tokens(
 
 def cut_before_retrieval(name: str = "exact_topk", **options: Any) -> list[Policy]:
     return [SnapKV(budget=24, window=4, kernel=1), policy(name, {"fetch": 12, "turn_tokens": 9, **options})]
+
+
+def test_columns_are_made_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no more than the index and one part are in memory at once; parts of one token give the same columns."""
+    given = view(40, [0, 7])
+    for one in (SparQ(**BARE, dims=4), MagicPIG(**BARE), InfiniGen(**BARE)):
+        whole, parts = one.index(given), list[int]()
+        kind = type(whole)
+        assert isinstance(whole, columns.Columns)
+        with monkeypatch.context() as patch:
+            made = kind.columns
+
+            def noted(index: Any, k_BKCH: Tensor, made: Any = made, parts: list[int] = parts) -> Tensor:
+                parts.append(k_BKCH.shape[2])
+                return made(index, k_BKCH)
+
+            patch.setattr(kind, "columns", noted)
+            patch.setattr(columns, "PART", 16)
+            found = one.index(given)
+        assert parts == [0, 16, 16, 8] and isinstance(found, columns.Columns)
+        assert found.num_slots == 40 and found.num_bytes == whole.num_bytes
+        torch.testing.assert_close(found._columns_BKrT[..., :40], whole._columns_BKrT[..., :40])

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from policies.magicpig import MagicPIG, sampling_probability
+from policies.retriever import Slots
 from tests.families import build, prompt, throughout
-from tests.policies.test_indices import drawn, slots_of, view
+from tests.policies.test_indices import BARE, drawn, slots_of, view
 from tests.policies.test_retrieval import GENERATED, NUM_TOKENS, Turns
 from tests.policies.written_out import WrittenOut
 from tests.ranks.tasks import tiny_model
@@ -101,6 +102,28 @@ def test_numerator_and_denominator_are_right_on_average_over_seeds(options: dict
 @pytest.mark.parametrize("wrong", ["weights left out", "another seed's queries"])
 def test_wrong_variants_are_not(wrong: str, options: dict[str, Any]) -> None:
     assert errors(options, wrong).abs().max() > 2 * SIGMAS
+
+
+def test_other_tokens_are_left_out_in_each_step_and_layer() -> None:
+    """All are sampled, and told by how far they are from the next one. Padding has no effect."""
+    policy = MagicPIG(**BARE, bits=1, tables=40, dense_every=0, fetch=5)
+    given, q_BNH = view(30, [0, 7]), drawn(2, 4, 8, seed=7)
+
+    def left(slots: Slots, layer: int = 0) -> Tensor:
+        index = policy.index(replace(given, layer=layer))
+        extra = slots.num_slots - 30
+        index.append(given.k_BKnH[:, :, :extra], given.v_BKnV[:, :, :extra])
+        assert index.samples(q_BNH).all()
+        choice = policy.choose(index, q_BNH, slots)
+        assert choice is not None
+        return slots.num_slots - choice.slots_BKm.sort(dim=-1).values
+
+    found = [left(slots_of(30, [0, 7])), left(slots_of(31, [0, 7])), left(slots_of(30, [0, 7]), layer=1)]
+    for row in (0, 1):
+        assert len({tuple(each[row].flatten().tolist()) for each in found}) == 3
+    by_positions = replace(slots_of(30, [0, 7]), positions_BKn=given.positions_BKn, next_B=given.next_B)
+    assert torch.equal(left(by_positions), found[0]) and not torch.equal(found[0][0], found[0][1])
+    assert torch.equal(left(slots_of(30, [0, 0]))[0], found[0][0])
 
 
 class Sampled(WrittenOut):

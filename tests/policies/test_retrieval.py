@@ -662,7 +662,7 @@ def test_what_cannot_be_combined_is_refused(policies: list[Policy], positions: P
         ({"pool": {"bytes": 0}}, "policy.pool.bytes=0 is no size"),
         ({"pool": {"victim": "random"}}, "policy.pool.victim=random is not one of fifo, lru, counter"),
         ({"pool": {"victim": "lru"}}, "policy.pool.victim=lru is the token .* set policy.pool.bytes"),
-        ({"pool": "max"}, "policy.pool=max must have bytes, victim only"),
+        ({"pool": "max"}, r"policy.pool=max must have bytes, victim only, as in policy\.pool\.bytes=2GiB$"),
         ({"skew": "not_there.safetensors"}, "there is no such file"),
     ],
 )
