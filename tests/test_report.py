@@ -194,6 +194,16 @@ def test_a_retriever_tells_what_steps_read_and_what_its_bytes_are(fetched, tpot_
     assert re.search(rf"KV in host memory +2\.0 KiB; {told}\n", text)
 
 
+def test_what_steps_read_is_told_of_the_longest_prompt():
+    """The longest prompt has one new token, and so no step, while a shorter one has."""
+    long, short = batch(generation(prompt_tokens=40)), batch(generation(prompt_tokens=10))
+    long.boundaries, long.tpot_s, short.tpot_s = [0, 20, 40], None, 0.02
+    long.ranks[-1].retrieval = RetrievalReport(
+        fetched_share=[None], hit_mass=[None], evicted=[0], host_bytes=8, chosen_again=[None]
+    )
+    assert re.search(r"KV in host memory .*; no step read any \(longest prompt\)\n", summary([short, long]))
+
+
 def test_the_share_of_heads_that_chose_again_is_told():
     """A mean over ranks, whose KV heads may differ, and over layers with late choices."""
     late = batch(generation())

@@ -109,15 +109,14 @@ def _contender(label: str, budget: Budget | None, settings: dict[str, Any], once
         raise ValueError(f"{label} with a budget of {budget_text(budget)}: {error}") from error
     read = [*(policy.reads for policy in policies.last if policy.reads is not None), *policy_files(settings)]
     files = {path: digest_of_path(Path(path)) for path in read}
-    attention = choice("attention", Attention, settings.get("attention", Attention.causal))
-    are_known = attention in (Attention.causal, Attention.streaming_heads)
-    require(are_known, "attention", attention.name, "must be causal or streaming_heads")
+    attention = settings.get("attention", "causal")
+    require(attention in ("causal", "streaming_heads"), "attention", attention, "must be causal or streaming_heads")
     return Contender(
         label=label,
         budget=budget,
         settings=settings,
         policies=policies,
-        prefill=PrefillOptions(attention=attention),
+        prefill=PrefillOptions(attention=Attention[attention]),
         files=files,
         once=once,
     )

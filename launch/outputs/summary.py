@@ -79,7 +79,7 @@ def summary(
         means = [rank.retrieval.mean_fetched_share for rank in retrieving if rank.retrieval]
         shares = ", ".join(f"{mean:.1%}" for mean in means if mean is not None)
         fetched = f"{shares} of the tokens fetched per step and layer" if shares else "every step read all tokens"
-        fetched = fetched if tpots else "no step read any"
+        fetched = fetched if widest.tpot_s is not None else "no step read any"
         num_bytes = ", ".join(_bytes(_of_stage(widest, rank, "kv_host_bytes")) for rank in retrieving)
         rows["KV in host memory"] = f"{num_bytes}; {fetched}{of_which}"
     again = [rank.retrieval.mean_chosen_again for rank in widest.ranks if rank.retrieval]
