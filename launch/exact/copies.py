@@ -9,7 +9,7 @@ kept: the tokens that come again have theirs, so that nobody reads keys and valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from runahead.ranks.ranks import Ranks
 from runahead.report import SparseReport
 
 MOST_BYTES = 4 << 30
-"""Most bytes of hidden states in host memory; those that were not used for longest go first."""
+"""Most bytes of hidden states in host memory, also during a forward; those that were not used for longest go first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,10 @@ class Copies:
         self._model, self._ranks, self._prompts, self._passage = model, ranks, prompts, passage
         self._prefill, self._most_bytes = prefill, most_bytes
         self._layers = model.decoder_layers if model.has_layers else ()
-        self._last_fork = min([len(self._layers), *model.reads_kv_of.values()])  # whose keys and values are read later
+        read_later = [model.kv_layers[number] for number in model.reads_kv_of.values()]
+        self._last_fork = min([len(self._layers), *read_later])
         self._kept: dict[tuple[int, int, Exact], Beginning] = {}
+        self._token_bytes = self._bytes_between_layers()
 
     def losses(self, number: int, sets: Sequence[Exact], ahead: Sequence[Exact] = ()) -> Iterator[Loss]:
         """Losses of a prompt, of each set.
@@ -84,20 +86,31 @@ class Copies:
         """
         for at, exact in enumerate(sets, start=1):
             differ = [min(exact ^ other) for other in (*sets[at:], *ahead) if other != exact]
-            yield self._loss(number, exact, {min(layer, self._last_fork) for layer in differ})
+            yield self._loss(number, exact, dict.fromkeys(min(layer, self._last_fork) for layer in differ))
 
-    def _loss(self, number: int, exact: Exact, forks: set[int]) -> Loss:
+    def _bytes_between_layers(self) -> int:
+        """Bytes of what a layer hands on of a token; 1 if no layers are known, none of which is then kept."""
+        found = dict[int, Any].fromkeys([1] if self._layers else [])
+        keeping = beginning_at(self._layers, 0, None, found)
+        copy_nll(self._model, self._ranks, self._prompts[0][:2], 1, PrefillOptions(), copy_context=keeping)
+        return max(1, sum(map(num_bytes, found.values())))
+
+    def _loss(self, number: int, exact: Exact, forks: Iterable[int]) -> Loss:
         """Loss of a prompt, computed from the last layer on whose input is kept.
 
         Args:
-            forks: layers from which other sets may go on.
+            forks: layers from which other sets may go on, the next set's first.
         """
         known = [fork for of, fork, before in self._kept if of == number and before == _before(exact, fork)]
         first, begins = max(known, default=0), Beginning()
         if known:
             key = (number, first, _before(exact, first))
             begins = self._kept[key] = self._kept.pop(key)  # the newest
-        of_prompt, of_copy = (dict[int, Any].fromkeys(fork for fork in forks if fork > first) for _ in range(2))
+        each = (len(self._prompts[number]) + self._passage) * self._token_bytes
+        new = [fork for fork in forks if fork > first][: (self._most_bytes - begins.num_bytes) // each]
+        while sum(kept.num_bytes for kept in self._kept.values()) > self._most_bytes - len(new) * each:
+            del self._kept[next(iter(self._kept))]
+        of_prompt, of_copy = (dict[int, Any].fromkeys(new) for _ in range(2))
         nll, sparse = copy_nll(
             self._model,
             self._ranks,
@@ -113,8 +126,6 @@ class Copies:
         for fork, prompt in of_prompt.items():
             key = (number, fork, _before(exact, fork))
             self._kept[key] = Beginning(prompt=prompt, copy=of_copy[fork], density=report.density)
-        while sum(each.num_bytes for each in self._kept.values()) > self._most_bytes:
-            del self._kept[next(iter(self._kept))]
         density = report.mean_density
         return Loss(nll=nll, density=1.0 if density is None else density)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from launch import exact_layers
+from launch import exact_layers, infer
 from launch.exact.copies import MOST_BYTES, Copies, copy_nll
 from launch.exact.search import Estimate, Exact, Loss, Losses, ranges, search
 from launch.exact_layers import EXACT, ExactRun, options_text, summary
 from launch.inputs.sample_text import runs_of
 from runahead import PrefillOptions, Ranks, RanksOptions
 from runahead.config import Attention
+from runahead.model.layers.resuming import beginning_at, num_bytes
 from runahead.model.model import Model
 from tests.exit_status import exit_status, one_line_error
 from tests.families import build
@@ -182,11 +184,55 @@ def test_layers_before_the_first_that_differs_are_computed_once() -> None:
             layer.get_submodule("mlp").register_forward_hook(lambda *_, number=number: computed.append(number))
             for number, layer in enumerate(model.decoder_layers)
         ]
-        sets = [frozenset[int](), frozenset({5}), frozenset({5, 6})]
-        assert len([*Copies(model, ranks, [ids], 37, sparse).losses(0, sets)]) == len(sets)
+        sets, copies = [frozenset[int](), frozenset({5}), frozenset({5, 6})], Copies(model, ranks, [ids], 37, sparse)
+        computed.clear()
+        assert len([*copies.losses(0, sets)]) == len(sets)
         for hook in hooks:
             hook.remove()
         assert computed == [*range(12), *range(12), *range(5, 12), *range(5, 12), *range(6, 12), *range(6, 12)]
+
+
+@pytest.mark.parametrize("num_states", [0, 1, 3])
+def test_no_more_bytes_are_held_than_allowed_while_a_forward_runs(
+    monkeypatch: pytest.MonkeyPatch, num_states: int
+) -> None:
+    """With room for fewer states than layers from which others go on, of which those of the next set are kept."""
+    from tests.ranks.tasks import tiny_model
+
+    ids, sparse = list(range(3, 83)) * 5, PrefillOptions(attention=Attention.xattention, density=0.01)
+    held, given = list[int](), beginning_at
+    with Ranks.start(RanksOptions(threads=1, device="cpu")) as ranks:  # type: ignore[arg-type]
+        model = tiny_model("llama_deep", torch.float32)
+        state = (len(ids) + 37) * model.config.hidden_size * 4
+        copies = Copies(model, ranks, [ids], 37, sparse, most_bytes=num_states * state + 100)
+        opened: list[tuple[Any, dict[int, Any]]] = []
+
+        @contextmanager
+        def noted(layers: Any, first: int, begin: Any, kept: dict[int, Any]) -> Iterator[None]:
+            opened.append((begin, kept))
+            with given(layers, first, begin, kept):
+                yield
+            states = [each for state in copies._kept.values() for each in (state.prompt, state.copy)]
+            states += [each for begin, kept in opened[-2:] for each in (begin, *kept.values())]
+            held.append(sum({id(each): num_bytes(each) for each in states}.values()))
+
+        monkeypatch.setattr("launch.exact.copies.beginning_at", noted)
+        sets = [frozenset[int](), *(frozenset({layer}) for layer in (9, 7, 5, 3, 1)), frozenset({3, 4})]
+        assert len([*copies.losses(0, sets)]) == len(sets)
+    assert max(held) == num_states * state
+    if num_states:
+        assert next(iter(opened[0][1])) == 9
+
+
+@pytest.mark.parametrize("layers", [[0, 1], [0, 1, 2]])
+def test_a_run_tells_that_no_layer_is_left_to_choose_keys(
+    folder: Path, capsys: pytest.CaptureFixture[str], layers: list[int]
+) -> None:
+    given = ["model=hf", f"model.path={folder}", "ranks.threads=1", "ranks.device=cpu", "generation.max_new_tokens=1"]
+    given += ["prompt.random_tokens=20", "prefill.attention=xattention", f"prefill.exact_layers={layers}"]
+    assert exit_status(infer.main, given) == 0
+    told = "warning: prefill.attention=xattention has no effect: prefill.exact_layers names all layers of model"
+    assert (told in capsys.readouterr().err) is (layers == [0, 1, 2])
 
 
 def test_it_prints_options_that_it_reads_itself(folder: Path, sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
