@@ -15,6 +15,7 @@ from policies.pyramidinfer import KeepSchedule, Select
 from policies.retriever import Retriever
 from runahead.config import Attention, CacheOptions, Positions, PrefillOptions, choice, require
 from runahead.files import digest_of_path
+from runahead.model.model import Model
 from runahead.thinning.rank_policies import RankPolicies
 
 OF_RUN = ("positions", "bits", "attention")
@@ -46,6 +47,18 @@ class Contender:
     prefill: PrefillOptions
     files: dict[str, str]
     once: str | None = None
+
+    def check(self, model: Model) -> None:
+        """Check that a model runs under it. Raises: ValueError that begins with its name."""
+        try:
+            self.policies.check(model)
+            if self.prefill.streams and model.rotates_by_length:
+                raise ValueError(
+                    f"model {model.name} rotates by angles that depend on the length of a text, which "
+                    "attention=streaming_heads does not know before the question; leave it out"
+                )
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
 
     @property
     def name(self) -> str:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-import torch
-
 from benchmarks.evaluation import plot, summary
+from benchmarks.evaluation.contenders import Contender
 from benchmarks.evaluation.options import EvaluateRun
 from benchmarks.evaluation.plan import Plan, Step
+from benchmarks.evaluation.tasks.answering import prefilled
 from benchmarks.evaluation.tasks.base import Runtime
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line
@@ -19,9 +19,7 @@ from launch.program.ending import say
 from launch.program.progress import Bar
 from launch.program.text_table import text_table
 from runahead.config import GenerationOptions
-from runahead.conversation import Conversation
 from runahead.files import write_whole
-from runahead.model.model import Model
 from runahead.model.shares import load_model
 from runahead.ranks.ranks import Ranks
 
@@ -57,12 +55,9 @@ def measured(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]
         return
     model = load_model(run.model, ranks)
     for contender in plan.contenders:
-        try:
-            contender.policies.check(model)
-        except ValueError as error:
-            raise ValueError(f"{contender.name}: {error}") from error
+        contender.check(model)
     runtime = Runtime(model=model, ranks=ranks)
-    _warm_up(model, plan)
+    _warm_up(runtime, plan.contenders)
     for name in dict.fromkeys(name for name, _, _ in missing):
         plan.tasks[name].prepare(runtime, [line for line in plan.select(plan.done) if line["task"] == name])
     num_done = 0
@@ -80,11 +75,10 @@ def measured(run: EvaluateRun, ranks: Ranks, plan: Plan, missing: Sequence[Step]
                 bar.say(f"measurement {min(num_done + 1, len(missing))} of {len(missing)}: {told}")
 
 
-def _warm_up(model: Model, plan: Plan) -> None:
+def _warm_up(runtime: Runtime, contenders: Sequence[Contender]) -> None:
     """Generate a few tokens under every policy, so that no measurement includes one-time costs."""
-    for contender in plan.contenders:
-        conversation = Conversation(model, contender.policies)
-        conversation.feed(torch.zeros(1, 8, dtype=torch.long))
+    for contender in contenders:
+        [(_, conversation, _)] = prefilled(runtime, [contender], [0] * 8, length=10)
         conversation.generate(GenerationOptions(max_new_tokens=2, ignore_eos=True))
 
 

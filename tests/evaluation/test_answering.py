@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from benchmarks.evaluation.contenders import Contender, contenders
+from benchmarks.evaluation.evaluate import _warm_up
 from benchmarks.evaluation.material import Material
 from benchmarks.evaluation.options import EvaluateRun, KeyValueOptions, Question, RetrievalOptions, RulerOptions
+from benchmarks.evaluation.tasks import answering
 from benchmarks.evaluation.tasks.answering import Item, prefilled, recall
 from benchmarks.evaluation.tasks.base import Outcome, Runtime
 from benchmarks.evaluation.tasks.key_value import KeyValue, half_way
@@ -24,6 +26,7 @@ from policies.h2o import H2O
 from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Attention, Device, GenerationOptions
+from tests.families import build
 
 SNAPKV = {"name": "snapkv", "window": 4, "kernel": 3}
 EVERY_KIND = [
@@ -279,16 +282,21 @@ def test_a_search_that_was_interrupted_is_not_made_again(
     assert not searched and again.item(again.cases[0]).details["pairs"] == 5
 
 
+def duo(folder: Path, model: Model) -> dict[str, Any]:
+    """Entry of policies= with a table of streaming heads for a model."""
+    gates = [torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8]), torch.tensor([0.3, 0.7])]
+    table = DuoTable(gates=gates, sinks=2, recent=9, fingerprint=model.fingerprint)
+    for name, content in table.files().items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return {"name": "duo_attention", "heads": str(folder), "evict_every": 1}
+
+
 def test_a_prompt_with_streaming_heads_is_answered_as_an_engine_does(
     runtime: Runtime, material: Material, tmp_path: Path
 ) -> None:
     """Which gives other tokens than a prompt whose heads are cut back after all have seen all of it."""
     model, item = runtime.model, passkey(material).item(passkey(material).cases[0])
-    gates = [torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8]), torch.tensor([0.3, 0.7])]
-    table = DuoTable(gates=gates, sinks=2, recent=9, fingerprint=model.fingerprint)
-    for name, content in table.files().items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
-    entry = {"name": "duo_attention", "heads": str(tmp_path), "evict_every": 1}
+    entry = duo(tmp_path, model)
     answers = []
     for attention in ("causal", "streaming_heads"):
         [contender] = contenders([entry | {"attention": attention}], [])
@@ -300,3 +308,31 @@ def test_a_prompt_with_streaming_heads_is_answered_as_an_engine_does(
         assert row.new_ids == wanted.new_token_ids
         answers.append(row.new_ids)
     assert answers[0] != answers[1]
+
+
+def test_the_warm_up_prefills_as_each_entry_does(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed, feed = list[str](), answering.feed_streaming
+
+    def noted(conversation: Conversation, prefill: PrefillOptions, *args: Any) -> float:
+        streamed.append(prefill.attention.name)
+        return feed(conversation, prefill, *args)
+
+    monkeypatch.setattr(answering, "feed_streaming", noted)
+    entry = duo(tmp_path, runtime.model)
+    _warm_up(runtime, contenders(["full", entry | {"attention": "streaming_heads"}], []))
+    assert streamed == ["streaming_heads"]
+
+
+def test_streaming_heads_are_refused_where_a_question_changes_the_angles(tmp_path: Path) -> None:
+    model = Model(build("phi3_longrope", dtype=torch.float32), name="long")
+    for attention in ("causal", "streaming_heads"):
+        [contender] = contenders([duo(tmp_path, model) | {"attention": attention}], [])
+        if attention == "causal":
+            contender.check(model)
+            continue
+        with pytest.raises(
+            ValueError, match="^duo_attention.*: model long rotates by angles that depend on"
+        ):
+            contender.check(model)
