@@ -35,8 +35,7 @@ class Wrapper(Policy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.scorer, Scorer):
-            given = self.scorer.label if isinstance(self.scorer, Policy) else type(self.scorer).__name__
-            raise no_scorer(f"policy.scorer={given}")
+            raise no_scorer(f"policy.scorer={getattr(self.scorer, 'label', self.scorer)}")
 
     @property
     def queries_from(self) -> int | None:

@@ -332,7 +332,5 @@ def test_streaming_heads_are_refused_where_a_question_changes_the_angles(tmp_pat
         if attention == "causal":
             contender.check(model)
             continue
-        with pytest.raises(
-            ValueError, match="^duo_attention.*: model long rotates by angles that depend on"
-        ):
+        with pytest.raises(ValueError, match="^duo_attention.*: model long rotates by angles that depend on"):
             contender.check(model)
