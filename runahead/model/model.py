@@ -43,7 +43,7 @@ from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
-from runahead.model.marking.marks import Marks
+from runahead.model.marking.marks import Marker, Marks
 from runahead.model.marking.means import Means
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.model_layers import Boundary
@@ -131,8 +131,11 @@ class Model(CheckedModel):
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
         self._narrows = False
+        self._marker: Marker | None = None
         try:
             self.marks = Means.from_config(self.config) or Marks.from_config(self.config)
+            if self.marks is not None:
+                self._marker = self.marks.marker_on(module, self.config)
             is_checked = shares is None and self.has_reference
             if is_checked and is_wanted(fuse, self.device, self.dtype):
                 with watching(module) as calls:
@@ -558,7 +561,7 @@ class Model(CheckedModel):
             ends_with_last=not (all_logits or logits_of or all_hidden or self._hands_on) and num_new > 1,
             last_layer=self.last_layer,
             sources=self.reads_kv_of,
-            marks=self.marks,
+            marker=self._marker,
             held=self.held,
             pads=pads,
             one_by_one=self.gives_one_by_one,
@@ -573,8 +576,7 @@ class Model(CheckedModel):
             position_ids_BC = attention.positions_BC(index_C)
             if position_ids_BC is None:
                 position_ids_BC = (index_C - row_values(pads, ids_BC.device)[:, None]).clamp_min(0)
-            rotates, forward.positions_BC = attention.rotates or self.marks is not None, position_ids_BC
-            keywords["position_ids"] = torch.zeros_like(position_ids_BC) if rotates else position_ids_BC
+            keywords["position_ids"] = torch.zeros_like(position_ids_BC) if attention.rotates else position_ids_BC
         if "logits_to_keep" in self._optional:
             kept = logits_of or ([num_new - 1] if all_hidden else [])  # with a number Gemma 4 drops the other tokens
             keywords["logits_to_keep"] = row_values(kept, ids_BC.device) if kept else 0 if all_logits else 1

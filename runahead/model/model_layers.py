@@ -70,7 +70,6 @@ class ModelLayers(ABC):
 
     marks: Marks | None
     last_layer: int | None = None
-    has_key_bias = False
     _is_whole_only = False
     _rotaries: list[LengthRotary]
     _optional: set[str]
@@ -298,12 +297,6 @@ class ModelLayers(ABC):
         self.reads_kv_of: dict[int, int] = {}
         self.held = held = Held.by_config(self.config)
         sources: dict[int, int] = getattr(self.config, "reads_kv_of", {})
-        marks, self.marks = self.marks, None
-        if marks is not None:
-            try:
-                self.marks = marks.on(self.module, self.rotations)  # which are found by what is not marked
-            except ValueError as error:
-                raise ValueError(f"{error}, which does not go with marks of tokens (DMS, DMC)") from error
         recording = self._recorded(0)
         self._order = [layer for layer, *_ in recording.calls]
         calls = sorted(recording.calls, key=lambda call: call[0]) if sources else recording.calls
@@ -320,6 +313,8 @@ class ModelLayers(ABC):
             self._order = list(range(len(calls)))
         if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
             raise ValueError(f"{self.family} attends to later tokens, as an encoder does, which is not supported")
+        if self.marks is not None and any(terms.rule is not None for *_, terms in calls):
+            raise ValueError(f"{self.family} marks tokens (DMS, DMC) in layers with windows, which is not supported")
         sources = sources or find_sources(calls)
         if sources and held is not None:
             kinds = " and ".join(held.kinds_with_states)

@@ -188,5 +188,3 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match="must be 0 or at least 2") as raised:
             Model(build("llama_dmc", dmc_window_size=size))
         assert "\n" not in str(raised.value) and "llama" in str(raised.value)
-    with pytest.raises(ValueError, match="depend on the length of the text, which does not go with marks of tokens"):
-        Model(build("llama_dmc", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}))

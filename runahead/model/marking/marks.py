@@ -2,8 +2,8 @@
 
 In the published format (nvidia/Qwen3-8B-DMS-8x, shisa-ai/Llama-3.2-1B-DMS-8x) the last dim of the first query head of
 each KV head's group, before RoPE, is no part of the query: it is a logit by which a token marks the token before it.
-The model's own code is given position 0 for every token, so that attention gets queries and keys without RoPE: they
-are rotated here, once the logits are taken. The mark is stored and sent as one more dim of the key.
+The model's own code stays as it is; hooks take the logit out, and the mark is stored and sent as one more dim of the
+key.
 """
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim, X = H + 1.
@@ -11,16 +11,14 @@ are rotated here, once the logits are taken. The mark is stored and sent as one 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from runahead.attention.partial import AttentionTerms
-from runahead.rotary import Rotary
+from runahead.model.layers.hooks import hook_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +28,11 @@ class Marks:
     Attributes:
         window: a marked token is seen by the queries of so many tokens, its own first.
         scale, offset: a logit is the query's dim times the scale, minus the offset; above 0 it marks.
-        rotaries: of each layer of the model.
-        factor: of the model's rotary tables, which queries and keys have at position 0, too.
     """
 
     window: int
     scale: float
     offset: float
-    rotaries: Sequence[Rotary] = ()
-    factor: float = 1.0
 
     @classmethod
     def from_config(cls, config: Any) -> Marks | None:
@@ -60,41 +54,82 @@ class Marks:
         offset = math.inf if is_off else getattr(config, "dms_initial_alpha_offset", 5.0)
         return cls(window=window, scale=float(getattr(config, "dms_alpha_scale", 100.0)), offset=float(offset))
 
-    def on(self, module: nn.Module, rotaries: Sequence[Rotary]) -> Self:
-        """The same for a model with these rotations."""
-        own = [vars(child) for child in module.modules()]
-        factors = [float(each["attention_scaling"]) for each in own if "attention_scaling" in each]
-        return replace(self, rotaries=rotaries, factor=max(factors, default=1.0))
+    def marker_on(self, module: nn.Module, config: Any) -> Marker:
+        """Return the marker of a model's modules, which they have once. Raises: ValueError, as `Marker`."""
+        return Marker.on(module, self, config)
+
+
+class Marker:
+    """Takes the logits out of the queries of a model.
+
+    Attributes:
+        marks: as given.
+        logits: (B, K, C) by layer, from a layer's projection of its queries until its attention.
+
+    Raises:
+        ValueError: an attention module projects queries otherwise. The message has no remedy.
+    """
+
+    def __init__(self, marks: Marks, module: nn.Module, config: Any) -> None:
+        self.marks, self.logits = marks, dict[int, Tensor]()
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found = [child for child in module.modules() if hasattr(child, "q_proj") and hasattr(child, "layer_idx")]
+        if len(found) != config.num_hidden_layers:
+            raise ValueError("marks tokens (DMS, DMC) by a dim of its queries, which no layer projects alone")
+        for attention in found:
+            self._hook(attention)
+
+    def _hook(self, attention: Any) -> None:
+        """Take what is needed from a layer's modules."""
+        hook_after(getattr(attention, "q_norm", None) or attention.q_proj, Taking(self, attention))
+
+    @classmethod
+    def on(cls, module: nn.Module, marks: Marks, config: Any) -> Marker:
+        """Return the marker of a model's modules, which they have once. Raises: ValueError, as the class."""
+        taking = [hook for child in module.modules() for hook in child._forward_hooks.values()]
+        found = next((hook.marker for hook in taking if isinstance(hook, Taking)), None)
+        if found is None:
+            return cls(marks, module, config)
+        found.marks = marks
+        return found
+
+    def take(self, attention: Any, name: str, q: Tensor) -> Tensor:
+        """Keep the logits of a layer, and return its queries without them."""
+        q_BCNH = q.view(*q.shape[:2], -1, self._head_dim).clone()
+        marking_BCK = q_BCNH[:, :, :: attention.num_key_value_groups, -1]
+        self.logits[attention.layer_idx] = (marking_BCK * self.marks.scale - self.marks.offset).transpose(1, 2)
+        marking_BCK.zero_()
+        return q_BCNH.view(q.shape)
+
+    def taken(self, forward: Any, layer: int) -> Tensor:
+        """The logits of a layer of a forward, a `SeamCache`; called once, at its attention."""
+        return self.logits.pop(layer)
 
     def marked(
-        self, forward: Any, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms
-    ) -> tuple[Tensor, Tensor, Tensor, AttentionTerms]:
-        """Queries and keys of a layer, rotated, with one more dim; values; and terms that say what the dim means.
+        self, logits_BKC: Tensor, q_BNCH: Tensor, k_BKCH: Tensor, terms: AttentionTerms
+    ) -> tuple[Tensor, Tensor, AttentionTerms]:
+        """Queries and keys of a layer with one more dim, and terms that say what it means.
 
         In the key of a token that marks the one before it the dim is 1; in queries it is 0.
-
-        Args:
-            forward: the `SeamCache` of the forward.
-            q_BNCH, k_BKCH: at position 0.
         """
-        q_BNCH = q_BNCH.clone()
-        k_BKCH, v_BKCV, logits_BKC = self._taken(forward, layer, q_BNCH, k_BKCH, v_BKCV)
-        spare = self._spare(q_BNCH, k_BKCH.shape[1])
-        q_BNCH[spare] = 0
-        q_BNCH, k_BKCH = (self.rotaries[layer].turned(x, forward.positions_BC) for x in (q_BNCH, k_BKCH))
-        q_BNCH[spare] = 0  # RoPE has put a part of another dim there
+        q_BNCX = torch.cat([q_BNCH, q_BNCH.new_zeros(*q_BNCH.shape[:3], 1)], dim=-1)
+        # RoPE has put a part of another dim where the logit was.
+        q_BNCX[:, self._spare(q_BNCH.shape[1] // k_BKCH.shape[1]), :, -2] = 0
         k_BKCX = torch.cat([k_BKCH, (logits_BKC > 0).to(k_BKCH.dtype).unsqueeze(-1)], dim=-1)
-        return functional.pad(q_BNCH, (0, 1)), k_BKCX, v_BKCV, replace(terms, marked_window=self.window)
+        return q_BNCX, k_BKCX, replace(terms, marked_window=self.marks.window)
 
-    def _taken(
-        self, forward: Any, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values that are stored, and the logits (B, K, C)."""
-        return k_BKCH, v_BKCV, self._logits(q_BNCH[self._spare(q_BNCH, k_BKCH.shape[1])])
+    def _spare(self, group: int) -> slice:
+        """The query heads that have a dim which is no part of them, in groups of so many for a KV head."""
+        return slice(None, None, group)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return x / self.factor * self.scale - self.offset
 
-    def _spare(self, q_BNCH: Tensor, num_kv_heads: int) -> tuple[Any, ...]:
-        """Index of the dims that are no part of queries."""
-        return slice(None), slice(None, None, q_BNCH.shape[1] // num_kv_heads), slice(None), -1
+@dataclass(frozen=True, eq=False)
+class Taking:
+    """The hook on a module that gives a layer's queries, or its keys or values."""
+
+    marker: Marker
+    attention: Any
+    name: str = "q"
+
+    def __call__(self, module: nn.Module, args: Any, keywords: Any, x: Tensor) -> Tensor:
+        return self.marker.take(self.attention, self.name, x)

@@ -12,8 +12,8 @@ Constants are those of the published code (Megatron-LM, megatron/contrib/dmc): m
 tokens, of any number if that is 0. Its one checkpoint has no config of transformers, so these names are ours.
 """
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, P what is kept of those before, S = P + C, H head dim,
-# V value dim, X = H + V + 1.
+# Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, P what is kept of those before, S = P + C, H head
+# dim, V value dim, X = H + V + 1.
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.row_values import row_values
-from runahead.model.marking.marks import Marks
+from runahead.model.layers.hooks import hook_after, hook_before
+from runahead.model.marking.marks import Marker, Marks, Taking
+from runahead.model.seam import SeamCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +55,59 @@ class Means(Marks):
         """P: the last tokens before, or their sum where any number may be in a mean."""
         return self.most - 1 if self.most else 1
 
-    def _taken(
-        self, forward: Any, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, device = torch.promote_types(k_BKCH.dtype, torch.float32), k_BKCH.device
-        importance_BKC = q_BNCH[..., -1].unflatten(1, (k_BKCH.shape[1], -1)).mean(dim=2) / self.factor
+    def marker_on(self, module: nn.Module, config: Any) -> Marker:
+        return Averager.on(module, self, config)
+
+
+class Averager(Marker):
+    """Replaces keys and values of a model by the means so far. Raises: ValueError, as `Marker`.
+
+    Attributes:
+        forward: that of the attention whose forward has begun last; None while transformers' own attention computes.
+    """
+
+    marks: Means
+    forward: SeamCache | None = None
+
+    def _hook(self, attention: Any) -> None:
+        hook_before(attention, _Entering(self))
+        for name in "qk":
+            last = getattr(attention, f"{name}_norm", None) or getattr(attention, f"{name}_proj")
+            hook_after(last, Taking(self, attention, name))
+        hook_after(attention.v_proj, Taking(self, attention, "v"))  # the last of the three
+
+    def take(self, attention: Any, name: str, x_BCY: Tensor) -> Tensor:
+        """The rows given to RoPE, or the values, in place of a layer's queries, keys or values.
+
+        Memory for keys is filled once the values are there.
+        """
+        forward = self.forward
+        if forward is None:
+            return x_BCY
+        if name != "v":
+            forward.taken[name] = taken = x_BCY.view(*x_BCY.shape[:2], -1, self._head_dim)
+            given = taken.clone()
+            given[..., -1] = 0
+            forward.taken[f"given {name}"] = given
+            return given.view(x_BCY.shape)
+        q_BCNH, k_BCKH, given_BCKH = (forward.taken.pop(each) for each in ("q", "k", "given k"))
+        del forward.taken["given q"]
+        v_BCKV = x_BCY.view(*k_BCKH.shape[:3], -1)
+        wide = torch.promote_types(x_BCY.dtype, torch.float32)
+        logits_BCK = k_BCKH[..., -1] * self.marks.scale - self.marks.offset
+        importance_BCK = q_BCNH[..., -1].unflatten(-1, (k_BCKH.shape[2], -1)).mean(dim=-1)
         # As published, so that no mean is divided by 0.
-        weights_BKC = torch.sigmoid(importance_BKC.to(wide) + self.offset) + torch.finfo(k_BKCH.dtype).eps
+        weights_BCK = torch.sigmoid(importance_BCK.to(wide) + self.marks.offset) + torch.finfo(x_BCY.dtype).eps
         if max(forward.pads, default=0) > forward.start:
-            index_C = torch.arange(forward.start, forward.start + k_BKCH.shape[2], device=device)
-            is_token_B1C = index_C >= row_values(forward.pads, device)[:, None, None]
-            weights_BKC = weights_BKC * is_token_B1C
-        logits_BKC = self._logits(k_BKCH[..., -1])
-        k_BKCH = functional.pad(k_BKCH[..., :-1], (0, 1))
-        kv_BKCX = torch.cat([k_BKCH.to(wide), v_BKCV.to(wide), torch.ones_like(weights_BKC[..., None])], dim=-1)
-        means_BKCX = self._means(forward, layer, kv_BKCX * weights_BKC[..., None], logits_BKC > 0).to(k_BKCH.dtype)
-        return *means_BKCX.split([k_BKCH.shape[-1], v_BKCV.shape[-1]], dim=-1), logits_BKC
+            index_C = torch.arange(forward.start, forward.start + x_BCY.shape[1], device=x_BCY.device)
+            is_token_BC = index_C >= row_values(forward.pads, x_BCY.device)[:, None]
+            weights_BCK = weights_BCK * is_token_BC[..., None]
+        kv_BCKX = torch.cat([given_BCKH.to(wide), v_BCKV.to(wide), torch.ones_like(weights_BCK[..., None])], dim=-1)
+        new_BKCX = (kv_BCKX * weights_BCK[..., None]).transpose(1, 2)
+        means_BCKX = self._means(forward, attention.layer_idx, new_BKCX, logits_BCK.transpose(1, 2) > 0).transpose(1, 2)
+        forward.taken["logits"] = logits_BCK.transpose(1, 2)
+        given_BCKH.copy_(means_BCKX[..., : self._head_dim])
+        return means_BCKX[..., self._head_dim :].to(x_BCY.dtype).reshape(x_BCY.shape)
 
     def _means(self, forward: Any, layer: int, new_BKCX: Tensor, joins_BKC: Tensor) -> Tensor:
         """Means (B, K, C, X - 1) of each new token and those before it that it has joined; the layer's state goes on.
@@ -76,21 +115,25 @@ class Means(Marks):
         Args:
             new_BKCX: keys, values and 1 of each token, times its weight.
         """
-        num_before, before_BKPX = self.num_before, forward.states[layer].recurrent_states[0]
+        num_before, before_BKPX = self.marks.num_before, forward.states[layer].recurrent_states[0]
         if before_BKPX is None:
             before_BKPX = torch.zeros_like(new_BKCX[:, :, :1]).expand(-1, -1, num_before, -1)
         x_BKSX = torch.cat([before_BKPX, new_BKCX], dim=2)
         joins_BKS = functional.pad(joins_BKC, (num_before, 0), value=True)  # what is not of the last slot is 0
-        sums_BKSX, firsts_BKS = sums_so_far(x_BKSX, joins_BKS, self.most)
-        after_BKPX = (x_BKSX if self.most else sums_BKSX)[:, :, -num_before:]
+        sums_BKSX, firsts_BKS = sums_so_far(x_BKSX, joins_BKS, self.marks.most)
+        after_BKPX = (x_BKSX if self.marks.most else sums_BKSX)[:, :, -num_before:]
         index_P1 = torch.arange(x_BKSX.shape[2] - num_before, x_BKSX.shape[2], device=x_BKSX.device)[:, None]
         forward.update_recurrent_state(after_BKPX * (index_P1 >= firsts_BKS[:, :, -1:, None]), layer)
         sums_BKCX = sums_BKSX[:, :, num_before:]
         totals_BKC1 = sums_BKCX[..., -1:]
         return sums_BKCX[..., :-1] / totals_BKC1.clamp_min(torch.finfo(totals_BKC1.dtype).tiny)  # 0 on padding
 
-    def _spare(self, q_BNCH: Tensor, num_kv_heads: int) -> tuple[Any, ...]:
-        return ..., -1
+    def taken(self, forward: Any, layer: int) -> Tensor:
+        logits_BKC: Tensor = forward.taken.pop("logits")
+        return logits_BKC
+
+    def _spare(self, group: int) -> slice:
+        return slice(None)
 
 
 def sums_so_far(x_BKSX: Tensor, joins_BKS: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -124,3 +167,13 @@ def sums_so_far(x_BKSX: Tensor, joins_BKS: Tensor, most: int) -> tuple[Tensor, T
 
     enough = 1 << (num - 1).bit_length()
     return last(min(most or enough, enough)), firsts_BKS
+
+
+@dataclass(frozen=True, eq=False)
+class _Entering:
+    """The hook on a layer's attention, which knows the forward."""
+
+    marker: Averager
+
+    def __call__(self, module: nn.Module, args: Any, keywords: Any) -> None:
+        self.marker.forward = SeamCache.among(args, keywords)
