@@ -149,8 +149,10 @@ class MagicPIG(Retriever, name="magicpig"):
             is_few_BK1 = is_token_BKn.sum(dim=-1, keepdim=True) <= num_chosen
             need_BKn.masked_fill_(is_token_BKn & is_few_BK1, math.inf)
         choice = most_needed(need_BKn, num_chosen, slots)
-        every_n = torch.arange(slots.num_slots, device=q_BNH.device)
-        chosen_BKm = every_n.expand(need_BKn.shape) if choice is None else choice.slots_BKm
+        if choice is None:
+            chosen_BKm = torch.arange(slots.num_slots, device=q_BNH.device).expand(need_BKn.shape)
+        else:
+            chosen_BKm = choice.slots_BKm
 
         def weigh(slots_BKm: Tensor, k_BKmH: Tensor) -> Tensor:
             """Log weights of sampled slots; 0 of those that are always read, -inf of those that were not sampled."""
