@@ -69,7 +69,7 @@ class PrefixNode(Entry):
         return tuple(token for node in self.path for token in node.ids)
 
     @property
-    def is_leaf(self) -> bool:
+    def may_leave(self) -> bool:
         """Whether no node after it has tokens in its tier."""
         return not any(child.reaches(self.tier) for child in self.children.values())
 
@@ -78,6 +78,30 @@ class PrefixNode(Entry):
         if self.numbers:
             return self.tier is tier
         return any(child.reaches(tier) for child in self.children.values())
+
+    @property
+    def precedence(self) -> tuple[int, ...]:
+        """Eviction order: nodes not needed by queued prompts first, then least recently used."""
+        return self.turn is not None, -(self.turn or 0), self.used
+
+    def before(self) -> list[PrefixNode]:
+        return [node for node in self.path if node.numbers]
+
+    def after(self) -> list[PrefixNode]:
+        """The nodes with rows that come next; those between them have all their tokens on other stages."""
+        children, found = list(self.children.values()), list[PrefixNode]()
+        while children:
+            node = children.pop()
+            if node.numbers:
+                found.append(node)
+            else:
+                children += node.children.values()
+        return found
+
+    def file_times_ns(self) -> dict[str, int]:
+        """Times of the last use of a text's files by name, each later than those of all that follow it."""
+        files = [(depth, each) for depth, each in enumerate(self.path) if each.file is not None]
+        return {each.file.name: each.used - depth for depth, each in files if each.file is not None}
 
     @property
     def is_attached(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from runahead.reuse.prefix_node import PrefixNode, moved
 from runahead.reuse.tiers.entry import FileRows
 
 SUFFIX = ".prefix.safetensors"
@@ -42,6 +43,21 @@ class PrefixRun:
     numbers: Sequence[int] = ()
     around: tuple[int, int] = (0, 0)
     is_snapshot: bool = False
+
+    @classmethod
+    def of(cls, node: PrefixNode, key: str, around: tuple[int, int]) -> PrefixRun:
+        """The run of a node, from where that before it ends: tokens between, which other stages have, are in it too."""
+        text = node.text
+        if node.is_snapshot:
+            return cls(key=key, ids=text, start=len(text), is_snapshot=True)
+        start = first = len(text) - len(node.ids)
+        for each in reversed(node.path[:-1]):
+            if each.numbers:
+                break
+            start -= len(each.ids)
+        has_all = node.num_tokens == len(text) - start
+        numbers = () if has_all else tuple(moved(node.numbers, first - start))
+        return cls(key=key, ids=text, start=start, numbers=numbers, around=around)
 
     @cached_property
     def name(self) -> str:

@@ -26,10 +26,11 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 
 import torch
@@ -38,6 +39,7 @@ from torch import Tensor
 from runahead.cache.slabs import KVShape
 from runahead.reuse.prefix_node import SNAPSHOT, PrefixNode, moved
 from runahead.reuse.prefix_run import SUFFIX, PrefixRun
+from runahead.reuse.radix_tree import RadixTree
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import Tier
 from runahead.reuse.tiers.files import FileAbout
@@ -84,6 +86,23 @@ class Dropped:
 
 
 Change = Stored | Dropped
+
+
+@dataclass(kw_only=True)
+class TextKind:
+    """How the texts of a key are kept, with any salt.
+
+    Attributes:
+        copies: of their tokens; None: they stay on the device.
+        copies_of_states: of the states after them.
+        has_states: whether they are continued only where states are kept.
+        has_states_alone: whether they have no keys and values.
+    """
+
+    copies: TierCopies | None = None
+    copies_of_states: TierCopies | None = None
+    has_states: bool = False
+    has_states_alone: bool = False
 
 
 class PrefixHit:
@@ -172,12 +191,15 @@ class PrefixTree:
         if folder is not None:
             kept = TierFolder(folder, disk_bytes, option=option, suffix=SUFFIX, is_private=True)
         self._store = TieredStore[PrefixNode](
-            self, limits, kept, lost_on_disk="prefixes that cannot be kept on disk are computed anew"
+            limits,
+            kept,
+            file_of=self._file_of,
+            is_right=lambda metadata, name: PrefixRun.from_metadata(metadata, name) is not None,
+            lose=self._lose,
+            lost_on_disk="prefixes that cannot be kept on disk are computed anew",
         )
-        self._opened: dict[str, TierCopies] = {}
-        self._copies_of_states: dict[str, TierCopies] = {}
-        self._with_states, self._states_alone = set[str](), set[str]()
-        self._roots: dict[str, PrefixNode] = {}
+        self._texts = RadixTree(self._store)
+        self._kinds = defaultdict[str, TextKind](TextKind)
         self._needed: list[PrefixNode] = []
         self.found_tokens: Counter[Tier] = Counter()
 
@@ -229,15 +251,12 @@ class PrefixTree:
             states: shapes of the states of layers that hold one, as rows. Texts of this key are continued only where
                 these are kept.
         """
-        if states:
-            self._with_states.add(key)
-        if not shapes:
-            self._states_alone.add(key)
-        if key in self._opened or not self.has_tiers:
+        kind = self._kind(key)
+        kind.has_states, kind.has_states_alone = bool(states), not shapes
+        if kind.copies is not None or not self.has_tiers:
             return
-        self._opened[key] = self._store.copies(device, shapes, self._bits)
-        if states:
-            self._copies_of_states[key] = self._store.copies(device, states, None)
+        kind.copies = self._store.copies(device, shapes, self._bits)
+        kind.copies_of_states = self._store.copies(device, states, None) if states else None
         if (files := self._store.files) is None:
             return
         runs, num_others = list[tuple[PrefixRun, str, int]](), 0
@@ -248,12 +267,12 @@ class PrefixTree:
             else:
                 num_others += 1
         for run, of_salt, _ in sorted(runs, key=lambda each: each[0].start):
-            node, at = self._walk(run.ids, of_salt)
+            node, at = self._texts.walk(run.ids, of_salt)
             if run.is_snapshot:
-                if at < len(run.ids) and key in self._states_alone:  # its tokens are in no other file
+                if at < len(run.ids) and kind.has_states_alone:  # its tokens are in no other file
                     node, at = self._added_text(node, run.ids[at:]), len(run.ids)
                     self._store.put(node, NO_ROWS)
-                if at == len(run.ids) and key in self._with_states:
+                if at == len(run.ids) and kind.has_states:
                     self._store.file_found(self._added_snapshot(node), run.rows(0))
             elif run.start <= at < len(run.ids):
                 first = at - run.start
@@ -262,16 +281,16 @@ class PrefixTree:
         for run, _, used_ns in runs:
             for node in self._store.entries_of_file(run.name):
                 node.used = used_ns
-        self._read_ahead(key)
+        self._read_ahead(key, kind.copies)
         if num_others:
             what = "prefixes of another model, dtype, RoPE setting or cache.tier_bits are not used"
             self._store.warn("others", f"{what}; files: {num_others}")
         self._store.collect()
 
-    def _read_ahead(self, key: str) -> None:
+    def _read_ahead(self, key: str, copies: TierCopies) -> None:
         """Let the system read the files of those texts that were used last, as many as have room in memory."""
         assert self._store.files is not None
-        names, copies = dict[str, None](), self._opened[key]
+        names = dict[str, None]()
         ratio = copies.token_bytes / copies.stored_token_bytes if copies.stored_token_bytes else 1.0
         room = self.limit_bytes + self._host_bytes * ratio
         of_key = [node for node in self.nodes() if unsalted(node.key) == key]
@@ -298,12 +317,12 @@ class PrefixTree:
         lost later raises `LostRows` in its reader and is dropped with the next call.
         """
         self._store.collect()
-        node, at = self._walk(ids[: self.num_stored(ids, key)], key)
-        if self._has_states(key) and node.snapshot is not None:
+        node, at = self._texts.walk(ids[: self.num_stored(ids, key)], key)
+        if self._kind(key).has_states and node.snapshot is not None:
             node = node.snapshot
             node.used = self._store.now()
         found = [(each.tier, each.num_tokens) for each in node.path]
-        if unsalted(key) in self._states_alone:  # what is found of tokens is their states
+        if self.has_states_alone(key):  # what is found of tokens is their states
             found = [(node.tier, len(each.ids)) for each in node.path]
         self._store.touch(node)
         hit = self._raised(PrefixHit(self, node, at))
@@ -314,16 +333,16 @@ class PrefixTree:
 
     def hold(self, ids: Sequence[int], key: str) -> PrefixHit:
         """Hold what is stored of a text, whether it can go on after that or not."""
-        return PrefixHit(self, *self._walk(ids, key))
+        return PrefixHit(self, *self._texts.walk(ids, key))
 
     def has_states_alone(self, key: str) -> bool:
         """Whether texts of a key have no keys and values, but states alone."""
-        return unsalted(key) in self._states_alone
+        return self._kind(key).has_states_alone
 
     def num_stored(self, ids: Sequence[int], key: str) -> int:
         """Length in tokens of the longest stored prefix after which a text can go on; this counts as no use of it."""
-        nodes, at = self._known(ids, key)
-        return _end_of_last_snapshot(nodes, at) if self._has_states(key) else at
+        nodes, at = self._texts.known(ids, key)
+        return _end_of_last_snapshot(nodes, at) if self._kind(key).has_states else at
 
     def insert(
         self,
@@ -354,8 +373,8 @@ class PrefixTree:
         assert all(len(layer) == len(own) for layer in layers_TKX), (len(ids), start, own)
         ids, given = ids[: own[-1] + 1 if own else start], LayerRows.from_tensors(layers_TKX)
         if not needs_all:
-            self._walk(ids[:start], key)  # so that a node begins there
-        node, at = self._walk(ids, key)
+            self._texts.walk(ids[:start], key)  # so that a node begins there
+        node, at = self._texts.walk(ids, key)
         end = 0
         for each in node.path:
             begin, end = end, end + len(each.ids)
@@ -363,14 +382,14 @@ class PrefixTree:
             if begin >= start and first < last and layers_TKX:
                 self._fill(each, given.part(first, last), moved(own[first:last], -begin), copies)
             if not each.is_attached:  # it was found to be lost
-                node, at = self._walk(ids, key)
+                node, at = self._texts.walk(ids, key)
                 break
         hit = self._raised(PrefixHit(self, node, at))
         first = bisect_left(own, at)
         if hit.num_tokens == at < len(ids) and (at >= start or not needs_all):
             rows = given.part(first, len(own)) if layers_TKX else NO_ROWS
             if is_needed or rows.num_bytes <= self.limit_bytes:
-                numbers = () if unsalted(key) in self._states_alone else moved(own[first:], -at)
+                numbers = () if self.has_states_alone(key) else moved(own[first:], -at)
                 new = self._added_text(node, ids[at:], numbers)
                 self._store.put(new, rows.cloned() if copies and layers_TKX else rows)
                 held, hit = hit, PrefixHit(self, new, len(ids))
@@ -387,9 +406,9 @@ class PrefixTree:
             rows: of each layer that holds a state, (1, 1, bytes), in memory of their own.
             is_needed: also if they are larger than the tree may be, until room is made.
         """
-        if self._known(ids, key)[1] < len(ids):
+        if self._texts.known(ids, key)[1] < len(ids):
             return
-        node, _ = self._walk(ids, key)
+        node, _ = self._texts.walk(ids, key)
         if node.parent is None or node.snapshot is not None:
             return
         given = LayerRows.from_tensors(rows)
@@ -402,32 +421,22 @@ class PrefixTree:
 
     def _added_text(self, node: PrefixNode, ids: Sequence[int], numbers: Sequence[int] = ()) -> PrefixNode:
         """A new node with tokens after a node, whose rows have no place yet. `numbers` is as of `PrefixNode`."""
-        new = PrefixNode(
-            key=node.key,
-            ids=tuple(ids),
-            numbers=numbers,
-            copies=self._opened.get(unsalted(node.key)),
-            parent=node,
-            used=node.used,
+        copies = self._kind(node.key).copies
+        return self._texts.add(
+            PrefixNode(key=node.key, ids=tuple(ids), numbers=numbers, copies=copies, parent=node, used=node.used)
         )
-        node.children[new.ids[0]] = new
-        if node.parent is None:
-            self._roots[node.key] = node
-        return new
 
     def _added_snapshot(self, node: PrefixNode) -> PrefixNode:
         """A new snapshot after a node, without a place."""
-        copies = self._copies_of_states.get(unsalted(node.key))
-        new = PrefixNode(key=node.key, numbers=range(1), copies=copies, parent=node, used=self._store.now())
-        node.children[SNAPSHOT] = new
-        return new
+        copies, now = self._kind(node.key).copies_of_states, self._store.now()
+        return self._texts.add(PrefixNode(key=node.key, numbers=range(1), copies=copies, parent=node, used=now))
 
     def _stored(self, node: PrefixNode) -> Stored:
-        states = node.is_snapshot if self._has_states(node.key) else None
+        states = node.is_snapshot if self._kind(node.key).has_states else None
         return Stored(key=node.key, ids=node.text, states=states)
 
-    def _has_states(self, key: str) -> bool:
-        return unsalted(key) in self._with_states
+    def _kind(self, key: str) -> TextKind:
+        return self._kinds[unsalted(key)]
 
     def _fill(self, node: PrefixNode, given: LayerRows, numbers: Sequence[int], copies: bool) -> None:
         """Let a node have tokens that are given: anew, or in place of those that another stage had stored.
@@ -447,11 +456,11 @@ class PrefixTree:
                         for new_TKX, old_TKX in zip(given, node.layers_TKX, strict=True)
                     ]
                 except LostRows:
-                    self.lose(node)
+                    self._lose(node)
                     return
                 given, copies = LayerRows.from_tensors(layers), False
             self._store.remove(node)
-            node.numbers, node.copies = [merged[row] for row in order], self._opened.get(unsalted(node.key))
+            node.numbers, node.copies = [merged[row] for row in order], self._kind(node.key).copies
             node.places, node.file = {}, None
             self._store.put(node, given.cloned() if copies else given)
         elif node.tier is not Tier.device and not others:
@@ -461,17 +470,17 @@ class PrefixTree:
         """Do what another tree has done, in this one, which has its texts without keys and values."""
         if isinstance(change, Stored):
             if change.states is not None:
-                self._with_states.add(unsalted(change.key))
+                self._kind(change.key).has_states = True
             if change.states:
                 self.keep_states(change.ids, change.key, [])
             else:
                 self.insert(change.ids, [], change.key).release()
             return
-        node, at = self._walk(change.ids[: change.num_left], change.key)
+        node, at = self._texts.walk(change.ids[: change.num_left], change.key)
         assert at == change.num_left, (at, change.num_left)
         first = change.ids[at] if at < len(change.ids) else SNAPSHOT
         if (child := node.children.get(first)) is not None:
-            self._remove(child)
+            self._texts.remove(child)
 
     def prefetch(self, texts: Sequence[tuple[Sequence[int], str]]) -> None:
         """Note which texts are asked for next, the first one first, in place of those that were noted before.
@@ -481,7 +490,8 @@ class PrefixTree:
         """
         self._store.collect()
         for node in self._needed:
-            node.turn = None
+            for each in takewhile(lambda each: each.turn is not None, node.path[::-1]):  # it may be split meanwhile
+                each.turn = None
         self._needed = list(dict.fromkeys(node for ids, key in texts for node in self._needed_by(ids, key)))
         for turn, node in enumerate(self._needed):
             node.turn = turn
@@ -495,39 +505,28 @@ class PrefixTree:
                 if room < 0:
                     break
                 if not self._store.to_host(node):
-                    self.lose(node)
+                    self._lose(node)
         self.make_room()
 
     def _needed_by(self, ids: Sequence[int], key: str) -> list[PrefixNode]:
         """The nodes with which a text begins, and the states after which it can go on."""
-        nodes, at = self._known(ids, key)
-        if not self._has_states(key):
+        nodes, at = self._texts.known(ids, key)
+        if not self._kind(key).has_states:
             return nodes
         end = _end_of_last_snapshot(nodes, at)
-        nodes, _ = self._known(ids[:end], key)
+        nodes, _ = self._texts.known(ids[:end], key)
         last = nodes[-1].snapshot if end else None
         return nodes if last is None else [*nodes, last]
 
     def released(self, end: PrefixNode) -> None:
         """Called when nobody holds the nodes up to this one on behalf of a text any more."""
-        if unsalted(end.key) in self._states_alone:
+        if self.has_states_alone(end.key):
             while not end.is_attached and end.parent is not None:  # it was lost meanwhile
                 end = end.parent
-            left = self._without_bare(end)
+            left = self._texts.remove_bare(end)
             if left is not end:
                 self.on_change(Dropped(key=end.key, ids=end.text, num_left=len(left.text)))
         self.make_room()
-
-    def _without_bare(self, node: PrefixNode) -> PrefixNode:
-        """Remove a node and those before it, as far as they have no rows here, and nothing follows or holds them.
-
-        Returns:
-            the last node that is left.
-        """
-        while node.parent is not None and not (node.numbers or node.children or node.holds):
-            self._remove(node)
-            node = node.parent
-        return node
 
     def make_room(self) -> None:
         """Let texts that nobody holds leave, until the limits are kept."""
@@ -552,49 +551,7 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[PrefixNode]:
         """All nodes, each after its parent."""
-        for key in list(self._roots):
-            yield from self._of_key(key)
-
-    def _of_key(self, key: str) -> Iterator[PrefixNode]:
-        waiting = list(self._roots[key].children.values()) if key in self._roots else []
-        while waiting:
-            yield (node := waiting.pop())
-            waiting += node.children.values()
-
-    def _known(self, ids: Sequence[int], key: str) -> tuple[list[PrefixNode], int]:
-        """The nodes with tokens of the longest stored prefix of a text, and the length of that prefix."""
-        node, at, nodes = self._roots.get(key), 0, list[PrefixNode]()
-        while node is not None and at < len(ids):
-            node = node.children.get(ids[at])
-            if node is not None:
-                nodes.append(node)
-                same = node.num_same(ids, at)
-                at += same
-                if same < len(node.ids):
-                    break
-        return nodes, at
-
-    def _walk(self, ids: Sequence[int], key: str) -> tuple[PrefixNode, int]:
-        """The node with which the longest stored prefix ends, split off if need be, and the length of that prefix."""
-        node, at, now = self._roots.get(key) or PrefixNode(key=key), 0, self._store.now()
-        node.used = now
-        while at < len(ids) and (child := node.children.get(ids[at])) is not None:
-            same = child.num_same(ids, at)
-            node, at = child if same == len(child.ids) else self._split(child, same), at + same
-            node.used = now
-        return node, at
-
-    def _split(self, node: PrefixNode, num_tokens: int) -> PrefixNode:
-        """Let a node begin after its first tokens. Returns the new node before it, which has these."""
-        before = node.split(num_tokens)
-        self._store.share(node, before)
-        for each in (before, node):
-            if not each.numbers:
-                self._store.remove(each)
-                each.forget()
-        if node.turn is not None:
-            self._needed.append(before)
-        return before
+        yield from self._texts
 
     def _raised(self, hit: PrefixHit) -> PrefixHit:
         """Begin to bring what is held to the device. Returns what is held then: less, where a part is lost."""
@@ -608,7 +565,7 @@ class PrefixTree:
         for end, node in enumerate(nodes):
             if self._store.bring(node, needed=True) is None:
                 shorter = self._shortened(hit, nodes[:end])
-                self.lose(node)
+                self._lose(node)
                 return shorter
         return hit
 
@@ -632,70 +589,17 @@ class PrefixTree:
         of_model, salt = unsalted(key), key.partition(SALT)[2]
         return key if self._bits is None else salted(f"{of_model} in {self._bits} bits", salt)
 
-    def _remove(self, node: PrefixNode) -> None:
-        """Drop a node and all that follow it."""
-        for child in list(node.children.values()):
-            self._remove(child)
-        assert node.parent is not None
-        del node.parent.children[node.first]
-        if node.parent.parent is None and not node.parent.children:
-            self._roots.pop(node.key, None)  # there may be a salt for each request
-        self._store.remove(node)
+    def _file_of(self, entry: PrefixNode, around: tuple[int, int]) -> FileAbout:
+        run = PrefixRun.of(entry, self._stored_key(entry.key), around)
+        return FileAbout(name=run.name, title="states" if run.is_snapshot else "prefix", metadata=run.metadata)
 
-    # What the store asks its finder.
-
-    def may_leave(self, entry: PrefixNode) -> bool:
-        return entry.is_leaf
-
-    def precedence(self, entry: PrefixNode) -> tuple[int, ...]:
-        """Eviction order: nodes not needed by queued prompts first, then least recently used."""
-        return entry.turn is not None, -(entry.turn or 0), entry.used
-
-    def before(self, entry: PrefixNode) -> list[PrefixNode]:
-        return [node for node in entry.path if node.numbers]
-
-    def after(self, entry: PrefixNode) -> list[PrefixNode]:
-        """The nodes with rows that come next; those between them have all their tokens on other stages."""
-        children, found = list(entry.children.values()), list[PrefixNode]()
-        while children:
-            node = children.pop()
-            if node.numbers:
-                found.append(node)
-            else:
-                children += node.children.values()
-        return found
-
-    def file_of(self, entry: PrefixNode, around: tuple[int, int]) -> FileAbout:
-        """Its run begins where that before it ends: tokens between, which other stages have, are among its own."""
-        text = entry.text
-        if entry.is_snapshot:
-            run = PrefixRun(key=self._stored_key(entry.key), ids=text, start=len(text), is_snapshot=True)
-            return FileAbout(name=run.name, title="states", metadata=run.metadata)
-        start = first = len(text) - len(entry.ids)
-        for node in reversed(entry.path[:-1]):
-            if node.numbers:
-                break
-            start -= len(node.ids)
-        has_all = entry.num_tokens == len(text) - start
-        numbers = () if has_all else tuple(moved(entry.numbers, first - start))
-        run = PrefixRun(key=self._stored_key(entry.key), ids=text, start=start, numbers=numbers, around=around)
-        return FileAbout(name=run.name, title="prefix", metadata=run.metadata)
-
-    def is_right(self, metadata: dict[str, str], name: str) -> bool:
-        return PrefixRun.from_metadata(metadata, name) is not None
-
-    def file_times_ns(self, entry: PrefixNode) -> dict[str, int]:
-        """Times of the last use of a text's files by name, each later than those of all that follow it."""
-        files = [(depth, each) for depth, each in enumerate(entry.path) if each.file is not None]
-        return {each.file.name: each.used - depth for depth, each in files if each.file is not None}
-
-    def lose(self, entry: PrefixNode) -> None:
+    def _lose(self, entry: PrefixNode) -> None:
         """Drop a node and all that follow it, and tell."""
         if entry.is_attached:
             text = entry.text
-            self._remove(entry)
+            self._texts.remove(entry)
             assert entry.parent is not None
-            left = self._without_bare(entry.parent)
+            left = self._texts.remove_bare(entry.parent)
             self.on_change(Dropped(key=entry.key, ids=text, num_left=len(left.text)))
 
 

@@ -73,6 +73,9 @@ class SegmentEntry(Entry):
     def num_tokens(self) -> int:
         return self.length
 
+    def file_times_ns(self) -> dict[str, int]:
+        return {each.about.name: each.used for each in (self, self.own) if each is not None and each.file is not None}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -123,7 +126,12 @@ class SegmentStore:
         if folder is not None:
             self._folder = TierFolder(folder, self.limits.disk_bytes, option="policy.store")
         self._store = TieredStore[SegmentEntry](
-            self, memory, self._folder, lost_on_disk="segments that cannot be kept on disk are encoded again"
+            memory,
+            self._folder,
+            file_of=lambda entry, _: entry.about,
+            is_right=lambda metadata, name: metadata.get("key") == name,
+            lose=self._lose,
+            lost_on_disk="segments that cannot be kept on disk are encoded again",
         )
         self._copies = self._store.copies(self._device, self._shapes, bits)
         shapes = [replace(shape, key_dim=1, value_dim=0, dtype=torch.int32) for shape in self._shapes]
@@ -179,7 +187,7 @@ class SegmentStore:
         token_bytes = entry.copies.token_bytes if is_exact else entry.copies.stored_token_bytes
         rows = self._store.bring(entry)
         if rows is None:
-            self.lose(entry)
+            self._lose(entry)
             return None
         self._use(entry)
         layers = rows.part(0, rows.num_tokens)  # of this user alone
@@ -203,7 +211,7 @@ class SegmentStore:
         self._store.put(entry, LayerRows.from_tensors(layers_TKX), everywhere=True)
         self._store.make_room()
         if not entry.places and entry.file is None:
-            self.lose(entry)
+            self._lose(entry)
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes in use, by tier. Those on disk are of all processes that share the folder."""
@@ -240,7 +248,7 @@ class SegmentStore:
         file = FileRows(name=made.about.name, num_tokens=made.num_tokens)
         assert made.copies is not None
         if self._store.files is None or not self._store.files.has(file, made.copies):
-            self.lose(made)
+            self._lose(made)
             self._collect()
             if self._folder is not None and not clusters_key:
                 self._tell_of_other_bits(segment)
@@ -265,30 +273,8 @@ class SegmentStore:
         if is_released:
             self._store.make_room()
 
-    # What the store of all tiers asks its finder.
-
-    def may_leave(self, entry: SegmentEntry) -> bool:
-        return True
-
-    def precedence(self, entry: SegmentEntry) -> tuple[int, ...]:
-        return (entry.used,)
-
-    def before(self, entry: SegmentEntry) -> list[SegmentEntry]:
-        return [entry]
-
-    def after(self, entry: SegmentEntry) -> list[SegmentEntry]:
-        return []
-
-    def file_of(self, entry: SegmentEntry, around: tuple[int, int]) -> FileAbout:
-        return entry.about
-
-    def is_right(self, metadata: dict[str, str], name: str) -> bool:
-        return metadata.get("key") == name
-
-    def file_times_ns(self, entry: SegmentEntry) -> dict[str, int]:
-        return {each.about.name: each.used for each in (entry, entry.own) if each is not None and each.file is not None}
-
-    def lose(self, entry: SegmentEntry) -> None:
+    def _lose(self, entry: SegmentEntry) -> None:
+        """Forget an entry that is in no tier."""
         if self._entries.get(entry.about.name) is entry:
             del self._entries[entry.about.name]
             self._store.remove(entry)

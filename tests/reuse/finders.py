@@ -119,7 +119,7 @@ class Prefixes(Kept):
 
     def entry(self, number: int) -> Entry | None:
         self.wait_for_copies()
-        nodes, num_tokens = self.tree._known(self.ids(number), KEY)
+        nodes, num_tokens = self.tree._texts.known(self.ids(number), KEY)
         return nodes[-1] if num_tokens == NUM_TOKENS else None
 
     def save(self) -> None:

@@ -193,7 +193,7 @@ def layers(num_tokens: int, value: float = 1.0) -> list[Tensor]:
 def tiers(tree: PrefixTree, *texts: list[int]) -> str:
     """Where the last stored token of each text is: device, host or disk; a dash if none is stored."""
     tree.wait_for_copies()
-    found = [tree._known(ids, A)[0] for ids in texts]
+    found = [tree._texts.known(ids, A)[0] for ids in texts]
     return " ".join(nodes[-1].tier.value if nodes else "-" for nodes in found)
 
 
@@ -253,7 +253,7 @@ def test_a_prefix_is_loaded_bitwise(tmp_path: Path, tier: Tier) -> None:
     for number in range(1 if tier is Tier.host else 4):
         tree.insert([50 + number] * 9, layers(9), A).release()
     for length in (5, 8):  # the first splits what is there
-        assert tree._known(ids, A)[0][-1].tier is tier
+        assert tree._texts.known(ids, A)[0][-1].tier is tier
         hit = tree.match(ids[:length], A)
         assert hit.num_tokens == length
         start = 0

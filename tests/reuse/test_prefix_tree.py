@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runahead.reuse.prefix_node import PrefixNode
 from runahead.reuse.prefix_tree import Change, Dropped, PrefixHit, PrefixTree, Stored, salted
+from runahead.reuse.radix_tree import RadixTree
 from runahead.reuse.tiers import layer_rows
 from runahead.reuse.tiers import store as tiered_store
 from runahead.reuse.tiers.store import TieredStore
@@ -178,14 +179,14 @@ def test_a_tree_holds_what_a_set_of_all_prefixes_says(operations: list[tuple[Any
 
 
 def forgets_holds(patch: pytest.MonkeyPatch) -> None:
-    split = PrefixTree._split
+    split = RadixTree._split
 
     def wrong(self: PrefixTree, node: PrefixNode, num_tokens: int) -> PrefixNode:
         before = split(self, node, num_tokens)
         before.holds = 0
         return before
 
-    patch.setattr(PrefixTree, "_split", wrong)
+    patch.setattr(RadixTree, "_split", wrong)
 
 
 def drops_what_is_held(patch: pytest.MonkeyPatch) -> None:

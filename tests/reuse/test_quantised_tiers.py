@@ -21,7 +21,7 @@ from runahead.cache.quantised.groups import GROUP, ChannelGroups, TokenGroups
 from runahead.cache.quantised.records import KVRecords, whole_groups
 from runahead.cache.slabs import KVShape
 from runahead.reuse.prefix_node import PrefixNode
-from runahead.reuse.prefix_tree import PrefixTree, unsalted
+from runahead.reuse.prefix_tree import PrefixTree
 from runahead.reuse.tiers.entry import Tier
 from tests.cache.predicted_bytes import group_bytes
 from tests.examples import examples
@@ -151,10 +151,10 @@ def test_what_is_left_of_a_text_moves_with_its_records() -> None:
     push_down(tree)
     first = [layer[:20] for layer in found(tree)]
     found(tree, IDS[:20])
-    rest = tree._known(IDS, KEY)[0][-1]
+    rest = tree._texts.known(IDS, KEY)[0][-1]
     tree.lose(rest)
     tree.make_room()
-    copies = tree._opened[KEY]
+    copies = tree._kind(KEY).copies
     assert tree.num_bytes == 20 * copies.token_bytes + GROUP * copies.stored_token_bytes
     push_down(tree)
     assert same(found(tree, IDS[:20]), first)
@@ -180,7 +180,7 @@ def test_bytes_of_a_tier_are_those_of_records_and_limits_hold_to_the_byte(tmp_pa
         tree._store.memory[Tier.host].limit_bytes = room
         found(tree, IDS[:45])
         push_down(tree)
-        assert tree._known(IDS[:45], KEY)[0][-1].tier is tier  # whole groups: 64 tokens
+        assert tree._texts.known(IDS[:45], KEY)[0][-1].tier is tier  # whole groups: 64 tokens
 
 
 def test_files_of_other_bits_are_not_found_and_told_once(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ class InFewBits(Tiered):
         rows = rows_of(self.tree, node)
         if not rows.memory.is_packed:
             return list(rows)
-        kept, first = self.tree._opened[unsalted(node.key)]._records, rows.start - rows.whole.start
+        kept, first = self.tree._kind(node.key).copies._records, rows.start - rows.whole.start
         assert kept is not None
         layers = [kept.unpack(*each) for each in enumerate(rows.whole)]
         return [layer[first : first + len(node.ids)] for layer in layers]

@@ -187,7 +187,7 @@ def keeps_states_of_another_position(patch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixTree, "num_stored", lambda self, ids, key: self._known(ids, key)[1])
+    patch.setattr(PrefixTree, "num_stored", lambda self, ids, key: self._texts.known(ids, key)[1])
 
 
 def gives_states_of_the_row_beside(patch: pytest.MonkeyPatch) -> None:
@@ -451,7 +451,7 @@ def test_what_no_snapshot_follows_goes_before_what_is_used() -> None:
     assert found(tree, ids) == 20
     put(tree, list(range(80, 110)), 30)
     assert found(tree, ids) == 20 and found(tree, list(range(80, 110))) == 30
-    assert tree._known(ids, KEY)[1] < 40 or tree._known(other, KEY)[1] < 40
+    assert tree._texts.known(ids, KEY)[1] < 40 or tree._texts.known(other, KEY)[1] < 40
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, []], ids=["beside keys and values", "alone"])

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self
 
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.layer_rows import NO_ROWS, LayerRows
@@ -53,6 +55,28 @@ class Entry(ABC):
     @abstractmethod
     def num_tokens(self) -> int:
         """Number of its tokens."""
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether no other entry keeps it in the fastest tier that has it."""
+        return True
+
+    @property
+    def precedence(self) -> tuple[int, ...]:
+        """Order in which entries leave a tier; the lowest goes first."""
+        return (self.used,)
+
+    def before(self) -> Sequence[Self]:
+        """The entries without which this one is of no use, in order, and itself."""
+        return [self]
+
+    def after(self) -> Sequence[Self]:
+        """The entries that are next of no use without this one, which is in no slower tier than they are."""
+        return []
+
+    @abstractmethod
+    def file_times_ns(self) -> dict[str, int]:
+        """Times of the last use of files by name: its own, and others that are in use with it."""
 
     @property
     def tier(self) -> Tier:

@@ -1,7 +1,7 @@
-"""A store of keys and values in three tiers: the device, host memory, and files. A finder knows what its entries are.
+"""A store of keys and values in three tiers: the device, host memory, and files.
 
 An entry may be in several tiers. Where a tier has no room the entries leave that a faster tier has as well, and then
-those that its finder lets go first. One without a slower place goes down a tier, by a copy or a file; what has no place
+those of the lowest precedence. One without a slower place goes down a tier, by a copy or a file; what has no place
 left is lost. Copies and files are made by other threads; the store itself is used by one thread only.
 """
 
@@ -11,10 +11,10 @@ import heapq
 import queue
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, takewhile
 from math import inf
-from typing import Generic, Protocol
+from typing import Generic
 
 import torch
 
@@ -27,56 +27,33 @@ from runahead.reuse.tiers.layer_rows import CopiedMemory, LayerRows, LostRows
 from runahead.reuse.tiers.memory import Allocation, AnyEntry, TierMemory
 
 
-class Finder(Protocol[AnyEntry]):
-    """Finds the entries of a store: by token ids or by a name."""
-
-    def may_leave(self, entry: AnyEntry) -> bool:
-        """Whether nothing else keeps an entry in the fastest tier that has it."""
-
-    def precedence(self, entry: AnyEntry) -> tuple[int, ...]:
-        """Order in which entries leave a tier; the lowest goes first."""
-
-    def before(self, entry: AnyEntry) -> list[AnyEntry]:
-        """The entries without which an entry is of no use, in order."""
-
-    def after(self, entry: AnyEntry) -> list[AnyEntry]:
-        """The entries that are next of no use without an entry, which is in no slower tier than they are."""
-
-    def file_of(self, entry: AnyEntry, around: tuple[int, int]) -> FileAbout:
-        """Describe an entry for its file. `around`: rows of the file before and after those of the entry."""
-
-    def is_right(self, metadata: dict[str, str], name: str) -> bool:
-        """Whether metadata are those of a file of this name."""
-
-    def file_times_ns(self, entry: AnyEntry) -> dict[str, int]:
-        """Times of the last use of files by name: the entry's, and others that are in use with it."""
-
-    def lose(self, entry: AnyEntry) -> None:
-        """Forget an entry that has no place any more, and all that depends on it."""
-
-
 class TieredStore(Generic[AnyEntry]):
     """Entries with their places. What has holds stays in its fastest tier, and may exceed the limits.
 
     Args:
         limits: most bytes of each memory tier that there is.
         folder: the disk tier.
+        file_of: describes an entry for its file, given its numbers of rows before and after the entry's.
+        is_right: whether metadata are those of a file of this name.
+        lose: forgets an entry that has no place any more, and all that depends on it.
         lost_on_disk: what happens to entries that cannot be kept on disk, for messages.
     """
 
     def __init__(
         self,
-        finder: Finder[AnyEntry],
         limits: Mapping[Tier, float],
         folder: TierFolder | None,
         *,
+        file_of: Callable[[AnyEntry, tuple[int, int]], FileAbout],
+        is_right: Callable[[dict[str, str], str], bool],
+        lose: Callable[[AnyEntry], object],
         lost_on_disk: str,
     ) -> None:
-        self._finder, self._lost_on_disk = finder, lost_on_disk
+        self._file_of, self._lose, self._lost_on_disk = file_of, lose, lost_on_disk
         self.memory = {tier: TierMemory[AnyEntry](tier, limit) for tier, limit in limits.items()}
         self.lost: queue.SimpleQueue[str | CopiedMemory] = queue.SimpleQueue()
-        self.files = None if folder is None else TierFiles(folder, self.lost.put, finder.is_right)
-        self._of_file: dict[str, set[AnyEntry]] = {}
+        self.files = None if folder is None else TierFiles(folder, self.lost.put, is_right)
+        self._in_file: dict[str, set[AnyEntry]] = {}
         self._all_copies: list[TierCopies] = []
         self._told: set[str] = set()
         self._used = 0
@@ -119,11 +96,11 @@ class TieredStore(Generic[AnyEntry]):
     def file_found(self, entry: AnyEntry, file: FileRows) -> None:
         """Note that an entry is in a file."""
         entry.file = file
-        self._of_file.setdefault(file.name, set()).add(entry)
+        self._in_file.setdefault(file.name, set()).add(entry)
 
     def entries_of_file(self, name: str) -> list[AnyEntry]:
         """The entries that are in a file."""
-        return list(self._of_file.get(name, ()))
+        return list(self._in_file.get(name, ()))
 
     def read(self, entry: AnyEntry) -> LayerRows | None:
         """Begin to bring an entry from disk to host memory; None if it is not there any more."""
@@ -177,7 +154,7 @@ class TieredStore(Generic[AnyEntry]):
         for tier in new.places:
             self.memory[tier].share(entry, new)
         if new.file is not None:
-            self._of_file[new.file.name].add(new)
+            self._in_file[new.file.name].add(new)
 
     def remove(self, entry: AnyEntry) -> None:
         """Count an entry no longer. Who holds it can read it all the same, and its file stays."""
@@ -186,7 +163,7 @@ class TieredStore(Generic[AnyEntry]):
             memory.remove(entry)
         entry.places = places
         if entry.file is not None:
-            self._of_file.get(entry.file.name, set()).discard(entry)
+            self._in_file.get(entry.file.name, set()).discard(entry)
 
     def make_room(self) -> None:
         """Free memory: move what is left of wasted allocations, and let entries go until the limits are kept."""
@@ -201,7 +178,7 @@ class TieredStore(Generic[AnyEntry]):
             heapq.heapify(leaving)
             while leaving and memory.num_bytes > memory.limit_bytes:
                 _, _, entry = heapq.heappop(leaving)
-                before, allocation = self._finder.before(entry)[:-1], memory.allocation(entry)
+                before, allocation = entry.before()[:-1], memory.allocation(entry)
                 self._leave(entry, memory)
                 if before and before[-1].tier is tier and self._may_leave(before[-1], tier):
                     heapq.heappush(leaving, (self._precedence(before[-1], tier), next(order), before[-1]))
@@ -209,12 +186,12 @@ class TieredStore(Generic[AnyEntry]):
                     self._move(allocation)
 
     def _precedence(self, entry: AnyEntry, tier: Tier) -> tuple[int, ...]:
-        return int(entry.tier is tier), *self._finder.precedence(entry)
+        return int(entry.tier is tier), *entry.precedence
 
     def _may_leave(self, entry: AnyEntry, tier: Tier) -> bool:
         if entry.tier is not tier:
             return not entry.is_pinned
-        return not entry.is_pinned and entry.holds == 0 and self._finder.may_leave(entry)
+        return not entry.is_pinned and entry.holds == 0 and entry.may_leave
 
     def _leave(self, entry: AnyEntry, memory: TierMemory[AnyEntry]) -> None:
         """Let an entry leave a tier, for the next one that has room if it is in no slower one, or be lost."""
@@ -224,11 +201,11 @@ class TieredStore(Generic[AnyEntry]):
         if host is not None and copies is not None and host.takes(entry.stored_bytes):
             host.place(entry, copies.to_host(entry.layers_TKX))
         if len(entry.places) == 1 and entry.file is None and not self.save(entry):
-            self._finder.lose(entry)
+            self._lose(entry)
             return
         memory.remove(entry)
         faster = list(takewhile(lambda tier: tier is not entry.tier, self.memory))
-        for each in self._finder.after(entry):  # where the next tier had room for these, and not for this one
+        for each in entry.after():  # where the next tier had room for these, and not for this one
             if each.tier in faster:
                 self._leave(each, self.memory[each.tier])
 
@@ -254,7 +231,7 @@ class TieredStore(Generic[AnyEntry]):
         """
         if self.files is None or entry.copies is None:
             return False
-        unsaved = [each for each in self._finder.before(entry) if each.file is None]
+        unsaved = [each for each in entry.before() if each.file is None]
         num_bytes = sum(each.stored_bytes for each in unsaved) if stored is None else stored.whole.num_bytes
         if not self.files.takes(num_bytes) or self.files.is_behind(num_bytes):
             return False
@@ -262,14 +239,14 @@ class TieredStore(Generic[AnyEntry]):
             assert each.copies is not None
             rows = stored or each.places.get(Tier.host) or each.copies.to_host(each.layers_TKX)
             before, after = rows.start - rows.whole.start, rows.whole.stop - rows.stop
-            about = self._finder.file_of(each, (before, after))
+            about = self._file_of(each, (before, after))
             self.file_found(each, FileRows(name=about.name, num_tokens=rows.whole.num_tokens, first=before))
-            self.files.save(about, rows.whole, self._finder.file_times_ns(each))
+            self.files.save(about, rows.whole, each.file_times_ns())
         return True
 
     def touch(self, entry: AnyEntry) -> None:
         """Let other processes know which files are used."""
-        if self.files is not None and (used_ns := self._finder.file_times_ns(entry)):
+        if self.files is not None and (used_ns := entry.file_times_ns()):
             self.files.touch(used_ns)
 
     def wait_for_copies(self, timeout_s: float | None = None) -> None:
@@ -291,16 +268,16 @@ class TieredStore(Generic[AnyEntry]):
                 for memory in self.memory.values():
                     for entry in memory.entries_in(lost):
                         if entry.tier is memory.tier:
-                            self._finder.lose(entry)
+                            self._lose(entry)
                         else:
                             memory.remove(entry)
             else:
-                entries = self._of_file.pop(lost, set())
+                entries = self._in_file.pop(lost, set())
                 for entry in entries:
                     entry.file = None
                 for entry in entries:
                     if not entry.places:
-                        self._finder.lose(entry)
+                        self._lose(entry)
         if self.files is not None:
             for kind, sentence in dict(self.files.told).items():
                 self.warn(kind, sentence)
