@@ -45,13 +45,13 @@ class RadixTree:
 
         It counts as a use of that prefix.
         """
-        node, at, now = self._roots.get(key) or PrefixNode(key=key), 0, self._store.now()
-        node.used = now
-        while at < len(ids) and (child := node.children.get(ids[at])) is not None:
-            same = child.num_same(ids, at)
-            node, at = child if same == len(child.ids) else self._split(child, same), at + same
+        nodes, at = self.known(ids, key)
+        path, now = [self._roots.get(key) or PrefixNode(key=key), *nodes], self._store.now()
+        if num_others := sum(len(node.ids) for node in nodes) - at:
+            path[-1] = self._split(path[-1], len(path[-1].ids) - num_others)
+        for node in path:
             node.used = now
-        return node, at
+        return path[-1], at
 
     def _split(self, node: PrefixNode, num_tokens: int) -> PrefixNode:
         """Let a node begin after its first tokens. Returns the new node before it, which has these."""

@@ -152,7 +152,7 @@ def test_what_is_left_of_a_text_moves_with_its_records() -> None:
     first = [layer[:20] for layer in found(tree)]
     found(tree, IDS[:20])
     rest = tree._texts.known(IDS, KEY)[0][-1]
-    tree.lose(rest)
+    tree._lose(rest)
     tree.make_room()
     copies = tree._kind(KEY).copies
     assert tree.num_bytes == 20 * copies.token_bytes + GROUP * copies.stored_token_bytes
