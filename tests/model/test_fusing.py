@@ -7,9 +7,10 @@ The reference is the same module with model.fuse=off, and in the check at load t
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,16 @@ from runahead.config import Fuse
 from runahead.model.checks.logits_check import LogitsCheck, StatesLost
 from runahead.model.held import Held
 from runahead.model.layers import products
-from runahead.model.layers.fusing import FusedForward, apart, is_fused, watching
+from runahead.model.layers.fusing import Calls, FusedForward, apart, is_fused, watching
 from runahead.model.layers.norms import fuse_norms
-from runahead.model.layers.products import Product
+from runahead.model.layers.products import Product, fuse_products
+from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.sharing import bytes_of
+from runahead.ranks.devices import keep_freed_memory
+from runahead.ranks.ranks import Ranks
 from tests.families import FAMILIES, HYBRIDS, MARKING, PRODUCTS, build, prompt
 from tests.model.test_nested_forwards import nested
+from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -389,6 +394,34 @@ def test_weights_that_were_copied_are_moved_one_product_at_a_time(
     assert fused.memory is not None and bytes_of(fused.module) == fused.memory.weights_bytes
     width, heads, inner = 32, 64, 48
     assert max(sizes) == max(2 * inner, heads) * width * torch.bfloat16.itemsize
+
+
+def moving_bytes(_: Ranks) -> tuple[int, int]:
+    """Peak of memory that this process takes to move 8 products' weights together, and the bytes of one of them.
+
+    The weights lie in the heap, as those of a rank do, each with other memory after it.
+    """
+    keep_freed_memory()
+    module, calls, others = nn.Module(), Calls(), []
+    for number in range(8):
+        given, block = torch.empty(1, 1024), nn.Module()
+        for name in ("q", "k", "v"):
+            block.add_module(name, layer := nn.Linear(1024, 1024, bias=False).requires_grad_(False))
+            calls.linears.append((given, layer))
+            others.append(torch.ones(64, 1024))
+        module.add_module(str(number), block)
+    peak = PeakMemory(CPU)
+    before = peak.now_bytes()
+    fuse_products(module, calls, may_move=True)
+    assert fused_names(module) == {"q", "k", "v"} and len(others) == 24
+    return peak.peak_bytes() - before, 3 * layer.weight.nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc and Linux's peak of a process")
+def test_memory_of_weights_that_were_moved_is_returned_before_the_next_are() -> None:
+    with closing(RankPool(1)) as pool:  # a new process: in a used one the weights would take memory that is there
+        [(taken, of_a_product)] = pool.run(moving_bytes)
+    assert of_a_product <= taken < 1.5 * of_a_product  # beside the weights, the new ones of one product
 
 
 @pytest.mark.parametrize("name", ["input_layernorm", "self_attn.k_proj", "mlp.up_proj"])

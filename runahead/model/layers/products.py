@@ -24,7 +24,7 @@ from torch.nn.parameter import Parameter
 from runahead.kernels.operators import KERNELS
 from runahead.model.layers.cpu_linear import CPULinear, library, multiply_fused
 from runahead.model.layers.fusing import Calls, FusedForward, takes_rounding
-from runahead.model.loading.memory import give_back
+from runahead.model.loading.memory import trim
 from runahead.model.parts import is_laid_out
 
 
@@ -112,13 +112,12 @@ def fuse_products(module: nn.Module, calls: Calls, *, may_move: bool) -> None:
         across = not may_move and layers[0].weight.device.type == "cpu"
         if may_move and [len(layers)] != [len(together) for together in _neighbours(layers, across=False)]:
             _move_together(layers)
+            trim()  # a product's weights do not fit where the smaller ones of another were
             moved = True
         for together in _neighbours(layers, across=across):
             Product(together).fuse()
-    if moved:
-        give_back()
-        if layers[0].weight.is_cuda:
-            torch.cuda.empty_cache()
+    if moved and layers[0].weight.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def fuse_alone(calls: Calls) -> None:

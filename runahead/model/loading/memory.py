@@ -139,15 +139,20 @@ def process_limits() -> list[tuple[int, int]]:
 
 
 def give_back(generation: int = 2) -> None:
-    """Return freed memory to the system. glibc would keep it: after unpacking GGUF blocks, as much as the model.
+    """Free garbage, and return freed memory to the system: after unpacking GGUF blocks, as much as the model.
 
     Args:
         generation: the oldest of Python's objects among which garbage is looked for.
     """
     gc.collect(generation)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-    if trim is not None:
-        trim(0)
+    trim()
+
+
+def trim() -> None:
+    """Return freed memory to the system. glibc keeps it: that of all tensors below 32 MiB in a rank."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 @contextmanager
