@@ -11,27 +11,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView, require
-from policies.scorer import Scorer
+from policies.base import LayerView
+from policies.scorer import RecentShare
 
 
 @dataclass(kw_only=True)
-class H2O(Scorer, name="h2o"):
-    """Score: attention probabilities summed over all queries since the token was stored, by KV head.
-
-    Attributes:
-        recent_share: share of the budget for the last tokens.
-    """
+class H2O(RecentShare, name="h2o"):
+    """Score: attention probabilities summed over all queries since the token was stored, by KV head."""
 
     compares_by_kv_head: ClassVar[bool] = True
     scores_attention: ClassVar[bool] = True
-
-    recent_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_share = 0 <= self.recent_share <= 1
-        require(is_share, "recent_share", self.recent_share, "must be a share of the budget in [0, 1]")
 
     def carry(self, view: LayerView) -> Tensor:
         received_BKn = view.by_kv_head(self.received(view))
@@ -44,6 +33,3 @@ class H2O(Scorer, name="h2o"):
     def score(self, view: LayerView) -> Tensor:
         assert view.carried_BKn is not None
         return view.carried_BKn
-
-    def recent_of(self, num_kept: int) -> int:
-        return max(self.recent, round(self.recent_share * num_kept))

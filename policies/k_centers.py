@@ -19,31 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, require
-from policies.scorer import Scorer
+from policies.base import LayerView
+from policies.scorer import RecentShare
 
 BLOCK_DISTANCES = 1 << 20
 """Distances at a time, over all rows and heads, which bounds the memory that they take."""
 
 
 @dataclass(kw_only=True)
-class KCenters(Scorer, name="k_centers"):
-    """Score: the earlier a token becomes a centre, the higher. Recent and sink tokens are centres from the start.
-
-    Attributes:
-        recent_share: share of the budget for the last tokens.
-    """
+class KCenters(RecentShare, name="k_centers"):
+    """Score: the earlier a token becomes a centre, the higher. Recent and sink tokens are centres from the start."""
 
     evict_every: int = 128
-    recent_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_share = 0 <= self.recent_share <= 1
-        require(is_share, "recent_share", self.recent_share, "must be a share of the budget in [0, 1]")
-
-    def recent_of(self, num_kept: int) -> int:
-        return max(self.recent, round(self.recent_share * num_kept))
 
     def score(self, view: LayerView) -> Tensor:
         k_BKnH = view.k_BKnH.to(torch.promote_types(view.k_BKnH.dtype, torch.float32))

@@ -69,6 +69,13 @@ class KVzap(Scorer, name="kvzap"):
             rule = f"with policy.threshold={self.threshold}; leave one of them out"
             require_default(self, "budget", rule=rule)
 
+    def has_room(self, budget: int, most: int | None = None) -> bool:
+        return budget >= max(self.sinks + self.recent, 2 * self.recent)
+
+    @property
+    def stays(self) -> str:
+        return f"{super().stays}, which are at most half of it" if self.recent else super().stays
+
     @property
     def keeps_ragged(self) -> bool:  # type: ignore[override]
         return self.threshold is not None

@@ -27,7 +27,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Policy, Replay, budget_tokens, check_budget, require_least
+from policies.base import (
+    Budget,
+    LayerView,
+    Policy,
+    Replay,
+    budget_tokens,
+    check_budget,
+    no_room,
+    require_least,
+    require_room,
+    staying,
+)
 from policies.kept_slots import best_first, first_slots
 
 
@@ -57,11 +68,11 @@ class KVzip(Policy, name="kvzip"):
     def __post_init__(self) -> None:
         check_budget(self.budget)
         require_least(self, sinks=0, recent=0, chunk_tokens=1)
-        if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
-            raise ValueError(
-                f"policy.budget={self.budget} has no room for policy.sinks={self.sinks} and "
-                f"policy.recent={self.recent}; use at least {self.sinks + self.recent}"
-            )
+        require_room(self, "budget", least=self.sinks + self.recent, stays=staying(self, "sinks", "recent"))
+
+    def no_room(self, prompt_tokens: int) -> str:
+        stays = staying(self, "sinks", "recent")
+        return no_room(self, "budget", prompt_tokens, lambda tokens: tokens >= self.sinks + self.recent, stays=stays)
 
     @property
     def last_queries(self) -> int:

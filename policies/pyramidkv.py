@@ -26,6 +26,9 @@ class PyramidKV(SnapKV, name="pyramidkv"):
         super().__post_init__()
         require_least(self, beta=1)
 
+    def has_room(self, budget: int, most: int | None = None) -> bool:
+        return super().has_room(self.slots_of(budget, 1, 2, most))  # of the last layer, which has least
+
     def slots(self, view: LayerView) -> int:
         """Number of slots to keep in this layer.
 

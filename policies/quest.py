@@ -173,16 +173,14 @@ class Quest(BlockRetriever, name="quest"):
             scores_BKGP[row, ..., : pad // self.page] = -torch.inf
         need_BKP = need_of_group(scores_BKGP, self.group)
         if slots.positions_BKn is None:
-            num_sinks = max(self.sinks, 1)
             need_BKP[..., whole - self._pages_of(self.recent - rest) :] = torch.inf
         else:  # the first and the last tokens of the text may be on other ranks
-            num_sinks = 1
             need_BKP.masked_fill_(self._always_BKP(slots, whole), torch.inf)
         for row, pad in enumerate(slots.pads):
             first = pad // self.page
             # A page with padding and tokens is always chosen, so that it is known how much padding is.
-            if slots.positions_BKn is None or pad % self.page:
-                need_BKP[row, :, first : (pad + num_sinks - 1) // self.page + 1] = torch.inf
+            num_sinks = self.sinks if slots.positions_BKn is None else 0
+            need_BKP[row, :, first : self._pages_of(pad + num_sinks)] = torch.inf
             # Pages of padding alone come last, those closest to the tokens first.
             need_BKP[row, :, :first] = torch.arange(first, device=need_BKP.device, dtype=need_BKP.dtype) - 1e30
         index.leave_out(need_BKP)
@@ -196,7 +194,7 @@ class Quest(BlockRetriever, name="quest"):
         """Mask of whole pages, (B, K, P) or (B, 1, P), that have one of the first or last tokens of the text."""
         assert slots.positions_BKn is not None and slots.next_B is not None
         positions_BKPS = slots.positions_BKn[..., : whole * self.page].unflatten(2, (whole, self.page))
-        is_sink = (positions_BKPS >= 0) & (positions_BKPS < max(self.sinks, 1))
+        is_sink = (positions_BKPS >= 0) & (positions_BKPS < self.sinks)
         is_recent = positions_BKPS >= slots.next_B[:, None, None, None] - self.recent
         return (is_sink | is_recent).any(dim=-1)
 
@@ -214,7 +212,7 @@ class Quest(BlockRetriever, name="quest"):
     def _num_pages(self, slots: Slots) -> int:
         """Number of whole pages to choose."""
         rest = slots.num_slots % self.page
-        ends = self._pages_of(max(self.sinks, 1)) + 1 + self._pages_of(self.recent - rest)
+        ends = self._pages_of(self.sinks) + 1 + self._pages_of(self.recent - rest)
         return max(ends, self._pages_of(self.num_chosen(slots) - rest))
 
     def _pages_of(self, num_slots: int) -> int:

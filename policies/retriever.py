@@ -22,7 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.base import Budget, Policy, PromptPart, budget_tokens, check_budget, choice, nested_options, require
+from policies.base import (
+    Budget,
+    Policy,
+    PromptPart,
+    budget_tokens,
+    check_budget,
+    choice,
+    nested_options,
+    no_room,
+    require,
+    require_room,
+    staying,
+)
 from policies.base import ModelFacts as ModelFacts
 from policies.pool import Pool
 
@@ -312,6 +324,7 @@ class Retriever(Policy, ABC):
             require((getattr(self, name) or 0) >= 0, name, getattr(self, name), "must not be negative")
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")
+            require_room(self, "fetch", least=self.sinks + self.recent, stays=staying(self, "sinks", "recent"))
         self.group = choice("group", Group, self.group)
         self.pool = nested_options(self, "pool", "bytes=2GiB")
         if self.late is not None:
@@ -331,6 +344,15 @@ class Retriever(Policy, ABC):
                 f"policy.late={late} is for a fixed number of slots that a query chooses, but {reason}; leave "
                 "policy.late out, or change that"
             )
+
+    def no_room(self, prompt_tokens: int) -> str:
+        option, stays = "max_fetch" if self.fetch is None else "fetch", staying(self, "sinks", "recent")
+        if not hasattr(self, option) or prompt_tokens < (self.min_tokens or 0):
+            return ""
+        then = "which are fetched anyway"
+        return no_room(
+            self, option, prompt_tokens, lambda tokens: tokens >= self.sinks + self.recent, stays=stays, then=then
+        )
 
     def retrieves_in(self, layer: int) -> bool:
         """Whether a layer that sees the whole text retrieves; the others attend to all tokens."""

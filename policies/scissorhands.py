@@ -40,15 +40,16 @@ class Scissorhands(Scorer, name="scissorhands"):
     drop_share: float = 0.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_least(self, window=1)
         require(0 < self.drop_share < 1, "drop_share", self.drop_share, "must be a share of the budget in (0, 1)")
-        if isinstance(self.budget, int) and self.sinks + self.recent > self.rest_of(self.budget):
-            raise ValueError(
-                f"policy.budget={self.budget} leaves {self.rest_of(self.budget)} tokens after "
-                f"policy.drop_share={self.drop_share}, which is no room for policy.sinks={self.sinks} and "
-                f"policy.recent={self.recent}; use a larger budget or a smaller share"
-            )
+        super().__post_init__()
+
+    def has_room(self, budget: int, most: int | None = None) -> bool:
+        return super().has_room(self.rest_of(budget), most)
+
+    @property
+    def stays(self) -> str:
+        return f"{super().stays} after policy.drop_share={self.drop_share}"
 
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -21,8 +23,12 @@ from policies.base import (
     PromptPart,
     budget_tokens,
     check_budget,
+    no_room,
+    require,
     require_default,
     require_least,
+    require_room,
+    staying,
 )
 from policies.kept_slots import best_slots, kept_by_row
 
@@ -59,11 +65,25 @@ class Scorer(Policy, ABC):
 
     def _require_room(self) -> None:
         """Check that the budget has room for sinks and recent tokens. Raises: ValueError."""
-        if isinstance(self.budget, int) and self.sinks + self.recent > self.budget:
-            raise ValueError(
-                f"policy.budget={self.budget} has no room for policy.sinks={self.sinks} and "
-                f"policy.recent={self.recent}; use at least {self.sinks + self.recent}"
-            )
+        least = bisect_left(range(1 << 60), True, key=self.has_room)
+        require_room(self, "budget", least=least, stays=self.stays)
+
+    def has_room(self, budget: int, most: int | None = None) -> bool:
+        """Whether a budget, and each larger one, has room for the tokens that always stay.
+
+        Args:
+            most: tokens of the prompt, if the budget is a share of it.
+        """
+        return budget >= self.sinks + self.recent_of(budget)
+
+    @property
+    def stays(self) -> str:
+        """Options that say which tokens always stay, in words."""
+        return staying(self, "sinks", "recent")
+
+    def no_room(self, prompt_tokens: int) -> str:
+        has_room = partial(self.has_room, most=prompt_tokens)
+        return no_room(self, "budget", prompt_tokens, has_room, stays=self.stays)
 
     @abstractmethod
     def score(self, view: LayerView) -> Tensor:
@@ -153,3 +173,31 @@ class Scorer(Policy, ABC):
         sinks = [min(num, m) for num in view.sinks(self.sinks)]
         recent = min(self.recent_of(m), m - max(sinks))
         return best_slots(score(view).float(), kept_B, view, sinks=sinks, recent=recent)
+
+
+@dataclass(kw_only=True)
+class RecentShare(Scorer):
+    """Base of those that keep a share of the budget for the last tokens.
+
+    Attributes:
+        recent_share: this share, unless `recent` says how many.
+    """
+
+    recent_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        is_share = 0 <= self.recent_share <= 1
+        require(is_share, "recent_share", self.recent_share, "must be a share of the budget in [0, 1]")
+        rule = f"with policy.recent={self.recent}, which says how many stay; leave one of them out"
+        require_default(self, "recent_share", given=self.recent > 0, rule=rule)
+        if self.sinks and not self.recent:
+            rule = f"leaves no room for policy.sinks={self.sinks}; use less than 1"
+            require(self.recent_share < 1, "recent_share", self.recent_share, rule)
+        super().__post_init__()
+
+    def recent_of(self, num_kept: int) -> int:
+        return self.recent or round(self.recent_share * num_kept)
+
+    @property
+    def stays(self) -> str:
+        return staying(self, "sinks", "recent" if self.recent else "recent_share")

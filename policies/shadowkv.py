@@ -42,7 +42,7 @@ class ShadowPages(Pages):
         self._low_rank = None if how.rank is None else LowRankKeys(view, how.rank)
         self._new_BKCH = view.k_BKnH[:, :, :0]
         whole = view.k_BKnH.shape[2] // how.page
-        firsts = [-(-(pad + max(how.sinks, 1)) // how.page) for pad in view.pads]  # pages of tokens that may be held
+        firsts = [-(-(pad + how.sinks) // how.page) for pad in view.pads]  # pages of tokens that may be held
         number = max(0, min(how.outliers, *(whole - first for first in firsts)))
         k_BKPSH = view.k_BKnH[:, :, : whole * how.page].unflatten(2, (whole, how.page))
         alike_BKPS = torch.cosine_similarity(k_BKPSH, k_BKPSH.mean(dim=3, keepdim=True), dim=-1)

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from policies.base import LayerView, Phase, PromptPart, choice, require, require_default
+from policies.base import LayerView, Phase, PromptPart, choice, require, require_default, staying
 from policies.scorer import Scorer
 
 
@@ -49,19 +49,17 @@ class SnapKV(Scorer, name="snapkv"):
         require_default(self, "pooling", given=self.kernel == 1, rule=rule)
         rule = f"has no effect with policy.window={self.window}, which stays anyway; leave it out, or use more"
         require(self.recent == 0 or self.recent > self.window, "recent", self.recent, rule)
-        least = self.sinks + max(self.recent, self.window)
-        if isinstance(self.budget, int) and least > self.budget:
-            sinks = f"policy.sinks={self.sinks} and " if self.sinks else ""
-            raise ValueError(
-                f"policy.budget={self.budget} has no room for {sinks}the window of {self.window}; use at least {least}"
-            )
 
     @property
     def last_queries(self) -> int:
         return self.window
 
     def recent_of(self, num_kept: int) -> int:
-        return max(self.recent, self.window)
+        return self.recent or self.window
+
+    @property
+    def stays(self) -> str:
+        return staying(self, "sinks", "recent" if self.recent else "window")
 
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)

@@ -73,5 +73,8 @@ class Wrapper(Policy):
         other.scorer = self.scorer.of_part(part)
         return other
 
+    def no_room(self, prompt_tokens: int) -> str:
+        return self.scorer.no_room(prompt_tokens)
+
     def carry(self, view: LayerView) -> Tensor | None:
         return self.scorer.carry(view)

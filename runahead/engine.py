@@ -304,6 +304,7 @@ class Engine:
                 )
                 self._conclude(plan, ready.reuse, prefilled, result)
         result.slower = list(slower(*asked).values())
+        result.no_room = self.policies.no_room(max(map(len, ids)))
         result.speculative = None if chosen is None else chosen.report
         result.cached_tokens = list(plan.stored)
         self._num_calls += 1

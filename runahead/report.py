@@ -313,6 +313,7 @@ class GenerationBatch:
         decode: where keys and values were while decoding: last, sharded, or pipeline: on each rank those of its layers.
         cached_tokens: of each prompt, tokens of a stored prefix, which was not computed.
         slower: a sentence for each faster way that was not taken, with the reason.
+        no_room: a sentence for each policy whose share of the prompt had no room for its other options.
         ttft_s: time to first token.
         tpot_s: time per output token after the first; None if only one token was generated.
         step_s: the median of the times between tokens, of which the first ones prepare the others; None if there are
@@ -333,6 +334,7 @@ class GenerationBatch:
     step_s: float | None = None
     cached_tokens: list[int] = field(default_factory=list)
     slower: list[str] = field(default_factory=list)
+    no_room: list[str] = field(default_factory=list)
     spans: list[list[TraceSpan]] = field(default_factory=list)
     recordings: list[ProfilerRecording] = field(default_factory=list)
     speculative: SpeculativeReport | None = None
@@ -441,6 +443,7 @@ def _prompt_fields(
         "partition": partition | {"boundaries": batch.boundaries},
         "decode": batch.decode,
         "slower": batch.slower,
+        **({"no_room": batch.no_room} if batch.no_room else {}),
         "ranks": [_rank_fields(rank) for rank in batch.ranks],
         "first_token_logits_top5": top5,
     }

@@ -75,6 +75,9 @@ def summary(
         num_bytes = ", ".join(_bytes(_of_stage(widest, rank, "kv_kept_bytes")) for rank in kept)
         beside = " of indices and layers that do not retrieve" if retrieving else ""
         rows["KV kept"] = f"{num_bytes}{beside}, {share:.1%} of the prompt's tokens, mean over layers{of_which}"
+    shortest = min(batches, key=lambda batch: batch.boundaries[-1])
+    if shortest.no_room:
+        rows["no room"] = "; ".join(shortest.no_room) + (" (shortest prompt)" if len(batches) > 1 else "")
     if retrieving:
         means = [rank.retrieval.mean_fetched_share for rank in retrieving if rank.retrieval]
         shares = ", ".join(f"{mean:.1%}" for mean in means if mean is not None)

@@ -50,7 +50,9 @@ WAYS |= {
     "adakv, 4 bits": of(lambda: test_matrix.policy("adakv"), storage=BITS),
     "quest, 4 bits": of(lambda: test_retrieval.policy("quest", {"fetch": 10}), storage=BITS),
     "snapkv, reencoded": of(lambda: SnapKV(budget=16, window=4, kernel=3), positions=Positions.reencoded),
-    "infllm, clamped": of(lambda: InfLLM(fetch=10, block=2, representatives=1, observed=8, recent=8, min_tokens=0)),
+    "infllm, clamped": of(
+        lambda: InfLLM(fetch=10, sinks=2, block=2, representatives=1, observed=8, recent=8, min_tokens=0)
+    ),
 }
 OFTEN = ("snapkv", "adakv", "h2o", "infinigen", "no policy")
 FAMILIES = ("gpt2", "gpt_oss", "gemma2", "deepseek_v3")

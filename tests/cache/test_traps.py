@@ -49,8 +49,11 @@ KINDS: dict[str, Stored] = {
     "unequal heads": ([AdaKV(scorer=SnapKV(budget=12, window=4, kernel=3))], CacheOptions()),
     "unequal heads in 4 bits": ([AdaKV(scorer=SnapKV(budget=20, window=4))], CacheOptions(bits=4, residual=4)),
     "merged layers": ([MiniCache(start_share=0.0)], CacheOptions()),
-    "quest": ([Quest(min_tokens=0, fetch=16)], CacheOptions()),
-    "infinigen": ([InfiniGen(min_tokens=0, fetch=16, ahead=True, first_ahead=1, first_layer=1)], CacheOptions()),
+    "quest": ([Quest(min_tokens=0, fetch=16, sinks=2, recent=3)], CacheOptions()),
+    "infinigen": (
+        [InfiniGen(min_tokens=0, fetch=16, sinks=2, recent=3, ahead=True, first_ahead=1, first_layer=1)],
+        CacheOptions(),
+    ),
     "offload in 4 bits": ([Offload()], CacheOptions(bits=4, residual=RESIDUAL)),
     "narrowed": ([PyramidInfer(min_tokens=4, mean_keep=0.5)], CacheOptions()),
 }

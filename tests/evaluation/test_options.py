@@ -70,7 +70,7 @@ def test_a_wrong_option_is_one_sentence(option: str, says: str, capfd: pytest.Ca
         ([{"kernel": 3}], [0.5], "is neither a policy's name nor {name:"),
         ([{"name": "window", "kernel": 3}], [0.5], "policies: window has no option kernel; it has budget"),
         (["snapkv"], [], r"policies: snapkv needs budgets=\[...\], or a budget among its options"),
-        (["snapkv"], [8], "snapkv with a budget of 8 tokens: policy.budget=8 has no room for the window"),
+        (["snapkv"], [8], "snapkv with a budget of 8 tokens: policy.budget=8 has no room for policy.window=32"),
         ([{"name": "snapkv", "budget": "half"}], [0.5], "^policy.budget=half is not a whole number of tokens"),
         ([{"name": "adakv", "scorer": {"name": "snapkv", "budget": 2.0}}], [0.5], "^policy.budget=2.0 must be"),
         (["full", "full"], [0.5], "policies has full more than once; leave one out"),

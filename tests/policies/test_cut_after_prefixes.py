@@ -47,7 +47,7 @@ POLICIES: dict[str, list[Policy]] = {
     "cake": [CAKE(**VOTING)],
     "kvzip": [KVzip(**BUDGET, sinks=2)],
     "minicache": [MiniCache(start_share=0.0, retain_share=0.3)],
-    "snapkv, exact_topk": [SnapKV(**VOTING), ExactTopK(fetch=6, min_tokens=0)],
+    "snapkv, exact_topk": [SnapKV(**VOTING), ExactTopK(fetch=6, min_tokens=0, sinks=1, recent=2)],
 }
 CASES = [
     *((name, "llama", None, None) for name in POLICIES),

@@ -206,4 +206,4 @@ def test_some_layers_see_everything_and_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match=f"policy.{option}={value} "):
             MagicPIG(**{option: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="attention of its own query is estimated"):
-        MagicPIG(fetch=10, late=0.8)
+        MagicPIG(fetch=100, late=0.8)

@@ -228,7 +228,7 @@ def test_turns_and_late_choices_fetch_what_is_dequantised(
 
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("gpt_bigcode", 2), ("deepseek_v3", 2), ("llama", 8)])
 def test_bytes_are_known_to_the_byte(family: str, bits: int, place: str) -> None:
-    talk = Talk(policies_of(ExactTopK(fetch=10, min_tokens=0), bits=bits), (76, 76), family)
+    talk = Talk(policies_of(ExactTopK(fetch=10, min_tokens=0, sinks=2, recent=3), bits=bits), (76, 76), family)
     shapes = talk.conversation.model.kv_shapes
     pool, others = pooled_bytes(shapes, 76, bits=bits, residual=RESIDUAL, residual_bits=None, batch=2)
     spare = 76 // 8 if place == "host" else 0  # of memory that no later turn has to lock anew
@@ -253,7 +253,7 @@ def test_what_travels_is_words_of_the_chosen_tokens(copies: list[LateCopies]) ->
 
 def test_another_turn_copies_no_words_again(copies: list[LateCopies]) -> None:  # noqa: F811
     """Slots in host memory stay where they are, as long as there is room."""
-    talk = Talk(policies_of(ExactTopK(fetch=10, min_tokens=0)))
+    talk = Talk(policies_of(ExactTopK(fetch=10, min_tokens=0, sinks=2, recent=3)))
     words = [codes_of(layer).words for layer in talk.cache.layers]
     assert all(isinstance(each, HostLayer) for each in words)
     before = [each.slab_TBKX.data_ptr() for each in words]
@@ -265,7 +265,7 @@ def test_another_turn_copies_no_words_again(copies: list[LateCopies]) -> None:  
 def test_a_prefix_from_the_tree_gives_the_pool_of_the_whole_prompt() -> None:
     ids, tree = prompt(77), PrefixTree(10**9)
     options = GenerationOptions(max_new_tokens=4, ignore_eos=True, logprobs=5)
-    policies = policies_of(ExactTopK(fetch=10, min_tokens=0))
+    policies = policies_of(ExactTopK(fetch=10, min_tokens=0, sinks=2, recent=3))
     found = []
     with throughout(torch.float64):
         for each in (tree, None):

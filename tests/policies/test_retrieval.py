@@ -405,7 +405,10 @@ def test_an_index_is_made_anew_where_decoding_has_come_to(monkeypatch: pytest.Mo
 
 def test_queries_that_made_an_index_are_turned_as_far_as_decoding_went(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indices, "DECODED_SOON", 4)
-    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, observed=8)])
+    turns = Turns(
+        tiny_model("llama"),
+        [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, sinks=2, recent=3, observed=8)],
+    )
     turns.prefill()
     found, rotary = turns.retrieval.layers[0], turns.model.rotaries[0]
     assert found is not None and found.observed_BNoH is not None
@@ -430,7 +433,10 @@ def test_without_rotations_the_basis_is_in_the_weights(monkeypatch: pytest.Monke
     plain = Turns(model, [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)])
     plain.prefill()
     torch.testing.assert_close(logits, plain.decode(GENERATED), atol=1e-9, rtol=0)
-    turns = Turns(tiny_model("llama"), [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=10, ratio=0.5)])
+    turns = Turns(
+        tiny_model("llama"),
+        [InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=10, ratio=0.5, sinks=2, recent=3)],
+    )
     turns.prefill()
     assert all(layer.folded is None for layer in turns.retrieval.layers if layer is not None)
 

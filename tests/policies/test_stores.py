@@ -39,8 +39,8 @@ OTHERS = SOON[::-1]
 CHOOSING: dict[str, dict[str, Any]] = {
     "exact_topk": {"fetch": 6, "sinks": 1, "recent": 1},
     "exact_topk, all": {"fetch": 1.0},
-    "quest, late": {"page": 1, "fetch": 6, "first_layer": 0, "late": 0.3},
-    "infinigen": {"fetch": 10, "ratio": 0.25, "first_layer": 1, "observed": 8},
+    "quest, late": {"page": 1, "fetch": 6, "sinks": 1, "recent": 1, "first_layer": 0, "late": 0.3},
+    "infinigen": {"fetch": 10, "sinks": 2, "recent": 3, "ratio": 0.25, "first_layer": 1, "observed": 8},
     "infinigen, full pool": {
         "fetch": 10,
         "first_layer": 1,
@@ -188,7 +188,7 @@ ROOMY: dict[str, list[Policy]] = {
     "none": [],
     "adakv": [ragged("adakv", 1000)],
     "kvzip": [ragged("kvzip", 1000)],
-    "quest": [Quest(page=4, fetch=12, first_layer=0, min_tokens=0)],
+    "quest": [Quest(page=4, fetch=12, first_layer=0, min_tokens=0, sinks=2, recent=3)],
 }
 
 

@@ -152,7 +152,7 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
 @pytest.mark.parametrize(
     "policy",
     [
-        InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, first_layer=1, observed=8),
+        InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, sinks=2, recent=3, first_layer=1, observed=8),
         InfiniGen(
             min_tokens=0,
             fetch=12,
