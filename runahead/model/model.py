@@ -458,10 +458,14 @@ class Model(CheckedModel):
             return 0
         if self._padding_enters_states:
             return 0
-        if getattr(self.config, "attn_temperature_tuning", False):
-            # Llama 4 scales queries from token number `floor_scale` on, counted from 1.
+        if self.scales_queries:  # from token number `floor_scale` on, counted from 1
             return math.ceil(self.config.floor_scale) - 1
         return None
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether layers scale queries by their tokens' numbers, which they count themselves, as Llama 4's do."""
+        return bool(getattr(self.config, "attn_temperature_tuning", False))
 
     @cached_property
     def _padding_enters_states(self) -> bool:

@@ -223,6 +223,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "angles by length": lambda: {"model": altered(rotates_by_length=True, length_threshold=40)},
     "angles by length, of each token": lambda: {"model": altered(rotates_by_length=True, length_threshold=None)},
     "an answer past LongRoPE's threshold": lambda: {"model": altered(length_threshold=40), "outgrows": True},
+    "scaled queries": lambda: {"model": tiny_model("llama4_text_tempered")},
     "own positions": lambda: {"model": altered(uneven_limit=512)},
     "KV heads that ranks copy": lambda: {"model": altered(copies_kv_heads=True, num_shards=4)},
     "a share of a model": lambda: {"model": altered(num_shards=2)},

@@ -150,6 +150,7 @@ OF_MODEL: dict[str, Fact] = {
     "angles by length": model(lambda model: model.rotates_by_length),
     "angles by length, of each token": model(lambda model: model.rotates_by_length and model.length_threshold is None),
     "an answer past LongRoPE's threshold": _outgrows,
+    "scaled queries": model(lambda model: model.scales_queries),
     "own positions": model(lambda model: model.uneven_limit is not None),
     "KV heads that ranks copy": _share(lambda model: model.copies_kv_heads),
     "a share of a model": _share(lambda model: model.num_shards > 1),

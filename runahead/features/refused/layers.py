@@ -133,6 +133,11 @@ ROWS = (
         "use policy.ahead=false",
     ),
     Refused(
+        ("a policy that narrows", "scaled queries"),
+        "{1} scales queries by numbers of tokens that each layer counts, and policy {0} drops tokens between layers",
+        "use a policy that only evicts, such as snapkv",
+    ),
+    Refused(
         ("a policy that narrows", "windows"),
         "policy {0} drops tokens between layers, but layers of model {model.name} look at windows of the text as it is",
         "use a policy that only evicts, such as snapkv",
