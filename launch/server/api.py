@@ -274,6 +274,7 @@ class API:
                     [RowText(self._tokenizer, self._eos_ids, options, read.parts) for options in rows],
                     self.metrics,
                     num_prompt_tokens=sum(len(ids_of(prompt)) for prompt in prompts[:: len(read.options)]),
+                    counts_tokens=read.counts_tokens,
                     awaits_file=bool(name),
                 )
             ),

@@ -74,9 +74,8 @@ class Answering:
                 num_prompt_tokens = self._num_prompt_tokens
                 self._metrics.counters["prefix_cache_queries_total"] += num_prompt_tokens
                 self._metrics.counters["prefix_cache_hits_total"] += self._of_prompts(self._queued.cached_tokens)
-            num_new = sum(row.num_tokens for row in self._listener.rows)
             key = self._request.state.key.name
-            self._metrics.ended(ended, key, prompt_tokens=num_prompt_tokens, new_tokens=num_new)
+            self._metrics.ended(ended, key, prompt_tokens=num_prompt_tokens, new_tokens=self._usage.new)
             self._metrics.recent.append(self._recent(ended))
             self._log_end(ended)
 
@@ -108,9 +107,7 @@ class Answering:
     @property
     def _usage(self) -> Usage:
         """The usage so far."""
-        is_answered = not isinstance(self._read, CompletionRequest) or self._read.is_answered
-        is_answered = is_answered and self._read.gives_token
-        rows = self._listener.rows if is_answered else []
+        rows = self._listener.rows if self._read.counts_tokens else []
         return Usage.of(self._num_prompt_tokens, rows, self._of_prompts(self._queued.cached_tokens))
 
     def _of_prompts(self, of_rows: Sequence[int]) -> int:

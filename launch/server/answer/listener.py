@@ -30,10 +30,16 @@ class RequestListener:
     """
 
     def __init__(
-        self, rows: list[RowText], metrics: Metrics, *, num_prompt_tokens: int, awaits_file: bool = False
+        self,
+        rows: list[RowText],
+        metrics: Metrics,
+        *,
+        num_prompt_tokens: int,
+        counts_tokens: bool = True,
+        awaits_file: bool = False,
     ) -> None:
         self.rows, self._metrics, self._num_prompt_tokens = rows, metrics, num_prompt_tokens
-        self._awaits_file = awaits_file
+        self._counts_tokens, self._awaits_file = counts_tokens, awaits_file
         self.first_token: int | None = None
         self.handed: Handed | None = None
         self.handed_s: float | None = None
@@ -110,7 +116,7 @@ class RequestListener:
         self.last_token_s = now
         for index, token in enumerate(tokens):
             if token is not None:
-                counters["generation_tokens_total"] += 1
+                counters["generation_tokens_total"] += self._counts_tokens
                 self._unsent[index] += self.rows[index].add(token)
         self._note_end(now)
 

@@ -79,6 +79,11 @@ class Common:
     parts: Parts = NO_PARTS
     unknown: list[str]
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether new tokens are part of the answer, and so of the usage and of metrics."""
+        return self.gives_token
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(Common):
@@ -108,6 +113,10 @@ class CompletionRequest(Common):
     prompts: list[str | list[int]]
     echo: bool = False
     is_answered: bool = True
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self.gives_token and self.is_answered
 
     @property
     def scores(self) -> int | None:
