@@ -377,6 +377,7 @@ def _write_files(
             partition=run.partition.name.name,
             policy=reported(run.policy),
             cache=run.cache,
+            generation=run.generation.resolved(model.module.generation_config),
             warmup=run.warmup,
             model=model.name,
             dtype=dtype,

@@ -8,10 +8,11 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from importlib import metadata
 from typing import Any
 
-from runahead.config import CacheOptions, PrefillOptions
+from runahead.config import CacheOptions, GenerationOptions, PrefillOptions
 from runahead.timeline.recording import ProfilerRecording
 from runahead.timeline.trace import TraceSpan
 
@@ -356,6 +357,7 @@ def report_json(
     partition: str,
     policy: Mapping[str, Any],
     cache: CacheOptions,
+    generation: GenerationOptions,
     warmup: int,
     model: str,
     dtype: str,
@@ -375,6 +377,7 @@ def report_json(
         partition: name of the context partition.
         policy: name and given options of the cache policy, as values that JSON supports.
         cache: precision of stored keys and values, reported if it is not the model's dtype.
+        generation: as `GenerationOptions.resolved` returns it. Prompt i of those that are answered samples by seed + i.
         warmup: number of runs before the measured ones.
         kvr_names: the paper's name of each batch's partition (KVR-E, KVR-S, KVR-P), or None.
         skipped: error of each prompt that was left out, by its index among all. If there are any, each prompt has its
@@ -398,6 +401,7 @@ def report_json(
             if (value := getattr(prefill, name)) is not None
         }
         | prefill.sparsity,
+        "generation": _generation_fields(generation),
         "warmup": warmup,
         "model_check": model_check,
         "versions": library_versions(),
@@ -422,6 +426,14 @@ def report_json(
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
     # Lists of numbers on one line. A newline in JSON is never inside a string.
     return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def _generation_fields(options: GenerationOptions) -> dict[str, Any]:
+    """Options of an answer: those that are not their defaults, and always how long it may be and how it is sampled."""
+    given, usual = asdict(options), asdict(GenerationOptions())
+    always = ["max_new_tokens", "do_sample"] + (["temperature", "seed"] if options.do_sample else [])
+    changed = {name: value for name, value in given.items() if name in always or value != usual[name]}
+    return {name: value.name if isinstance(value, Enum) else value for name, value in changed.items()}
 
 
 def _prompt_fields(

@@ -17,7 +17,7 @@ import torch
 
 from launch.outputs.summary import dtype_hint, summary
 from runahead import files
-from runahead.config import CacheOptions, DType, PrefillOptions
+from runahead.config import CacheOptions, DType, GenerationOptions, PrefillOptions, Speculate
 from runahead.files import ensure_writable, write_whole
 from runahead.report import Generation, GenerationBatch, RankReport, RetrievalReport, TokenLogprobs, report_json
 
@@ -62,6 +62,7 @@ OF_A_RUN: dict[str, Any] = {
     "partition": "ratios",
     "policy": {"name": "full"},
     "cache": CacheOptions(),
+    "generation": GenerationOptions(),
     "warmup": 0,
     "model": "smollm2",
     "dtype": "float32",
@@ -91,6 +92,7 @@ OF_A_PROMPT = {
 }
 OF_THE_RUN = {
     "policy",
+    "generation",
     "prefill",
     "world_size",
     "model",
@@ -101,6 +103,24 @@ OF_THE_RUN = {
     "model_check",
     "prompts",
 }
+
+
+def test_a_run_can_be_repeated_by_the_options_of_answers_in_its_report() -> None:
+    """By each option alone, in another value than its default."""
+    given: dict[str, Any] = {"max_new_tokens": 7, "speculate": Speculate.lookup, "json_schema": "{}", "logprobs": 2}
+    given |= {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 5}
+    given |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: -2.0}}
+    given |= {"stop": ["a"], "stop_token_ids": [3], "kept_tokens": ["<b>"], "grammar": "start: /a/"}
+    given |= {"include_stop": True, "skip_special_tokens": False, "ignore_eos": True, "min_new_tokens": 2}
+    given |= {"speculate_tokens": 3, "speculate_match": 4, "speculate_always": True}
+    left = {each.name for each in fields(GenerationOptions)} - set(given)
+    assert left == {"of_model", "free_part"}  # carried out before, and part of a schema or a grammar
+    for name, value in given.items():
+        options = GenerationOptions(**{name: value})
+        told = json.loads(report_json([batch(generation())], **OF_A_RUN | {"generation": options}))["generation"]
+        told |= {key: {int(token): bias for token, bias in told[key].items()} for key in told if key == "logit_bias"}
+        assert GenerationOptions(**told) == options
+    assert report(batch(generation()))["generation"] == {"max_new_tokens": 64, "do_sample": False}
 
 
 def test_report_of_one_prompt_has_every_field_on_top():
