@@ -18,7 +18,7 @@ from torch import Tensor
 from policies.base import nested_options, require_default
 from policies.clustering import rows_by_pad
 from policies.events import By, Events, Refine
-from policies.retriever import Choice, Index, PromptView, Retriever, Slots, most_needed, need_of_group
+from policies.retriever import Index, PromptView, Retriever, Slots, need_of_group
 from policies.row_values import sent
 
 
@@ -63,14 +63,6 @@ class BlockRetriever(Retriever):
         for index in blocks:
             index.catch_up()
 
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, BlockIndex)
-        need_Bkn = index.needs(q_BNH, slots, self.num_chosen(slots))
-        if slots.positions_BKn is not None:
-            need_Bkn = need_Bkn.expand(slots.positions_BKn.shape).clone()
-        slots.mark(need_Bkn, sinks=self.sinks, recent=self.recent)
-        return most_needed(need_Bkn, self.num_chosen(slots), slots)
-
 
 @dataclass(kw_only=True)
 class BlocksOfRows:
@@ -102,20 +94,19 @@ class BlocksOfRows:
 class BlockIndex(Index):
     """Index of the blocks that have left a window of recent tokens, whose keys are read where they are stored.
 
-    Args:
-        view: the layer after the prompt.
-        how: the policy, of whose `sinks` first and `recent` last tokens none is in a block.
-        block: tokens of a block whose end nothing says: of all blocks, or of those after the last event.
-        together: all heads make one choice, k = 1; otherwise each KV head makes its own.
-        digest_dim: of a block's digest.
+    No token of the policy's first `sinks` and last `recent` ones is in a block.
     """
 
-    def __init__(self, view: PromptView, how: BlockRetriever, *, block: int, together: bool, digest_dim: int) -> None:
-        super().__init__(view.k_BKnH.shape[2])
-        self._how, self._block, self._together = how, block, together
-        self.stored, self.num_kv_heads, self._scaling = view.stored, view.k_BKnH.shape[1], view.scaling
-        none_BK0X = view.k_BKnH.new_empty(*view.k_BKnH.shape[:2], 0, digest_dim)
-        sizes: Tensor | int = block
+    together: ClassVar[bool] = False
+    """Whether all heads make one choice, k = 1; otherwise each KV head makes its own."""
+
+    how: BlockRetriever
+
+    def __init__(self, view: PromptView, how: BlockRetriever) -> None:
+        super().__init__(view, how)
+        self.see(view.q_BNwH)
+        none_BK0X = self.digest(slice(None), view.k_BKnH[:, :, :0].unflatten(2, (0, 1)))
+        sizes: Tensor | int = self.block
         of_rows = rows_by_pad(view.pads)
         if how.needs_surprise:
             sizes = torch.empty(0, dtype=torch.int64, device=none_BK0X.device)
@@ -124,15 +115,16 @@ class BlockIndex(Index):
             BlocksOfRows(rows=rows, edges=[pad + how.sinks], digests_bKPX=none_BK0X[rows], sizes=sizes)
             for rows, pad in of_rows
         ]
+        self.catch_up(view.k_BKnH)
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block whose end nothing says: of all blocks, or of those after the last event."""
+        return self.how.events.most
 
     @abstractmethod
     def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
         """Digests that stand for blocks of rows (b, K, P, X)."""
-
-    def scores(self, q_bKGH: Tensor, digests_bKPX: Tensor) -> Tensor:
-        """Scores (b, K, G, P) of blocks by their digests, in at least float32."""
-        scores_bKGP = q_bKGH @ digests_bKPX.mT
-        return scores_bKGP.to(torch.promote_types(scores_bKGP.dtype, torch.float32))
 
     @property
     def num_bytes(self) -> int:
@@ -155,9 +147,9 @@ class BlockIndex(Index):
             of_all: tokens after the last event are in blocks, too: nothing more will be told of them.
         """
         for part in self.parts:
-            if of_all or not self._how.needs_surprise:
-                part.edges.extend(range(part.edges[-1] + self._block, self.num_slots + 1, self._block))
-            limit = self.num_slots - self._how.recent
+            if of_all or not self.how.needs_surprise:
+                part.edges.extend(range(part.edges[-1] + self.block, self.num_slots + 1, self.block))
+            limit = self.num_slots - self.how.recent
             sizes = [end - start for start, end in pairwise(part.edges[part.num_blocks :]) if end <= limit]
             if not sizes:
                 continue
@@ -180,33 +172,38 @@ class BlockIndex(Index):
             found.update(zip(numbers, new_bKPX.unbind(dim=2), strict=True))
         return torch.stack([found[number] for number in range(len(sizes))], dim=2)
 
-    def needs(self, q_BNH: Tensor, slots: Slots, num_chosen: int) -> Tensor:
+    def need(self, q_BNH: Tensor, slots: Slots) -> Tensor:
         """Need (B, k, n), float64, of each slot: its block's place from the last to the best; in no block, above all.
 
         Of a block that is cut short the later tokens come first.
-
-        Args:
-            num_chosen: number of slots that will be chosen.
         """
         self.catch_up(of_all=True)
         within_n = torch.arange(self.num_slots, device=q_BNH.device, dtype=torch.float64) / (2 * self.num_slots)
-        need_Bkn = within_n.repeat(len(q_BNH), 1 if self._together else self.num_kv_heads, 1)
+        need_Bkn = within_n.repeat(len(q_BNH), 1 if self.together else self.num_kv_heads, 1)
         for part in self.parts:
             need_Bkn[part.rows] += part.num_blocks
             if part.num_blocks == 0:
                 continue
-            q_bKGH = q_BNH[part.rows].unflatten(1, (self.num_kv_heads, -1)) * self._scaling
-            score_bkP = need_of_group(self.scores(q_bKGH, part.digests_bKPX), self._how.group)
-            if self._together:
+            q_bKGH = q_BNH[part.rows].unflatten(1, (self.num_kv_heads, -1)) * self.scaling
+            score_bkP = need_of_group(block_scores(q_bKGH, part.digests_bKPX), self.how.group)
+            if self.together:
                 score_bkP = score_bkP.mean(dim=1, keepdim=True)
                 if slots.mean_over_shares is not None:
                     score_bkP = slots.mean_over_shares(score_bkP)
-            place_bkP = self.places(part, score_bkP, num_chosen)
+            place_bkP = self.places(part, score_bkP, slots)
             num_tokens = part.slots.stop - part.slots.start
             wide_bkn = place_bkP.repeat_interleave(part.sizes, dim=2, output_size=num_tokens)
             need_Bkn[part.rows, :, part.slots] += wide_bkn - part.num_blocks
-        return need_Bkn
+        return need_Bkn if slots.positions_BKn is None else need_Bkn.expand(slots.positions_BKn.shape).clone()
 
-    def places(self, part: BlocksOfRows, score_bkP: Tensor, num_chosen: int) -> Tensor:
+    def places(self, part: BlocksOfRows, score_bkP: Tensor, slots: Slots) -> Tensor:
         """Place (b, k, P) of each block from the last to the best one."""
         return score_bkP.argsort(dim=-1, stable=True).argsort(dim=-1)
+
+
+def block_scores(q_BKGH: Tensor, digests_BKPX: Tensor) -> Tensor:
+    """Scores (B, K, G, P) of blocks, in at least float32, by a key each, or by both ends of its keys in each dim."""
+    if digests_BKPX.shape[-1] > q_BKGH.shape[-1]:
+        q_BKGH = torch.cat([q_BKGH.clamp_max(0), q_BKGH.clamp_min(0)], dim=-1)
+    scores_BKGP = q_BKGH @ digests_BKPX.mT
+    return scores_BKGP.to(torch.promote_types(scores_BKGP.dtype, torch.float32))

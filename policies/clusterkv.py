@@ -8,7 +8,7 @@ block is full. A choice is that of a KV head, the published one of a query head.
 There are `cluster` tokens per cluster at every length (published: 400 clusters).
 """
 
-# Legend: B batch, N query heads, K kv heads, n slots, T tokens of a segment, Y clusters, H key dim.
+# Legend: K kv heads, T tokens of a segment, H key dim.
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from policies.base import Budget, require_least
 from policies.clustering import Clustering
-from policies.clusters import Clusters, Ranking
-from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
+from policies.clusters import Clusters
+from policies.retriever import Index, PromptView, Retriever
 
 
 @dataclass(kw_only=True)
@@ -37,6 +37,7 @@ class ClusterKV(Retriever, name="clusterkv"):
         ValueError: an option is out of range.
     """
 
+    index_class: ClassVar[type[Clusters]] = Clusters
     takes_full_pool: ClassVar[bool] = False
 
     fetch: Budget | None = 0.1
@@ -71,12 +72,5 @@ class ClusterKV(Retriever, name="clusterkv"):
             alone_last=self.recent,
         )
 
-    def index(self, view: PromptView) -> Clusters:
-        return Clusters(view, self.clustering)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, Clusters)
-        sizes_BKY = index.sizes_BKY(slots)
-        need_BKY = need_of_group(index.scores(q_BNH, sizes_BKY), self.group, sizes_BKY)
-        index.mark(need_BKY, slots, sinks=self.sinks, recent=self.recent)
-        return index.best_slots(Ranking.by(need_BKY, sizes_BKY), self.num_chosen(slots), slots)
+    def index(self, view: PromptView) -> Index:
+        return self.index_class(view, self, self.clustering)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from policies.clustering import Clustering, TokenClusters, alone
-from policies.retriever import Choice, Index, PromptView, Slots
+from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
 from policies.row_values import row_values
 
 NEW_ROOM = 64
@@ -57,16 +57,17 @@ class Clusters(Index):
     """Index of clusters of keys.
 
     Args:
-        view: the layer after the prompt.
-        how: how keys are clustered.
+        clustering: how keys are clustered.
     """
 
-    def __init__(self, view: PromptView, how: Clustering) -> None:
-        super().__init__(view.k_BKnH.shape[2])
-        self._how, self._scaling, self._softcap, self._pads = how, view.scaling, view.softcap, list(view.pads)
-        k_BKnH, v_BKnV = view.k_BKnH, view.v_BKnV if how.has_values else view.v_BKnV[..., :0]
-        clustered = max(0, self.num_slots - how.alone_last)
-        clusters = how.of_rows(k_BKnH[:, :, :clustered], v_BKnV[:, :, :clustered], view.pads, view.stored_parts_B)
+    def __init__(self, view: PromptView, how: Retriever, clustering: Clustering) -> None:
+        super().__init__(view, how)
+        self._clustering = clustering
+        k_BKnH, v_BKnV = view.k_BKnH, view.v_BKnV if clustering.has_values else view.v_BKnV[..., :0]
+        clustered = max(0, self.num_slots - clustering.alone_last)
+        clusters = clustering.of_rows(
+            k_BKnH[:, :, :clustered], v_BKnV[:, :, :clustered], view.pads, view.stored_parts_B
+        )
         self._arrange(clusters, k_BKnH[:, :, clustered:], v_BKnV[:, :, clustered:])
 
     def _arrange(self, clusters: TokenClusters, k_BKWH: Tensor, v_BKWV: Tensor) -> None:
@@ -74,12 +75,12 @@ class Clusters(Index):
         self._of_BKn, self._num_clusters = clusters.of_BKn, clusters.sizes_BKP.shape[2]
         self._num_alone = k_BKWH.shape[2]
         batch, heads, num_clustered = clusters.of_BKn.shape
-        most = self._how.alone_last + self._how.block
+        most = self._clustering.alone_last + self._clustering.block
         # Means of clusters, then the tokens after them, with room for more: compared with a query in one product.
         self._k_BKTH = torch.cat([clusters.means_BKPH, k_BKWH], dim=2)
         self._v_BKTV = torch.cat([clusters.values_BKPV, v_BKWV], dim=2)
         of_BKn = clusters.of_BKn.clone()
-        for row, num_pads in enumerate(self._pads):  # padding comes after all clusters
+        for row, num_pads in enumerate(self.pads):  # padding comes after all clusters
             of_BKn[row, :, :num_pads] = self._num_clusters
         alone_T = torch.arange(num_clustered, num_clustered + most, device=of_BKn.device).expand(batch, heads, -1)
         # Slots by cluster, the latest of each first, and where each cluster begins among them.
@@ -123,7 +124,7 @@ class Clusters(Index):
         return self._v_BKTV[:, :, self._num_clusters : self._num_clusters + self._num_alone]
 
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        how, begin, end = self._how, self._num_alone, self._num_alone + k_BKCH.shape[2]
+        how, begin, end = self._clustering, self._num_alone, self._num_alone + k_BKCH.shape[2]
         v_BKCV = v_BKCV if how.has_values else v_BKCV[..., :0]
         self.num_slots += k_BKCH.shape[2]
         if end < how.alone_last + how.block:
@@ -135,9 +136,9 @@ class Clusters(Index):
             return
         k_BKWH, v_BKWV = torch.cat([self._k_BKWH, k_BKCH], dim=2), torch.cat([self._v_BKWV, v_BKCV], dim=2)
         num_clustered = self._of_BKn.shape[2]
-        first = min(end - how.alone_last, max(0, max(self._pads) + how.alone_first - num_clustered))
+        first = min(end - how.alone_last, max(0, max(self.pads) + how.alone_first - num_clustered))
         parts = [self._clusters, alone(k_BKWH[:, :, :first], v_BKWV[:, :, :first])]
-        for row, num_pads in enumerate(self._pads):
+        for row, num_pads in enumerate(self.pads):
             parts[1].sizes_BKP[row, :, : max(0, num_pads - num_clustered)] = 0
         last = first + max(0, end - how.alone_last - first) // how.block * how.block
         for start in range(first, last, how.block):
@@ -173,26 +174,38 @@ class Clusters(Index):
                 sizes_BKY[row, :, num_clusters : num_clusters + max(0, num_pads - num_clustered)] = 0
         return sizes_BKY
 
-    def scores(self, q_BNH: Tensor, sizes_BKY: Tensor) -> Tensor:
-        """Scores (B, K, G, Y) of the mean keys, scaled, in at least float32; minus infinity where there is no token."""
-        return self.scores_of(q_BNH, self._k_BKTH[:, :, : sizes_BKY.shape[2]], sizes_BKY)
+    def mean_scores(self, q_BNH: Tensor, sizes_BKY: Tensor, k_BKYH: Tensor | None = None) -> Tensor:
+        """Scores (B, K, G, Y) of the mean keys, scaled, in at least float32; minus infinity where there is no token.
 
-    def scores_of(self, q_BNH: Tensor, k_BKYH: Tensor, sizes_BKY: Tensor) -> Tensor:
-        """`scores` of these keys."""
+        Args:
+            k_BKYH: the mean keys; None is those of all clusters.
+        """
+        k_BKYH = self._k_BKTH[:, :, : sizes_BKY.shape[2]] if k_BKYH is None else k_BKYH
         batch, heads, _ = sizes_BKY.shape
-        q_XGH = q_BNH.reshape(batch * heads, -1, q_BNH.shape[2]) * self._scaling
+        q_XGH = q_BNH.reshape(batch * heads, -1, q_BNH.shape[2]) * self.scaling
         scores_BKGY = q_XGH.bmm(k_BKYH.flatten(0, 1).mT).unflatten(0, (batch, heads))
         scores_BKGY = scores_BKGY.to(torch.promote_types(scores_BKGY.dtype, torch.float32))
         return scores_BKGY.masked_fill_((sizes_BKY == 0).unsqueeze(2), -torch.inf)
 
-    def mark(self, need_BKY: Tensor, slots: Slots, *, sinks: int, recent: int) -> None:
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        need_BKY = self.cluster_needs(q_BNH, slots)
+        self.mark(need_BKY, slots)
+        ranking = Ranking.by(need_BKY, self.sizes_BKY(slots))
+        return self.best_slots(ranking, self.how.num_chosen(slots), slots)
+
+    def cluster_needs(self, q_BNH: Tensor, slots: Slots) -> Tensor:
+        """Need (B, K, Y) of each cluster by these queries."""
+        sizes_BKY = self.sizes_BKY(slots)
+        return need_of_group(self.mean_scores(q_BNH, sizes_BKY), self.how.group, sizes_BKY)
+
+    def mark(self, need_BKY: Tensor, slots: Slots) -> None:
         """Set the need of the clusters of the first and last tokens, which are alone in them, to infinity."""
         if slots.positions_BKn is None and not any(slots.pads):
-            need_BKY[..., :sinks] = torch.inf
-            need_BKY[..., max(0, need_BKY.shape[2] - recent) :] = torch.inf
+            need_BKY[..., : self.how.sinks] = torch.inf
+            need_BKY[..., max(0, need_BKY.shape[2] - self.how.recent) :] = torch.inf
             return
         need_BKn = need_BKY.new_full((*need_BKY.shape[:2], self.num_slots), -torch.inf)
-        slots.mark(need_BKn, sinks=sinks, recent=recent)
+        slots.mark(need_BKn, self.how)
         need_BKY.scatter_reduce_(2, self.of_BKn, need_BKn, "amax")
 
     def best_slots(self, ranking: Ranking, num_chosen: int, slots: Slots) -> Choice | None:
@@ -218,22 +231,3 @@ class Clusters(Index):
         pads_B11 = row_values(slots.pads, ends_BKY.device)[:, None, None]
         slots_BKm = self._members_BKX.gather(2, at_BKm.clamp_(max=self._members_BKX.shape[2] - 1))
         return Choice(slots_BKm=torch.where(lacking_BKm < 0, slots_BKm, pads_B11 - 1 - lacking_BKm.long()))
-
-    def estimate(self, scores_BKGY: Tensor, sizes_BKY: Tensor, is_estimated_BKY: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention to some clusters, as if all of a cluster's tokens had its mean key and value.
-
-        The log-sum-exp is never above that of their tokens' scores, since the exponential function is convex.
-
-        Returns:
-            output (B, N, V) and log-sum-exp (B, N), which is -inf where no cluster is estimated.
-        """
-        if self._softcap is not None:
-            scores_BKGY = self._softcap * torch.tanh(scores_BKGY / self._softcap)
-        # In float32 another processor's logarithm has another last bit.
-        logits_BKGY = (scores_BKGY + sizes_BKY.to(scores_BKGY.dtype).log().unsqueeze(2)).masked_fill_(
-            ~is_estimated_BKY.unsqueeze(2), -torch.inf
-        )
-        lse_BKG = logits_BKGY.logsumexp(dim=-1)
-        weights_BKGY = logits_BKGY.sub_(lse_BKG.unsqueeze(-1)).exp_().nan_to_num_(0.0)
-        out_BKGV = weights_BKGY @ self._v_BKTV[:, :, : sizes_BKY.shape[2]].to(weights_BKGY.dtype)
-        return out_BKGV.flatten(1, 2), lse_BKG.flatten(1, 2)

@@ -24,27 +24,24 @@ from policies.base import require
 from policies.block_index import BlocksOfRows
 from policies.events import By, Events, Refine
 from policies.infllm import Blocks, InfLLM
-from policies.retriever import PromptView
+from policies.retriever import PromptView, Slots
 
 
 class NeighbouringEvents(Blocks):
-    """Index of events, with a queue of neighbours of those that were retrieved.
+    """Index of events, with a queue of neighbours of those that were retrieved."""
 
-    Args:
-        view: the layer after the prompt.
-        how: the policy.
-    """
+    how: EMLLM
 
     def __init__(self, view: PromptView, how: EMLLM) -> None:
-        self._contiguity, self._steps = how.contiguity, 0
-        self._entered: Mapping[int, Tensor] = {}  # by row: when each block (b, k, P) entered the queue; 0 outside of it
         super().__init__(view, how)
+        self._steps = 0
+        self._entered: Mapping[int, Tensor] = {}  # by row: when each block (b, k, P) entered the queue; 0 outside of it
 
-    def places(self, part: BlocksOfRows, score_bkP: Tensor, num_chosen: int) -> Tensor:
-        place_bkP = super().places(part, score_bkP, num_chosen).double() / part.num_blocks
+    def places(self, part: BlocksOfRows, score_bkP: Tensor, slots: Slots) -> Tensor:
+        place_bkP = super().places(part, score_bkP, slots).double() / part.num_blocks
         row, sizes_bkP = part.rows.start or 0, torch.zeros_like(place_bkP, dtype=torch.int64) + part.sizes
-        room = max(0, num_chosen - self._how.sinks - (self.num_slots - part.slots.stop))
-        is_similar_bkP = _first_in(place_bkP, sizes_bkP, (1 - self._contiguity) * room)
+        room = max(0, self.how.num_chosen(slots) - self.how.sinks - (self.num_slots - part.slots.stop))
+        is_similar_bkP = _first_in(place_bkP, sizes_bkP, (1 - self.how.contiguity) * room)
         is_similar_bkP |= place_bkP == place_bkP.amax(dim=-1, keepdim=True)
         is_near_bkP = pad(is_similar_bkP[..., 1:], (0, 1)) | pad(is_similar_bkP[..., :-1], (1, 0))
 
@@ -53,7 +50,7 @@ class NeighbouringEvents(Blocks):
         entered_bkP = pad(before_bkP, (0, part.num_blocks - before_bkP.shape[-1]))
         entered_bkP = torch.where(is_near_bkP & ~is_similar_bkP, self._steps + place_bkP, entered_bkP)
         queued_bkP = entered_bkP.masked_fill(is_similar_bkP, 0)  # similar ones keep their places, and take no room
-        is_kept_bkP = _first_in(queued_bkP, sizes_bkP * (queued_bkP > 0), self._contiguity * room) & (queued_bkP > 0)
+        is_kept_bkP = _first_in(queued_bkP, sizes_bkP * (queued_bkP > 0), self.how.contiguity * room) & (queued_bkP > 0)
         self._entered = {**self._entered, row: entered_bkP.where(is_similar_bkP | is_kept_bkP, 0)}
         rank_bkP = torch.where(is_kept_bkP, 1 + queued_bkP / (self._steps + 1), place_bkP + 2 * is_similar_bkP)
         return rank_bkP.argsort(dim=-1).argsort(dim=-1)
@@ -77,12 +74,11 @@ class EMLLM(InfLLM, name="em_llm"):
         ValueError: an option is out of range.
     """
 
+    index_class = NeighbouringEvents
+
     events: Events = field(default_factory=lambda: Events(by=By.surprise, refine=Refine.modularity))
     contiguity: float = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(0 <= self.contiguity < 1, "contiguity", self.contiguity, "must be at least 0 and below 1")
-
-    def index(self, view: PromptView) -> NeighbouringEvents:
-        return NeighbouringEvents(view, self)

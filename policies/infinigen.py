@@ -18,19 +18,7 @@ from torch import Tensor
 
 from policies.base import ModelFacts, require, require_default, require_least
 from policies.columns import Columns
-from policies.retriever import (
-    Choice,
-    Group,
-    Index,
-    PromptView,
-    Retriever,
-    Slots,
-    most_needed,
-    need_of_group,
-    num_needed,
-    positions_ahead,
-    without_padding,
-)
+from policies.retriever import Choice, Group, PromptView, Retriever, Slots, most_needed, num_needed, positions_ahead
 from policies.skewing import Skew, column_weights, skewing_basis
 
 TURNS = 16
@@ -38,18 +26,14 @@ TURNS = 16
 
 
 class PartialKeys(Columns):
-    """Index of some columns of every key in the skewed basis.
+    """Index of some columns of every key in the skewed basis."""
 
-    Args:
-        basis_BKHr: the columns, for each row and KV head.
-        k_BKnH: keys of the slots so far.
-        scaling: factor of the scores.
-        room: number of new slots to allocate in advance.
-    """
+    how: InfiniGen
 
-    def __init__(self, basis_BKHr: Tensor, k_BKnH: Tensor, *, scaling: float, room: int) -> None:
-        self._to_keys_BKHr, self._to_queries_BKHr = basis_BKHr, basis_BKHr * scaling
-        super().__init__(k_BKnH, room=room)
+    def __init__(self, view: PromptView, how: InfiniGen) -> None:
+        self._to_keys_BKHr = how.columns_of(view)
+        self._to_queries_BKHr = self._to_keys_BKHr * view.scaling
+        super().__init__(view, how)
 
     def columns(self, k_BKCH: Tensor) -> Tensor:
         return (k_BKCH @ self._to_keys_BKHr).transpose(-1, -2)
@@ -63,16 +47,21 @@ class PartialKeys(Columns):
         return self._to_queries_BKHr
 
     def scores(self, q_BNH: Tensor) -> Tensor:
-        """Approximate scores (B, K, G, n) of one query per row, scaled, in at least float32.
-
-        Args:
-            q_BNH: queries, or (B, N, r) if `query_basis_BKHr` has been applied to them.
-        """
         batch, heads, dim, columns = self._to_queries_BKHr.shape
         q_XGr = q_BNH.reshape(batch * heads, -1, q_BNH.shape[-1])
         if q_BNH.shape[-1] == dim:
             q_XGr = q_XGr.bmm(self._to_queries_BKHr.view(-1, dim, columns))
         return self.products(q_XGr.unflatten(0, (batch, heads)))
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        how = self.how
+        if how.fetch is not None:
+            return super().choose(q_BNH, slots)
+        need_BKn = self.need(q_BNH, slots)
+        slots.mark(need_BKn, how)
+        # With alpha=inf padding is counted too, which changes nothing.
+        wanted = min(num_needed(need_BKn, -how.alpha, slots), int(how.max_fetch * slots.num_slots))
+        return most_needed(need_BKn, how.num_chosen(slots, wanted), slots)
 
 
 @dataclass(kw_only=True)
@@ -97,6 +86,7 @@ class InfiniGen(Retriever, name="infinigen"):
         ValueError: an option is out of range.
     """
 
+    index_class = PartialKeys
     index_asks_device: ClassVar[bool] = True
 
     skew: str = "auto"
@@ -154,7 +144,8 @@ class InfiniGen(Retriever, name="infinigen"):
                     f"python -m policies.skew out={self.skew}"
                 )
 
-    def index(self, view: PromptView) -> PartialKeys:
+    def columns_of(self, view: PromptView) -> Tensor:
+        """The columns (B, K, H, r) of a layer's keys."""
         k_BKnH = view.k_BKnH
         q_BKXH = self._queries(view).float()
         basis_BKHH = self._basis(q_BKXH)
@@ -169,19 +160,7 @@ class InfiniGen(Retriever, name="infinigen"):
             ]
         )
         chosen_BKr = weights_BKH.nan_to_num_(0.0).topk(columns, dim=-1).indices  # nan: the sinks are the only keys
-        basis_BKHr = basis_BKHH.take_along_dim(chosen_BKr[:, :, None], dim=3).to(k_BKnH.dtype)
-        return PartialKeys(basis_BKHr, k_BKnH, scaling=view.scaling, room=view.room)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, PartialKeys)
-        need_BKn = need_of_group(without_padding(index.scores(q_BNH), slots), self.group)
-        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        if self.fetch is not None:
-            return most_needed(need_BKn, self.num_chosen(slots), slots)
-        # With alpha=inf padding is counted too, which changes nothing.
-        wanted = num_needed(need_BKn, -self.alpha, slots)
-        wanted = min(wanted, int(self.max_fetch * slots.num_slots))
-        return most_needed(need_BKn, self.num_chosen(slots, wanted), slots)
+        return basis_BKHH.take_along_dim(chosen_BKr[:, :, None], dim=3).to(k_BKnH.dtype)
 
     def _queries(self, view: PromptView) -> Tensor:
         """Queries (B, K, X, H) that resemble those of the decoding steps."""

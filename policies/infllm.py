@@ -24,23 +24,19 @@ from torch import Tensor
 
 from policies.base import Budget, PromptPart, require, require_least
 from policies.block_index import BlockIndex, BlockRetriever
-from policies.retriever import Choice, Group, Index, PromptView, Slots
+from policies.retriever import Choice, Group, Index, Slots
 
 
 class Blocks(BlockIndex):
-    """Index of blocks by their mean representatives.
+    """Index of blocks by their mean representatives."""
 
-    Args:
-        view: the layer after the prompt.
-        how: the policy, with the numbers of tokens.
-    """
+    together = True
 
-    def __init__(self, view: PromptView, how: InfLLM) -> None:
-        block = how.events.most if how.needs_surprise else how.block
-        super().__init__(view, how, block=block, together=True, digest_dim=view.k_BKnH.shape[3])
-        self._representatives = how.representatives
-        self.see(view.q_BNwH)
-        self.catch_up(view.k_BKnH)
+    how: InfLLM
+
+    @property
+    def block(self) -> int:
+        return super().block if self.how.needs_surprise else self.how.block
 
     @property
     def num_bytes(self) -> int:
@@ -51,8 +47,15 @@ class Blocks(BlockIndex):
 
     def digest(self, rows: slice, k_bKPSH: Tensor) -> Tensor:
         scores_bKPS = (k_bKPSH @ self._asking_BKH[rows, :, None, :, None]).squeeze(-1)
-        best_bKPR = scores_bKPS.topk(min(self._representatives, k_bKPSH.shape[3]), dim=-1).indices
+        best_bKPR = scores_bKPS.topk(min(self.how.representatives, k_bKPSH.shape[3]), dim=-1).indices
         return k_bKPSH.take_along_dim(best_bKPR.unsqueeze(-1), dim=3).mean(dim=3)
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        choice = super().choose(q_BNH, slots)
+        if choice is None:
+            return None
+        slots_BKm = choice.slots_BKm.sort(dim=-1).values  # the last ones are the window
+        return Choice(slots_BKm=slots_BKm.expand(-1, self.num_kv_heads, -1))
 
 
 @dataclass(kw_only=True)
@@ -70,6 +73,7 @@ class InfLLM(BlockRetriever, name="infllm"):
         ValueError: an option is out of range.
     """
 
+    index_class: ClassVar[type[Index]] = Blocks
     extends: ClassVar[bool] = True
 
     fetch: Budget | None = 6272
@@ -100,14 +104,3 @@ class InfLLM(BlockRetriever, name="infllm"):
         other = copy.copy(other)
         other.recent = part.share_of(self.recent)
         return other
-
-    def index(self, view: PromptView) -> Blocks:
-        return Blocks(view, self)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        choice = super().choose(index, q_BNH, slots)
-        if choice is None:
-            return None
-        assert isinstance(index, Blocks)
-        slots_BKm = choice.slots_BKm.sort(dim=-1).values  # the last ones are the window
-        return Choice(slots_BKm=slots_BKm.expand(-1, index.num_kv_heads, -1))

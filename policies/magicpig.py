@@ -20,7 +20,7 @@ them up in tables of a CPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.nn.functional import normalize
 from policies.base import Budget, require, require_least
 from policies.columns import PART, Columns
 from policies.gumbel import MASK, hashed
-from policies.retriever import Choice, Group, Index, PromptView, Retriever, Slots, most_needed
+from policies.retriever import Choice, Group, PromptView, Retriever, Slots, most_needed
 from policies.row_values import row_values, sent
 
 LEAST = 2
@@ -47,12 +47,9 @@ def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
 
 
 class Hashes(Columns):
-    """Index of the hashes of all keys, a column for each hash function.
+    """Index of the hashes of all keys, a column for each hash function."""
 
-    Args:
-        view: the layer after the prompt.
-        how: the policy.
-    """
+    how: MagicPIG
 
     def __init__(self, view: PromptView, how: MagicPIG) -> None:
         k_BKnH, self.layer = view.k_BKnH, view.layer
@@ -64,7 +61,7 @@ class Hashes(Columns):
         is_token_B1n1 = (view.positions_BKn[:, :1] >= 0).unsqueeze(3)
         count_B111 = is_token_B1n1.sum(dim=2, keepdim=True).clamp_min(1)  # a rank may have no token of a row
         self._mean_BK1H = (k_BKnH * is_token_B1n1).sum(dim=2, keepdim=True, dtype=wide) / count_B111
-        super().__init__(k_BKnH, room=view.room)
+        super().__init__(view, how)
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +89,53 @@ class Hashes(Columns):
         ]
         return torch.cat(num_same, dim=3) >= LEAST
 
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        how = self.how
+        num_chosen = None if how.fetch is None else how.num_chosen(slots)
+        if num_chosen == slots.num_slots:
+            return None
+        sampled_BKGn = self.samples(q_BNH)
+        need_BKn = sampled_BKGn.any(dim=2) * (1 + self._lots(slots, q_BNH.device)).double()
+        slots.mark(need_BKn, how)
+        if num_chosen is None:
+            slots.await_device()
+            num_chosen = max(1, int((need_BKn > 0).sum(dim=-1).max()))
+        else:  # of few tokens all are read
+            is_token_BKn = need_BKn > -math.inf
+            is_few_BK1 = is_token_BKn.sum(dim=-1, keepdim=True) <= num_chosen
+            need_BKn.masked_fill_(is_token_BKn & is_few_BK1, math.inf)
+        choice = most_needed(need_BKn, num_chosen, slots)
+        if choice is None:
+            choice = Choice(slots_BKm=torch.arange(slots.num_slots, device=q_BNH.device).expand(need_BKn.shape))
+
+        def weigh(slots_BKm: Tensor, k_BKmH: Tensor) -> Tensor:
+            """Log weights of sampled slots; 0 of those that are always read, -inf of those that were not sampled."""
+            need_BKm = need_BKn.take_along_dim(slots_BKm, dim=2)
+            num_sampled, num_read = (((x > 0) & (x < math.inf)).sum(dim=-1) for x in (need_BKn, need_BKm))
+            growth_BK11 = (num_sampled.double() / num_read.clamp_min(1))[..., None, None]
+            q_BKGH = q_BNH.unflatten(1, (k_BKmH.shape[1], -1)).double()
+            cosine_BKGm = normalize(q_BKGH, dim=-1) @ normalize(self.centred(k_BKmH).double(), dim=-1).mT
+            log_BKGm = (growth_BK11 / sampling_probability(cosine_BKGm, how.bits, how.tables)).log()
+            is_sampled_BKGm = sampled_BKGn.take_along_dim(slots_BKm.unsqueeze(2), dim=3)
+            log_BKGm.masked_fill_(~is_sampled_BKGm | (need_BKm <= 0).unsqueeze(2), -math.inf)  # padding may have been
+            return log_BKGm.masked_fill_((need_BKm == math.inf).unsqueeze(2), 0.0).flatten(1, 2)
+
+        return replace(choice, weigh=weigh)
+
+    def _lots(self, slots: Slots, device: torch.device) -> Tensor:
+        """Random numbers (B, K, n) below 2^32, or (n) for all alike, by layer, next token and distance to it."""
+        num = slots.num_slots
+        if slots.positions_BKn is not None and slots.next_B is not None:
+            next_B11 = slots.next_B[:, None, None]
+            numbers_BKn = next_B11 * FAR_APART + (next_B11 - slots.positions_BKn)
+        else:
+            first, *others = firsts = [(num - pad) * FAR_APART & MASK for pad in slots.pads]
+            if all(other == first for other in others):
+                numbers_BKn = torch.arange(first + num, first, -1, device=device)
+            else:
+                numbers_BKn = row_values(firsts, device)[:, None, None] + torch.arange(num, 0, -1, device=device)
+        return hashed(hashed(hashed(self.how.seed & MASK) ^ self.layer) ^ (numbers_BKn & MASK))
+
 
 @dataclass(kw_only=True)
 class MagicPIG(Retriever, name="magicpig"):
@@ -106,6 +150,8 @@ class MagicPIG(Retriever, name="magicpig"):
     Raises:
         ValueError: an option is out of range.
     """
+
+    index_class = Hashes
 
     first_layer: int = 0
     recent: int = 64
@@ -129,55 +175,3 @@ class MagicPIG(Retriever, name="magicpig"):
 
     def retrieves_in(self, layer: int) -> bool:
         return super().retrieves_in(layer) and not (self.dense_every and layer % self.dense_every == 0)
-
-    def index(self, view: PromptView) -> Hashes:
-        return Hashes(view, self)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, Hashes)
-        num_chosen = None if self.fetch is None else self.num_chosen(slots)
-        if num_chosen == slots.num_slots:
-            return None
-        sampled_BKGn = index.samples(q_BNH)
-        need_BKn = sampled_BKGn.any(dim=2) * (1 + self._lots(index.layer, slots, q_BNH.device)).double()
-        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        if num_chosen is None:
-            slots.await_device()
-            num_chosen = max(1, int((need_BKn > 0).sum(dim=-1).max()))
-        else:  # of few tokens all are read
-            is_token_BKn = need_BKn > -math.inf
-            is_few_BK1 = is_token_BKn.sum(dim=-1, keepdim=True) <= num_chosen
-            need_BKn.masked_fill_(is_token_BKn & is_few_BK1, math.inf)
-        choice = most_needed(need_BKn, num_chosen, slots)
-        if choice is None:
-            chosen_BKm = torch.arange(slots.num_slots, device=q_BNH.device).expand(need_BKn.shape)
-        else:
-            chosen_BKm = choice.slots_BKm
-
-        def weigh(slots_BKm: Tensor, k_BKmH: Tensor) -> Tensor:
-            """Log weights of sampled slots; 0 of those that are always read, -inf of those that were not sampled."""
-            need_BKm = need_BKn.take_along_dim(slots_BKm, dim=2)
-            num_sampled, num_read = (((x > 0) & (x < math.inf)).sum(dim=-1) for x in (need_BKn, need_BKm))
-            growth_BK11 = (num_sampled.double() / num_read.clamp_min(1))[..., None, None]
-            q_BKGH = q_BNH.unflatten(1, (k_BKmH.shape[1], -1)).double()
-            cosine_BKGm = normalize(q_BKGH, dim=-1) @ normalize(index.centred(k_BKmH).double(), dim=-1).mT
-            log_BKGm = (growth_BK11 / sampling_probability(cosine_BKGm, self.bits, self.tables)).log()
-            is_sampled_BKGm = sampled_BKGn.take_along_dim(slots_BKm.unsqueeze(2), dim=3)
-            log_BKGm.masked_fill_(~is_sampled_BKGm | (need_BKm <= 0).unsqueeze(2), -math.inf)  # padding may have been
-            return log_BKGm.masked_fill_((need_BKm == math.inf).unsqueeze(2), 0.0).flatten(1, 2)
-
-        return Choice(slots_BKm=chosen_BKm, weigh=weigh)
-
-    def _lots(self, layer: int, slots: Slots, device: torch.device) -> Tensor:
-        """Random numbers (B, K, n) below 2^32, or (n) for all alike, by layer, next token and distance to it."""
-        num = slots.num_slots
-        if slots.positions_BKn is not None and slots.next_B is not None:
-            next_B11 = slots.next_B[:, None, None]
-            numbers_BKn = next_B11 * FAR_APART + (next_B11 - slots.positions_BKn)
-        else:
-            first, *others = firsts = [(num - pad) * FAR_APART & MASK for pad in slots.pads]
-            if all(other == first for other in others):
-                numbers_BKn = torch.arange(first + num, first, -1, device=device)
-            else:
-                numbers_BKn = row_values(firsts, device)[:, None, None] + torch.arange(num, 0, -1, device=device)
-        return hashed(hashed(hashed(self.seed & MASK) ^ layer) ^ (numbers_BKn & MASK))

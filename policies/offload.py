@@ -4,7 +4,7 @@ This is what FlexGen (Sheng et al., ICML 2023) does with a KV cache that does no
 answer is that of the full cache, and every new token moves all keys and values over the link.
 """
 
-# Legend: B batch, N query heads, K kv heads, m chosen slots, H key dim.
+# Legend: B batch, N query heads, H key dim.
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 
 from policies.base import require_default
-from policies.retriever import Choice, Index, PromptView, Retriever, Slots
+from policies.retriever import Choice, Index, Retriever, Slots
+
+
+class AllSlots(Index):
+    """Index that chooses all slots."""
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        return None
 
 
 @dataclass(kw_only=True)
 class Offload(Retriever, name="offload"):
     """Fetch all tokens of a layer while the layer before computes."""
+
+    index_class = AllSlots
 
     min_tokens: int | None = 0
 
@@ -35,9 +44,3 @@ class Offload(Retriever, name="offload"):
 
     def looks_ahead_on(self, device: torch.device) -> bool:
         return True
-
-    def index(self, view: PromptView) -> Index:
-        return Index(view.k_BKnH.shape[2])
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        return None

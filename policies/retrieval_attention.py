@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from policies.base import Budget, require, require_least
-from policies.retriever import Choice, Group, Index, PromptView, Retriever, Slots, most_needed
+from policies.retriever import Group, Index, PromptView, Retriever, Slots
 
 PART = 128
 """Queries that are compared with all keys at once."""
@@ -37,16 +37,12 @@ UNFOUND = 1e9
 
 
 class KeyGraph(Index):
-    """Graph of one layer's keys in each KV head.
+    """Graph of one layer's keys in each KV head."""
 
-    Args:
-        view: the layer after the prompt.
-        how: the policy.
-    """
+    how: RetrievalAttention
 
     def __init__(self, view: PromptView, how: RetrievalAttention) -> None:
-        super().__init__(view.k_BKnH.shape[2])
-        self.how, self.stored, self._scaling, self._pads = how, view.stored, view.scaling, list(view.pads)
+        super().__init__(view, how)
         found_BKXm, holds_BKXm = nearest_keys(view, min(how.nearest, self.num_slots))
         self.links_BKnD = links(found_BKXm, holds_BKXm, self.num_slots, how.degree)
         counts_BKn = holds_BKXm.new_zeros(*holds_BKXm.shape[:2], self.num_slots, dtype=torch.int64)
@@ -59,6 +55,13 @@ class KeyGraph(Index):
     def num_bytes(self) -> int:
         return self.links_BKnD.nbytes + self.entries_BKE.nbytes
 
+    def need(self, q_BNH: Tensor, slots: Slots) -> Tensor:
+        slots_BKGf, scores_BKGf, _ = self.search(q_BNH, self.how.num_chosen(slots))
+        relative_BKGf = scores_BKGf.double() - scores_BKGf.amax(dim=-1, keepdim=True)
+        within_n = torch.arange(self.num_slots, device=relative_BKGf.device, dtype=torch.float64)
+        need_BKn = (within_n - UNFOUND - self.num_slots).repeat(*relative_BKGf.shape[:2], 1)
+        return need_BKn.scatter_reduce_(2, slots_BKGf.flatten(2), relative_BKGf.flatten(2), "amax")
+
     def search(self, q_BNH: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Find the slots with the best scores, at most this number for each query.
 
@@ -67,11 +70,11 @@ class KeyGraph(Index):
             fewer; and whether each slot (B, K, G, n) was scored, or is padding.
         """
         k_BKnH, num_linked = self.stored(), self.links_BKnD.shape[2]
-        q_BKGH1 = (q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self._scaling).unsqueeze(4)
+        q_BKGH1 = (q_BNH.unflatten(1, (k_BKnH.shape[1], -1)) * self.scaling).unsqueeze(4)
         seen_BKGn = torch.zeros(*q_BKGH1.shape[:3], self.num_slots, dtype=torch.bool, device=k_BKnH.device)
         followed_BKGn = seen_BKGn.clone()
         followed_BKGn[..., num_linked:] = True  # later tokens have no links
-        for row, pad in enumerate(self._pads):
+        for row, pad in enumerate(self.pads):
             seen_BKGn[row, ..., :pad] = True
 
         def scored(slots_BKGc: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,6 +163,7 @@ class RetrievalAttention(Retriever, name="retrieval_attention"):
         ValueError: an option is out of range.
     """
 
+    index_class = KeyGraph
     takes_full_pool: ClassVar[bool] = False  # neighbours are those in the text
 
     fetch: Budget | None = 0.1
@@ -177,19 +181,3 @@ class RetrievalAttention(Retriever, name="retrieval_attention"):
         require(self.fetch is not None, "fetch", self.fetch, "must be given: a search finds as many")
         reason = "does not go with retrieval_attention, whose query heads search alone; leave it out"
         require(self.group is Group.union, "group", self.group.name, reason)
-
-    def index(self, view: PromptView) -> KeyGraph:
-        return KeyGraph(view, self)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, KeyGraph)
-        num_chosen = self.num_chosen(slots)
-        if num_chosen == slots.num_slots:
-            return None
-        slots_BKGf, scores_BKGf, _ = index.search(q_BNH, num_chosen)
-        relative_BKGf = scores_BKGf.double() - scores_BKGf.amax(dim=-1, keepdim=True)
-        within_n = torch.arange(slots.num_slots, device=relative_BKGf.device, dtype=torch.float64)
-        need_BKn = (within_n - UNFOUND - slots.num_slots).repeat(*relative_BKGf.shape[:2], 1)
-        need_BKn.scatter_reduce_(2, slots_BKGf.flatten(2), relative_BKGf.flatten(2), "amax")
-        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        return most_needed(need_BKn, num_chosen, slots)

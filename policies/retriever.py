@@ -1,6 +1,6 @@
 """Interface of a retrieving policy: all keys and values stay, in host memory, and each step reads some of them.
 
-The policy has an index per layer, on the device, which finds slots by a query. The query is the layer's own, or one
+The policy has an index per layer, on the device, which chooses slots by a query. The query is the layer's own, or one
 that the runtime predicts a layer ahead, so that the chosen slots are fetched while that layer computes. The runtime
 does the rest: storage, prediction, copies and statistics.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -93,63 +92,14 @@ FEW_TOKENS = 2048
 """Number of stored tokens below which retrieval saves no time if nothing has to be fetched over a link."""
 DECODED_SOON = 256
 """Number of positions after a prompt whose queries an index is made for."""
+PART = 1024
+"""Keys that are scored at once on a CPU."""
 
 
 def positions_ahead(view: PromptView, count: int) -> Tensor:
     """Positions (B, count), spread evenly over those of the next `DECODED_SOON` tokens."""
     ahead = torch.arange(count, device=view.next_B.device) * DECODED_SOON // count
     return view.next_B[:, None] + ahead
-
-
-class Index:
-    """Data about one layer's keys, on the device, by which slots are found.
-
-    This class counts the slots only, which is enough for a policy that reads the stored keys themselves, or no keys.
-
-    Args:
-        num_slots: number of slots in the index.
-    """
-
-    stored: Callable[[], Tensor]
-    """As in `PromptView`, for an index that reads keys where they are stored."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated on the device."""
-        return 0
-
-    @property
-    def scored_bytes(self) -> int:
-        """Bytes that a choice of one query reads, by default all."""
-        return self.num_bytes
-
-    @property
-    def query_basis_BKHr(self) -> Tensor | None:  # noqa: N802
-        """Basis in which the index takes queries, if any; a projection may fold it into its weights."""
-        return None
-
-    def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
-        """Add new slots, one or many, after the others."""
-        self.num_slots += k_BKCH.shape[2]
-
-    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor, v_BKmV: Tensor) -> None:
-        """Keep only these slots, ascending, which have these keys and values."""
-        self.num_slots = slots_BKm.shape[2]
-
-    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor, v_BKV: Tensor) -> None:
-        """Replace one slot of every row and KV head by a new token."""
-
-    def see(self, q_BNwH: Tensor) -> None:
-        """Take queries of the last `observed` of later given tokens, before these are appended; see `extends`."""
-
-    def fork(self, stored: Callable[[], Tensor]) -> Self:
-        """Independent copy of the index. `stored` is as in `PromptView`."""
-        other = copy.copy(self)
-        other.stored = stored
-        return other
 
 
 def no_wait() -> None:
@@ -178,8 +128,9 @@ class Slots:
     mean_over_shares: Callable[[Tensor], Tensor] | None = None
     await_device: Callable[[], None] = no_wait
 
-    def mark(self, need_BKn: Tensor, *, sinks: int, recent: int) -> None:
-        """Set the need of the first and the last tokens to infinity, and that of padding to minus infinity."""
+    def mark(self, need_BKn: Tensor, how: Retriever) -> None:
+        """Set the need of the policy's first and last tokens to infinity, and that of padding to minus infinity."""
+        sinks, recent = how.sinks, how.recent
         if self.positions_BKn is not None:
             assert self.next_B is not None
             always = (self.positions_BKn < sinks) | (self.positions_BKn >= self.next_B[:, None, None] - recent)
@@ -265,8 +216,97 @@ class Group(Enum):
     sum = "sum"
 
 
+class Index:
+    """Data about one layer's keys, on the device, by which slots are found.
+
+    This class has none: it scores all keys where they are stored.
+
+    Args:
+        view: the layer after the prompt. It is not kept, since it holds the prompt's keys, values and queries.
+        how: the policy.
+
+    Attributes:
+        stored, scaling, pads: as in `PromptView`.
+        num_slots: number of slots in the index.
+    """
+
+    def __init__(self, view: PromptView, how: Retriever) -> None:
+        self.how, self.stored, self.scaling, self.pads = how, view.stored, view.scaling, list(view.pads)
+        _, self.num_kv_heads, self.num_slots, _ = view.k_BKnH.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated on the device."""
+        return 0
+
+    @property
+    def scored_bytes(self) -> int:
+        """Bytes that a choice of one query reads, by default all."""
+        return self.num_bytes
+
+    @property
+    def query_basis_BKHr(self) -> Tensor | None:  # noqa: N802
+        """Basis in which the index takes queries, if any; a projection may fold it into its weights."""
+        return None
+
+    def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
+        """Add new slots, one or many, after the others."""
+        self.num_slots += k_BKCH.shape[2]
+
+    def keep(self, slots_BKm: Tensor, k_BKmH: Tensor, v_BKmV: Tensor) -> None:
+        """Keep only these slots, ascending, which have these keys and values."""
+        self.num_slots = slots_BKm.shape[2]
+
+    def overwrite(self, slots_BK: Tensor, k_BKH: Tensor, v_BKV: Tensor) -> None:
+        """Replace one slot of every row and KV head by a new token."""
+
+    def see(self, q_BNwH: Tensor) -> None:
+        """Take queries of the last `observed` of later given tokens, before these are appended; see `extends`."""
+
+    def renew(self, view: PromptView) -> None:
+        """Take queries of later positions, over the same slots; see `renews_index`."""
+
+    def fork(self, stored: Callable[[], Tensor]) -> Self:
+        """Independent copy of the index. `stored` is as in `PromptView`."""
+        other = copy.copy(self)
+        other.stored = stored
+        return other
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        """Slots to fetch for a query, by default those with the highest `need`, `fetch` of them. None: all slots.
+
+        Args:
+            q_BNH: the query, or (B, N, r) in the index's own basis. Meaningless if `asks` is False. For C tokens of a
+                turn (B, N x C, H), those of a KV head side by side.
+            slots: stored slots of the layer.
+        """
+        num_chosen = self.how.num_chosen(slots)
+        if num_chosen == slots.num_slots:
+            return None
+        need_BKn = self.need(q_BNH, slots)
+        slots.mark(need_BKn, self.how)
+        return most_needed(need_BKn, num_chosen, slots)
+
+    def need(self, q_BNH: Tensor, slots: Slots) -> Tensor:
+        """Need (B, K, n) of each slot, or (B, 1, n) if all KV heads choose together. It may be overwritten."""
+        return need_of_group(without_padding(self.scores(q_BNH), slots), self.how.group)
+
+    def scores(self, q_BNH: Tensor) -> Tensor:
+        """Scores (B, K, G, n) of all slots, scaled, in at least float32."""
+        k_BKnH = self.stored()
+        q_BKGH = q_BNH.unflatten(1, (self.num_kv_heads, -1)) * self.scaling
+        # On a CPU the product with keys that lie beside values takes half the time in parts that fit into its cache.
+        parts = k_BKnH.split(PART if k_BKnH.device.type == "cpu" else max(1, k_BKnH.shape[2]), dim=2)
+        scores_BKGn = torch.cat([q_BKGH @ part.transpose(-1, -2) for part in parts], dim=3)
+        return scores_BKGn.to(torch.promote_types(scores_BKGn.dtype, torch.float32))
+
+    def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
+        """Number of chosen slots that are padding, in each row; the same in all of its KV heads."""
+        return [max(0, num_chosen - (slots.num_slots - pad)) for pad in slots.pads]
+
+
 @dataclass(kw_only=True)
-class Retriever(Policy, ABC):
+class Retriever(Policy):
     """Base of all policies that retrieve.
 
     Attributes:
@@ -291,6 +331,8 @@ class Retriever(Policy, ABC):
         ValueError: an option is out of range.
     """
 
+    index_class: ClassVar[type[Index]] = Index
+    """What finds and chooses the slots of a layer."""
     retrieves: ClassVar[bool] = True
     compares_by_kv_head: ClassVar[bool] = True
     first_ahead: ClassVar[int] = 0
@@ -300,7 +342,7 @@ class Retriever(Policy, ABC):
     observed: ClassVar[int] = 0
     """Number of last tokens of the prompt whose queries are given to `index`."""
     renews_index: ClassVar[bool] = False
-    """Whether an index is kept when its queries are out of date, see `renewed`."""
+    """Whether an index is kept when its queries are out of date, and takes later ones by `Index.renew`."""
     takes_full_pool: ClassVar[bool] = True
     """Whether slots of its index may be overwritten, in any order, when a pool with a limit is full."""
     extends: ClassVar[bool] = False
@@ -428,32 +470,9 @@ class Retriever(Policy, ABC):
         """Whether queries are predicted from the layer before on this device."""
         return False
 
-    @abstractmethod
     def index(self, view: PromptView) -> Index:
         """Index of a layer from `first_layer` on."""
-
-    def renewed(self, index: Index, view: PromptView) -> Index:
-        """Index of a layer for the queries of `view`, if `renews_index`; by default another one.
-
-        Args:
-            index: of earlier queries, with all slots of `view`.
-        """
-        return self.index(view)
-
-    @abstractmethod
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        """Slots to fetch for this query. None: all slots.
-
-        Args:
-            index: index of the layer.
-            q_BNH: the query, or (B, N, r) in the index's own basis. Meaningless if `asks` is False. For C tokens of a
-                turn (B, N x C, H), those of a KV head side by side.
-            slots: stored slots of the layer.
-        """
-
-    def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
-        """Number of chosen slots that are padding, in each row; the same in all of its KV heads."""
-        return [max(0, num_chosen - (slots.num_slots - pad)) for pad in slots.pads]
+        return self.index_class(view, self)
 
     def num_chosen(self, slots: Slots, wanted: int | None = None) -> int:
         """Number of slots to choose if `wanted` slots are wanted, by default `fetch`."""

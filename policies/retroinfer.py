@@ -8,7 +8,7 @@ those that hold 23% of the tokens; and the group's heads choose by their mean pr
 `estimate=0.23` is the published share. `fetch` is 10% here and 1.8% there, at 120,000 tokens.
 """
 
-# Legend: B batch, N query heads, K kv heads, n slots, Y clusters, H key dim.
+# Legend: B batch, N query heads, K kv heads, G = N / K, Y clusters, p the best ones, H key dim, V value dim.
 
 from __future__ import annotations
 
@@ -21,7 +21,49 @@ from policies.base import require
 from policies.clustering import Clustering
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters, Ranking
-from policies.retriever import Choice, Group, Index, Rest, Slots, need_of_group
+from policies.retriever import Choice, Group, PromptView, Rest, Slots, need_of_group
+
+
+class EstimatingClusters(Clusters):
+    """Index of clusters, by which the attention to those that are not fetched is estimated."""
+
+    how: RetroInfer
+
+    def __init__(self, view: PromptView, how: RetroInfer, clustering: Clustering) -> None:
+        super().__init__(view, how, clustering)
+        self._softcap = view.softcap
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        how, sizes_BKY = self.how, self.sizes_BKY(slots)
+        scores_BKGY = self.mean_scores(q_BNH, sizes_BKY)
+        need_BKY = need_of_group(scores_BKGY.clone(), how.group, sizes_BKY)
+        self.mark(need_BKY, slots)
+        ranking, num_chosen = Ranking.by(need_BKY, sizes_BKY), how.num_chosen(slots)
+        choice = self.best_slots(ranking, num_chosen, slots)
+        if choice is None or not how.estimates_rest:
+            return choice
+        is_left_BKY = ranking.is_left(num_chosen)
+        if how.estimate < 1:
+            number = round(how.estimate * sizes_BKY.shape[2])
+            best_BKp = need_BKY.masked_fill(~is_left_BKY, -torch.inf).topk(number, dim=-1).indices
+            is_left_BKY &= torch.zeros_like(is_left_BKY).scatter_(2, best_BKp, True)
+        return replace(choice, rest=self._estimate(scores_BKGY, sizes_BKY, is_left_BKY))
+
+    def _estimate(self, scores_BKGY: Tensor, sizes_BKY: Tensor, is_estimated_BKY: Tensor) -> Rest:
+        """Attention to some clusters, as if all of a cluster's tokens had its mean key and value.
+
+        The log-sum-exp is never above that of their tokens' scores, since the exponential function is convex.
+        """
+        if self._softcap is not None:
+            scores_BKGY = self._softcap * torch.tanh(scores_BKGY / self._softcap)
+        # In float32 another processor's logarithm has another last bit.
+        logits_BKGY = (scores_BKGY + sizes_BKY.to(scores_BKGY.dtype).log().unsqueeze(2)).masked_fill_(
+            ~is_estimated_BKY.unsqueeze(2), -torch.inf
+        )
+        lse_BKG = logits_BKGY.logsumexp(dim=-1)
+        weights_BKGY = logits_BKGY.sub_(lse_BKG.unsqueeze(-1)).exp_().nan_to_num_(0.0)
+        out_BKGV = weights_BKGY @ self._v_BKTV[:, :, : sizes_BKY.shape[2]].to(weights_BKGY.dtype)
+        return Rest(out_BNV=out_BKGV.flatten(1, 2), lse_BN=lse_BKG.flatten(1, 2))
 
 
 @dataclass(kw_only=True)
@@ -35,6 +77,8 @@ class RetroInfer(ClusterKV, name="retroinfer"):
     Raises:
         ValueError: an option is out of range.
     """
+
+    index_class = EstimatingClusters
 
     group: Group = Group.mean
     sinks: int = 4
@@ -55,21 +99,3 @@ class RetroInfer(ClusterKV, name="retroinfer"):
     @property
     def clustering(self) -> Clustering:
         return replace(super().clustering, centred=True, has_values=self.estimates_rest)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, Clusters)
-        sizes_BKY = index.sizes_BKY(slots)
-        scores_BKGY = index.scores(q_BNH, sizes_BKY)
-        need_BKY = need_of_group(scores_BKGY.clone(), self.group, sizes_BKY)
-        index.mark(need_BKY, slots, sinks=self.sinks, recent=self.recent)
-        ranking, num_chosen = Ranking.by(need_BKY, sizes_BKY), self.num_chosen(slots)
-        choice = index.best_slots(ranking, num_chosen, slots)
-        if choice is None or not self.estimates_rest:
-            return choice
-        is_left_BKY = ranking.is_left(num_chosen)
-        if self.estimate < 1:
-            number = round(self.estimate * sizes_BKY.shape[2])
-            best_BKp = need_BKY.masked_fill(~is_left_BKY, -torch.inf).topk(number, dim=-1).indices
-            is_left_BKY &= torch.zeros_like(is_left_BKY).scatter_(2, best_BKp, True)
-        out_BNV, lse_BN = index.estimate(scores_BKGY, sizes_BKY, is_left_BKY)
-        return Choice(slots_BKm=choice.slots_BKm, rest=Rest(out_BNV=out_BNV, lse_BN=lse_BN))

@@ -26,19 +26,16 @@ from torch import Tensor
 from policies.base import require, require_least
 from policies.low_rank_keys import LowRankKeys
 from policies.quest import Digest, Pages, Quest
-from policies.retriever import Choice, Group, Index, OnDevice, PromptView, Slots
+from policies.retriever import Choice, Group, OnDevice, PromptView, Slots
 
 
 class ShadowPages(Pages):
-    """Index of landmarks, with outlier pages and the keys of all slots.
+    """Index of landmarks, with outlier pages and the keys of all slots."""
 
-    Args:
-        view: the layer after the prompt.
-        how: the policy.
-    """
+    how: ShadowKV
 
     def __init__(self, view: PromptView, how: ShadowKV) -> None:
-        super().__init__(view.k_BKnH, page=how.page, pads=view.pads, scaling=view.scaling, digest=how.digest)
+        super().__init__(view, how)
         self._low_rank = None if how.rank is None else LowRankKeys(view, how.rank)
         self._new_BKCH = view.k_BKnH[:, :, :0]
         whole = view.k_BKnH.shape[2] // how.page
@@ -77,6 +74,13 @@ class ShadowPages(Pages):
         if self._low_rank is not None:
             self._new_BKCH = torch.cat([self._new_BKCH, k_BKCH], dim=2)
 
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        choice = super().choose(q_BNH, slots)
+        if choice is None:
+            return None
+        slots_BKm = torch.cat([choice.slots_BKm, self.held_slots_BKm], dim=-1)
+        return Choice(slots_BKm=slots_BKm, on_device=self.on_device())
+
     def on_device(self) -> OnDevice:
         """Part of pages and outliers that need not be fetched."""
         return OnDevice(kv_BKoX=self.held_kv_BKmX, keys=None if self._low_rank is None else self._keys)
@@ -105,6 +109,7 @@ class ShadowKV(Quest, name="shadowkv"):
         ValueError: an option is out of range.
     """
 
+    index_class = ShadowPages
     index_asks_device: ClassVar[bool] = True
 
     group: Group = Group.max
@@ -122,14 +127,3 @@ class ShadowKV(Quest, name="shadowkv"):
         require(not self.needs_surprise, "events.by", self.events.by.value, reason)
         require(self.rank is None or self.rank >= 1, "rank", self.rank, "must be at least 1")
         require(self.late is None, "late", self.late, "does not go with shadowkv, whose keys are on the device")
-
-    def index(self, view: PromptView) -> ShadowPages:
-        return ShadowPages(view, self)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, ShadowPages)
-        choice = super().choose(index, q_BNH, slots)
-        if choice is None:
-            return None
-        slots_BKm = torch.cat([choice.slots_BKm, index.held_slots_BKm], dim=-1)
-        return Choice(slots_BKm=slots_BKm, on_device=index.on_device())

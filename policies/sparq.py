@@ -12,7 +12,7 @@ All keys are stored a second time, by dims, on the device, half again as much as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from policies.columns import Columns
 from policies.retriever import (
     Choice,
     Group,
-    Index,
     PromptView,
     Rest,
     Retriever,
@@ -34,18 +33,13 @@ from policies.retriever import (
 
 
 class LargeDims(Columns):
-    """Index of all columns of the keys, and the mean of all values that were ever stored.
+    """Index of all columns of the keys, and the mean of all values that were ever stored."""
 
-    Args:
-        view: the layer after the prompt.
-    """
+    how: SparQ
 
-    def __init__(self, view: PromptView) -> None:
-        super().__init__(view.k_BKnH, room=view.room)
-        self._scaling = view.scaling
-        is_token_B1n1 = torch.ones_like(view.v_BKnV[:, :1, :, :1])
-        for row, pad in enumerate(view.pads):
-            is_token_B1n1[row, :, :pad] = 0
+    def __init__(self, view: PromptView, how: SparQ) -> None:
+        super().__init__(view, how)
+        is_token_B1n1 = (view.positions_BKn[:, :1] >= 0).unsqueeze(3)
         wide = torch.promote_types(view.v_BKnV.dtype, torch.float32)
         self._sum_BKV = (view.v_BKnV * is_token_B1n1).sum(dim=2, dtype=wide)
         self._count_B11 = is_token_B1n1.sum(dim=2, dtype=wide)
@@ -55,9 +49,9 @@ class LargeDims(Columns):
         return super().num_bytes + self._sum_BKV.nbytes + self._count_B11.nbytes
 
     @property
-    def num_dims(self) -> int:
-        """Number of dims of the keys."""
-        return self._columns_BKrT.shape[2]
+    def scored_bytes(self) -> int:
+        num_dims = self._columns_BKrT.shape[2]
+        return self.num_bytes * min(self.how.dims, num_dims) // num_dims
 
     @property
     def mean_BKV(self) -> Tensor:  # noqa: N802
@@ -73,16 +67,38 @@ class LargeDims(Columns):
         super().overwrite(slots_BK, k_BKH, v_BKV)
         self._sum_BKV, self._count_B11 = self._sum_BKV + v_BKV, self._count_B11 + 1
 
-    def scores(self, q_BNH: Tensor, num_dims: int) -> Tensor:
-        """Approximate scores (B, K, G, n), scaled, in at least float32."""
-        q_BKGH = q_BNH.unflatten(1, (self._columns_BKrT.shape[1], -1))
-        if num_dims >= q_BKGH.shape[3]:
-            return self.products(q_BKGH * self._scaling)
-        dims_BKr = q_BKGH.abs().sum(dim=2).topk(num_dims, dim=-1).indices
+    def scores(self, q_BNH: Tensor) -> Tensor:
+        q_BKGH = q_BNH.unflatten(1, (self.num_kv_heads, -1))
+        if self.how.dims >= q_BKGH.shape[3]:
+            return self.products(q_BKGH * self.scaling)
+        dims_BKr = q_BKGH.abs().sum(dim=2).topk(self.how.dims, dim=-1).indices
         q_BKGr = q_BKGH.take_along_dim(dims_BKr.unsqueeze(2), dim=3)
         # A query that is 0 scores all keys alike.
         share_BKG1 = q_BKGr.abs().sum(dim=-1, keepdim=True) / q_BKGH.abs().sum(dim=-1, keepdim=True).clamp_min(1e-30)
-        return self.products(q_BKGr * (self._scaling * share_BKG1.clamp_min(1e-30).rsqrt()), dims_BKr)
+        return self.products(q_BKGr * (self.scaling * share_BKG1.clamp_min(1e-30).rsqrt()), dims_BKr)
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        how = self.how
+        if not how.mean_value:
+            return super().choose(q_BNH, slots)
+        scores_BKGn = without_padding(self.scores(q_BNH), slots)
+        # Only the rule of `union` overwrites the scores.
+        need_BKn = need_of_group(scores_BKGn.clone() if how.group is Group.union else scores_BKGn, how.group)
+        slots.mark(need_BKn, how)
+        choice = most_needed(need_BKn, how.num_chosen(slots), slots)
+        if choice is None:
+            return None
+        # Weights relative to the largest of each head: exponentials of all scores are most of a choice's time.
+        weights_BKGn = scores_BKGn.sub_(scores_BKGn.amax(dim=-1, keepdim=True)).exp_()
+        slots_BKGm = choice.slots_BKm.unsqueeze(2).expand(*weights_BKGn.shape[:3], -1)
+        chosen_BKG, all_BKG = weights_BKGn.gather(3, slots_BKGm).sum(dim=-1), weights_BKGn.sum(dim=-1)
+        least = torch.finfo(chosen_BKG.dtype).tiny
+        # log((1 - alpha) / alpha); nan: nothing to choose from
+        ratio_BKG = (all_BKG - chosen_BKG).clamp_min(0).log() - chosen_BKG.clamp_min(least).log()
+        ratio_BKG = ratio_BKG.nan_to_num_(-torch.inf, neginf=-torch.inf)
+        out_BKGV = self.mean_BKV.unsqueeze(2).expand(*ratio_BKG.shape, -1)
+        rest = Rest(out_BNV=out_BKGV.flatten(1, 2), lse_BN=ratio_BKG.flatten(1, 2), is_relative=True)
+        return replace(choice, rest=rest)
 
 
 @dataclass(kw_only=True)
@@ -97,6 +113,8 @@ class SparQ(Retriever, name="sparq"):
         ValueError: an option is out of range.
     """
 
+    index_class = LargeDims
+
     fetch: Budget | None = 0.1
     group: Group = Group.sum
     dims: int = 16
@@ -109,27 +127,3 @@ class SparQ(Retriever, name="sparq"):
     @property
     def estimates_rest(self) -> bool:
         return self.mean_value
-
-    def index(self, view: PromptView) -> LargeDims:
-        return LargeDims(view)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        assert isinstance(index, LargeDims)
-        scores_BKGn = without_padding(index.scores(q_BNH, self.dims), slots)
-        # Only the rule of `union` overwrites the scores.
-        need_BKn = need_of_group(scores_BKGn.clone() if self.group is Group.union else scores_BKGn, self.group)
-        slots.mark(need_BKn, sinks=self.sinks, recent=self.recent)
-        choice = most_needed(need_BKn, self.num_chosen(slots), slots)
-        if choice is None or not self.estimates_rest:
-            return choice
-        # Weights relative to the largest of each head: exponentials of all scores are most of a choice's time.
-        weights_BKGn = scores_BKGn.sub_(scores_BKGn.amax(dim=-1, keepdim=True)).exp_()
-        slots_BKGm = choice.slots_BKm.unsqueeze(2).expand(*weights_BKGn.shape[:3], -1)
-        chosen_BKG, all_BKG = weights_BKGn.gather(3, slots_BKGm).sum(dim=-1), weights_BKGn.sum(dim=-1)
-        least = torch.finfo(chosen_BKG.dtype).tiny
-        # log((1 - alpha) / alpha); nan: nothing to choose from
-        ratio_BKG = (all_BKG - chosen_BKG).clamp_min(0).log() - chosen_BKG.clamp_min(least).log()
-        ratio_BKG = ratio_BKG.nan_to_num_(-torch.inf, neginf=-torch.inf)
-        out_BKGV = index.mean_BKV.unsqueeze(2).expand(*ratio_BKG.shape, -1)
-        rest = Rest(out_BNV=out_BKGV.flatten(1, 2), lse_BN=ratio_BKG.flatten(1, 2), is_relative=True)
-        return Choice(slots_BKm=choice.slots_BKm, rest=rest)

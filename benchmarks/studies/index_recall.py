@@ -30,7 +30,7 @@ from benchmarks.harness.declared import Table
 from benchmarks.harness.lines import Line
 from benchmarks.harness.study import Study, Variant, newest, option
 from policies.clusterkv import ClusterKV
-from policies.exact_topk import ExactTopK, StoredKeys
+from policies.exact_topk import ExactTopK
 from policies.quest import Quest
 from policies.retrieval_attention import KeyGraph, RetrievalAttention
 from policies.retriever import Choice, Index, PromptView, Retriever, Slots
@@ -58,9 +58,20 @@ EFFORTS = (16, 32, 64, 128, 256, 512)
 FIELDS = ("tokens", "best", "index", "effort")
 
 
+class Asked(Index):
+    """Index that chooses all slots, and tells its policy the queries."""
+
+    how: Noting
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        self.how.asked.append(q_BNH.clone())
+        return None
+
+
 class Noting(ExactTopK):
     """Retrieves all, and notes what indices would be made of and the queries that follow."""
 
+    index_class = Asked
     observed = OBSERVED
 
     def __init__(self) -> None:
@@ -68,13 +79,9 @@ class Noting(ExactTopK):
         self.views: dict[int, PromptView] = {}
         self.asked: list[Tensor] = []
 
-    def index(self, view: PromptView) -> StoredKeys:
+    def index(self, view: PromptView) -> Index:
         self.views[view.layer] = replace(view, k_BKnH=view.k_BKnH.clone(), v_BKnV=view.v_BKnV.clone())
         return super().index(view)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        self.asked.append(q_BNH.clone())
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +132,8 @@ def measure(options: Namespace, noted: Noted, variant: Variant) -> Iterator[Line
     for name, policy in POLICIES.items():
         index = policy.index(view)
         for fetch in FETCH:
-            found = [_asked(replace(policy, fetch=fetch), index, q_NH, number) for q_NH in q_TNH]
+            index.how = replace(policy, fetch=fetch)
+            found = [_asked(index, q_NH, number) for q_NH in q_TNH]
             recalls = [_recall(best, slots_Km) for best, (slots_Km, _) in zip(best_TKGm, found, strict=True)]
             yield variant | {
                 "index": name,
@@ -135,7 +143,7 @@ def measure(options: Namespace, noted: Noted, variant: Variant) -> Iterator[Line
             }
     keys_BNwH = view.k_BKnH[:, :, -OBSERVED:].repeat_interleave(q_TNH.shape[1] // num_heads, dim=1)
     for name, q_BNwH in (("retrieval_attention", view.q_BNwH), ("the same of keys", keys_BNwH)):
-        graph = GRAPH.index(replace(view, q_BNwH=q_BNwH))
+        graph = KeyGraph(replace(view, q_BNwH=q_BNwH), GRAPH)
         for hops in HOPS:
             recall, share = _searched(graph, hops, q_TNH, best_TKGm)
             yield variant | {"index": name, "effort": hops, "recall": recall, "share": share}
@@ -144,12 +152,12 @@ def measure(options: Namespace, noted: Noted, variant: Variant) -> Iterator[Line
             yield variant | {"index": name, "effort": effort, "recall": recall, "share": share}
 
 
-def _asked(policy: Retriever, index: Index, q_NH: Tensor, num_slots: int) -> tuple[Tensor, float]:
+def _asked(index: Index, q_NH: Tensor, num_slots: int) -> tuple[Tensor, float]:
     """Slots (K, m) that are chosen for a query, and the share of keys that it meets for that or in attention."""
-    choice = policy.choose(index, q_NH[None], Slots(num_slots=num_slots, pads=[0], positions_BKn=None, next_B=None))
+    choice = index.choose(q_NH[None], Slots(num_slots=num_slots, pads=[0], positions_BKn=None, next_B=None))
     assert choice is not None
     slots_Km = choice.slots_BKm[0]
-    if isinstance(policy, ExactTopK):
+    if isinstance(index.how, ExactTopK):
         return slots_Km, 1.0
     key_bytes = len(slots_Km) * num_slots * q_NH.shape[1] * q_NH.element_size()
     return slots_Km, index.scored_bytes / key_bytes + slots_Km.shape[1] / num_slots

@@ -13,8 +13,6 @@ from torch import Tensor
 from policies.base import Phase, Policy
 from policies.exact_topk import ExactTopK
 from policies.offload import Offload
-from policies.retriever import Index, Retriever
-from policies.sparq import LargeDims, SparQ
 from runahead import Model
 from runahead.cache.attention import CausalAttention
 from runahead.cache.base import KVStore
@@ -168,7 +166,7 @@ def retrieved_bytes(model: Model, cache: KeptCache | None) -> tuple[int, int]:
         fetched = int(stored * (1.0 if share is None else share))
         device += fetched
         if found is not None:
-            device += read_bytes(retrieval.policy, found.index)
+            device += found.index.scored_bytes
             if retrieval.policy.looks_ahead_on(model.device) and retrieval.policy.asks:
                 heads = model.config.num_attention_heads
                 device += model.config.hidden_size * heads * shape.key_dim * shape.dtype.itemsize
@@ -178,10 +176,3 @@ def retrieved_bytes(model: Model, cache: KeptCache | None) -> tuple[int, int]:
                 device += 0 if kept.on_host else keys
         link += fetched if kept.on_host else 0
     return device, link
-
-
-def read_bytes(policy: Retriever, index: Index) -> int:
-    """Bytes of an index that one choice reads."""
-    if isinstance(policy, SparQ) and isinstance(index, LargeDims):
-        return index.num_bytes * min(policy.dims, index.num_dims) // index.num_dims
-    return index.scored_bytes

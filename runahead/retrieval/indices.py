@@ -134,7 +134,8 @@ class Indices:
         found = self.layers[layer]
         if found is not None and self._policy.renews_index and not was_cut:
             found.append(self._pool[layer])
-            index = self._policy.renewed(found.index, view)
+            index = found.index
+            index.renew(view)
         else:
             index = self._policy.index(view)
         if found is None:

@@ -81,7 +81,7 @@ class PoolLimit:
         use_BKn = self._use_of(kept)
         simulated = min(num_simulated(self._policy), num_new)
         for step, token in enumerate(range(num_new - simulated, num_new), start=1):
-            choice = self._policy.choose(found.index, q_BNCH[:, :, token], slots)
+            choice = found.index.choose(q_BNCH[:, :, token], slots)
             if choice is not None:
                 note_choice(victim, use_BKn, choice.slots_BKm, step)
         excess = kept.num_slots - self.max_slots

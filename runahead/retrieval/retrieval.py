@@ -264,11 +264,11 @@ class Retrieval:
         found, kept = self._indices[layer], self.pool[layer]
         found.append(kept)  # tokens of a turn that is not over
         slots = self._slots_at(layer, start, pads)
-        choice = self.policy.choose(found.index, q_BNH, slots)
+        choice = found.index.choose(q_BNH, slots)
         if choice is None:
             self._fetches.start(layer, kept, None, list(kept.pads), room=num_new)
             return
-        chosen_pads = self.policy.chosen_padding(slots, choice.slots_BKm.shape[2])
+        chosen_pads = found.index.chosen_padding(slots, choice.slots_BKm.shape[2])
         self._fetches.start(layer, kept, choice, chosen_pads, room=num_new)
 
     def _corrected(
@@ -287,7 +287,7 @@ class Retrieval:
         found.chosen_again += len(again_x)
         if len(again_x) == 0:
             return before
-        choice = self.policy.choose(found.index, q_BNH, self._slots_at(layer, start, pads))
+        choice = found.index.choose(q_BNH, self._slots_at(layer, start, pads))
         assert choice is not None
         return before.with_heads(kept, choice.slots_BKm, again_BK, again_x)
 

@@ -546,11 +546,17 @@ def test_the_model_drafts_over_what_it_retrieves(name: str, first: Any) -> None:
     assert 0 < report.accepted < report.drafted
 
 
-class AllByNumber(ExactTopK):
-    """Retrieves all slots, each by its number, where other policies say that all are wanted."""
+class AllSlotsByNumber(Index):
+    """Index that chooses all slots, each by its number, where others say that all are wanted."""
 
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice:
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice:
         return Choice(slots_BKm=torch.arange(slots.num_slots).expand(1, 2, -1))
+
+
+class AllByNumber(ExactTopK):
+    """Retrieves all slots."""
+
+    index_class = AllSlotsByNumber
 
 
 def test_drafts_over_all_tokens_are_right() -> None:

@@ -288,10 +288,10 @@ def test_a_step_makes_no_list_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None
         assert isinstance(index, BlockIndex)
         for row, pad in enumerate([0, 9]):
             index.parts[row].edges.extend(range(pad + 7, 58, 5))
-        first = policy.choose(index, drawn(2, 4, 8, seed=1), slots)
+        first = index.choose(drawn(2, 4, 8, seed=1), slots)
         with monkeypatch.context() as during:
             during.setattr("policies.block_index.sent", fails)  # the modules of the policies send by it alone
-            second = policy.choose(index, drawn(2, 4, 8, seed=1), slots)
+            second = index.choose(drawn(2, 4, 8, seed=1), slots)
         assert first is not None and second is not None and first.slots_BKm.shape == second.slots_BKm.shape
 
 
@@ -332,7 +332,7 @@ def test_pages_of_many_sizes_are_scored_by_their_own_keys(digest: Digest, group:
         index.parts[row].edges.extend(each)
     index.catch_up()
     q_BNH = drawn(2, 4, 8, seed=8)
-    choice = policy.choose(index, q_BNH, slots)
+    choice = index.choose(q_BNH, slots)
     assert choice is not None
     for row, each in enumerate(ends):
         starts, q_KGH = [pads[row], *each], q_BNH[row].unflatten(0, (2, 2))
@@ -414,12 +414,12 @@ def test_neighbours_of_what_was_retrieved_are_in_a_queue(share: float) -> None:
             {*[slot for event in each.order(scores, room) for slot in range(starts[event], inside[event])[::-1]][:room]}
             for each in queues
         )
-        choice = policy.choose(index, q_BNH, slots)
+        choice = index.choose(q_BNH, slots)
         assert choice is not None
         assert set(choice.slots_BKm[0, 0].tolist()) == always | wanted
         differs = [before or wanted != each for before, each in zip(differs, wrong, strict=True)]
         if forked is not None:
-            again = policy.choose(forked, q_BNH, slots)
+            again = forked.choose(q_BNH, slots)
             assert again is not None and torch.equal(again.slots_BKm, choice.slots_BKm)
         if seed == 4:
             forked = index.fork(seen.stored)
@@ -435,7 +435,7 @@ def test_blocks_of_one_size_with_events_of_that_size_are_those_of_infllm() -> No
         other.parts[row].edges.extend(range(pad + 6, 58, 4))
     other.catch_up()
     q_BNH = drawn(2, 4, 8, seed=1)
-    choices = [policy.choose(index, q_BNH, slots) for policy, index in ((plain, one), (by_event, other))]
+    choices = [index.choose(q_BNH, slots) for index in (one, other)]
     assert choices[0] is not None and choices[1] is not None
     assert torch.equal(choices[0].slots_BKm, choices[1].slots_BKm)
 

@@ -26,8 +26,7 @@ from policies.retriever import Group, PromptView, Rest, Slots, need_of_group
 from policies.retroinfer import RetroInfer
 from policies.snapkv import SnapKV
 from policies.sparq import SparQ
-from policies.squeezed_attention import SqueezedAttention
-from policies.threshold_clusters import ThresholdClusters
+from policies.squeezed_attention import SqueezedAttention, ThresholdClusters
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.base import SeenKV
 from runahead.cache.kept import KeptLayer
@@ -125,7 +124,7 @@ def test_every_token_is_in_one_cluster_which_has_its_mean(pads: list[int]) -> No
     """After blocks, single tokens and a fork, too, which leaves the index that it was made of."""
     first = view(40, pads)
     more = drawn(len(pads), KV_HEADS, 30, DIM, seed=9)
-    index = Clusters(first, RetroInfer(cluster=5, iterations=4, block=6, sinks=2, recent=3).clustering)
+    index = RetroInfer(cluster=5, iterations=4, block=6, sinks=2, recent=3).index(first)
     keys = {id(index): first.k_BKnH}
     for part in (more[:, :, :1], more[:, :, 1:21], more[:, :, 21:22]):
         index.append(part, drawn(*part.shape[:3], VALUE_DIM, seed=4))
@@ -176,7 +175,7 @@ def test_similar_keys_share_a_cluster() -> None:
     given = view(41, [0])
     directions = torch.eye(DIM, dtype=torch.float64)[:3]
     given.k_BKnH[:] = directions[torch.arange(41) // 7 % 3] + 0.05 * given.k_BKnH
-    of_BKn = Clusters(given, ClusterKV(cluster=9, iterations=5, block=9, sinks=2, recent=3).clustering).of_BKn
+    of_BKn = ClusterKV(cluster=9, iterations=5, block=9, sinks=2, recent=3).index(given).of_BKn
     for head in range(KV_HEADS):
         for cluster in of_BKn[0, head, 2:-3].unique().tolist():
             assert len({at // 7 % 3 for at in range(2, 38) if of_BKn[0, head, at] == cluster}) == 1
@@ -197,7 +196,7 @@ def test_clusters_are_taken_whole_until_the_budget_is_full(pads: list[int], firs
     index, slots = chooses.index(begun), slots_of(40, pads)
     for part in given.k_BKnH[:, :, first:].split(5, dim=2):
         index.append(part, part[..., :VALUE_DIM])
-    choice = chooses.choose(index, q_BNH, slots)
+    choice = index.choose(q_BNH, slots)
     assert choice is not None and choice.slots_BKm.shape == (len(pads), KV_HEADS, 17)
     scores = scores_of(q_BNH, torch.cat([index._clusters.means_BKPH, index._k_BKWH], dim=2), [0] * len(pads))
     scores.masked_fill_((index.sizes_BKY(slots) == 0)[:, :, None], -math.inf)
@@ -221,7 +220,7 @@ def test_what_is_estimated_is_never_above_what_is_there(pads: list[int], fetch: 
     scores_BKGn = scores_of(q_BNH, given.k_BKnH, pads)
     for size in (1, 5):
         chooses = RetroInfer(cluster=size, iterations=4, block=6, sinks=2, recent=3, fetch=fetch)
-        choice = chooses.choose(chooses.index(given), q_BNH, slots_of(40, pads))
+        choice = chooses.index(given).choose(q_BNH, slots_of(40, pads))
         assert choice is not None and choice.rest is not None
         slots_BKGm = choice.slots_BKm.unsqueeze(2).expand(-1, -1, GROUP, -1)
         left_BKGn = scores_BKGn.scatter(3, slots_BKGm, -math.inf)
@@ -282,7 +281,7 @@ def sparq_error(fetch: int, dims: int, *, mean_value: bool) -> float:
     distances = []
     for seed in range(6):
         given, q_BNH = view(40, pads, seed=10 * seed), drawn(8, KV_HEADS * GROUP, DIM, seed=500 + seed)
-        choice = policy.choose(policy.index(given), q_BNH, slots)
+        choice = policy.index(given).choose(q_BNH, slots)
         assert choice is not None and (choice.rest is not None) is mean_value
         scores_BKGn, v_BKnV = scores_of(q_BNH, given.k_BKnH, pads), given.v_BKnV
         is_chosen_BK1n = torch.zeros_like(v_BKnV[..., 0]).scatter(2, choice.slots_BKm, 1.0).bool().unsqueeze(2)
@@ -303,10 +302,10 @@ def test_the_fewer_dims_sparq_looks_at_the_more_each_of_them_finds(fetch: int) -
     found = dict.fromkeys((1, 2, 4, 8), 0)
     for seed in range(30):
         q_BNH = drawn(8, KV_HEADS * GROUP, DIM, seed=seed)
-        exact = best.choose(best.index(given), q_BNH, slots)
+        exact = best.index(given).choose(q_BNH, slots)
         for dims in found:
             ours = SparQ(**BARE, fetch=fetch, dims=dims, mean_value=False)
-            chosen = ours.choose(ours.index(given), q_BNH, slots)
+            chosen = ours.index(given).choose(q_BNH, slots)
             assert exact is not None and chosen is not None
             found[dims] += int((chosen.slots_BKm[..., None] == exact.slots_BKm[..., None, :]).sum())
     shares = [found[dims] / (30 * 8 * KV_HEADS * fetch) for dims in found]
@@ -324,7 +323,7 @@ def test_sparq_is_its_formula(pads: list[int]) -> None:
     new_k, new_v = drawn(len(pads), KV_HEADS, 5, DIM, seed=20), drawn(len(pads), KV_HEADS, 5, VALUE_DIM, seed=21)
     index.append(new_k, new_v)
     k_BKnH, v_BKnV = torch.cat([given.k_BKnH, new_k], dim=2), torch.cat([given.v_BKnV, new_v], dim=2)
-    choice = chooses.choose(index, q_BNH, slots_of(45, pads))
+    choice = index.choose(q_BNH, slots_of(45, pads))
     assert choice is not None and choice.rest is not None and choice.rest.is_relative
     for row, pad in enumerate(pads):
         for head in range(KV_HEADS):
@@ -382,9 +381,10 @@ def test_digests_of_a_page_are_their_formulas() -> None:
     k_BKnH, q_BNH = drawn(2, KV_HEADS, 37, DIM, seed=1), drawn(2, KV_HEADS * GROUP, DIM, seed=2)
     scores = {}
     for digest in Digest:
-        pages = Pages(k_BKnH[:, :, :18], page=5, pads=[0, 0], scaling=0.5, digest=digest)
-        pages.append(k_BKnH[:, :, 18:], k_BKnH[:, :, 18:])
-        scores[digest] = pages.scores(q_BNH)
+        pages = Pages(replace(view(18, [0, 0]), k_BKnH=k_BKnH[:, :, :18], scaling=0.5), Quest(page=5, digest=digest))
+        pages.append(k_BKnH[:, :, 18:19], k_BKnH[:, :, 18:19])
+        pages.append(k_BKnH[:, :, 19:], k_BKnH[:, :, 19:])
+        scores[digest] = pages.page_scores(q_BNH)
     q_BKGH = q_BNH.unflatten(1, (KV_HEADS, -1)) * 0.5
     for page in range(7):  # the last one is not full yet
         inside = k_BKnH[:, :, page * 5 : page * 5 + 5]

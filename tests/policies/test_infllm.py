@@ -113,7 +113,7 @@ def test_chunks_and_tokens_see_what_was_chosen_for_them(
 
     In few bits keys are as they are stored, rotated after that.
     """
-    choose, chosen = InfLLM.choose, list[Tensor]()
+    choose, chosen = Blocks.choose, list[Tensor]()
 
     def noted(*args: Any) -> Choice | None:
         choice = choose(*args)
@@ -121,7 +121,7 @@ def test_chunks_and_tokens_see_what_was_chosen_for_them(
         chosen.append(choice.slots_BKm[0])
         return choice
 
-    monkeypatch.setattr(InfLLM, "choose", noted)
+    monkeypatch.setattr(Blocks, "choose", noted)
     ids = prompt(LIMIT + CHUNK)
     storage = CacheOptions(bits=bits, residual=8, residual_bits=None)
     ours = Conversation(model, RankPolicies.everywhere([InfLLM(**BLOCKS, fetch=40)], storage=storage))
@@ -189,7 +189,7 @@ def test_blocks_are_ranked_by_their_representatives_for_all_heads(pads: list[int
     index, asking_BKH = Blocks(seen, policy), seen.q_BNwH.unflatten(1, (2, 2)).sum(dim=(2, 3))
     for seed in range(4):
         q_BNH = drawn(len(pads), 4, 8, seed=seed)
-        choice = policy.choose(index, q_BNH, slots)
+        choice = index.choose(q_BNH, slots)
         assert choice is not None
         for row, pad in enumerate(pads):
             scores = {}
@@ -250,7 +250,7 @@ def test_a_query_chooses_and_is_measured_at_clamped_distances(model: Model, monk
     retrieval, written, n = ours.cache.retrieval, Clamped(model.module), LIMIT + 17
     masses, asked = retrieval.report().hit_mass, list[Tensor]()
     assert all(mass is not None and 0 < mass < 1 for mass in masses)
-    monkeypatch.setattr(InfLLM, "choose", lambda self, index, q_BNH, slots: asked.append(q_BNH))
+    monkeypatch.setattr(Blocks, "choose", lambda self, q_BNH, slots: asked.append(q_BNH))
     q_BNH, k_BKH = drawn(1, written.heads, written.head_dim, seed=1), drawn(1, 2, written.head_dim, seed=2)
     retrieval.fetched(0, q_BNH.unsqueeze(2), n, [0], room=1)
     torch.testing.assert_close(asked[0][0], written.rotated(q_BNH[0, :, None], torch.tensor([WINDOW]))[:, 0])

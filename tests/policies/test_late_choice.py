@@ -40,6 +40,19 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
+class MixedIndex(Index):
+    """Index that chooses by the query before, and by the own one as its policy says."""
+
+    before_BNH: Tensor | None = None
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        before_BNH, self.before_BNH = q_BNH if self.before_BNH is None else self.before_BNH, q_BNH
+        alike_BK = torch.cosine_similarity(q_BNH, before_BNH, dim=-1).unflatten(1, (2, -1)).mean(dim=2)
+        is_own_BN = (alike_BK < self.how.least).repeat_interleave(q_BNH.shape[1] // 2, dim=1)
+        self.how.own.append(float(is_own_BN.double().mean()))
+        return super().choose(torch.where(is_own_BN[..., None], q_BNH, before_BNH), slots)
+
+
 @dataclass(kw_only=True)
 class Mixed(ExactTopK):
     """Exact scores of the query before, or of the own one in KV heads with a mean cosine below a threshold.
@@ -48,15 +61,10 @@ class Mixed(ExactTopK):
         own: share of the KV heads that choose by their own query, one number for each layer of each step.
     """
 
+    index_class = MixedIndex
+
     least: float = 0.0
     own: list[float] = field(default_factory=list)
-
-    def choose(self, index: Index, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        before_BNH, index.before_BNH = getattr(index, "before_BNH", q_BNH), q_BNH  # type: ignore[attr-defined]
-        alike_BK = torch.cosine_similarity(q_BNH, before_BNH, dim=-1).unflatten(1, (2, -1)).mean(dim=2)
-        is_own_BN = (alike_BK < self.least).repeat_interleave(q_BNH.shape[1] // 2, dim=1)
-        self.own.append(float(is_own_BN.double().mean()))
-        return super().choose(index, torch.where(is_own_BN[..., None], q_BNH, before_BNH), slots)
 
 
 def decoded(one: Policy, lengths: tuple[int, ...] = (NUM_TOKENS,)) -> Tensor:

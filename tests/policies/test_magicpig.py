@@ -69,7 +69,7 @@ def sums(options: dict[str, Any], seed: int, wrong: str = "") -> Tensor:
     q_BNH = drawn(1, 4, 8, seed=7)
     if wrong == "another seed's queries":
         index._planes_HP = replace(policy, seed=seed + 10**6).index(given)._planes_HP
-    choice = policy.choose(index, q_BNH, slots_of(30, [0]))
+    choice = index.choose(q_BNH, slots_of(30, [0]))
     assert choice is not None and choice.weigh is not None
     slots_BKm = choice.slots_BKm
     k_BKmH, v_BKmV = (x.take_along_dim(slots_BKm[..., None], dim=2) for x in (given.k_BKnH, given.v_BKnV))
@@ -114,7 +114,7 @@ def test_other_tokens_are_left_out_in_each_step_and_layer() -> None:
         extra = slots.num_slots - 30
         index.append(given.k_BKnH[:, :, :extra], given.v_BKnV[:, :, :extra])
         assert index.samples(q_BNH).all()
-        choice = policy.choose(index, q_BNH, slots)
+        choice = index.choose(q_BNH, slots)
         assert choice is not None
         return slots.num_slots - choice.slots_BKm.sort(dim=-1).values
 

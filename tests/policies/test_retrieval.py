@@ -683,22 +683,6 @@ def test_a_pool_too_small_for_what_always_stays_is_refused() -> None:
         turns.prefill()
 
 
-def test_quest_bounds_are_never_below_a_score_in_their_page() -> None:
-    from policies.quest import Pages
-
-    generator = torch.manual_seed(0)
-    k_BKnH, q_BNH = torch.randn(2, 2, 37, 8, generator=generator), torch.randn(2, 4, 8, generator=generator)
-    pages = Pages(k_BKnH[:, :, :21], page=5, pads=[0, 0], scaling=0.5)
-    pages.append(k_BKnH[:, :, 21:22], k_BKnH[:, :, 21:22])
-    pages.append(k_BKnH[:, :, 22:], k_BKnH[:, :, 22:])
-    scores = q_BNH.unflatten(1, (2, 2)) @ k_BKnH.mT * 0.5
-    bounds = pages.scores(q_BNH)
-    assert bounds.shape == (2, 2, 2, 7)  # the last one is not full yet
-    for page in range(7):
-        inside = scores[..., page * 5 : page * 5 + 5].amax(-1)
-        assert (bounds[..., page] >= inside - 1e-6).all()
-
-
 class SettleCounts:
     """A gathering of one rank that counts the waits."""
 

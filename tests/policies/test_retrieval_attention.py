@@ -181,7 +181,7 @@ def test_found_slots_are_chosen_before_others_and_no_padding(pads: list[int]) ->
     seen, slots = view(50, pads, observed=20), slots_of(50, pads)
     policy = RetrievalAttention(**OPTIONS, fetch=15, hops=60, observed=20)
     q_BNH = drawn(len(pads), 4, 8, seed=3)
-    choice = policy.choose(policy.index(seen), q_BNH, slots)
+    choice = policy.index(seen).choose(q_BNH, slots)
     assert choice is not None
     for row, pad in enumerate(pads):
         scores_KGn = q_BNH[row].unflatten(0, (2, 2)) @ seen.k_BKnH[row].mT * seen.scaling

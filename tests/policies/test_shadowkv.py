@@ -74,7 +74,7 @@ def test_outliers_are_the_pages_with_the_key_least_like_their_mean(pads: list[in
     """
     policy, seen = ShadowKV(**OPTIONS, outliers=3, rank=None), view(42, pads)
     index = ShadowPages(seen, policy)
-    choice = policy.choose(index, drawn(len(pads), 4, 8, seed=5), slots_of(42, pads))
+    choice = index.choose(drawn(len(pads), 4, 8, seed=5), slots_of(42, pads))
     assert choice is not None and choice.on_device is not None
     for row, pad in enumerate(pads):
         for head in range(KV_HEADS):
@@ -104,7 +104,7 @@ def test_outliers_raise_the_attention_that_is_seen() -> None:
     masses = []
     for outliers, fetch in ((0, 64), (8, 32)):
         policy = ShadowKV(**OPTIONS | {"fetch": fetch}, outliers=outliers, rank=None)
-        choice = policy.choose(ShadowPages(seen, policy), q_BNH, slots_of(160, [0]))
+        choice = ShadowPages(seen, policy).choose(q_BNH, slots_of(160, [0]))
         assert choice is not None and choice.slots_BKm.shape[2] == 64
         scores = (q_BNH.unflatten(1, (2, 2)) @ seen.k_BKnH.mT * seen.scaling).softmax(dim=-1)
         masses.append(float(scores.take_along_dim(choice.slots_BKm.unsqueeze(2), dim=3).sum(-1).mean()))

@@ -19,7 +19,6 @@ from launch.inputs.policies import checked, rank_policies
 from policies import clustering
 from policies.base import Policy
 from policies.clusterkv import ClusterKV
-from policies.clusters import Clusters
 from policies.retriever import StoredPart
 from policies.retroinfer import RetroInfer
 from policies.reuse import ReusingPrompt, Segment, SegmentUse
@@ -172,7 +171,7 @@ def test_every_token_is_in_one_cluster_of_its_module_which_has_the_mean_of_those
 
     Of the first module some tokens are computed again, and of both some are alone; the second row has one of them.
     """
-    how = RetroInfer(cluster=5, iterations=4, block=6, sinks=2, recent=6).clustering
+    how = RetroInfer(cluster=5, iterations=4, block=6, sinks=2, recent=6)
     seen, generator = view(50, pads), torch.Generator().manual_seed(1)
     slots = [torch.arange(-6, 14), torch.cat([torch.arange(20, 26), torch.tensor([-1] * 5), torch.arange(36, 47)])]
     parts = [
@@ -181,7 +180,7 @@ def test_every_token_is_in_one_cluster_of_its_module_which_has_the_mean_of_those
     ]
     parts[0].slots_T.clamp_(min=-1)
     parts_B = [parts, parts[1:]][: len(pads)]
-    index = Clusters(replace(seen, stored_parts_B=parts_B), how)
+    index = how.index(replace(seen, stored_parts_B=parts_B))
     of_BKn, sizes_BKY = index.of_BKn, index.sizes_BKY(slots_of(50, pads))
     means = torch.cat([index._clusters.means_BKPH, index._k_BKWH], dim=2)
     for row, pad in enumerate(pads):
