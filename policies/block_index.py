@@ -18,6 +18,7 @@ from torch import Tensor
 from policies.base import nested_options, require_default
 from policies.clustering import rows_by_pad
 from policies.events import By, Events, Refine
+from policies.precision import widened
 from policies.retriever import Index, PromptView, Retriever, Slots, need_of_group
 from policies.row_values import sent
 
@@ -205,5 +206,4 @@ def block_scores(q_BKGH: Tensor, digests_BKPX: Tensor) -> Tensor:
     """Scores (B, K, G, P) of blocks, in at least float32, by a key each, or by both ends of its keys in each dim."""
     if digests_BKPX.shape[-1] > q_BKGH.shape[-1]:
         q_BKGH = torch.cat([q_BKGH.clamp_max(0), q_BKGH.clamp_min(0)], dim=-1)
-    scores_BKGP = q_BKGH @ digests_BKPX.mT
-    return scores_BKGP.to(torch.promote_types(scores_BKGP.dtype, torch.float32))
+    return widened(q_BKGH @ digests_BKPX.mT)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from policies.clustering import Clustering, TokenClusters, alone
+from policies.precision import widened
 from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
 from policies.row_values import row_values
 
@@ -183,8 +184,7 @@ class Clusters(Index):
         k_BKYH = self._k_BKTH[:, :, : sizes_BKY.shape[2]] if k_BKYH is None else k_BKYH
         batch, heads, _ = sizes_BKY.shape
         q_XGH = q_BNH.reshape(batch * heads, -1, q_BNH.shape[2]) * self.scaling
-        scores_BKGY = q_XGH.bmm(k_BKYH.flatten(0, 1).mT).unflatten(0, (batch, heads))
-        scores_BKGY = scores_BKGY.to(torch.promote_types(scores_BKGY.dtype, torch.float32))
+        scores_BKGY = widened(q_XGH.bmm(k_BKYH.flatten(0, 1).mT)).unflatten(0, (batch, heads))
         return scores_BKGY.masked_fill_((sizes_BKY == 0).unsqueeze(2), -torch.inf)
 
     def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:

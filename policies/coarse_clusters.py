@@ -11,6 +11,7 @@ from torch import Tensor
 
 from policies.clustering import TokenClusters
 from policies.k_means import spherical_k_means
+from policies.precision import widened
 
 ITERATIONS = 20
 """Iterations of k-means over the means of clusters."""
@@ -37,12 +38,10 @@ class CoarseClusters:
         batch, heads, num_clusters, _ = means_BKPH.shape
         num_coarse = -(-num_clusters // size)
         of_BKP = spherical_k_means(means_BKPH.flatten(0, 1), num_coarse, ITERATIONS).unflatten(0, (batch, heads))
-        wide = torch.promote_types(means_BKPH.dtype, torch.float32)
         sizes_BKZ = sizes_BKP.new_zeros(batch, heads, num_coarse).scatter_add_(2, of_BKP, sizes_BKP)
-        sums_BKZH = means_BKPH.new_zeros(batch, heads, num_coarse, means_BKPH.shape[3], dtype=wide)
-        sums_BKZH.scatter_add_(
-            2, of_BKP[..., None].expand_as(means_BKPH), means_BKPH.to(wide) * sizes_BKP[..., None].to(wide)
-        )
+        sums_BKPH = widened(means_BKPH) * sizes_BKP[..., None]
+        sums_BKZH = sums_BKPH.new_zeros(batch, heads, num_coarse, means_BKPH.shape[3])
+        sums_BKZH.scatter_add_(2, of_BKP[..., None].expand_as(sums_BKPH), sums_BKPH)
         means_BKZH = (sums_BKZH / sizes_BKZ.clamp_min(1).unsqueeze(3)).to(means_BKPH.dtype)
         return cls(means_BKZH=means_BKZH, sizes_BKZ=sizes_BKZ, of_BKP=of_BKP)
 

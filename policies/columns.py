@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from policies.precision import widened
 from policies.retriever import Index, PromptView, Retriever
 
 FEW_QUERIES = 8
@@ -77,12 +78,7 @@ class Columns(Index):
             if q_BKGr.shape[2] <= FEW_QUERIES:
                 rows_Xc, weights_Xc = rows_BKc.unsqueeze(2).expand(q_BKGr.shape).flatten(0, 2), q_BKGr.flatten(0, 2)
                 products_XT = embedding_bag(rows_Xc, keys_XT, mode="sum", per_sample_weights=weights_Xc)
-                return _wide(products_XT.view(*q_BKGr.shape[:3], room)[..., : self.num_slots])
+                return widened(products_XT.view(*q_BKGr.shape[:3], room)[..., : self.num_slots])
             keys_XrT = keys_XT[rows_BKc.flatten(0, 1)]
         products_XGn = q_BKGr.flatten(0, 1).bmm(keys_XrT[..., : self.num_slots])
-        return _wide(products_XGn.unflatten(0, (batch, heads)))
-
-
-def _wide(x: Tensor) -> Tensor:
-    """`x` in at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        return widened(products_XGn.unflatten(0, (batch, heads)))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from policies.base import LayerView
+from policies.precision import widened
 from policies.scorer import RecentShare
 
 BLOCK_DISTANCES = 1 << 20
@@ -33,7 +34,7 @@ class KCenters(RecentShare, name="k_centers"):
     evict_every: int = 128
 
     def score(self, view: LayerView) -> Tensor:
-        k_BKnH = view.k_BKnH.to(torch.promote_types(view.k_BKnH.dtype, torch.float32))
+        k_BKnH = widened(view.k_BKnH)
         n, m = view.num_slots, self.slots(view)
         num_sinks = view.sinks(self.sinks)
         recent = min(self.recent_of(m), m - min(m, max(num_sinks)))

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from policies.precision import widened
+
 
 def spherical_k_means(k_XnH: Tensor, num_clusters: int, iterations: int) -> Tensor:
     """Cluster (X, n) of each key by direction, of `num_clusters` with evenly spaced starts. Some may be empty."""
-    k_XnH = normalize(k_XnH.to(torch.promote_types(k_XnH.dtype, torch.float32)), dim=-1)
+    k_XnH = normalize(widened(k_XnH), dim=-1)
     starts = torch.arange(num_clusters, device=k_XnH.device) * k_XnH.shape[1] // num_clusters
     centers_XpH = k_XnH[:, starts]
     for _ in range(iterations):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from policies.base import LayerView, PromptPart, require_least
+from policies.precision import widened
 from policies.scorer import Scorer
 
 
@@ -76,7 +77,7 @@ def deviations(x_KPLH: Tensor) -> Tensor:
 
     A channel in which the next partition is constant has no range to be scaled to, and is left out.
     """
-    x_KPLH = x_KPLH.to(torch.promote_types(x_KPLH.dtype, torch.float32))
+    x_KPLH = widened(x_KPLH)
     next_KPLH = x_KPLH[:, 1:]
     low_KP1H, high_KP1H = next_KPLH.amin(dim=2, keepdim=True), next_KPLH.amax(dim=2, keepdim=True)
     range_KP1H = high_KP1H - low_KP1H

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from policies.precision import widened
 from policies.retriever import PromptView
 
 Turn = Callable[[Tensor, Tensor], Tensor]
@@ -32,8 +33,7 @@ class LowRankKeys:
         positions_BKn = self._positions_BKn.expand(view.k_BKnH.shape[:3])
         is_token_BKn1 = (positions_BKn >= 0).unsqueeze(-1)
         k_BKnH = turned_by_head(view.turn, view.k_BKnH, -positions_BKn)
-        wide = torch.promote_types(k_BKnH.dtype, torch.float32)
-        k_BnZ = torch.where(is_token_BKn1, k_BKnH, 0).to(wide).transpose(1, 2).flatten(2)
+        k_BnZ = widened(torch.where(is_token_BKn1, k_BKnH, 0)).transpose(1, 2).flatten(2)
         # The right singular vectors are the eigenvectors of a Z x Z matrix, however long the prompt.
         basis_BZR = torch.linalg.eigh(k_BnZ.mT @ k_BnZ).eigenvectors[..., -rank:]
         self._factors_BnR = (k_BnZ @ basis_BZR).to(k_BKnH.dtype)

@@ -53,6 +53,9 @@ def _digest(kind: Digest, k_BKPSH: Tensor) -> Tensor:
 class Pages(Index):
     """Index of what stands for every full page of slots."""
 
+    num_held = 0
+    """Number of pages per KV head that are not chosen, since they are on the device."""
+
     how: Quest
 
     def __init__(self, view: PromptView, how: Quest) -> None:
@@ -66,11 +69,6 @@ class Pages(Index):
                 first = min(pad, k_BKnH.shape[2] - 1)  # a rank may have no token of a row
                 k_BKnH[row, :, :pad] = k_BKnH[row, :, first : first + 1]
         Pages.append(self, k_BKnH, view.v_BKnV)
-
-    @property
-    def num_held(self) -> int:
-        """Number of pages per KV head that are not chosen, since they are on the device."""
-        return 0
 
     def leave_out(self, need_BKP: Tensor) -> None:
         """Set the need of these pages to minus infinity."""

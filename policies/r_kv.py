@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from policies.base import LayerView, Phase, require
+from policies.precision import widened
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 
@@ -76,8 +77,7 @@ class RKV(SnapKV, name="r_kv"):
         it, which may be itself, does not count.
         """
         is_token_BKn = view.is_token_BKn()
-        k_BKnH = view.k_BKnH.to(torch.promote_types(view.k_BKnH.dtype, torch.float32))
-        unit_BKnH = normalize(k_BKnH, dim=-1) * is_token_BKn[..., None]
+        unit_BKnH = normalize(widened(view.k_BKnH), dim=-1) * is_token_BKn[..., None]
         total_BKn = torch.zeros_like(unit_BKnH[..., 0])
         slots_n = torch.arange(view.num_slots, device=unit_BKnH.device)
         step = max(1, BLOCK_COSINES // total_BKn.numel())

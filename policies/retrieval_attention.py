@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from policies.base import Budget, require, require_least
+from policies.precision import widened
 from policies.retriever import Group, Index, PromptView, Retriever, Slots
 
 PART = 128
@@ -84,8 +85,7 @@ class KeyGraph(Index):
             skipped_BKGc = is_again_BKGc | seen_BKGn.gather(3, slots_BKGc)
             seen_BKGn.scatter_(3, slots_BKGc, True)
             scores_BKGc = (k_BKnH.unsqueeze(2).take_along_dim(slots_BKGc.unsqueeze(4), dim=3) @ q_BKGH1).squeeze(4)
-            wide = torch.promote_types(scores_BKGc.dtype, torch.float32)
-            return slots_BKGc, scores_BKGc.to(wide).masked_fill(skipped_BKGc, -torch.inf)
+            return slots_BKGc, widened(scores_BKGc).masked_fill(skipped_BKGc, -torch.inf)
 
         new_C = torch.arange(num_linked, self.num_slots, device=k_BKnH.device)
         first_BKc = torch.cat([self.entries_BKE, new_C.expand(*k_BKnH.shape[:2], -1)], dim=2)

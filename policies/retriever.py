@@ -36,6 +36,7 @@ from policies.base import (
 )
 from policies.base import ModelFacts as ModelFacts
 from policies.pool import Pool
+from policies.precision import widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,12 +227,13 @@ class Index:
         how: the policy.
 
     Attributes:
-        stored, scaling, pads: as in `PromptView`.
+        stored, scaling, softcap, pads: as in `PromptView`.
         num_slots: number of slots in the index.
     """
 
     def __init__(self, view: PromptView, how: Retriever) -> None:
-        self.how, self.stored, self.scaling, self.pads = how, view.stored, view.scaling, list(view.pads)
+        self.how, self.stored, self.pads = how, view.stored, list(view.pads)
+        self.scaling, self.softcap = view.scaling, view.softcap
         _, self.num_kv_heads, self.num_slots, _ = view.k_BKnH.shape
 
     @property
@@ -297,8 +299,7 @@ class Index:
         q_BKGH = q_BNH.unflatten(1, (self.num_kv_heads, -1)) * self.scaling
         # On a CPU the product with keys that lie beside values takes half the time in parts that fit into its cache.
         parts = k_BKnH.split(PART if k_BKnH.device.type == "cpu" else max(1, k_BKnH.shape[2]), dim=2)
-        scores_BKGn = torch.cat([q_BKGH @ part.transpose(-1, -2) for part in parts], dim=3)
-        return scores_BKGn.to(torch.promote_types(scores_BKGn.dtype, torch.float32))
+        return widened(torch.cat([q_BKGH @ part.transpose(-1, -2) for part in parts], dim=3))
 
     def chosen_padding(self, slots: Slots, num_chosen: int) -> list[int]:
         """Number of chosen slots that are padding, in each row; the same in all of its KV heads."""

@@ -21,17 +21,13 @@ from policies.base import require
 from policies.clustering import Clustering
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters, Ranking
-from policies.retriever import Choice, Group, PromptView, Rest, Slots, need_of_group
+from policies.retriever import Choice, Group, Rest, Slots, need_of_group
 
 
 class EstimatingClusters(Clusters):
     """Index of clusters, by which the attention to those that are not fetched is estimated."""
 
     how: RetroInfer
-
-    def __init__(self, view: PromptView, how: RetroInfer, clustering: Clustering) -> None:
-        super().__init__(view, how, clustering)
-        self._softcap = view.softcap
 
     def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
         how, sizes_BKY = self.how, self.sizes_BKY(slots)
@@ -54,8 +50,8 @@ class EstimatingClusters(Clusters):
 
         The log-sum-exp is never above that of their tokens' scores, since the exponential function is convex.
         """
-        if self._softcap is not None:
-            scores_BKGY = self._softcap * torch.tanh(scores_BKGY / self._softcap)
+        if self.softcap is not None:
+            scores_BKGY = self.softcap * torch.tanh(scores_BKGY / self.softcap)
         # In float32 another processor's logarithm has another last bit.
         logits_BKGY = (scores_BKGY + sizes_BKY.to(scores_BKGY.dtype).log().unsqueeze(2)).masked_fill_(
             ~is_estimated_BKY.unsqueeze(2), -torch.inf

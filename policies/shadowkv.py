@@ -40,21 +40,17 @@ class ShadowPages(Pages):
         self._new_BKCH = view.k_BKnH[:, :, :0]
         whole = view.k_BKnH.shape[2] // how.page
         firsts = [-(-(pad + how.sinks) // how.page) for pad in view.pads]  # pages of tokens that may be held
-        number = max(0, min(how.outliers, *(whole - first for first in firsts)))
+        self.num_held = max(0, min(how.outliers, *(whole - first for first in firsts)))
         k_BKPSH = view.k_BKnH[:, :, : whole * how.page].unflatten(2, (whole, how.page))
         alike_BKPS = torch.cosine_similarity(k_BKPSH, k_BKPSH.mean(dim=3, keepdim=True), dim=-1)
         alike_BKP = alike_BKPS.amin(dim=-1)
         for row, first in enumerate(firsts):
             alike_BKP[row, :, :first] = torch.inf
-        self._held_BKo = alike_BKP.topk(number, dim=-1, largest=False).indices
+        self._held_BKo = alike_BKP.topk(self.num_held, dim=-1, largest=False).indices
         within_S = torch.arange(how.page, device=self._held_BKo.device)
         self.held_slots_BKm = (self._held_BKo[..., None] * how.page + within_S).flatten(2)
         held = [x.take_along_dim(self.held_slots_BKm.unsqueeze(-1), dim=2) for x in (view.k_BKnH, view.v_BKnV)]
         self.held_kv_BKmX = torch.cat(held, dim=-1)
-
-    @property
-    def num_held(self) -> int:
-        return self._held_BKo.shape[2]
 
     def leave_out(self, need_BKP: Tensor) -> None:
         need_BKP.scatter_(2, self._held_BKo, -torch.inf)

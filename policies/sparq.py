@@ -53,11 +53,6 @@ class LargeDims(Columns):
         num_dims = self._columns_BKrT.shape[2]
         return self.num_bytes * min(self.how.dims, num_dims) // num_dims
 
-    @property
-    def mean_BKV(self) -> Tensor:  # noqa: N802
-        """Mean value."""
-        return self._sum_BKV / self._count_B11.clamp_min(1)  # a rank may have no token of a row
-
     def append(self, k_BKCH: Tensor, v_BKCV: Tensor) -> None:
         super().append(k_BKCH, v_BKCV)
         self._sum_BKV = self._sum_BKV + v_BKCV.sum(dim=2, dtype=self._sum_BKV.dtype)
@@ -96,7 +91,8 @@ class LargeDims(Columns):
         # log((1 - alpha) / alpha); nan: nothing to choose from
         ratio_BKG = (all_BKG - chosen_BKG).clamp_min(0).log() - chosen_BKG.clamp_min(least).log()
         ratio_BKG = ratio_BKG.nan_to_num_(-torch.inf, neginf=-torch.inf)
-        out_BKGV = self.mean_BKV.unsqueeze(2).expand(*ratio_BKG.shape, -1)
+        mean_BKV = self._sum_BKV / self._count_B11.clamp_min(1)  # a rank may have no token of a row
+        out_BKGV = mean_BKV.unsqueeze(2).expand(*ratio_BKG.shape, -1)
         rest = Rest(out_BNV=out_BKGV.flatten(1, 2), lse_BN=ratio_BKG.flatten(1, 2), is_relative=True)
         return replace(choice, rest=rest)
 

@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "policies.base",
         "policies.gumbel",
         "policies.pool",
+        "policies.precision",
         "policies.retriever",
         "policies.row_values",
     ),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.precision import widened
+
 BLOCK_TOKENS = 512
 """Tokens that are merged at a time: vectors are in at least float32 meanwhile."""
 
@@ -100,8 +102,7 @@ class SharedDirections:
 
 def _merged(x_BKSD: Tensor, y_BKSD: Tensor, towards_y: float) -> tuple[Tensor, Tensor, Tensor]:
     """Directions (B, K, S, D), lengths (B, K, S, 2) and angles (B, K, S) of some tokens."""
-    wide = torch.promote_types(x_BKSD.dtype, torch.float32)
-    both_BKS2D = torch.stack([x_BKSD, y_BKSD], dim=3).to(wide)
+    both_BKS2D = widened(torch.stack([x_BKSD, y_BKSD], dim=3))
     units_x, units_y = _units(both_BKS2D).unbind(dim=3)
     angles_BKS = angles(units_x, units_y)
     directions_BKSD = interpolated(units_x, units_y, angles_BKS, towards_y)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from policies.precision import widened
+
 
 class Head:
     """Logits after the layers of a model.
@@ -66,4 +68,4 @@ class Head:
             else:
                 body.forward = before
         assert logits_BTV.shape[:2] == hidden_BTD.shape[:2], (logits_BTV.shape, hidden_BTD.shape)
-        return logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        return widened(logits_BTV)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from policies.precision import widened
 from policies.row_values import row_values
 from runahead.attention.base import LayerAttention, Recording
 from runahead.attention.masks import MaskRule
@@ -595,7 +596,7 @@ class Model(CheckedModel):
             wanted = logits_BCV if "logits_to_keep" in self._optional else logits_BCV[:, list(logits_of)]
         else:
             wanted = logits_BCV if all_logits else logits_BCV[:, -1]
-        return wanted.to(torch.promote_types(logits_BCV.dtype, torch.float32))
+        return widened(wanted)
 
     def _block_ends(self, num_new: int, row_tokens: int | None, multiple: int = 1) -> Sequence[int]:
         """Ends of blocks of rows of at most so many tokens, all of about the same length; () if one has room for all.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from policies.precision import widened
 from runahead.cache.quantised.groups import TokenGroups, blocks, dtype_of_16_bits, narrowed
 
 
@@ -34,7 +35,7 @@ class ChannelScales:
         if not k_BKTD.shape[2]:
             none_BK1D = k_BKTD.new_zeros(*k_BKTD.shape[:2], 1, k_BKTD.shape[3], dtype=dtype)
             return cls(middle_BK1D=none_BK1D, scale_BK1D=torch.ones_like(none_BK1D))
-        least, most = (_wide(x) / 2 for x in torch.aminmax(k_BKTD, dim=2, keepdim=True))
+        least, most = (widened(x) / 2 for x in torch.aminmax(k_BKTD, dim=2, keepdim=True))
         scale_BK1D = narrowed((most - least).sqrt(), dtype)
         scale_BK1D = scale_BK1D.masked_fill(scale_BK1D == 0, 1)
         return cls(middle_BK1D=narrowed(most + least, dtype), scale_BK1D=scale_BK1D)
@@ -64,7 +65,7 @@ class ChannelScales:
     def groups(self, k_BKTD: Tensor, bits: int) -> TokenGroups:
         """Quantise keys, a block of tokens at a time."""
         parts_BKSD = (k_BKTD[:, :, first:end] for first, end in blocks(k_BKTD.shape[2]))
-        scaled = ((_wide(each_BKSD) - self.middle_BK1D) / self.scale_BK1D for each_BKSD in parts_BKSD)
+        scaled = ((widened(each_BKSD) - self.middle_BK1D) / self.scale_BK1D for each_BKSD in parts_BKSD)
         return TokenGroups.joined([TokenGroups.quantise(each_BKSD, bits) for each_BKSD in scaled])
 
     def read(self, keys: TokenGroups, start: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +73,3 @@ class ChannelScales:
         scaled_BKSD = keys.read(start, end, torch.promote_types(dtype, torch.float32))
         middle, scale = (x.to(scaled_BKSD.dtype) for x in (self.middle_BK1D, self.scale_BK1D))
         return torch.addcmul(middle, scaled_BKSD, scale).to(dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

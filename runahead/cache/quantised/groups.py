@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from policies.precision import widened
+
 GROUP = 32
 """Numbers that share a scale and a zero point."""
 
@@ -224,7 +226,7 @@ def _encoded(x: Tensor, bits: int, *, dim: int) -> tuple[Tensor, Tensor, Tensor]
     Codes are those that fit the scale and the zero point as they are stored. A group of equal numbers has scale 0.
     """
     stored = dtype_of_16_bits(x.dtype)
-    x, most, limit = x.to(torch.promote_types(x.dtype, torch.float32)), 2**bits - 1, torch.finfo(stored).max
+    x, most, limit = widened(x), 2**bits - 1, torch.finfo(stored).max
     zero = x.amin(dim, keepdim=True).clamp(-limit, limit).to(stored)
     above_zero = x - zero.to(x.dtype)
     scale = (above_zero.amax(dim, keepdim=True) / most).clamp(0, limit).to(stored)

@@ -19,6 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from policies.precision import widened
 from runahead.cache.quantised.groups import SCALE_BYTES, packed, packed_bytes, unpacked
 from runahead.cache.slabs import KVShape
 
@@ -53,7 +54,7 @@ def encode(kv_SBKX: Tensor, key_dim: int, bits: int, records_SBKW: Tensor) -> No
     """Write the records of keys and values. Not finite numbers make all of their key, or value, not finite."""
     for kv, records in _blocks(kv_SBKX, records_SBKW):
         for x, scale, codes in _parts(kv, key_dim, bits, records):
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = widened(x)
             if bits < 8:
                 x = x @ _turning(x.shape[-1], x.dtype, x.device)
             middle = (2**bits - 1) / 2
