@@ -268,7 +268,7 @@ RETRIEVING: dict[str, dict[str, Any]] = {
     "infinigen, as many as needed": {"alpha": 2.0, "max_fetch": 0.5, "ahead": True, "first_ahead": 1, "first_layer": 1},
     "quest": {"fetch": 32},
     "quest, late": {"fetch": 32, "late": 1.0},
-    "shadowkv": {"fetch": 32},
+    "shadowkv": {"fetch": 36},
     "sparq": {"fetch": 32},
     "magicpig": {"fetch": 32, "tables": 20, "bits": 2, "dense_every": 0, "recent": 16},
     "magicpig, as many as are sampled": {"tables": 20, "bits": 2, "dense_every": 0, "recent": 16},
