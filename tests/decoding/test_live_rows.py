@@ -136,7 +136,7 @@ TOGETHER = {
     "streaming_llm": RankPolicies.everywhere([StreamingLLM(budget=16, sinks=2)]),
     "h2o": RankPolicies.everywhere([H2O(budget=16)]),
     "adakv": RankPolicies.everywhere([AdaKV(scorer=SnapKV(budget=16, window=4))]),
-    "exact_topk": RankPolicies.everywhere([ExactTopK(fetch=8)]),
+    "exact_topk": RankPolicies.everywhere([ExactTopK(fetch=20)]),
     "4 bits": RankPolicies(storage=CacheOptions(bits=4, residual=4)),
     "h2o, 4 bits": RankPolicies.everywhere([H2O(budget=16)], storage=CacheOptions(bits=4, residual=4)),
 }

@@ -35,8 +35,8 @@ POLICIES: dict[str, RankPolicies] = {
     "h2o": RankPolicies.everywhere([H2O(budget=16)]),
     "unequal heads": RankPolicies.everywhere([AdaKV(scorer=SnapKV(budget=16, window=4))]),
     "the whole prompt": RankPolicies.everywhere([KVzip(budget=0.6)]),
-    "retrieving": RankPolicies.everywhere([ExactTopK(fetch=12)]),
-    "retrieving ahead": RankPolicies.everywhere([Quest(fetch=12)]),
+    "retrieving": RankPolicies.everywhere([ExactTopK(fetch=20)]),
+    "retrieving ahead": RankPolicies.everywhere([Quest(fetch=20)]),
     "merging": RankPolicies.everywhere([MiniCache()]),
     "few bits": RankPolicies(storage=CacheOptions(bits=4, residual=4)),
     "snapkv, few bits": RankPolicies.everywhere(
@@ -205,7 +205,7 @@ KEPT: dict[str, list[Policy]] = {
     "snapkv": [SnapKV(budget=16, window=4)],
     "the whole prompt": [KVzip(budget=0.6)],
     "all layers": [ZigZagKV(budget=0.5, window=4)],
-    "retrieving": [ExactTopK(fetch=12)],
+    "retrieving": [ExactTopK(fetch=20)],
 }
 
 

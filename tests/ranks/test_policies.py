@@ -155,23 +155,23 @@ def test_the_last_rank_stores_few_bits_and_receives_all(
         InfiniGen(min_tokens=0, ahead=True, first_ahead=1, fetch=12, sinks=2, recent=3, first_layer=1, observed=8),
         InfiniGen(
             min_tokens=0,
-            fetch=12,
+            fetch=20,
             first_layer=1,
             observed=8,
             pool={"bytes": 30 * 2 * 2 * 2 * 2 * 8 * 8, "victim": "fifo"},
         ),
-        Quest(min_tokens=0, fetch=12, page=4, first_layer=0),
-        ExactTopK(min_tokens=0, fetch=12),
+        Quest(min_tokens=0, fetch=20, page=4, first_layer=0),
+        ExactTopK(min_tokens=0, fetch=20),
         Offload(),
-        SparQ(min_tokens=0, fetch=12, dims=3),
+        SparQ(min_tokens=0, fetch=20, dims=3),
         MagicPIG(min_tokens=0, recent=3, bits=2, tables=6, dense_every=0),
         RetroInfer(min_tokens=0, fetch=12, cluster=4, block=6, recent=4, first_layer=0),
         ClusterKV(min_tokens=0, fetch=12, cluster=4, block=6, sinks=2, recent=4, first_layer=0),
         SqueezedAttention(min_tokens=0, cluster=4, block=6, recent=4, first_layer=0, observed=8),
-        ShadowKV(min_tokens=0, fetch=12, page=4, outliers=1, rank=6),
+        ShadowKV(min_tokens=0, fetch=36, page=4, outliers=1, rank=6),
         InfLLM(min_tokens=0, fetch=24, sinks=2, recent=8, block=4, observed=8),
         EMLLM(min_tokens=0, fetch=24, sinks=2, recent=8, observed=8, events=EVENTS),
-        Quest(min_tokens=0, fetch=12, first_layer=0, events=EVENTS),
+        Quest(min_tokens=0, fetch=20, first_layer=0, events=EVENTS),
         RetrievalAttention(min_tokens=0, fetch=14, sinks=2, recent=4, observed=8, nearest=4, width=4, hops=2),
     ],
     ids=[
@@ -298,7 +298,7 @@ def test_what_cannot_be_is_refused(
 def test_a_pool_without_room_is_refused_on_all_ranks_before_a_prompt(rank_pools: RankPools) -> None:
     """Only ranks that decode have a pool, and the others would learn of it in the middle of the prefill."""
     row = sum(shape.bytes_per_token() for shape in tiny_model("llama").kv_shapes) * (4 + 16 + 1)
-    enough, small = (ExactTopK(min_tokens=0, fetch=12, pool={"bytes": size}) for size in (row, row - 1))
+    enough, small = (ExactTopK(min_tokens=0, fetch=20, pool={"bytes": size}) for size in (row, row - 1))
     two, one = [prompt(NUM_TOKENS), prompt(44, seed=3)], [prompt(NUM_TOKENS)]
     others = RankPolicies(last=[enough], others=[small])
     for policies, prompts, decode, place, least in (

@@ -617,7 +617,7 @@ def test_a_rank_may_have_another_policy_or_none(rank_pools: RankPools) -> None:
     for policies, expected in (
         (RankPolicies(last=[SnapKV(budget=24, window=4)]), [35, 10]),
         (RankPolicies(others=[SnapKV(budget=24, window=4)]), [14, 25]),
-        (RankPolicies(last=[Window(budget=24)], others=[ExactTopK(min_tokens=0, fetch=6)]), [35, 10]),
+        (RankPolicies(last=[Window(budget=24)], others=[ExactTopK(min_tokens=0, fetch=20)]), [35, 10]),
     ):
         seen = run(rank_pools, policies, bounds)
         check_steps(seen)

@@ -70,7 +70,7 @@ RETRIEVING: list[Policy] = [
     SparQ(min_tokens=0, fetch=32, dims=3),
     MagicPIG(min_tokens=0, recent=3, bits=2, tables=6, dense_every=0),
     ClusterKV(min_tokens=0, fetch=32, cluster=4, block=6, sinks=2, recent=4, first_layer=0),
-    ShadowKV(min_tokens=0, fetch=32, page=4, outliers=1, rank=6),
+    ShadowKV(min_tokens=0, fetch=36, page=4, outliers=1, rank=6),
     InfLLM(min_tokens=0, fetch=32, sinks=2, recent=8, block=4, observed=8, clamped=False),
 ]
 

@@ -127,11 +127,11 @@ def test_each_stage_receives_once_what_it_lacks(rank_pools: RankPools, prefill: 
 
 
 RETRIEVING = [
-    (2, WAYS[0], InfiniGen(fetch=10, first_layer=1, min_tokens=0, observed=8)),
-    (3, WAYS[3], ExactTopK(fetch=10, min_tokens=0)),
+    (2, WAYS[0], InfiniGen(fetch=20, first_layer=1, min_tokens=0, observed=8)),
+    (3, WAYS[3], ExactTopK(fetch=20, min_tokens=0)),
     *(
         pytest.param(3, WAYS[1], policy, marks=pytest.mark.slow)
-        for policy in (Quest(fetch=10, page=4, min_tokens=0), Offload())
+        for policy in (Quest(fetch=20, page=4, min_tokens=0), Offload())
     ),
 ]
 

@@ -152,7 +152,7 @@ def test_models_that_count_positions_on_their_own_copy_the_prompt(family: str) -
     "policy",
     [
         H2O(budget=16),
-        ExactTopK(fetch=8),
+        ExactTopK(fetch=20),
         AdaKV(scorer=SnapKV(budget=16, window=8)),
         KVzip(budget=0.4, chunk_tokens=32),
     ],

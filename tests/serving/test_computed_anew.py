@@ -24,7 +24,7 @@ OTHER = prompt(8)
 POLICIES = {
     "full": RankPolicies(),
     "snapkv": RankPolicies.everywhere([SnapKV(budget=16, window=4)]),
-    "retrieving": RankPolicies.everywhere([ExactTopK(fetch=8)]),
+    "retrieving": RankPolicies.everywhere([ExactTopK(fetch=20)]),
     "few bits": RankPolicies(storage=CacheOptions(bits=4, residual=4)),
 }
 

@@ -507,7 +507,7 @@ def test_a_prompt_with_segments_that_begins_like_a_stored_one_is_computed_as_wit
 
 @pytest.mark.parametrize(
     ("size", "policy"),
-    [(1, ExactTopK(fetch=10, min_tokens=0)), (2, InfiniGen(fetch=10, first_layer=1, min_tokens=0, observed=8))],
+    [(1, ExactTopK(fetch=20, min_tokens=0)), (2, InfiniGen(fetch=20, first_layer=1, min_tokens=0, observed=8))],
     ids=lambda each: type(each).__name__,
 )
 def test_requests_under_a_policy_that_retrieves_reuse_prefixes(

@@ -30,7 +30,7 @@ NEW = GenerationOptions(max_new_tokens=5, ignore_eos=True)
 POLICIES: dict[str, Callable[[], RankPolicies | None]] = {
     "full": lambda: None,
     "snapkv": lambda: RankPolicies.everywhere([SnapKV(budget=16, window=4)]),
-    "retrieving": lambda: RankPolicies.everywhere([ExactTopK(fetch=8)]),
+    "retrieving": lambda: RankPolicies.everywhere([ExactTopK(fetch=20)]),
     "bits": lambda: RankPolicies(storage=CacheOptions(bits=4)),
 }
 FAMILIES = ("llama", "mistral", "gpt_oss", "opt", "falcon", "llama_dynamic_ntk", "llama_dms", "gemma3n_text")
