@@ -12,7 +12,7 @@ from launch.inputs.options import ineffective_split_settings
 from launch.inputs.policies import checked, rank_policies
 from launch.inputs.policy_file import load_files
 from launch.program.compose import Program, model_help
-from launch.program.ending import leave
+from launch.program.ending import leave, say
 from launch.program.run import run_program
 from partitioner.options import Objective, SearchRun
 
@@ -176,8 +176,10 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[s
     from launch.program.written_files import ensure_outputs
     from partitioner.searches import STRATEGIES
     from partitioner.searches.record import record_path
+    from runahead.features.layer_types import attending_to_all
+    from runahead.features.setup import Setup
+    from runahead.features.slower import Way, slower
     from runahead.model import loading
-    from runahead.model.held import attending_to_all
     from runahead.model.loading.position_limit import max_positions
     from runahead.model.shares import check_shares
     from runahead.prefill.base import require_exact
@@ -209,6 +211,8 @@ def _prepare(run: SearchRun, counts: list[int], mesh: Mesh) -> tuple[int, list[s
     whole = loading.load_decoder_config(replace(run.model, layers=None))
     if run.prefill.is_sparse:  # of all layers, of which fewer may be run
         require_exact(run.prefill, attending_to_all(whole), str(whole.model_type))
+        if sentence := slower(Setup(prefill=run.prefill, config=whole)).get(Way.few_keys):
+            say(f"slower: {sentence}")
     return int(whole.num_hidden_layers), list(getattr(whole, "layer_types", None) or [])
 
 

@@ -61,11 +61,8 @@ def load(
         model = load_stage(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
     else:
         model = load_model(run.model, ranks, profile=run.profile, tokenizer=tokenizer)
-    if run.prefill.is_sparse:  # before layers are timed for a split
-        exact = exact_layers(model, run.prefill)
-        if exact and len(exact) == model.rules.count(None):
-            why = f"prefill.exact_layers names all layers of model {model.name} that may choose keys"
-            say(f"warning: prefill.attention=xattention has no effect: {why}")
+    if run.prefill.is_sparse:
+        exact_layers(model, run.prefill)  # before layers are timed for a split
     if run.prefill.takes_partition or run.prefill.searches_chunks:
         prepare_partition(partition, model, ranks, run, lends=not serves)
     return model

@@ -29,11 +29,13 @@ from runahead.attention.base import ForwardEndsHere, Recording
 from runahead.cache.slabs import KVShape
 from runahead.config import DecodeOptions, ModelOptions, PrefillOptions
 from runahead.features.facts import FACTS
+from runahead.features.layer_types import attending_to_all
 from runahead.features.refused import check
 from runahead.features.setup import Setup
+from runahead.features.slower import Way, slower
 from runahead.model import loading
 from runahead.model.adapters import ADAPTERS
-from runahead.model.held import Held, attending_to_all
+from runahead.model.held import Held
 from runahead.model.layer_kinds import decoder_config
 from runahead.model.loading import hf
 from runahead.model.loading.position_limit import max_positions
@@ -158,7 +160,8 @@ class ModelSize:
         heads = int(text.num_attention_heads)
         kv_heads = _kv_heads(text) or heads
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-        places, value_dim, numbers, notes = Places.of_attention(int(text.num_hidden_layers)), head_dim, 0.0, []
+        places, value_dim, numbers = Places.of_attention(int(text.num_hidden_layers)), head_dim, 0.0
+        notes = [each for way, each in slower(Setup(config=text, prefill=prefill)).items() if way is Way.few_keys]
         experts = Experts.from_module(module, text, label)
         if experts is not None or Held.by_config(text) is not None:  # whose configs name sizes in several ways
             first, held = _looked_at(module, text, label)

@@ -34,6 +34,8 @@ class Way(Enum):
     stored_answers = "prompts are stored for later ones, and answers are not"
     at_once = "layers that hold a state compute tokens after a given one, as of later chunks and prefixes, one by one"
     once = "a prompt is computed once more while it is answered"
+    few_keys = "prefill.attention=xattention chooses keys in no layer"
+    retrieved = "decoding steps read all tokens in all layers"
     blocks = "ranks that keep tokens compute a layer for all new tokens at once, not in blocks of rows"
     kernels = "attention on a CPU is computed by PyTorch's kernel"
 
@@ -111,6 +113,16 @@ SLOWER = (
         (AUTO, "ranks.backend=nccl"),
         Way.timed,
         "decoding steps are not timed over {1}; decode=sharded asks for it",
+    ),
+    Slower(
+        ("prefill.attention=xattention", "exact layers alone"),
+        Way.few_keys,
+        "prefill.exact_layers names all layers of {1} in which it might",
+    ),
+    Slower(
+        ("a retrieving policy", "no layer that retrieves"),
+        Way.retrieved,
+        "policy.first_layer={retriever.first_layer} of {0} comes after all layers of {1} that see the whole text",
     ),
     Slower(("prefill.row_tokens", KEEPS), Way.blocks, "{1} look at all queries of a layer"),
     Slower((KEEPS, "a GPU"), Way.graph, "{0} keep keys and values in memory of other shapes"),

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from runahead.attention.base import ALL_ROWS, LayerAttention, Recording
 from runahead.attention.states import StateLayer, States, StateShape
@@ -26,16 +26,6 @@ Place: TypeAlias = tuple[Literal["kv", "state"], int]
 
 A_STATE = StateLayer()
 """Stands for the state of any layer where only the kinds of layers matter."""
-
-
-def attending_to_all(config: Any) -> list[int]:
-    """Layers that store keys and values and attend to all of them, as transformers' own cache has them by a config.
-
-    Args:
-        config: transformers' config of the text model.
-    """
-    layers = enumerate(DynamicCache(config=config).layers)
-    return [number for number, layer in layers if isinstance(layer, DynamicLayer) and not layer.is_sliding]
 
 
 @dataclass(frozen=True, kw_only=True)

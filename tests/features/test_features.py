@@ -219,6 +219,8 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "states alone": lambda: {"model": with_states()},
     "norms by head": lambda: {"config": with_config(model_type="cohere", use_qk_norm=True)},
     "windows": lambda: {"model": altered(rules=[None, WINDOW])},
+    "exact layers alone": lambda: {"prefill": PrefillOptions(exact_layers=[0, 1, 2]), "model": altered()},
+    "no layer that retrieves": lambda: {"model": altered(), "steps": [Quest(first_layer=3)]},
     "ALiBi": lambda: {"model": altered(has_key_bias=True)},
     "angles by length": lambda: {"model": altered(rotates_by_length=True, length_threshold=40)},
     "angles by length, of each token": lambda: {"model": altered(rotates_by_length=True, length_threshold=None)},

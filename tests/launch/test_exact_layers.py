@@ -231,7 +231,7 @@ def test_a_run_tells_that_no_layer_is_left_to_choose_keys(
     given = ["model=hf", f"model.path={folder}", "ranks.threads=1", "ranks.device=cpu", "generation.max_new_tokens=1"]
     given += ["prompt.random_tokens=20", "prefill.attention=xattention", f"prefill.exact_layers={layers}"]
     assert exit_status(infer.main, given) == 0
-    told = "warning: prefill.attention=xattention has no effect: prefill.exact_layers names all layers of model"
+    told = "slower: prefill.attention=xattention chooses keys in no layer: prefill.exact_layers names all layers of"
     assert (told in capsys.readouterr().err) is (layers == [0, 1, 2])
 
 

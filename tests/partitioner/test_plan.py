@@ -796,6 +796,8 @@ def test_layers_with_windows_are_no_exact_ones(tmp_path: Path, capsys: pytest.Ca
     err = capsys.readouterr().err
     assert "prefill.exact_layers=[0, 1] names 0, and the layers of model gemma2 in which" in err and "are 1;" in err
     assert main([*given, "prefill.exact_layers=[1]"]) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    assert "xattention chooses keys in no layer: prefill.exact_layers names all layers of this gemma2" in plan
 
 
 def test_what_has_no_effect_is_told(capsys: pytest.CaptureFixture[str]) -> None:

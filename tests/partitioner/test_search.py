@@ -252,7 +252,7 @@ def test_layers_with_windows_are_no_exact_ones(
     if config_tells:
         monkeypatch.setattr("runahead.model.shares.load_model", None)  # calling it would fail
     else:
-        monkeypatch.setattr("runahead.model.held.attending_to_all", lambda config: [0, 1, 2])
+        monkeypatch.setattr("runahead.features.layer_types.attending_to_all", lambda config: [0, 1, 2])
     monkeypatch.setattr("partitioner.measure.probe_compute", None)
     given = options(tmp_path, tmp_path / "table.json", *QUICK, "prefill.attention=xattention")
     assert ended([*given, "prefill.exact_layers=[0,1]"]) in (1, 2)
@@ -260,12 +260,17 @@ def test_layers_with_windows_are_no_exact_ones(
     assert error.startswith("prefill.exact_layers=[0, 1] names 0, and the layers of model ") and "are 1;" in error
 
 
-def test_layers_that_are_not_run_may_be_exact(config: Path, tmp_path: Path) -> None:
+def test_layers_that_are_not_run_may_be_exact(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Four are planned for, of which two are run."""
     path = tmp_path / "table.json"
     more = ["model.layers=2", "search.ranks=[1]", "prefill.attention=xattention", "prefill.exact_layers=[3]"]
     assert main(options(config, path, *QUICK, *more)) == 0
+    assert "chooses keys in no layer" not in capsys.readouterr().err
     assert ended(options(config, path, *QUICK, *more[:-1], "prefill.exact_layers=[4]")) != 0
+    capsys.readouterr()
+    every = options(config, tmp_path / "exact.json", *QUICK, *more[:-1], "prefill.exact_layers=[0,1,2,3]")
+    assert main(every) == 0
+    assert "slower: prefill.attention=xattention chooses keys in no layer" in capsys.readouterr().err
 
 
 def test_every_option_has_a_default_in_conf() -> None:

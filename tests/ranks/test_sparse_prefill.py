@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from runahead import ContextPartition, GenerationOptions, PrefillOptions
 from runahead.attention.sparse.choice import ChoiceRule
 from runahead.config import Attention, Carrier, DecodeName, PrefillName, Transfer
-from runahead.model.held import attending_to_all
+from runahead.features.layer_types import attending_to_all
 from runahead.prefill.base import exact_layers
 from tests.attention.xattention import BLOCK, chosen_by_all_products
 from tests.conftest import RankPools

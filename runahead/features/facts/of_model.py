@@ -8,7 +8,7 @@ from typing import Any
 from runahead.config import PrefillName
 from runahead.features.facts.made import Fact, Words, if_, of_last
 from runahead.features.facts.of_policies import first_step, of_retriever
-from runahead.features.layer_types import MARKING, STATES_ALONE, WITH_STATES, WITHOUT_CACHE
+from runahead.features.layer_types import MARKING, STATES_ALONE, WITH_STATES, WITHOUT_CACHE, attending_to_all
 from runahead.features.setup import Setup
 
 NORMS_BY_HEAD = {"cohere": "use_qk_norm"}
@@ -72,6 +72,27 @@ def _no_positions_left(setup: Setup) -> Words:
         return None if setup.model is None else ""
     positions = setup.model.max_positions
     return of_retriever(lambda policy: if_(policy.clamps and policy.recent >= positions, str(positions - 1)))(setup)
+
+
+def _exact_alone(setup: Setup) -> Words:
+    """The model, if `prefill.exact_layers` are all layers that see the whole text."""
+    if setup.prefill is None or not setup.prefill.exact_layers:
+        return None if setup.prefill is None else ""
+    if setup.model is not None:
+        choosing = {layer for layer, rule in zip(setup.model.kv_layers, setup.model.rules, strict=True) if rule is None}
+    elif setup.config is None:
+        return None
+    else:
+        choosing = set(attending_to_all(setup.config))
+    return if_(choosing <= set(setup.prefill.exact_layers), setup.model_name)
+
+
+def _retrieves_nowhere(setup: Setup) -> Words:
+    """The model, if no layer of it that sees the whole text retrieves."""
+    if setup.model is None:
+        return None
+    whole = [layer for layer, rule in enumerate(setup.model.rules) if rule is None]
+    return of_retriever(lambda policy: if_(not any(map(policy.retrieves_in, whole)), setup.model_name))(setup)
 
 
 def _outgrows(setup: Setup) -> Words:
@@ -161,6 +182,8 @@ OF_MODEL: dict[str, Fact] = {
     "queries that cannot be predicted": _lacks("query_prediction"),
     "no list of layers": model(lambda model: not model.has_layers),
     "no layers to merge": _no_pairs,
+    "exact layers alone": _exact_alone,
+    "no layer that retrieves": _retrieves_nowhere,
     "steps that differ": words_of(lambda model: model.steps_differ),
     "no kernel for graphs": words_of(lambda model: model.lacks_step_kernel),
     "no kernels of our own": words_of(lambda model: model.lacks_kernels),
