@@ -22,6 +22,7 @@ from runahead.cache.kv_cache import KVCache
 from runahead.cache.new_tokens import NewTokens
 from runahead.cache.part import TextPart
 from runahead.cache.shard import Shard, shard_slabs
+from runahead.cache.slabs import Slabs
 from runahead.config import SPARSE_BLOCK, Attention, PrefillOptions, Transfer
 from runahead.context import ContextPartition, Partitioner
 from runahead.kv_transfer import TRANSFERS, KVTransfer, TransferSchedule, chain_carrier, chain_links
@@ -190,99 +191,116 @@ def _layers_in_memory(job: PrefillJob, layer_skew: int, *, is_last: bool) -> int
     return num
 
 
-def _linked(
-    job: PrefillJob, carrier: type[KVTransfer] | None, by_layer: Sequence[ContextPartition], *, attends_last: bool
-) -> ChainRun:
-    """The run of a stage in a chain of several.
+class StageTokens:
+    """Tokens of each payload of a chain's transfer that this rank's stage needs, stores and sends.
 
     Args:
         by_layer: chunks of each layer.
-        attends_last: as of `ChainRun`.
-    """
-    model, pads, policies, ranks, stored = job.model, job.batch.pads, job.policies, job.ranks, job.stored
-    num_stored = {} if stored is None else stored.num_slots(len(pads))
-    last = job.partition.chain[-1]
-    is_last = ranks.stage == last
-    last_start, total = job.partition.chunk(last).start, sum(num_stored.values())
 
-    def first_needed(layer: int, start: int) -> int:
-        if stored is not None:  # in the last layer it is for the last stage alone, which has a part of it
-            needs_all = start < last_start and (layer < model.num_layers - 1 or model.order[-1][0] == "state")
-            return (0 if needs_all else num_stored.get(last, 0)) - total
+    Attributes:
+        payloads: of the transfer; a place is that of one among them.
+        chunks: by place, the tokens of each stage.
+        num_stored: by stage, number of slots of what it has stored of the prompts' beginning.
+        is_last: the stage computes the first token.
+        own: memory of its shard, if the ring is for the prefix alone.
+    """
+
+    def __init__(self, job: PrefillJob, by_layer: Sequence[ContextPartition]) -> None:
+        model, batch, self._job = job.model, len(job.batch.pads), job
+        self.num_stored = {} if job.stored is None else job.stored.num_slots(batch)
+        self.payloads = payloads_of(model.order, job.streaming)
+        # A state is handed on as the last token of its stage, and each stage needs that of the one before; the first
+        # one that of what is stored. The last stage needs those that are kept inside of chunks, too.
+        states = StatePlaces(partition=job.partition, stops=job.stops, batch=batch)
+        self._kept_at = [each.token for stage in job.partition.chain[:-1] for each in states.of(stage)]
+        self._last_state = states.tokens.chunk(job.partition.chain[-1]).start
+        self.chunks = [
+            each.chunks(by_layer[each.number], job.streaming) if each.kind == "kv" else states.tokens
+            for each in self.payloads
+        ]
+        self._own_chunks = [partition.chunk(job.ranks.stage) for partition in self.chunks]
+        self.is_last = job.ranks.stage == job.partition.chain[-1]
+        self.own: Slabs | None = None
+        if job.shard is not None and not job.policies:
+            self.own = shard_slabs(model.kv_shapes, job.shard, batch=batch, device=job.ranks.device)
+
+    def first_needed(self, place: int, start: int) -> int:
+        """First token of a payload that a stage needs whose own tokens of it begin at `start`."""
+        payload, job = self.payloads[place], self._job
+        if payload.kind == "kv":
+            return payload.first_needed(start, self._first_exact(payload.number, start), job.streaming)
+        if start == 0:
+            return -1 if job.stored is not None else 0
+        brings_kept = job.options.transfer is Transfer.relay or start == self._last_state
+        return min([start - 1, *self._kept_at]) if brings_kept else start - 1
+
+    def _first_exact(self, layer: int, start: int) -> int:
+        """The same of a layer's keys and values, of heads that see all tokens."""
+        job, model, last = self._job, self._job.model, self._job.partition.chain[-1]
+        if job.stored is not None:  # in the last layer it is for the last stage alone, which has a part of it
+            is_read = layer < model.num_layers - 1 or model.order[-1][0] == "state"
+            needs_all = start < job.partition.chunk(last).start and is_read
+            return (0 if needs_all else self.num_stored.get(last, 0)) - sum(self.num_stored.values())
         # With reused segments, adjacent new tokens may be far apart in the prompt. And groups of quantised tokens begin
         # at a row's first token, on whatever number of ranks.
-        needs_all = job.reused is not None or policies.storage.bits is not None
+        needs_all = job.reused is not None or job.policies.storage.bits is not None
         if job.hands_over:
             start = min(start, job.batch.num_tokens - BEFORE_WINDOW - 1)
-        return 0 if needs_all else model.first_needed(layer, start, pads)
+        return 0 if needs_all else model.first_needed(layer, start, job.batch.pads)
 
-    # A state is handed on as the last token of its stage, and each stage needs that of the one before; the first one
-    # that of what is stored. The last stage needs those that are kept inside of chunks, too.
-    states = StatePlaces(partition=job.partition, stops=job.stops, batch=len(pads))
-    streaming, payloads = job.streaming, payloads_of(model.order, job.streaming)
-    chunks = [
-        each.chunks(by_layer[each.number], streaming) if each.kind == "kv" else states.tokens for each in payloads
-    ]
-    kept_at = [each.token for stage in job.partition.chain[:-1] for each in states.of(stage)]
+    def stored_spans(self) -> list[tuple[int, int]]:
+        """Tokens [first, end) that each slab stores, in the order of `Model.order`."""
+        spans = list[tuple[int, int]]()
+        for place, (each, chunk) in enumerate(zip(self.payloads, self._own_chunks, strict=True)):
+            if each.at < len(spans):
+                continue
+            # Heads that stream lie beside the others, as do tokens of theirs that do not arrive and are never read.
+            is_whole = each.kind == "kv" and self._job.streaming is not None
+            end = self._job.capacity if each.kind == "kv" and self.is_last and not self._job.policies else chunk.stop
+            if self.own is not None or (each.kind == "state" and self.is_last):  # which hands on none
+                end = chunk.start
+            first = self._first_exact(each.number, chunk.start) if is_whole else self.first_needed(place, chunk.start)
+            spans.append((first, end))
+        return spans
 
-    def first_of(place: int, start: int) -> int:
-        payload = payloads[place]
-        if payload.kind == "kv":
-            return payload.first_needed(start, first_needed(payload.number, start), streaming)
-        if start == 0:
-            return -1 if stored is not None else 0
-        brings_kept = job.options.transfer is Transfer.relay or start == states.tokens.chunk(last).start
-        return min([start - 1, *kept_at]) if brings_kept else start - 1
+    def sent_spans(self) -> list[tuple[int, int]] | None:
+        """As of `ChainRun`. The last stage sends none of its own tokens."""
+        if self._job.options.wire_bits is None and self._job.streaming is None:
+            return None
+        ends = [chunk.start if self.is_last else chunk.stop for chunk in self._own_chunks]
+        return [(self.first_needed(place, chunk.start), ends[place]) for place, chunk in enumerate(self._own_chunks)]
 
-    own = None
-    if job.shard is not None and not policies:  # the ring is for the prefix alone
-        own = shard_slabs(model.kv_shapes, job.shard, batch=len(pads), device=ranks.device)
 
-    def end_of(kind: str, chunk: range) -> int:
-        if own is not None or (kind == "state" and is_last):  # which hands on none
-            return chunk.start
-        return job.capacity if kind == "kv" and is_last and not policies else chunk.stop
-
-    carrier = carrier or TRANSFERS[ranks.backend]
-    order = model.named_order
+def _linked(
+    job: PrefillJob, carrier: type[KVTransfer] | None, by_layer: Sequence[ContextPartition], *, attends_last: bool
+) -> ChainRun:
+    """The run of a stage in a chain of several. `by_layer` has chunks, `attends_last` is as of `ChainRun`."""
+    model, policies, ranks, tokens = job.model, job.policies, job.ranks, StageTokens(job, by_layer)
+    carrier, order = carrier or TRANSFERS[ranks.backend], model.named_order
     schedule = TransferSchedule(
         job.partition,
         ranks.rank,
         job.options.transfer,
-        first_of,
-        chunks if policies or model.held is not None else None,
+        tokens.first_needed,
+        tokens.chunks if policies or model.held is not None else None,
         joined=carrier.joins_prefix,
         mesh=ranks.mesh,
-        num_stored=num_stored,
-        names=[order[each.at] for each in payloads],
+        num_stored=tokens.num_stored,
+        names=[order[each.at] for each in tokens.payloads],
     )
-    own_chunks = [partition.chunk(ranks.stage) for partition in chunks]
-    keeps_all = is_last and (job.gives_new if policies else own is None)
-    depth = _layers_in_memory(job, schedule.layer_skew(), is_last=is_last)
-    sent_spans = None
-    if job.options.wire_bits is not None or streaming is not None:  # the last rank sends none of its own
-        ends = [chunk.start if is_last else chunk.stop for chunk in own_chunks]
-        firsts = [first_of(place, chunk.start) for place, chunk in enumerate(own_chunks)]
-        sent_spans = list(zip(firsts, ends, strict=True))
-    # Heads that stream lie beside the others, as do those of their tokens that do not arrive and are never read.
-    spans = list[tuple[int, int]]()
-    for place, each in enumerate(payloads):
-        if each.at == len(spans):
-            chunk = own_chunks[place]
-            is_whole = each.kind == "kv" and streaming is not None
-            first = first_needed(each.number, chunk.start) if is_whole else first_of(place, chunk.start)
-            spans.append((first, end_of(each.kind, chunk)))
+    keeps_all = tokens.is_last and (job.gives_new if policies else tokens.own is None)
+    depth = _layers_in_memory(job, schedule.layer_skew(), is_last=tokens.is_last)
     return ChainRun(
         job,
         carrier,
         schedule,
-        payloads,
-        spans=spans,
+        tokens.payloads,
+        spans=tokens.stored_spans(),
         num_slabs=len(model.order) if keeps_all else depth,
-        depth=depth if streaming is None else 3 * depth,  # payloads of a layer
+        depth=depth if job.streaming is None else 3 * depth,  # payloads of a layer
         rotaries=policies.rotaries(model),
-        own=own,
-        sent_spans=sent_spans,
+        own=tokens.own,
+        sent_spans=tokens.sent_spans(),
         attends_last=attends_last,
     )
 

@@ -42,7 +42,7 @@ from runahead.reuse.prefix_run import SUFFIX, PrefixRun
 from runahead.reuse.radix_tree import RadixTree
 from runahead.reuse.tiers.copies import TierCopies
 from runahead.reuse.tiers.entry import Tier
-from runahead.reuse.tiers.files import FileAbout
+from runahead.reuse.tiers.files import FileAbout, TierFiles
 from runahead.reuse.tiers.folder import TierFolder
 from runahead.reuse.tiers.layer_rows import NO_ROWS, LayerRows, LostRows
 from runahead.reuse.tiers.store import TieredStore
@@ -257,8 +257,12 @@ class PrefixTree:
             return
         kind.copies = self._store.copies(device, shapes, self._bits)
         kind.copies_of_states = self._store.copies(device, states, None) if states else None
-        if (files := self._store.files) is None:
-            return
+        if self._store.files is not None:
+            self._find(key, self._store.files)
+            self._store.collect()
+
+    def _find(self, key: str, files: TierFiles) -> None:
+        """Have the texts of a key in the tree that are in files, and those read ahead that have room in memory."""
         runs, num_others = list[tuple[PrefixRun, str, int]](), 0
         for file, metadata in files.all_metadata():
             run = PrefixRun.from_metadata(metadata, file.key)
@@ -267,30 +271,33 @@ class PrefixTree:
             else:
                 num_others += 1
         for run, of_salt, _ in sorted(runs, key=lambda each: each[0].start):
-            node, at = self._texts.walk(run.ids, of_salt)
-            if run.is_snapshot:
-                if at < len(run.ids) and kind.has_states_alone:  # its tokens are in no other file
-                    node, at = self._added_text(node, run.ids[at:]), len(run.ids)
-                    self._store.put(node, NO_ROWS)
-                if at == len(run.ids) and kind.has_states:
-                    self._store.file_found(self._added_snapshot(node), run.rows(0))
-            elif run.start <= at < len(run.ids):
-                first = at - run.start
-                numbers = moved(run.here[bisect_left(run.here, first) :], -first)
-                self._store.file_found(self._added_text(node, run.ids[at:], numbers), run.rows(first))
+            self._add_run(run, of_salt)
         for run, _, used_ns in runs:
             for node in self._store.entries_of_file(run.name):
                 node.used = used_ns
-        self._read_ahead(key, kind.copies)
+        files.read_ahead(self._to_read_ahead(key))
         if num_others:
             what = "prefixes of another model, dtype, RoPE setting or cache.tier_bits are not used"
             self._store.warn("others", f"{what}; files: {num_others}")
-        self._store.collect()
 
-    def _read_ahead(self, key: str, copies: TierCopies) -> None:
-        """Let the system read the files of those texts that were used last, as many as have room in memory."""
-        assert self._store.files is not None
-        names = dict[str, None]()
+    def _add_run(self, run: PrefixRun, key: str) -> None:
+        """Add those tokens of a file, or states, that are not in the tree, if all tokens before them are."""
+        node, at = self._texts.walk(run.ids, key)
+        if run.is_snapshot:
+            if at < len(run.ids) and self.has_states_alone(key):  # its tokens are in no other file
+                node, at = self._added_text(node, run.ids[at:]), len(run.ids)
+                self._store.put(node, NO_ROWS)
+            if at == len(run.ids) and self._kind(key).has_states:
+                self._store.file_found(self._added_snapshot(node), run.rows(0))
+        elif run.start <= at < len(run.ids):
+            first = at - run.start
+            numbers = moved(run.here[bisect_left(run.here, first) :], -first)
+            self._store.file_found(self._added_text(node, run.ids[at:], numbers), run.rows(first))
+
+    def _to_read_ahead(self, key: str) -> list[str]:
+        """Names of the files of those texts that were used last, as many as have room in memory."""
+        names, copies = dict[str, None](), self._kind(key).copies
+        assert copies is not None
         ratio = copies.token_bytes / copies.stored_token_bytes if copies.stored_token_bytes else 1.0
         room = self.limit_bytes + self._host_bytes * ratio
         of_key = [node for node in self.nodes() if unsalted(node.key) == key]
@@ -300,7 +307,7 @@ class PrefixTree:
                 break
             if node.tier is Tier.disk and node.file is not None:
                 names[node.file.name] = None
-        self._store.files.read_ahead(list(names))
+        return list(names)
 
     def listen(self, on_change: Callable[[Change], object]) -> None:
         """Tell of every change from now on, and first of all that is stored."""
