@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from launch.inputs.prompts import Prompts
     from launch.outputs.answers import AnswerWriter
     from launch.outputs.answers_file import AnswersFile
-    from policies.base import GivenPrompt
+    from policies.reuse import GivenPrompt
     from runahead.context import Partitioner
     from runahead.engine import Engine
     from runahead.model.model import Model

@@ -16,7 +16,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policies.base import Budget, LayerForm, LayerView, ModelFacts, Phase, Policy, PromptPart, Replay, Signals
+    from policies.base import LayerForm, ModelFacts, Policy, Replay
+    from policies.layer_view import LayerView, Phase, PromptPart, Signals
+    from policies.options import Budget
     from policies.retriever import Choice, Index, PromptView, Retriever, Slots
     from policies.scorer import Scorer
 
@@ -87,7 +89,7 @@ HERE = Path(__file__).parent
 POLICIES = PolicyTable({"policies": HERE, "policies.experiments": HERE / "experiments"})
 
 
-FOR_AUTHORS = ("policies.base", "policies.retriever", "policies.scorer")
+FOR_AUTHORS = ("policies.base", "policies.layer_view", "policies.options", "policies.retriever", "policies.scorer")
 """Modules of what the author of a policy imports from this package: the other names of `__all__`."""
 
 

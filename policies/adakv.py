@@ -17,8 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, require, require_default
 from policies.kept_slots import first_slots
+from policies.layer_view import LayerView, Phase
+from policies.options import require, require_default
 from policies.wrapper import Wrapper
 
 

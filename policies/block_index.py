@@ -15,9 +15,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import nested_options, require_default
 from policies.clustering import rows_by_pad
 from policies.events import By, Events, Refine
+from policies.options import nested_options, require_default
 from policies.precision import widened
 from policies.retriever import Index, PromptView, Retriever, Slots, need_of_group
 from policies.row_values import sent

@@ -23,8 +23,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, budget_tokens, require, require_least
 from policies.kept_slots import best_first, first_slots
+from policies.layer_view import LayerView
+from policies.options import budget_tokens, require, require_least
 from policies.snapkv import Pooling, SnapKV
 from policies.zigzagkv import limited_shares
 

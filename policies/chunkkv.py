@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.base import LayerView, require_least
+from policies.layer_view import LayerView
+from policies.options import require_least
 from policies.snapkv import SnapKV
 
 

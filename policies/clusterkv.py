@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, require_least
 from policies.clustering import Clustering
 from policies.clusters import Clusters
+from policies.options import Budget, require_least
 from policies.retriever import Index, PromptView, Retriever
 
 

@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, require
+from policies.layer_view import LayerView, Phase
+from policies.options import require
 from policies.wrapper import Wrapper
 
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from policies.base import ModelFacts, PromptPart, require
+from policies.base import ModelFacts
 from policies.duo_table import REMEDY, DuoTable
+from policies.layer_view import PromptPart
+from policies.options import require
 from policies.streaming_heads import StreamingHeads, best_heads, share_of_others
 
 

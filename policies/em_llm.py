@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from policies.base import require
 from policies.block_index import BlocksOfRows
 from policies.events import By, Events, Refine
 from policies.infllm import Blocks, InfLLM
+from policies.options import require
 from policies.retriever import PromptView, Slots
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from policies.base import choice, require, require_default, require_least
+from policies.options import choice, require, require_default, require_least
 
 
 class By(Enum):

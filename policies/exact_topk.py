@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.base import Budget
+from policies.options import Budget
 from policies.retriever import Retriever
 
 

@@ -22,7 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, require, require_least
+from policies.layer_view import LayerView
+from policies.options import require, require_least
 from policies.scorer import Scorer
 
 

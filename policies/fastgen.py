@@ -22,18 +22,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import (
-    Budget,
-    LayerView,
-    Policy,
-    PromptPart,
-    TokenKind,
-    budget_tokens,
-    check_budget,
-    marked_slots,
-    require,
-    require_least,
-)
+from policies.base import Policy, marked_slots
+from policies.layer_view import LayerView, PromptPart, TokenKind
+from policies.options import Budget, budget_tokens, check_budget, require, require_least
 
 
 @dataclass(kw_only=True)

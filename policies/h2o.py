@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView
+from policies.layer_view import LayerView
 from policies.scorer import RecentShare
 
 

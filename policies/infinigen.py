@@ -16,8 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import ModelFacts, require, require_default, require_least
+from policies.base import ModelFacts
 from policies.columns import Columns
+from policies.options import require, require_default, require_least
 from policies.retriever import Choice, Group, PromptView, Retriever, Slots, most_needed, num_needed, positions_ahead
 from policies.skewing import Skew, column_weights, skewing_basis
 

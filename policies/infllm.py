@@ -22,8 +22,9 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from policies.base import Budget, PromptPart, require, require_least
 from policies.block_index import BlockIndex, BlockRetriever
+from policies.layer_view import PromptPart
+from policies.options import Budget, require, require_least
 from policies.retriever import Choice, Group, Index, Slots
 
 

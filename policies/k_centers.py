@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView
+from policies.layer_view import LayerView
 from policies.precision import widened
 from policies.scorer import RecentShare
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from policies.base import LayerView
+from policies.layer_view import LayerView
 from policies.row_values import sent
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from policies.base import LayerView
+from policies.layer_view import LayerView
 from policies.scorer import Scorer
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.base import LayerView, require, require_default, require_least
 from policies.h2o import H2O
+from policies.layer_view import LayerView
+from policies.options import require, require_default, require_least
 
 
 @dataclass(kw_only=True)

@@ -21,8 +21,10 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from policies.base import Budget, LayerView, ModelFacts, Phase, PromptPart, require, require_default
+from policies.base import ModelFacts
 from policies.kept_slots import first_slots
+from policies.layer_view import LayerView, Phase, PromptPart
+from policies.options import Budget, require, require_default
 from policies.score_maps import FILES, ScoreMaps
 from policies.scorer import Scorer
 

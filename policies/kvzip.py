@@ -27,19 +27,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import (
-    Budget,
-    LayerView,
-    Policy,
-    Replay,
-    budget_tokens,
-    check_budget,
-    no_room,
-    require_least,
-    require_room,
-    staying,
-)
+from policies.base import Policy, Replay
 from policies.kept_slots import best_first, first_slots
+from policies.layer_view import LayerView
+from policies.options import Budget, budget_tokens, check_budget, no_room, require_least, require_room, staying
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, PromptPart, require_least
+from policies.layer_view import LayerView, PromptPart
+from policies.options import require_least
 from policies.precision import widened
 from policies.scorer import Scorer
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from policies.base import Budget, require, require_least
 from policies.columns import PART, Columns
 from policies.gumbel import MASK, hashed
+from policies.options import Budget, require, require_least
 from policies.retriever import Choice, Group, PromptView, Retriever, Slots, most_needed
 from policies.row_values import row_values, sent
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import require_default
+from policies.options import require_default
 from policies.retriever import Choice, Index, Retriever, Slots
 
 

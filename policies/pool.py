@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.base import choice
 from policies.byte_size import num_bytes
+from policies.options import choice
 
 SATURATED = 255
 """Value of a counter at which all counters of its row and KV head are halved."""

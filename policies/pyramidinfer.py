@@ -34,8 +34,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import Budget, LayerView, Phase, Policy, PromptPart, choice, require, require_default, require_least
+from policies.base import Policy
 from policies.kept_slots import best_slots, kept_by_row
+from policies.layer_view import LayerView, Phase, PromptPart
+from policies.options import Budget, choice, require, require_default, require_least
 
 
 class KeepSchedule(Enum):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.base import LayerView, budget_tokens, require_least
+from policies.layer_view import LayerView
+from policies.options import budget_tokens, require_least
 from policies.snapkv import SnapKV
 
 

@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, choice, require_least
 from policies.block_index import BlockIndex, BlockRetriever, block_scores
+from policies.options import Budget, choice, require_least
 from policies.retriever import Choice, Index, PromptView, Slots, need_of_group
 
 

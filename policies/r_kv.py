@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from policies.base import LayerView, Phase, require
+from policies.layer_view import LayerView, Phase
+from policies.options import require
 from policies.precision import widened
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV

@@ -16,17 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from policies.base import (
-    Budget,
-    ModelFacts,
-    PromptPart,
-    budget_tokens,
-    check_budget,
-    require,
-    require_default,
-    require_least,
-)
+from policies.base import ModelFacts
 from policies.head_scores import HeadScores
+from policies.layer_view import PromptPart
+from policies.options import Budget, budget_tokens, check_budget, require, require_default, require_least
 from policies.streaming_heads import StreamingHeads, best_heads, share_of_others
 
 

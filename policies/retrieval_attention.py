@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from policies.base import Budget, require, require_least
+from policies.options import Budget, require, require_least
 from policies.precision import widened
 from policies.retriever import Group, Index, PromptView, Retriever, Slots
 

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.base import (
+from policies.base import ModelFacts as ModelFacts
+from policies.base import Policy
+from policies.layer_view import PromptPart
+from policies.options import (
     Budget,
-    Policy,
-    PromptPart,
     budget_tokens,
     check_budget,
     choice,
@@ -34,7 +35,6 @@ from policies.base import (
     require_room,
     staying,
 )
-from policies.base import ModelFacts as ModelFacts
 from policies.pool import Pool
 from policies.precision import widened
 

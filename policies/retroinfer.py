@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policies.base import require
 from policies.clustering import Clustering
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters, Ranking
+from policies.options import require
 from policies.retriever import Choice, Group, Rest, Slots, need_of_group
 
 

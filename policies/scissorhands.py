@@ -16,7 +16,8 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from policies.base import LayerView, Phase, PromptPart, require, require_least
+from policies.layer_view import LayerView, Phase, PromptPart
+from policies.options import require, require_least
 from policies.scorer import Scorer
 
 

@@ -15,12 +15,11 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import (
+from policies.base import Policy
+from policies.kept_slots import best_slots, kept_by_row
+from policies.layer_view import LayerView, Phase, PromptPart
+from policies.options import (
     Budget,
-    LayerView,
-    Phase,
-    Policy,
-    PromptPart,
     budget_tokens,
     check_budget,
     no_room,
@@ -30,7 +29,6 @@ from policies.base import (
     require_room,
     staying,
 )
-from policies.kept_slots import best_slots, kept_by_row
 
 
 @dataclass(kw_only=True)

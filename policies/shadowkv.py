@@ -23,8 +23,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import require, require_least
 from policies.low_rank_keys import LowRankKeys
+from policies.options import require, require_least
 from policies.quest import Digest, Pages, Quest
 from policies.retriever import Choice, Group, OnDevice, PromptView, Slots
 

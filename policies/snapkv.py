@@ -13,7 +13,8 @@ from typing import ClassVar, Self
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from policies.base import LayerView, Phase, PromptPart, choice, require, require_default, staying
+from policies.layer_view import LayerView, Phase, PromptPart
+from policies.options import choice, require, require_default, staying
 from policies.scorer import Scorer
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policies.base import Budget, require_least
 from policies.columns import Columns
+from policies.options import Budget, require_least
 from policies.retriever import (
     Choice,
     Group,

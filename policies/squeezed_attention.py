@@ -27,11 +27,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Budget, require, require_default, require_least
 from policies.clustering import Clustering
 from policies.clusterkv import ClusterKV
 from policies.clusters import Clusters, Ranking
 from policies.coarse_clusters import CoarseClusters
+from policies.options import Budget, require, require_default, require_least
 from policies.retriever import Choice, Group, PromptView, Slots, need_of_group, num_needed
 
 

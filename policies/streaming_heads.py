@@ -18,17 +18,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from policies.base import (
-    LayerView,
-    ModelFacts,
-    Phase,
-    Policy,
-    PromptPart,
-    StreamedHeads,
-    StreamedShare,
-    require_least,
-)
+from policies.base import ModelFacts, Policy, StreamedHeads, StreamedShare
 from policies.kept_slots import best_slots
+from policies.layer_view import LayerView, Phase, PromptPart
+from policies.options import require_least
 from policies.row_values import row_values
 
 

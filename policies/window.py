@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, require_default
+from policies.layer_view import LayerView
+from policies.options import require_default
 from policies.scorer import Scorer
 
 

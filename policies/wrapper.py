@@ -10,7 +10,8 @@ from typing import Self
 
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts, Policy, PromptPart
+from policies.base import ModelFacts, Policy
+from policies.layer_view import LayerView, PromptPart
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV
 

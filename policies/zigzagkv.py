@@ -20,8 +20,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView, budget_tokens, require
 from policies.kept_slots import best_first, first_slots
+from policies.layer_view import LayerView
+from policies.options import budget_tokens, require
 from policies.snapkv import SnapKV
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from policies.base import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
+from policies.reuse import GivenPrompt, ReusingPrompt, ids_of, reuse_segments
 from policies.row_values import row_values
 from runahead.attention.sparse import flex
 from runahead.config import (

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from policies.base import LayerView
+from policies.layer_view import LayerView
 from tests.files import PACKAGES, ROOT
 from tests.policy_table import BEGIN, END, tables
 

@@ -10,7 +10,8 @@ from typing import Any
 from launch.inputs.policies import options_of, policies_of, wraps
 from launch.inputs.policy_file import policy_class, policy_files
 from policies import POLICIES
-from policies.base import Budget, Policy
+from policies.base import Policy
+from policies.options import Budget
 from policies.pyramidinfer import KeepSchedule, Select
 from policies.retriever import Retriever
 from runahead.config import Attention, CacheOptions, Positions, PrefillOptions, choice, require

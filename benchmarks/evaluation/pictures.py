@@ -15,7 +15,7 @@ from benchmarks.evaluation.contenders import budget_text
 from benchmarks.evaluation.metrics import METRICS, PERPLEXITY, Metric
 from benchmarks.evaluation.summary import FULL, SummaryRow
 from benchmarks.harness.pictures import BLACK, LOOKS, LineLook
-from policies.base import Budget
+from policies.options import Budget
 from runahead.picture_style import (
     INK,
     MUTED,

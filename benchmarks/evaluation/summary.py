@@ -15,7 +15,7 @@ from benchmarks.evaluation.tasks import TASKS, kind_of
 from benchmarks.harness import lines
 from benchmarks.harness.lines import Line, is_above_0, is_number, is_text, or_none
 from benchmarks.harness.text_table import Rows, mebibytes
-from policies.base import Budget
+from policies.options import Budget
 from runahead.picture_style import seconds
 
 FULL = "full"

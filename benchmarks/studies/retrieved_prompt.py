@@ -10,8 +10,9 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Policy
+from policies.base import Policy
 from policies.exact_topk import ExactTopK
+from policies.layer_view import Phase
 from policies.offload import Offload
 from runahead import Model
 from runahead.cache.attention import CausalAttention

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from launch.inputs.options import Chat, PromptOptions
 from launch.inputs.text_files import read_text
-from policies.base import GivenPrompt
 from policies.prompt_cache.model_text import render
-from policies.reuse import ReusingPrompt
+from policies.reuse import GivenPrompt, ReusingPrompt
 
 E = TypeVar("E")
 P = TypeVar("P")

@@ -17,7 +17,7 @@ from launch.server.errors import APIError, json_response, wrong
 from launch.server.metrics import Metrics
 from launch.server.request.fields import HandoverWay
 from launch.server.request_log import RequestLog
-from policies.base import GivenPrompt, ids_of
+from policies.reuse import GivenPrompt, ids_of
 from runahead.attention.masks import MaskRule
 from runahead.model.fingerprint import checkpoint_digest
 from runahead.model.loading.checkpoint import Checkpoint, weight_files

@@ -27,7 +27,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy, marked_slots, require_least
+from policies.base import Policy, marked_slots
+from policies.layer_view import LayerView, Phase
+from policies.options import require_least
 
 
 @dataclass(kw_only=True)

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from policies.base import LayerForm, Policy, require
+from policies.base import LayerForm, Policy
 from policies.experiments.merged_layers import MergedLayers, paired_layers
+from policies.options import require
 
 
 @dataclass(kw_only=True)

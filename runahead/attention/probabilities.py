@@ -28,7 +28,7 @@ UNSEEN = -1e30
 
 
 class QuerySignals:
-    """Signals of the new tokens' queries about all stored keys; see `policies.base.Signals`.
+    """Signals of the new tokens' queries about all stored keys; see `policies.layer_view.Signals`.
 
     Args:
         q_BNCH: queries, rotated.
@@ -121,7 +121,7 @@ class QuerySignals:
         return self._answers.get(asked, partial(self._of_group, of))
 
     def votes(self, num_queries: int, newest: float = 1.0, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Implements `policies.base.Signals.votes`."""
+        """Implements `policies.layer_view.Signals.votes`."""
         return self._answered(("votes", num_queries, newest, of), lambda each: each._votes(num_queries, newest, of))
 
     def _votes(self, num_queries: int, newest: float, of: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -134,7 +134,7 @@ class QuerySignals:
         return summed / voters_BN1.clamp_min(torch.finfo().tiny)
 
     def received(self, *, temperature: float = 1.0, seed: int | None = None) -> Tensor:
-        """Implements `policies.base.Signals.received`."""
+        """Implements `policies.layer_view.Signals.received`."""
         return self._answered(("received", temperature, seed), lambda each: each._received(temperature, seed))
 
     def _received(self, temperature: float, seed: int | None) -> Tensor:
@@ -158,7 +158,7 @@ class QuerySignals:
         return shares_BNqn.mul_(attention_BNqn.sum(dim=-1, keepdim=True))
 
     def neglects(self, num_queries: int) -> Tensor:
-        """Implements `policies.base.Signals.neglects`."""
+        """Implements `policies.layer_view.Signals.neglects`."""
         return self._answered(("neglects", num_queries), lambda each: each._neglects(num_queries))
 
     def _neglects(self, num_queries: int) -> Tensor:
@@ -166,7 +166,7 @@ class QuerySignals:
         return self._sum_over(ones_w, self._neglected)
 
     def projected_lengths(self, order: int = 1) -> Tensor:
-        """Implements `policies.base.Signals.projected_lengths`."""
+        """Implements `policies.layer_view.Signals.projected_lengths`."""
         return self._of_group(lambda each: each._projected_lengths(order))
 
     def _projected_lengths(self, order: int) -> Tensor:
@@ -174,7 +174,7 @@ class QuerySignals:
         return self._project(order)
 
     def highest(self, weights_BC: Tensor | None = None) -> Tensor:
-        """Implements `policies.base.Signals.highest`."""
+        """Implements `policies.layer_view.Signals.highest`."""
         return self._of_group(lambda each: each._highest(weights_BC))
 
     def _highest(self, weights_BC: Tensor | None) -> Tensor:
@@ -187,7 +187,7 @@ class QuerySignals:
         return self._asked(highest_BNn)
 
     def next_queries(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Implements `policies.base.Signals.next_queries`, of the layer that stores the keys alone."""
+        """Implements `policies.layer_view.Signals.next_queries`, of the layer that stores the keys alone."""
         assert self._ahead is not None, "a policy that asks for these declares queries_from"
         mean_BNH, covariance_BNHH = self._ahead(num_positions)
         return mean_BNH * self._terms.scaling, covariance_BNHH * self._terms.scaling**2

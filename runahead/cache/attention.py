@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from policies.base import Phase
+from policies.layer_view import Phase
 from runahead.attention.base import ALL_ROWS, BlockEndsHere, ForwardEndsHere, LastTokenAlone, LayerAttention, LayerInput
 from runahead.attention.op import Part, nothing
 from runahead.attention.partial import AttentionTerms

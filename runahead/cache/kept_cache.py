@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from policies.base import LayerForm, Phase
+from policies.base import LayerForm
+from policies.layer_view import Phase
 from policies.retriever import StoredPart
 from policies.row_values import row_values
 from runahead.attention.partial import AttentionTerms

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from policies.base import PromptPart
+from policies.layer_view import PromptPart
 from runahead.cache.slabs import KVShape, Slabs
 from runahead.context import ContextPartition
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import Phase
+from policies.layer_view import Phase
 from policies.row_values import row_values
 from runahead.cache.arena import Arena, ArenaIndex, Placed, Region
 from runahead.cache.attention import CausalAttention

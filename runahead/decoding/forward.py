@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Policy, PromptPart
+from policies.base import Policy
+from policies.layer_view import Phase, PromptPart
 from policies.row_values import row_values
 from runahead.attention.base import ForwardEndsHere, LayerAttention
 from runahead.attention.partial import AttentionTerms

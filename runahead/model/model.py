@@ -381,7 +381,7 @@ class Model(CheckedModel):
 
     @cached_property
     def token_kinds(self) -> Tensor:
-        """Kind of every token of the vocabulary (V), int8; see `policies.base.TokenKind`."""
+        """Kind of every token of the vocabulary (V), int8; see `policies.layer_view.TokenKind`."""
         return token_kinds(self.tokenizer, self.vocab_size).to(self.device)
 
     @property

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.base import TokenKind
+from policies.layer_view import TokenKind
 
 
 def token_kinds(tokenizer: Any, vocab_size: int) -> Tensor:
-    """Kinds (V) as int8, of `policies.base.TokenKind`. Without a tokenizer all tokens are others.
+    """Kinds (V) as int8, of `policies.layer_view.TokenKind`. Without a tokenizer all tokens are others.
 
     Punctuation is what has nothing but ASCII punctuation marks, and spaces around them.
     """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
-from policies.base import GivenPrompt
+from policies.reuse import GivenPrompt
 from policies.row_values import sent
 from runahead.attention.sparse.streaming import Streaming
 from runahead.attention.states import States

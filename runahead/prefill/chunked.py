@@ -15,7 +15,7 @@ from itertools import count, pairwise
 
 from torch import Tensor
 
-from policies.base import Phase
+from policies.layer_view import Phase
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.sparse.choice import BlockSparse
 from runahead.cache.attention import CausalAttention, End, LayerCall, LayerHook

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policies.base import Phase, PromptTooLong, ReusingPrompt
+from policies.layer_view import Phase
+from policies.reuse import PromptTooLong, ReusingPrompt
 from runahead.config import Positions, PrefillName, PrefillOptions
 from runahead.model.loading.position_limit import longrope_threshold, max_positions
 from runahead.model.model import Model

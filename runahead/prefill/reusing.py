@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from policies.base import GivenPrompt, ids_of, reuse_segments
+from policies.reuse import GivenPrompt, ids_of, reuse_segments
 from runahead.attention.op import nothing
 from runahead.attention.states import States
 from runahead.cache.base import KVStore

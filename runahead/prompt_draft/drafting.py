@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from policies.base import ReusingPrompt
+from policies.reuse import ReusingPrompt
 from runahead.config import PrefillOptions, Speculative
 from runahead.context import Partitioner
 from runahead.decoding.speculative.generated_drafts import ModelDrafter

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from policies.base import Phase
+from policies.layer_view import Phase
 from runahead.attention.op import nothing
 from runahead.attention.probabilities import QuerySignals
 from runahead.cache.attention import CausalAttention, LayerCall, LayerHook

@@ -10,7 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
-from policies.base import LayerForm, Phase
+from policies.base import LayerForm
+from policies.layer_view import Phase
 from policies.retriever import Rest
 from runahead.attention.base import LayerInput
 from runahead.attention.op import Part

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from policies.base import PromptPart
+from policies.layer_view import PromptPart
 from policies.retriever import FEW_TOKENS, Retriever, Slots, StoredPart
 from runahead.attention.base import LayerInput
 from runahead.attention.op import nothing

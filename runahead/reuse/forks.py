@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from policies.base import GivenPrompt, ReusingPrompt
+from policies.reuse import GivenPrompt, ReusingPrompt
 from runahead.cache.base import KVStore
 from runahead.model.model import Model
 from runahead.reuse.cache import reused_by, reusing

@@ -18,8 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policies.base import GivenPrompt, ReusingPrompt, Segment, SegmentUse
 from policies.retriever import Retriever
+from policies.reuse import GivenPrompt, ReusingPrompt, Segment, SegmentUse
 from runahead.attention.base import ForwardEndsHere
 from runahead.attention.op import nothing
 from runahead.cache.attention import CausalAttention, End

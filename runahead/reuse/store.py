@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from policies.base import Segment
+from policies.reuse import Segment
 from runahead.config import BITS
 from runahead.model.loading.overrides import plain
 from runahead.model.model import Model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from policies.base import GivenPrompt, ReusingPrompt, ids_of
+from policies.reuse import GivenPrompt, ReusingPrompt, ids_of
 from runahead.config import Guide, Speculate
 from runahead.context import ContextPartition
 from runahead.decoding.lanes import Lane, Lanes

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from policies.base import GivenPrompt, reuse_segments
+from policies.reuse import GivenPrompt, reuse_segments
 from runahead.config import GenerationOptions
 from runahead.decoding.row import RowId
 from runahead.report import PromptLogprobs, RankReport

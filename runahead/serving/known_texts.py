@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
-from policies.base import ids_of, reuse_segments
+from policies.reuse import ids_of, reuse_segments
 from runahead.reuse.prefix_tree import Change, PrefixTree, Stored, salted
 from runahead.serving.request import Request
 

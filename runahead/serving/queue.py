@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from policies.base import GivenPrompt, PromptTooLong, ReusingPrompt, ids_of, reuse_segments
+from policies.reuse import GivenPrompt, PromptTooLong, ReusingPrompt, ids_of, reuse_segments
 from runahead.config import GenerationOptions, PrefillName
 from runahead.engine import Engine
 from runahead.features.slower import Way

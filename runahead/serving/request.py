@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from policies.base import GivenPrompt
+from policies.reuse import GivenPrompt
 from runahead.config import GenerationOptions
 from runahead.report import PromptLogprobs
 from runahead.reuse.forks import each_once

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from policies.base import GivenPrompt, ReusingPrompt
+from policies.reuse import GivenPrompt, ReusingPrompt
 from runahead.config import GenerationOptions
 from runahead.reuse.prefix_tree import PrefixTree
 

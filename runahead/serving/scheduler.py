@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from policies.base import GivenPrompt
+from policies.reuse import GivenPrompt
 from runahead.config import GenerationOptions
 from runahead.context import ContextPartition
 from runahead.decoding.sampling import NOT_NUMBERS

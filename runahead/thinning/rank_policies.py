@@ -7,7 +7,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from policies.base import LayerForm, ModelFacts, Phase, Policy, PromptPart
+from policies.base import LayerForm, ModelFacts, Policy
+from policies.layer_view import Phase, PromptPart
 from policies.retriever import Retriever
 from runahead.cache.kept import NEW_ROOM
 from runahead.cache.kept_cache import KeptCache

@@ -17,7 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy
+from policies.base import Policy
+from policies.layer_view import LayerView, Phase
 from policies.row_values import sent
 from runahead.attention.answers import Answers
 from runahead.attention.base import ForwardEndsHere

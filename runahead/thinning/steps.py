@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from policies.base import LayerView, Phase, Policy, PromptPart, marked_slots
+from policies.base import Policy, marked_slots
+from policies.layer_view import LayerView, Phase, PromptPart
 from policies.retriever import Retriever
 from policies.row_values import row_values
 from runahead.attention.answers import Answers

@@ -20,9 +20,9 @@ from benchmarks.evaluation.tasks.base import Outcome, Runtime
 from benchmarks.evaluation.tasks.key_value import KeyValue, half_way
 from benchmarks.evaluation.tasks.retrieval import Passkey
 from benchmarks.evaluation.tasks.ruler.task import Ruler
-from policies.base import LayerView
 from policies.duo_table import DuoTable
 from policies.h2o import H2O
+from policies.layer_view import LayerView
 from policies.snapkv import SnapKV
 from runahead import Conversation, Engine, Model, PrefillOptions, Ranks, RanksOptions
 from runahead.config import Attention, Device, GenerationOptions

@@ -26,7 +26,7 @@ from launch.server.keys import Keys
 from launch.server.options import ServeOptions
 from launch.server.request.fields import ChatRequest, CompletionRequest, HandoverWay
 from launch.server.request.reader import MAX_DEPTH, is_deeper
-from policies.base import GivenPrompt, ids_of
+from policies.reuse import GivenPrompt, ids_of
 from runahead.config import GenerationOptions
 from runahead.reuse.handover import HandoverPlace
 from tests.fuzz.harness import Outcome, judged

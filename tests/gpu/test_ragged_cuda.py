@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from policies.base import Phase
+from policies.layer_view import Phase
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, ModelFacts
+from policies.base import ModelFacts
 from policies.kvzap import KVzap
+from policies.layer_view import LayerView
 from policies.scorer import Scorer
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from policies.adakv import AdaKV
-from policies.base import ModelFacts, Phase, Policy
+from policies.base import ModelFacts, Policy
 from policies.duo_attention import DuoAttention
 from policies.experiments.dms import DMS
+from policies.layer_view import Phase
 from policies.razor_attention import RazorAttention
 from policies.scorer import Scorer
 from policies.streaming_heads import StreamingHeads

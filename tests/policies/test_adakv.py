@@ -10,10 +10,11 @@ from torch import Tensor
 
 from policies import POLICIES
 from policies.adakv import AdaKV, equal_shares
-from policies.base import LayerView, Policy
+from policies.base import Policy
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
+from policies.layer_view import LayerView
 from policies.pyramidkv import PyramidKV
 from policies.scorer import Scorer
 from policies.snapkv import SnapKV

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from policies import POLICIES
-from policies.base import Budget
 from policies.h2o import H2O
 from policies.k_centers import KCenters
+from policies.options import Budget
 from policies.pyramidkv import PyramidKV
 from policies.retriever import Retriever
 from policies.scissorhands import Scissorhands

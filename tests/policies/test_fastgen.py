@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import TokenKind
 from policies.fastgen import FastGen
+from policies.layer_view import TokenKind
 from runahead import Conversation, Model
 from runahead.model.token_kinds import token_kinds
 from runahead.thinning.ragged import RaggedLayer

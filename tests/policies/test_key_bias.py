@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from policies.adakv import AdaKV
-from policies.base import Phase, Policy
+from policies.base import Policy
 from policies.criticalkv import CriticalKV
 from policies.fastgen import FastGen
 from policies.h2o import H2O
 from policies.kvzip import KVzip
+from policies.layer_view import Phase
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from policies.adakv import AdaKV
-from policies.base import LayerView, Policy
+from policies.base import Policy
 from policies.kvzap import KVzap
+from policies.layer_view import LayerView
 from policies.score_maps import FILES, ScoreMaps
 from policies.streaming_llm import StreamingLLM
 from runahead import Conversation, Engine, GenerationOptions, Model, PrefillOptions, Ranks, RanksOptions

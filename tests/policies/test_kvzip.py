@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import budget_tokens
 from policies.kvzip import KVzip
+from policies.options import budget_tokens
 from policies.pyramidinfer import PyramidInfer
 from policies.snapkv import SnapKV
 from runahead import Conversation, DecodeOptions, Engine, Model, PrefillOptions, Ranks

@@ -11,10 +11,11 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from policies.adakv import AdaKV
-from policies.base import LayerView, Policy
+from policies.base import Policy
 from policies.fastgen import FastGen
 from policies.h2o import H2O
 from policies.kvzip import KVzip
+from policies.layer_view import LayerView
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV

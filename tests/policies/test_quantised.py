@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from policies.base import Phase, Policy
+from policies.base import Policy
 from policies.h2o import H2O
+from policies.layer_view import Phase
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM
 from runahead import Conversation, Engine, GenerationOptions, PrefillOptions

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Policy
+from policies.base import Policy
 from policies.exact_topk import ExactTopK
+from policies.layer_view import Phase
 from policies.offload import Offload
 from runahead import Conversation, Engine, GenerationOptions
 from runahead.cache.host.layer import HostLayer

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from policies.base import ids_of
-from policies.reuse import ReusingPrompt, Segment, SegmentUse
+from policies.reuse import ReusingPrompt, Segment, SegmentUse, ids_of
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.config import CacheOptions, Device, RanksOptions
 from runahead.report import GenerationBatch

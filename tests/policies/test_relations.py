@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.evaluation.tasks.retrieval import FILLER as SENTENCES
-from policies.base import LayerView, Policy
+from policies.base import Policy
 from policies.experiments import minicache
 from policies.experiments.minicache import MiniCache
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
+from policies.layer_view import LayerView
 from policies.pyramidinfer import PyramidInfer
 from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Phase
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
 from policies.keydiff import KeyDiff
+from policies.layer_view import LayerView, Phase
 from policies.scorer import Scorer
 from policies.streaming_llm import StreamingLLM
 from policies.tova import TOVA

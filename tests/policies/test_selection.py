@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from policies.base import LayerView, Phase, Policy
+from policies.base import Policy
 from policies.h2o import H2O
+from policies.layer_view import LayerView, Phase
 from policies.pyramidkv import PyramidKV
 from policies.snapkv import SnapKV
 from policies.streaming_llm import StreamingLLM

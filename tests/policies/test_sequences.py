@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from policies.adakv import AdaKV
-from policies.base import LayerView, Phase, Policy
+from policies.base import Policy
 from policies.chunkkv import ChunkKV
 from policies.criticalkv import CriticalKV
 from policies.expected_attention import ExpectedAttention
@@ -25,6 +25,7 @@ from policies.keydiff import KeyDiff
 from policies.keyformer import Keyformer
 from policies.kvzip import KVzip
 from policies.lagkv import LagKV
+from policies.layer_view import LayerView, Phase
 from policies.pyramidinfer import PyramidInfer
 from policies.quest import Quest
 from policies.r_kv import RKV

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launch.infer import INFER, main
 from launch.inputs.options import ineffective_settings
-from policies.base import LayerView, Phase, Policy
+from policies.base import Policy
 from policies.chunkkv import ChunkKV
 from policies.expected_attention import ExpectedAttention
 from policies.h2o import H2O
@@ -21,6 +21,7 @@ from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
 from policies.keyformer import Keyformer
 from policies.lagkv import LagKV
+from policies.layer_view import LayerView, Phase
 from policies.pyramidinfer import PyramidInfer
 from policies.pyramidkv import PyramidKV
 from policies.r_kv import RKV

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import ModelFacts, Policy, PromptPart
+from policies.base import ModelFacts, Policy
 from policies.duo_attention import DuoAttention
 from policies.duo_table import DuoTable
 from policies.full import Full
 from policies.head_scores import HeadScores
+from policies.layer_view import PromptPart
 from policies.razor_attention import RazorAttention
 from policies.streaming_heads import StreamingHeads, best_heads
 from policies.streaming_llm import StreamingLLM

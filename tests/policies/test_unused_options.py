@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from policies import POLICIES
-from policies.base import Policy, as_given
+from policies.base import Policy
 from policies.h2o import H2O
 from policies.infllm import InfLLM
+from policies.options import as_given
 from policies.quest import Quest
 from policies.retriever import Retriever
 from policies.shadowkv import ShadowKV

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from policies import r_kv
-from policies.base import LayerView
 from policies.chunkkv import ChunkKV
 from policies.gumbel import gumbel
 from policies.h2o import H2O
 from policies.keyformer import Keyformer
+from policies.layer_view import LayerView
 from policies.r_kv import RKV
 from policies.scissorhands import Scissorhands
 from policies.scorer import Scorer

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import LayerView, Policy
+from policies.base import Policy
+from policies.layer_view import LayerView
 from runahead import ContextPartition, PrefillOptions, Ranks
 from runahead.cache.kept_cache import KeptCache
 from runahead.config import PrefillName

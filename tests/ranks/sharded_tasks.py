@@ -8,8 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from policies.base import GivenPrompt
-from policies.reuse import ReusingPrompt
+from policies.reuse import GivenPrompt, ReusingPrompt
 from runahead import ContextPartition, DecodeOptions, Engine, GenerationOptions, PrefillOptions, Ranks
 from runahead.config import DecodeName
 from runahead.decoding import together

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from policies.adakv import AdaKV
-from policies.base import Policy, PromptPart
+from policies.base import Policy
 from policies.chunkkv import ChunkKV
 from policies.clusterkv import ClusterKV
 from policies.criticalkv import CriticalKV
@@ -24,6 +24,7 @@ from policies.k_centers import KCenters
 from policies.keydiff import KeyDiff
 from policies.keyformer import Keyformer
 from policies.lagkv import LagKV
+from policies.layer_view import PromptPart
 from policies.magicpig import MagicPIG
 from policies.offload import Offload
 from policies.pyramidinfer import PyramidInfer

@@ -12,10 +12,11 @@ import pytest
 from torch import Tensor
 
 from policies.adakv import AdaKV
-from policies.base import GivenPrompt, Phase
 from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.kvzip import KVzip
+from policies.layer_view import Phase
+from policies.reuse import GivenPrompt
 from policies.snapkv import SnapKV
 from runahead import Engine, GenerationOptions, Ranks
 from runahead.attention import op

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from launch.server import serving as server
-from policies.base import Phase
 from policies.exact_topk import ExactTopK
 from policies.infinigen import InfiniGen
+from policies.layer_view import Phase
 from policies.retriever import Retriever
 from policies.reuse import GivenPrompt
 from runahead import Engine, GenerationOptions, PrefillOptions, Ranks

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from policies.base import GivenPrompt, ReusingPrompt, Segment, SegmentUse
+from policies.reuse import GivenPrompt, ReusingPrompt, Segment, SegmentUse
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.report import (

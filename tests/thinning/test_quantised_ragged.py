@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Policy
+from policies.base import Policy
+from policies.layer_view import Phase
 from runahead.attention.partial import AttentionTerms
 from runahead.cache.kept import KeptLayer
 from runahead.cache.new_tokens import NewTokens

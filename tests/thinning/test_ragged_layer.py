@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.base import Phase
+from policies.layer_view import Phase
 from runahead.attention.partial import AttentionTerms
 from runahead.attention.query_moments import QueryMoments
 from runahead.cache.kept import KeptLayer

@@ -24,7 +24,7 @@ from benchmarks.evaluation.tasks.base import (
     nll_S,
     probe_tpot_s,
 )
-from policies.base import Phase
+from policies.layer_view import Phase
 from runahead.config import Positions
 from runahead.conversation import Conversation
 

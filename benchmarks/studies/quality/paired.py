@@ -11,7 +11,7 @@ from benchmarks.evaluation.difference import Difference
 from benchmarks.evaluation.summary import FULL
 from benchmarks.harness.lines import Line
 from benchmarks.studies.quality.methods import FAMILIES, share_of
-from policies.base import Budget
+from policies.options import Budget
 
 Setting = tuple[str, str, str]
 """Model, protocol and length of the context: figures of two settings are not compared."""

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from policies.base import ReusingPrompt, Segment, SegmentUse
+from policies.reuse import ReusingPrompt, Segment, SegmentUse
 from runahead.config import GenerationOptions, Speculate
 from runahead.decoding.scored_tokens import ScoredToken
 from runahead.report import (
