@@ -65,7 +65,7 @@ class Indices:
         other.layers = [None if layer is None else copy.copy(layer) for layer in self.layers]
         for number, layer in enumerate(other.layers):
             if layer is not None:
-                layer.index = layer.index.fork(partial(other._keys, number))
+                layer.index = layer.index.fork(partial(stored_keys, pool, number))
                 layer.hit_mass = list(layer.hit_mass)
         return other
 
@@ -128,7 +128,7 @@ class Indices:
             next_B=next_B,
             turn=None if self._rotaries is None else self._rotaries[layer].turned,
             room=room,
-            stored=partial(self._keys, layer),
+            stored=partial(stored_keys, self._pool, layer),
             stored_parts_B=stored_parts_B,
         )
         found = self.layers[layer]
@@ -183,6 +183,10 @@ class Indices:
         full = basis_BKHr.shape[3] == basis_BKHr.shape[2]  # saves nothing
         return None if full else self._prediction.folded(layer, basis_BKHr[0])
 
-    def _keys(self, layer: int) -> Tensor:
-        """Keys (B, K, n, H) of all slots; on a GPU as a view of the pool in host memory."""
-        return self._pool[layer].read()[0]
+
+def stored_keys(pool: Sequence[KeptLayer], layer: int) -> Tensor:
+    """Keys (B, K, n, H) of all slots; on a GPU as a view of the pool in host memory.
+
+    No method of `Indices`: an index that held these would be free, as its pool, when garbage is collected alone.
+    """
+    return pool[layer].read()[0]

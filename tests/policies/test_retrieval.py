@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from functools import partial
 from typing import Any
 
@@ -681,6 +683,25 @@ def test_a_pool_too_small_for_what_always_stays_is_refused() -> None:
     turns = Turns(tiny_model("llama"), [InfiniGen(pool={"bytes": 1000})])
     with pytest.raises(ValueError, match=r"policy.pool.bytes=1000 holds \d+ tokens"):
         turns.prefill()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_free_with_the_conversation(name: str) -> None:
+    """Keys, values and indices do not wait until garbage is collected; of a fork neither."""
+    turns = Turns(tiny_model("llama"), [policy(name, SOME[name])])
+    turns.prefill()
+    turns.decode(GENERATED[:2])
+    fork = turns.conversation.fork()
+    stores = [turns.conversation.cache, fork.cache]
+    held = [weakref.ref(each) for store in stores for each in store.layers]
+    held += [weakref.ref(each.index) for store in stores for each in store.retrieval.layers if each is not None]
+    gc.collect()
+    gc.disable()
+    try:
+        del turns, fork, stores
+        assert len(held) >= 2 * 2 * 2 and not any(each() for each in held)
+    finally:
+        gc.enable()
 
 
 class SettleCounts:
