@@ -156,7 +156,7 @@ def find_rotaries(module: nn.Module, heads_at: Callable[[int], list[Heads]], las
     candidates: dict[int, list[Rotary]] = {}  # by head dim: layers that rotate alike share their tables
     for layer, (q, k, v) in enumerate(at_0):
         seen = [(position, heads[layer]) for position, heads in zip(positions, others, strict=True)]
-        if not all(torch.allclose(v, other[2], rtol=_rounding(v.dtype)) for _, other in seen):
+        if not all(torch.allclose(v, other[2], rtol=rounding(v.dtype)) for _, other in seen):
             raise ValueError("adds positions to its hidden states")
         fitting = (
             rotary
@@ -189,9 +189,9 @@ def _turns(rotary: Rotary, x_1N1X: Tensor, expected_1N1X: Tensor, position: int)
     a.copy_(both)
     b.copy_(both)
     off_TBNX = (rotary.rotated(x_TBNX, position, [0]) - expected_TBNX).abs()
-    return bool((off_TBNX <= _rounding(x_TBNX.dtype) * scale_TBNX).all())
+    return bool((off_TBNX <= rounding(x_TBNX.dtype) * scale_TBNX).all())
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def rounding(dtype: torch.dtype) -> float:
     """Relative error allowed for rounding; that of a wrong frequency or pair is about 1."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 0.05

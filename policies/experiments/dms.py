@@ -4,15 +4,10 @@ For models that were trained to mark tokens: each token marks the one before it 
 token is evicted once it leaves a window, whose length is the model's. Attention leaves marked tokens out whether they
 are evicted or not, so this policy changes no answer; it frees their memory.
 
-In the published checkpoints (nvidia/Qwen3-8B-DMS-8x, shisa-ai/Llama-3.2-1B-DMS-8x) a dim of a query of each KV head,
-before RoPE, times `dms_alpha_scale` minus `dms_initial_alpha_offset` is a logit: above 0 the token marks the one before
-it, and a marked token is seen by the queries of `dms_window_size` tokens, its own first. A config with
-`dms_window_size` is such a model, of a family that has `q_proj` and the query's norm as modules of their own (Qwen 3,
-Llama); an adapter for the logits (`dms_separate_alpha`) is refused. Keys have one more dim for the mark, which is sent
-with them, so answers are exact on any number of ranks. Attention is plain PyTorch in blocks, not a fused kernel.
-
-Models trained with DMC (Nawrot et al., ICML 2024, arXiv 2403.09636) mark tokens that have joined the next one, which
-holds the mean of both (runahead/model/marking/means.py): what this policy frees of them are means that have grown.
+A config with `dms_window_size` is such a model (runahead/model/marking/marks.py). With `dmc_window_size` it was trained
+with DMC (means.py beside it), and marks tokens that have joined the next one, which holds the mean of both. Keys have
+one more dim for the mark, which is sent with them, so answers are exact on any number of ranks. Attention is plain
+PyTorch in blocks, not a fused kernel.
 
 What was found: tests compare with whole matrices, with random weights; no checkpoint was run. It is an experiment since
 it goes with marked models alone, whose attention is their own.

@@ -58,7 +58,7 @@ class Held:
         if getattr(config, MARKING[-1], None) is not None:  # beside attention, and outside of transformers' cache
             num = config.num_hidden_layers
             numbers = {layer: layer for layer in range(num)}
-            return cls(kinds=["full_attention"] * num, kv_of=numbers, state_of=numbers, counts=[1] * num)
+            return cls(kinds=["full_attention"] * num, kv_of=numbers, state_of=numbers, counts=[2] * num)
         if not any(kind in WITH_STATES for kind in kinds):
             return None
         layers = enumerate(DynamicCache(config=config).layers)

@@ -44,7 +44,7 @@ from runahead.model.loading.memory import PeakMemory
 from runahead.model.loading.position_limit import longrope_threshold
 from runahead.model.loading.quiet import one_line
 from runahead.model.loading.sharing import Shares, copies_of_heads, share_model
-from runahead.model.marking.marks import Marker, Marks
+from runahead.model.marking.marks import Marks
 from runahead.model.marking.means import Means
 from runahead.model.memory import activation_bytes, memory_after_call
 from runahead.model.model_layers import Boundary
@@ -132,11 +132,8 @@ class Model(CheckedModel):
         self._optional = {name for name in ("position_ids", "logits_to_keep") if name in parameters}
         self._rotaries = length_dependent_rotaries(module)
         self._narrows = False
-        self._marker: Marker | None = None
         try:
             self.marks = Means.from_config(self.config) or Marks.from_config(self.config)
-            if self.marks is not None:
-                self._marker = self.marks.marker_on(module, self.config)
             is_checked = shares is None and self.has_reference
             if is_checked and is_wanted(fuse, self.device, self.dtype):
                 with watching(module) as calls:
@@ -566,7 +563,7 @@ class Model(CheckedModel):
             ends_with_last=not (all_logits or logits_of or all_hidden or self._hands_on) and num_new > 1,
             last_layer=self.last_layer,
             sources=self.reads_kv_of,
-            marker=self._marker,
+            marks=self.marks,
             held=self.held,
             pads=pads,
             one_by_one=self.gives_one_by_one,

@@ -19,6 +19,7 @@ from runahead.attention.masks import MaskRule
 from runahead.attention.states import StateShape
 from runahead.cache.quantised.wire import sent_shape
 from runahead.cache.slabs import KVShape
+from runahead.features.layer_types import WITH_STATES
 from runahead.model.held import Held, Place
 from runahead.model.layer_kinds import decoder_config, unsupported_calls
 from runahead.model.layers.attention_input import show_attention_inputs
@@ -29,6 +30,7 @@ from runahead.model.layers.shared_kv import end_with_last, find_sources
 from runahead.model.loading.position_limit import max_positions
 from runahead.model.loading.sharing import Shares
 from runahead.model.marking.marks import Marks
+from runahead.model.marking.taking import Trial, hook_layers
 from runahead.model.rope_length import LengthRotary
 from runahead.rotary import Rotary, find_rotaries
 
@@ -295,6 +297,9 @@ class ModelLayers(ABC):
     def _look_at_layers(self) -> None:
         """Find the KV shape and attention terms of every layer, and its state, by a forward of one token."""
         self.reads_kv_of: dict[int, int] = {}
+        self.held = None
+        if self.marks is not None:
+            self._let_layers_mark(self.marks)
         self.held = held = Held.by_config(self.config)
         sources: dict[int, int] = getattr(self.config, "reads_kv_of", {})
         recording = self._recorded(0)
@@ -313,8 +318,6 @@ class ModelLayers(ABC):
             self._order = list(range(len(calls)))
         if any(terms.rule is not None and terms.rule.sees_later_keys for *_, terms in calls):
             raise ValueError(f"{self.family} attends to later tokens, as an encoder does, which is not supported")
-        if self.marks is not None and any(terms.rule is not None for *_, terms in calls):
-            raise ValueError(f"{self.family} marks tokens (DMS, DMC) in layers with windows, which is not supported")
         sources = sources or find_sources(calls)
         if sources and held is not None:
             kinds = " and ".join(held.kinds_with_states)
@@ -339,6 +342,21 @@ class ModelLayers(ABC):
         self._needs_scores = any(terms.needs_scores for *_, terms in calls)
         self.reads_kv_of = sources
         self._end_with_last()
+
+    def _let_layers_mark(self, marks: Marks) -> None:
+        """Have layers give what marks are taken from. Raises: ValueError: some do not go with marks."""
+        states = sorted({*WITH_STATES}.intersection(getattr(self.config, "layer_types", None) or ()))
+        found = [f"it has {' and '.join(states)} layers"] if states else []
+        if not states:
+            hook_layers(self.module)
+            self.marks = Trial(found=found)
+            self._recorded(0)
+        if found:
+            raise ValueError(
+                f"{self.family} cannot mark tokens (DMS, DMC): {found[0]}; use a Llama or Qwen 3 that was trained to "
+                "mark tokens, or take dms_window_size and dmc_window_size out of its config"
+            )
+        self.marks = marks
 
     def _end_with_last(self) -> None:
         """Let what comes after the last stored keys and values or state compute the last token alone, if asked to."""

@@ -24,7 +24,7 @@ from runahead.attention.partial import AttentionTerms
 from runahead.cache.new_tokens import NewTokens
 from runahead.model.held import Held, StatesOfForward
 from runahead.model.layer_kinds import decoder_config
-from runahead.model.marking.marks import Marker
+from runahead.model.marking.marks import Marks
 
 ATTENTION_NAME = "runahead"
 
@@ -80,7 +80,7 @@ class SeamCache(Cache):
         ends_with_last: layers after the last one that stores compute the last token alone.
         last_layer: the last one that stores keys and values, if it may run again for the last token alone.
         sources: layer that stores no keys and values -> the one whose it reads.
-        marker: marks tokens, in a model that was trained for it.
+        marks: how tokens mark others, in a model that was trained for it.
         held: what the layers hold; None: keys and values alone.
         pads, one_by_one: as of `StatesOfForward`, for layers that hold states.
         block_ends: of the blocks of rows in which layers are computed; () is all at once.
@@ -91,7 +91,7 @@ class SeamCache(Cache):
         width: number of tokens that a layer's modules are given.
         num_skipped: those of them before the last token, where a layer computes this one alone.
         needs_last_alone: nobody needs the output of the layer that runs for other tokens than the last.
-        taken: what the marker has taken out of the layer that runs, for its attention.
+        taken: what marks have taken out of the layer that runs, for its attention.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SeamCache(Cache):
         ends_with_last: bool = False,
         last_layer: int | None = None,
         sources: Mapping[int, int] | None = None,
-        marker: Marker | None = None,
+        marks: Marks | None = None,
         held: Held | None = None,
         pads: Sequence[int] = (),
         one_by_one: bool = False,
@@ -125,16 +125,15 @@ class SeamCache(Cache):
             )
         super().__init__(layers=self.states or [])
         self.attention, self.start, self.num_new, self.tokens = attention, start, num_new, tokens
-        self.ends_with_last, self._sources, self._marker = ends_with_last, sources or {}, marker
+        self.ends_with_last, self._sources, self.marks = ends_with_last, sources or {}, marks
         self.block_ends, self.in_place, self.width, self.num_skipped = block_ends, in_place, num_new, 0
-        self._stores_first, self.pads, self.taken = stores_first, pads, dict[str, Tensor]()
+        self._stores_first, self.pads, self.taken = stores_first, pads, dict[str, Any]()
         self._last_layer, self.needs_last_alone = last_layer, False
 
     def attend(self, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms) -> Tensor:
         """Output (B, N, C, V) of a layer's attention, as `LayerAttention.attend`."""
-        if self._marker is not None:
-            logits_BKC = self._marker.taken(self, layer)
-            q_BNCH, k_BKCH, terms = self._marker.marked(logits_BKC, q_BNCH, k_BKCH, terms)
+        if self.marks is not None:
+            q_BNCH, k_BKCH, v_BKCV, terms = self.marks.marked(self, layer, q_BNCH, k_BKCH, v_BKCV, terms)
         if self.states is not None:
             layer = self._layer  # modules that several layers share do not know it
             self.states.before_attention(layer)

@@ -210,7 +210,7 @@ EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "drafts by a policy that narrows": lambda: drafting(PyramidInfer()),
     "drafts by a policy that decides on layers together": lambda: drafting(KVzip()),
     "drafts by policy.positions=reencoded": lambda: drafting(SnapKV(), positions=Positions.reencoded),
-    "marks": lambda: {"model": altered(marks=object())},
+    "marks": lambda: {"config": with_config(dms_window_size=8)},
     "no marks": lambda: {"config": with_config()},
     "shared KV layers": lambda: {"model": altered(reads_kv_of={3: 2})},
     "passes": lambda: {"config": with_config(runs_in_passes=True)},

@@ -105,16 +105,15 @@ def _outgrows(setup: Setup) -> Words:
 
 def _marks(setup: Setup) -> Words:
     """The model, if it marks tokens that it evicts."""
-    if setup.model is not None:
-        return if_(setup.model.marks is not None, setup.model_name)
-    return None if setup.config is None else if_(not _no_marks(setup), setup.model_name)
+    config = setup.text_config
+    marks = any(getattr(config, option, None) is not None for option in MARKING)
+    return None if config is None else if_(marks, setup.model_name)
 
 
 def _no_marks(setup: Setup) -> Words:
     """The model's type, if it marks no tokens."""
     config = setup.text_config
-    marks = any(getattr(config, option, None) is not None for option in MARKING)
-    return None if config is None else if_(not marks, str(config.model_type))
+    return None if config is None else if_(not _marks(setup), str(config.model_type))
 
 
 def _shared_kv(setup: Setup) -> Words:

@@ -39,7 +39,7 @@ def bloom_forward(
     fused_BCN3H = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
     q_BNCH, k_BNCH, v_BNCH = (fused_BCN3H[..., i, :].transpose(1, 2) for i in range(3))
     terms = AttentionTerms(scaling=self.inv_norm_factor, rule=rule_of(attention_mask), key_bias=key_bias)
-    out_BNCH = layer_past.attention.attend(self.layer_idx, q_BNCH, k_BNCH, v_BNCH, terms)
+    out_BNCH = layer_past.attend(self.layer_idx, q_BNCH, k_BNCH, v_BNCH, terms)
     return residual + self.dense(out_BNCH.transpose(1, 2).flatten(2)), None
 
 
@@ -67,7 +67,7 @@ def mpt_forward(
         part.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for part in mixed.chunk(3, dim=-1)
     )
     terms = AttentionTerms(scaling=self.softmax_scale, rule=rule_of(attention_mask), key_bias=key_bias)
-    out_BNCH = past_key_values.attention.attend(self.layer_idx, q_BNCH, k_BNCH, v_BNCH, terms)
+    out_BNCH = past_key_values.attend(self.layer_idx, q_BNCH, k_BNCH, v_BNCH, terms)
     return self.out_proj(out_BNCH.transpose(1, 2).flatten(2)), None
 
 

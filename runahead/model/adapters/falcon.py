@@ -38,7 +38,7 @@ def forward(
         return (slopes_N[:, None] * keys_S).to(dtype) * scaling
 
     terms = AttentionTerms(scaling=scaling, rule=rule_of(attention_mask), key_bias=None if alibi is None else key_bias)
-    out_BNCH = layer_past.attention.attend(self.layer_idx, q_BNCH, k_BKCH, v_BKCH, terms)
+    out_BNCH = layer_past.attend(self.layer_idx, q_BNCH, k_BKCH, v_BKCH, terms)
     return self.dense(out_BNCH.transpose(1, 2).flatten(2)), None
 
 

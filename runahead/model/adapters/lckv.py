@@ -43,7 +43,7 @@ class LCKVConfig(LlamaConfig):
     """A Llama's config that says whose keys and values each layer reads.
 
     Raises:
-        ValueError: `layer_types` is of another form.
+        ValueError: `layer_types` is of another form, or what it says of layers contradicts itself.
     """
 
     model_type = MODEL_TYPE
@@ -65,6 +65,13 @@ class LCKVConfig(LlamaConfig):
             self.kv_sources = [int(layer) for layer in layers]
         elif not self.kv_sources:
             self.kv_sources = list(range(self.num_hidden_layers))
+        sources, num, passes = self.kv_sources, self.num_hidden_layers, (self.forward_passes, self.backward_passes)
+        if len(sources) != num or not all(0 <= each < num for each in sources):
+            raise ValueError(f"kv_sources {sources} must be a layer for each of {num}")
+        if others_read := sorted({each for each in sources if sources[each] != each}):
+            raise ValueError(f"layers read layer {others_read[0]}, which reads layer {sources[others_read[0]]} itself")
+        if min(passes) < 0 or sum(passes) < 1:
+            raise ValueError(f"{passes[0]} forward_passes and {passes[1]} backward_passes must be at least 1")
         super().__post_init__(**others)
 
     @property
@@ -84,16 +91,6 @@ class LCKVConfig(LlamaConfig):
     def runs_in_passes(self) -> bool:
         """Whether some layers see earlier tokens alone: of a later layer, or in all layers."""
         return self.force_nodiag or any(source > layer for layer, source in enumerate(self.kv_sources))
-
-    def check(self) -> None:
-        """Check what the config says of layers. Raises: ValueError: it contradicts itself."""
-        sources, num, passes = self.kv_sources, self.num_hidden_layers, (self.forward_passes, self.backward_passes)
-        if len(sources) != num or not all(0 <= each < num for each in sources):
-            raise ValueError(f"kv_sources {sources} must be a layer for each of {num}")
-        if others := sorted({each for each in sources if sources[each] != each}):
-            raise ValueError(f"layers read layer {others[0]}, which reads layer {sources[others[0]]} itself")
-        if min(passes) < 0 or sum(passes) < 1:
-            raise ValueError(f"{passes[0]} forward_passes and {passes[1]} backward_passes must be at least 1")
 
 
 class LCKVAttention(LlamaAttention):
@@ -174,7 +171,6 @@ class LCKVModel(LlamaModel):
     """A Llama of these layers, which pass on what they have stored."""
 
     def __init__(self, config: LCKVConfig) -> None:
-        config.check()
         super(LlamaModel, self).__init__(config)  # not its own, which makes all layers of Llama's
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layers = [LCKVLayer(config, layer) for layer in range(config.num_hidden_layers)]

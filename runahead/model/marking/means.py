@@ -12,8 +12,8 @@ Constants are those of the published code (Megatron-LM, megatron/contrib/dmc): m
 tokens, of any number if that is 0. Its one checkpoint has no config of transformers, so these names are ours.
 """
 
-# Legend: B batch, N query heads, K kv heads, G = N / K, C new tokens, P what is kept of those before, S = P + C, H head
-# dim, V value dim, X = H + V + 1.
+# Legend: B batch, N query heads, K kv heads, C new tokens, P what is kept of those before, S = P + C, H head dim,
+# V value dim, Y = H or V, X = Y + 1.
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from policies.row_values import row_values
-from runahead.model.layers.hooks import hook_after, hook_before
-from runahead.model.marking.marks import Marker, Marks, Taking
-from runahead.model.seam import SeamCache
+from runahead.attention.partial import AttentionTerms
+from runahead.model.marking.marks import Marks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,90 +49,49 @@ class Means(Marks):
             raise ValueError(f"has dmc_window_size {most!r} in its config, which must be 0 or at least 2")
         return cls(window=1, scale=1.0, offset=float(getattr(config, "dmc_init_val", 5.0)), most=most)
 
-    @property
-    def num_before(self) -> int:
-        """P: the last tokens before, or their sum where any number may be in a mean."""
-        return self.most - 1 if self.most else 1
-
-    def marker_on(self, module: nn.Module, config: Any) -> Marker:
-        return Averager.on(module, self, config)
-
-
-class Averager(Marker):
-    """Replaces keys and values of a model by the means so far. Raises: ValueError, as `Marker`.
-
-    Attributes:
-        forward: that of the attention whose forward has begun last; None while transformers' own attention computes.
-    """
-
-    marks: Means
-    forward: SeamCache | None = None
-
-    def _hook(self, attention: Any) -> None:
-        hook_before(attention, _Entering(self))
-        for name in "qk":
-            last = getattr(attention, f"{name}_norm", None) or getattr(attention, f"{name}_proj")
-            hook_after(last, Taking(self, attention, name))
-        hook_after(attention.v_proj, Taking(self, attention, "v"))  # the last of the three
-
-    def take(self, attention: Any, name: str, x_BCY: Tensor) -> Tensor:
-        """The rows given to RoPE, or the values, in place of a layer's queries, keys or values.
-
-        Memory for keys is filled once the values are there.
-        """
-        forward = self.forward
-        if forward is None:
-            return x_BCY
-        if name != "v":
-            forward.taken[name] = taken = x_BCY.view(*x_BCY.shape[:2], -1, self._head_dim)
-            given = taken.clone()
-            given[..., -1] = 0
-            forward.taken[f"given {name}"] = given
-            return given.view(x_BCY.shape)
-        q_BCNH, k_BCKH, given_BCKH = (forward.taken.pop(each) for each in ("q", "k", "given k"))
-        del forward.taken["given q"]
-        v_BCKV = x_BCY.view(*k_BCKH.shape[:3], -1)
-        wide = torch.promote_types(x_BCY.dtype, torch.float32)
-        logits_BCK = k_BCKH[..., -1] * self.marks.scale - self.marks.offset
-        importance_BCK = q_BCNH[..., -1].unflatten(-1, (k_BCKH.shape[2], -1)).mean(dim=-1)
+    def take(self, forward: Any, attention: Any, name: str, x_BCNH: Tensor) -> Tensor:
+        """As of `Marks`: the weights of the tokens out of queries; logits out of keys, which become means so far."""
+        spare_BCN, given_BCNH = x_BCNH[..., -1], functional.pad(x_BCNH[..., :-1], (0, 1))
+        if name == "q":
+            forward.taken["importance"], forward.taken["heads"] = spare_BCN, slice(None)
+            return given_BCNH
+        importance_BCK = forward.taken["importance"].unflatten(-1, (x_BCNH.shape[2], -1)).mean(dim=-1)
+        wide = torch.promote_types(x_BCNH.dtype, torch.float32)
         # As published, so that no mean is divided by 0.
-        weights_BCK = torch.sigmoid(importance_BCK.to(wide) + self.marks.offset) + torch.finfo(x_BCY.dtype).eps
+        weights_BCK = torch.sigmoid(importance_BCK.to(wide) + self.offset) + torch.finfo(x_BCNH.dtype).eps
         if max(forward.pads, default=0) > forward.start:
-            index_C = torch.arange(forward.start, forward.start + x_BCY.shape[1], device=x_BCY.device)
-            is_token_BC = index_C >= row_values(forward.pads, x_BCY.device)[:, None]
-            weights_BCK = weights_BCK * is_token_BC[..., None]
-        kv_BCKX = torch.cat([given_BCKH.to(wide), v_BCKV.to(wide), torch.ones_like(weights_BCK[..., None])], dim=-1)
-        new_BKCX = (kv_BCKX * weights_BCK[..., None]).transpose(1, 2)
-        means_BCKX = self._means(forward, attention.layer_idx, new_BKCX, logits_BCK.transpose(1, 2) > 0).transpose(1, 2)
-        forward.taken["logits"] = logits_BCK.transpose(1, 2)
-        given_BCKH.copy_(means_BCKX[..., : self._head_dim])
-        return means_BCKX[..., self._head_dim :].to(x_BCY.dtype).reshape(x_BCY.shape)
+            index_C = torch.arange(forward.start, forward.start + x_BCNH.shape[1], device=x_BCNH.device)
+            weights_BCK = weights_BCK * (index_C >= row_values(forward.pads, x_BCNH.device)[:, None])[..., None]
+        forward.taken["weights"], forward.taken["marks"] = weights_BCK.transpose(1, 2), self._marking(spare_BCN)
+        return self._means(forward, attention.layer_idx, 0, given_BCNH.transpose(1, 2)).transpose(1, 2)
 
-    def _means(self, forward: Any, layer: int, new_BKCX: Tensor, joins_BKC: Tensor) -> Tensor:
-        """Means (B, K, C, X - 1) of each new token and those before it that it has joined; the layer's state goes on.
+    def marked(
+        self, forward: Any, layer: int, q_BNCH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, terms: AttentionTerms
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionTerms]:
+        v_BKCV = self._means(forward, layer, 1, v_BKCV)
+        return super().marked(forward, layer, q_BNCH, k_BKCH, v_BKCV, terms)
+
+    def _means(self, forward: Any, layer: int, part: int, x_BKCY: Tensor) -> Tensor:
+        """Means of each new token's keys or values and those before it that it has joined; the layer's state goes on.
 
         Args:
-            new_BKCX: keys, values and 1 of each token, times its weight.
+            part: of the state: 0 for keys, 1 for values.
         """
-        num_before, before_BKPX = self.marks.num_before, forward.states[layer].recurrent_states[0]
+        weights_BKC, joins_BKC = forward.taken["weights"], forward.taken["marks"]
+        new_BKCX = functional.pad(x_BKCY.to(weights_BKC.dtype), (0, 1), value=1.0) * weights_BKC[..., None]
+        num_before = self.most - 1 if self.most else 1  # the last tokens before, or their sum where any number may be
+        before_BKPX = forward.states[layer].recurrent_states[part]
         if before_BKPX is None:
             before_BKPX = torch.zeros_like(new_BKCX[:, :, :1]).expand(-1, -1, num_before, -1)
         x_BKSX = torch.cat([before_BKPX, new_BKCX], dim=2)
         joins_BKS = functional.pad(joins_BKC, (num_before, 0), value=True)  # what is not of the last slot is 0
-        sums_BKSX, firsts_BKS = sums_so_far(x_BKSX, joins_BKS, self.marks.most)
-        after_BKPX = (x_BKSX if self.marks.most else sums_BKSX)[:, :, -num_before:]
+        sums_BKSX, firsts_BKS = sums_so_far(x_BKSX, joins_BKS, self.most)
+        after_BKPX = (x_BKSX if self.most else sums_BKSX)[:, :, -num_before:]
         index_P1 = torch.arange(x_BKSX.shape[2] - num_before, x_BKSX.shape[2], device=x_BKSX.device)[:, None]
-        forward.update_recurrent_state(after_BKPX * (index_P1 >= firsts_BKS[:, :, -1:, None]), layer)
-        sums_BKCX = sums_BKSX[:, :, num_before:]
-        totals_BKC1 = sums_BKCX[..., -1:]
-        return sums_BKCX[..., :-1] / totals_BKC1.clamp_min(torch.finfo(totals_BKC1.dtype).tiny)  # 0 on padding
-
-    def taken(self, forward: Any, layer: int) -> Tensor:
-        logits_BKC: Tensor = forward.taken.pop("logits")
-        return logits_BKC
-
-    def _spare(self, group: int) -> slice:
-        return slice(None)
+        forward.update_recurrent_state(after_BKPX * (index_P1 >= firsts_BKS[:, :, -1:, None]), layer, part)
+        sums_BKCY, totals_BKC1 = sums_BKSX[:, :, num_before:].tensor_split([-1], dim=-1)
+        means_BKCY = sums_BKCY / totals_BKC1.clamp_min(torch.finfo(totals_BKC1.dtype).tiny)  # 0 on padding
+        return means_BKCY.to(x_BKCY.dtype)
 
 
 def sums_so_far(x_BKSX: Tensor, joins_BKS: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -156,24 +114,9 @@ def sums_so_far(x_BKSX: Tensor, joins_BKS: Tensor, most: int) -> tuple[Tensor, T
         """The sums of so many tokens before, 0 where these are not in the slot."""
         return functional.pad(sums_BKSX, (0, 0, by, -by)) * (index_S - by >= firsts_BKS)[..., None]
 
-    def last(count: int) -> Tensor:
-        """The sums over at most so many tokens."""
-        if count == 1:
-            return x_BKSX
-        half = count // 2
-        sums_BKSX = last(half)
-        sums_BKSX = sums_BKSX + before(sums_BKSX, half)
-        return x_BKSX + before(sums_BKSX, 1) if count % 2 else sums_BKSX
-
-    enough = 1 << (num - 1).bit_length()
-    return last(min(most or enough, enough)), firsts_BKS
-
-
-@dataclass(frozen=True, eq=False)
-class _Entering:
-    """The hook on a layer's attention, which knows the forward."""
-
-    marker: Averager
-
-    def __call__(self, module: nn.Module, args: Any, keywords: Any) -> None:
-        self.marker.forward = SeamCache.among(args, keywords)
+    sums_BKSX, count, enough = x_BKSX, 1, 1 << (num - 1).bit_length()
+    for bit in f"{min(most or enough, enough):b}"[1:]:
+        sums_BKSX, count = sums_BKSX + before(sums_BKSX, count), 2 * count
+        if bit == "1":
+            sums_BKSX, count = x_BKSX + before(sums_BKSX, 1), count + 1
+    return sums_BKSX, firsts_BKS
