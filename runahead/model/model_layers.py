@@ -349,7 +349,7 @@ class ModelLayers(ABC):
         found = [f"it has {' and '.join(states)} layers"] if states else []
         if not states:
             hook_layers(self.module)
-            self.marks = Trial(found=found)
+            self.marks = Trial(window=0, scale=0.0, offset=0.0, found=found)
             self._recorded(0)
         if found:
             raise ValueError(

@@ -61,10 +61,7 @@ class Trial(Marks):
         found: what does not go with marks.
     """
 
-    window: int = 0
-    scale: float = 1.0
-    offset: float = 0.0
-    found: list[str] = field(default_factory=list)
+    found: list[str]
 
     def take(self, forward: Any, attention: Any, name: str, x_BCNH: Tensor) -> Tensor:
         gains_N = 2.0 ** (torch.arange(x_BCNH.shape[2], device=x_BCNH.device) % 8)
@@ -81,15 +78,13 @@ class Trial(Marks):
             "has attention sinks": terms.sinks_N is not None,
             "does not see the token itself": not terms.sees_own,
             "has no q_proj and k_proj of its own": len(given) < 2,
-            "does more than RoPE after q_proj and k_proj, or q_norm and k_norm": not _are_rotated(
-                given, q_BNCH, k_BKCH
-            ),
+            "does more than RoPE after q_proj and k_proj, or q_norm and k_norm": not _is_rope(given, q_BNCH, k_BKCH),
         }
         self.found.extend(f"a layer {why}" for why, holds in reasons.items() if holds)
         return q_BNCH, k_BKCH, v_BKCV, terms
 
 
-def _are_rotated(given: list[Tensor], q_1N1H: Tensor, k_1K1H: Tensor) -> bool:
+def _is_rope(given: list[Tensor], q_1N1H: Tensor, k_1K1H: Tensor) -> bool:
     """Whether queries and keys are those that were given, each dim of all heads times the same factor."""
     if [x.shape for x in given] != [x.transpose(1, 2).shape for x in (q_1N1H, k_1K1H)]:
         return False
