@@ -354,7 +354,7 @@ class ModelLayers(ABC):
         if found:
             raise ValueError(
                 f"{self.family} cannot mark tokens (DMS, DMC): {found[0]}; use a Llama or Qwen 3 that was trained to "
-                "mark tokens, or take dms_window_size and dmc_window_size out of its config"
+                "mark tokens, or set dms_window_size and dmc_window_size to null with model.overrides"
             )
         self.marks = marks
 
