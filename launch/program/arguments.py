@@ -170,9 +170,9 @@ def checked_override(
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError) as error:  # the second for whole numbers of thousands of digits
-        raise ValueError(
-            f"cannot read {shown}: not a value that {name} can take; text in quotes is always read"
-        ) from error
+        of_group = f"give a name, and options one by one as {name}.<option>=<value>"
+        remedy = of_group if is_group else "text in quotes is always read"
+        raise ValueError(f"cannot read {shown}: not a value that {name} can take; {remedy}") from error
     except RecursionError as error:
         raise ValueError(f"cannot read {shown}: its brackets are nested too deep") from error
     if override.is_sweep_override():
