@@ -276,7 +276,7 @@ MISTAKES = [
     (["--multirun=1"], "unknown flag --multirun=1"),
     (["generation.temperature=warm"], "generation.temperature=warm is not a number"),
     (["generation.do_sample=maybe"], "is not true or false"),
-    (["generation.seed=a(b"], "cannot read generation.seed=a(b: not a value that generation.seed can take; text in quo"),
+    (["generation.seed=a(b"], "cannot read generation.seed=a(b: not a value that generation.seed can take; text"),
     (["policy=snapkv budget=64"], "can take; give a name, and options one by one as policy.<option>=<value>"),
     (["generation.seed=" + "9" * 5000], "cannot read generation.seed=9999"),
     (["partition=ratios", "partition.ratios=0.4"], "is not a list of numbers"),
