@@ -304,7 +304,8 @@ class Engine:
                 )
                 self._conclude(plan, ready.reuse, prefilled, result)
         result.slower = list(slower(*asked).values())
-        result.no_room = self.policies.no_room(max(map(len, ids)))
+        retrieved = any(rank.retrieval and rank.retrieval.mean_fetched_share is not None for rank in result.ranks)
+        result.no_room = self.policies.no_room(max(map(len, ids)), retrieved=retrieved)
         result.speculative = None if chosen is None else chosen.report
         result.cached_tokens = list(plan.stored)
         self._num_calls += 1

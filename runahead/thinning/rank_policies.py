@@ -238,9 +238,14 @@ class RankPolicies:
         bounds = [policy.most_slots(num_layers, phase) for policy in self.last]
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    def no_room(self, prompt_tokens: int) -> list[str]:
-        """A sentence for each policy of the rank that decodes whose share of a padded prompt has no room for others."""
-        return [sentence for policy in self.last if (sentence := policy.no_room(prompt_tokens))]
+    def no_room(self, prompt_tokens: int, *, retrieved: bool) -> list[str]:
+        """A sentence for each policy of the rank that decodes whose share of a padded prompt has no room for others.
+
+        Args:
+            retrieved: whether a policy that retrieves has done so; if not, all tokens were read.
+        """
+        used = [policy for policy in self.last if retrieved or not policy.retrieves]
+        return [sentence for policy in used if (sentence := policy.no_room(prompt_tokens))]
 
     def require_files(self) -> None:
         """Check that the policies were given the files that they need. Raises: ValueError."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from policies import POLICIES
+from policies.exact_topk import ExactTopK
 from policies.h2o import H2O
 from policies.k_centers import KCenters
 from policies.options import Budget
@@ -17,6 +18,10 @@ from policies.pyramidkv import PyramidKV
 from policies.retriever import Retriever
 from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
+from runahead.config import GenerationOptions
+from runahead.engine import Engine
+from runahead.ranks import Ranks
+from runahead.thinning.rank_policies import RankPolicies
 from tests.families import prompt
 from tests.policies.running import Run
 from tests.policies.test_retrieval import INDEXED, SOME, Turns, policy
@@ -141,6 +146,20 @@ def test_the_least_budget_that_is_named_is_the_least(kind: type[Any], options: d
     kind(budget=least, **options)
     with pytest.raises(ValueError, match=f"policy.budget={least - 1} has no room for .*; use at least {least}$"):
         kind(budget=least - 1, **options)
+
+
+@pytest.mark.parametrize(("min_tokens", "retrieves"), [(None, False), (101, False), (0, True)])
+def test_a_share_to_fetch_is_told_of_only_where_it_was_fetched(
+    ranks: Ranks, min_tokens: int | None, retrieves: bool
+) -> None:
+    """On a CPU the default is 2,048 tokens, of which the policy does not know."""
+    policies = RankPolicies.everywhere([ExactTopK(min_tokens=min_tokens)])
+    options = GenerationOptions(max_new_tokens=3, ignore_eos=True)
+    batch = Engine(tiny_model("llama"), ranks, policies=policies).generate([prompt(96)], options)
+    assert batch.ranks[0].retrieval is not None
+    assert (batch.ranks[0].retrieval.mean_fetched_share is not None) is retrieves
+    stays = "no room for policy.sinks=4 and policy.recent=16, which are fetched anyway"
+    assert batch.no_room == ([f"policy.fetch=0.1 is 10 of 96 tokens, with {stays}"] if retrieves else [])
 
 
 @pytest.mark.parametrize("kind", [H2O, KCenters])
