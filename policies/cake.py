@@ -51,10 +51,10 @@ class CAKE(SnapKV, name="cake"):
     tau2: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_least(self, window=2, gamma=0)  # one query has no variance
         for option in ("tau1", "tau2"):
             require(getattr(self, option) > 0, option, getattr(self, option), "must be above 0")
+        super().__post_init__()
 
     def carry(self, view: LayerView) -> Tensor | None:
         """Scores of the tokens, in a unit in which the best one of each head, and the window, have what a layer needs.

@@ -32,8 +32,8 @@ class ChunkKV(SnapKV, name="chunkkv"):
     chunk: int = 10
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_least(self, chunk=1)
+        super().__post_init__()
 
     def score(self, view: LayerView) -> Tensor:
         votes_BKn, before = super().score(view), max(0, view.num_slots - self.window)

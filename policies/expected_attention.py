@@ -47,9 +47,9 @@ class ExpectedAttention(Scorer, name="expected_attention"):
     epsilon: float = 0.01
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_least(self, future_tokens=1)
         require(0 <= self.epsilon < math.inf, "epsilon", self.epsilon, "must be a number of at least 0")
+        super().__post_init__()
 
     @property
     def queries_from(self) -> int:

@@ -87,14 +87,14 @@ class InfLLM(BlockRetriever, name="infllm"):
     observed: int = 256  # type: ignore[misc]  # a constant of most policies
 
     def __post_init__(self) -> None:
+        if self.clamped:
+            require_least(self, recent=1)
         super().__post_init__()
         require_least(self, block=1, representatives=1, observed=1)
         require(self.fetch is not None, "fetch", self.fetch, "must be given: blocks are ranked, not compared")
         require(
             self.late is None, "late", self.late, f"does not go with {self.label}, which chooses for all heads together"
         )
-        if self.clamped:
-            require_least(self, recent=1)
 
     @property
     def clamps(self) -> bool:

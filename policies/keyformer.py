@@ -44,12 +44,12 @@ class Keyformer(H2O, name="keyformer"):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_least(self, tau_tokens=1, seed=0)
         require_default(self, "seed", given=not self.noise, rule="with policy.noise=false; leave it out")
         for option in ("tau", "last_tau"):
             value = getattr(self, option)
             require(0.01 <= value < math.inf, option, value, "must be a temperature of at least 0.01")
+        super().__post_init__()
 
     def received(self, view: LayerView) -> Tensor:
         progress = min(1.0, view.num_generated / self.tau_tokens)

@@ -64,9 +64,9 @@ class KVzap(Scorer, name="kvzap"):
             require(math.isfinite(self.threshold), "threshold", self.threshold, "must be a number")
         ScoreMaps.load(self.predictor)  # finds mistakes in the file before the model is loaded
 
-    def _require_room(self) -> None:
+    def require_room(self) -> None:
         if self.threshold is None:
-            super()._require_room()
+            super().require_room()
         else:
             rule = f"with policy.threshold={self.threshold}; leave one of them out"
             require_default(self, "budget", rule=rule)

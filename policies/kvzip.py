@@ -27,14 +27,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.base import Policy, Replay
+from policies.base import Replay
+from policies.budgeted import Budgeted
 from policies.kept_slots import best_first, first_slots
 from policies.layer_view import LayerView
-from policies.options import Budget, budget_tokens, check_budget, no_room, require_least, require_room, staying
+from policies.options import Budget, budget_tokens, check_budget, require_least
 
 
 @dataclass(kw_only=True)
-class KVzip(Policy, name="kvzip"):
+class KVzip(Budgeted, name="kvzip"):
     """Score: largest attention probability from what repeats the prompt, over the query heads of a KV head.
 
     Attributes:
@@ -59,11 +60,7 @@ class KVzip(Policy, name="kvzip"):
     def __post_init__(self) -> None:
         check_budget(self.budget)
         require_least(self, sinks=0, recent=0, chunk_tokens=1)
-        require_room(self, "budget", least=self.sinks + self.recent, stays=staying(self, "sinks", "recent"))
-
-    def no_room(self, prompt_tokens: int) -> str:
-        stays = staying(self, "sinks", "recent")
-        return no_room(self, "budget", prompt_tokens, lambda tokens: tokens >= self.sinks + self.recent, stays=stays)
+        self.require_room()
 
     @property
     def last_queries(self) -> int:

@@ -42,8 +42,8 @@ class LagKV(Scorer, name="lagkv"):
     lag: int = 128
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_least(self, lag=2)
+        super().__post_init__()
 
     @property
     def last_queries(self) -> int:

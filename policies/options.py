@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -81,48 +80,3 @@ def check_budget(budget: Budget, option: str = "budget") -> None:
 def budget_tokens(budget: Budget, prompt_tokens: int) -> int:
     """A budget as a number of tokens, at least 1."""
     return budget if isinstance(budget, int) else max(1, round(budget * prompt_tokens))
-
-
-def staying(options: object, *names: str) -> str:
-    """Those of these options, numbers of tokens that always stay, that are not 0, in words."""
-    return " and ".join(f"policy.{name}={value}" for name in names if (value := getattr(options, name)))
-
-
-def require_room(options: object, name: str, *, least: int, stays: str) -> None:
-    """Check that a budget that is a number of tokens is at least what always stays.
-
-    Args:
-        options: a policy.
-        name: of the option that is the budget.
-        least: smallest budget with room for it.
-        stays: what stays, in words.
-
-    Raises:
-        ValueError: it is smaller.
-    """
-    budget = getattr(options, name)
-    rule = f"has no room for {stays}; use at least {least}"
-    require(not isinstance(budget, int) or budget >= least, name, budget, rule)
-
-
-def no_room(
-    options: object,
-    name: str,
-    prompt_tokens: int,
-    has_room: Callable[[int], bool],
-    *,
-    stays: str,
-    then: str = "of which as many stay as fit",
-) -> str:
-    """The sentence for a budget that is a share of the prompt, and too small for what always stays; else "".
-
-    Args:
-        options, name, stays: as of `require_room`.
-        has_room: whether a number of tokens has room for it.
-        then: what is done if not.
-    """
-    budget = getattr(options, name)
-    tokens = budget_tokens(budget, prompt_tokens)
-    if isinstance(budget, int) or tokens == prompt_tokens or has_room(tokens):
-        return ""
-    return f"policy.{name}={budget} is {tokens:,} of {prompt_tokens:,} tokens, with no room for {stays}, {then}"

@@ -24,11 +24,15 @@ class PyramidKV(SnapKV, name="pyramidkv"):
     beta: float = 20.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_least(self, beta=1)
+        super().__post_init__()
 
     def has_room(self, budget: int, most: int | None = None) -> bool:
         return super().has_room(self.slots_of(budget, 1, 2, most))  # of the last layer, which has least
+
+    @property
+    def stays(self) -> str:
+        return f"{super().stays} in the last layer, which policy.beta={self.beta} gives least"
 
     def slots(self, view: LayerView) -> int:
         """Number of slots to keep in this layer.

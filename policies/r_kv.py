@@ -50,9 +50,9 @@ class RKV(SnapKV, name="r_kv"):
     similar: float = 0.5
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(0 <= self.importance <= 1, "importance", self.importance, "must be a weight in [0, 1]")
         require(-1 <= self.similar <= 1, "similar", self.similar, "must be a cosine in [-1, 1]")
+        super().__post_init__()
 
     def most_slots(self, num_layers: int, phase: Phase) -> int | None:
         return Scorer.most_slots(self, num_layers, phase)

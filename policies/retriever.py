@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from policies.base import ModelFacts as ModelFacts
-from policies.base import Policy
+from policies.budgeted import Budgeted
 from policies.layer_view import PromptPart
 from policies.options import (
     Budget,
@@ -30,10 +30,7 @@ from policies.options import (
     check_budget,
     choice,
     nested_options,
-    no_room,
     require,
-    require_room,
-    staying,
 )
 from policies.pool import Pool
 from policies.precision import widened
@@ -307,7 +304,7 @@ class Index:
 
 
 @dataclass(kw_only=True)
-class Retriever(Policy):
+class Retriever(Budgeted):
     """Base of all policies that retrieve.
 
     Attributes:
@@ -335,6 +332,7 @@ class Retriever(Policy):
     index_class: ClassVar[type[Index]] = Index
     """What finds and chooses the slots of a layer."""
     retrieves: ClassVar[bool] = True
+    without_room: ClassVar[str] = "which are fetched anyway"
     compares_by_kv_head: ClassVar[bool] = True
     first_ahead: ClassVar[int] = 0
     """First layer with a predicted query."""
@@ -367,7 +365,6 @@ class Retriever(Policy):
             require((getattr(self, name) or 0) >= 0, name, getattr(self, name), "must not be negative")
         if self.fetch is not None:
             check_budget(self.fetch, "fetch")
-            require_room(self, "fetch", least=self.sinks + self.recent, stays=staying(self, "sinks", "recent"))
         self.group = choice("group", Group, self.group)
         self.pool = nested_options(self, "pool", "bytes=2GiB")
         if self.late is not None:
@@ -378,6 +375,8 @@ class Retriever(Policy):
                 f"policy {self.label} looks for tokens in the order of the text, and a full pool mixes them; leave "
                 "policy.pool.bytes out"
             )
+        if self.fetch is not None:
+            self.require_room()
 
     def _check_late(self, late: float) -> None:
         """Check that the policy may choose by an earlier query. Raises: ValueError."""
@@ -388,14 +387,9 @@ class Retriever(Policy):
                 "policy.late out, or change that"
             )
 
-    def no_room(self, prompt_tokens: int) -> str:
-        option, stays = "max_fetch" if self.fetch is None else "fetch", staying(self, "sinks", "recent")
-        if not hasattr(self, option) or prompt_tokens < (self.min_tokens or 0):
-            return ""
-        then = "which are fetched anyway"
-        return no_room(
-            self, option, prompt_tokens, lambda tokens: tokens >= self.sinks + self.recent, stays=stays, then=then
-        )
+    @property
+    def budget_option(self) -> str:
+        return "max_fetch" if self.fetch is None else "fetch"
 
     def retrieves_in(self, layer: int) -> bool:
         """Whether a layer that sees the whole text retrieves; the others attend to all tokens."""

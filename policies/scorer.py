@@ -5,34 +5,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from policies.base import Policy
+from policies.budgeted import Budgeted
 from policies.kept_slots import best_slots, kept_by_row
 from policies.layer_view import LayerView, Phase, PromptPart
-from policies.options import (
-    Budget,
-    budget_tokens,
-    check_budget,
-    no_room,
-    require,
-    require_default,
-    require_least,
-    require_room,
-    staying,
-)
+from policies.options import Budget, budget_tokens, check_budget, require, require_default, require_least
 
 
 @dataclass(kw_only=True)
-class Scorer(Policy, ABC):
+class Scorer(Budgeted, ABC):
     """Base of policies that keep sink tokens, recent tokens, and of the others those with the highest scores.
 
     Attributes:
@@ -59,29 +47,7 @@ class Scorer(Policy, ABC):
         require_least(self, sinks=0, recent=0, evict_every=1)
         rule = f"with {self.label}, which keeps all generated tokens; leave it out"
         require_default(self, "evict_every", given=not self.while_decoding, rule=rule)
-        self._require_room()
-
-    def _require_room(self) -> None:
-        """Check that the budget has room for sinks and recent tokens. Raises: ValueError."""
-        least = bisect_left(range(1 << 60), True, key=self.has_room)
-        require_room(self, "budget", least=least, stays=self.stays)
-
-    def has_room(self, budget: int, most: int | None = None) -> bool:
-        """Whether a budget, and each larger one, has room for the tokens that always stay.
-
-        Args:
-            most: tokens of the prompt, if the budget is a share of it.
-        """
-        return budget >= self.sinks + self.recent_of(budget)
-
-    @property
-    def stays(self) -> str:
-        """Options that say which tokens always stay, in words."""
-        return staying(self, "sinks", "recent")
-
-    def no_room(self, prompt_tokens: int) -> str:
-        has_room = partial(self.has_room, most=prompt_tokens)
-        return no_room(self, "budget", prompt_tokens, has_room, stays=self.stays)
+        self.require_room()
 
     @abstractmethod
     def score(self, view: LayerView) -> Tensor:
@@ -92,10 +58,6 @@ class Scorer(Policy, ABC):
         other.budget = part.budget_of(self.budget)
         other.recent, other.evict_every = part.share_of(self.recent), part.share_of(self.evict_every)
         return other
-
-    def recent_of(self, num_kept: int) -> int:
-        """Number of last tokens that always stay, of so many slots."""
-        return self.recent
 
     def slots(self, view: LayerView) -> int:
         """Number of slots to keep in this layer."""
@@ -188,9 +150,6 @@ class RecentShare(Scorer):
         require(is_share, "recent_share", self.recent_share, "must be a share of the budget in [0, 1]")
         rule = f"with policy.recent={self.recent}, which says how many stay; leave one of them out"
         require_default(self, "recent_share", given=self.recent > 0, rule=rule)
-        if self.sinks and not self.recent:
-            rule = f"leaves no room for policy.sinks={self.sinks}; use less than 1"
-            require(self.recent_share < 1, "recent_share", self.recent_share, rule)
         super().__post_init__()
 
     def recent_of(self, num_kept: int) -> int:
@@ -198,4 +157,4 @@ class RecentShare(Scorer):
 
     @property
     def stays(self) -> str:
-        return staying(self, "sinks", "recent" if self.recent else "recent_share")
+        return self.staying("sinks", "recent" if self.recent else "recent_share")

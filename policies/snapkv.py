@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from policies.layer_view import LayerView, Phase, PromptPart
-from policies.options import choice, require, require_default, staying
+from policies.options import choice, require, require_default
 from policies.scorer import Scorer
 
 
@@ -42,14 +42,14 @@ class SnapKV(Scorer, name="snapkv"):
     pooling: Pooling = field(default=Pooling.max, metadata={"formerly": "pool"})
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.pooling = choice("pooling", Pooling, self.pooling)
         require(self.window >= 1, "window", self.window, "must be at least 1 token")
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "must be an odd number of tokens")
         rule = "with policy.kernel=1, which pools nothing; use policy.kernel=3 or more"
         require_default(self, "pooling", given=self.kernel == 1, rule=rule)
         rule = f"has no effect with policy.window={self.window}, which stays anyway; leave it out, or use more"
-        require(self.recent == 0 or self.recent > self.window, "recent", self.recent, rule)
+        require(not 0 < self.recent <= self.window, "recent", self.recent, rule)
+        super().__post_init__()
 
     @property
     def last_queries(self) -> int:
@@ -60,7 +60,7 @@ class SnapKV(Scorer, name="snapkv"):
 
     @property
     def stays(self) -> str:
-        return staying(self, "sinks", "recent" if self.recent else "window")
+        return self.staying("sinks", "recent" if self.recent else "window")
 
     def of_part(self, part: PromptPart) -> Self:
         other = super().of_part(part)

@@ -20,9 +20,9 @@ class Window(Scorer, name="window"):
     chooses_alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         rule = f"with {self.label}, which keeps the last tokens anyway; use policy.budget"
         require_default(self, "recent", rule=rule)
+        super().__post_init__()
 
     @property
     def last_queries(self) -> int:

@@ -43,9 +43,9 @@ class ZigZagKV(SnapKV, name="zigzagkv"):
     least_share: float = 0.2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(0 < self.mass <= 1, "mass", self.mass, "must be a share of the attention in (0, 1]")
         require(0 <= self.least_share <= 1, "least_share", self.least_share, "must be a share of the budget in [0, 1]")
+        super().__post_init__()
 
     def carry(self, view: LayerView) -> Tensor | None:
         """Votes of the window, not pooled."""

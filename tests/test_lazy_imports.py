@@ -90,7 +90,7 @@ def test_the_engine_alone_loads_no_prefill_store_or_transfer_that_options_choose
     assert families(found) <= {"auto"}
     assert not {each for each in found if each.startswith("policies.")} - {
         *("policies.base", "policies.reuse", "policies.retriever", "policies.pool", "policies.row_values"),
-        *("policies.layer_view", "policies.options", "policies.precision"),
+        *("policies.budgeted", "policies.layer_view", "policies.options", "policies.precision"),
         "policies.byte_size",
         "policies.gumbel",
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,7 @@ from policies.pyramidkv import PyramidKV
 from policies.retriever import Retriever
 from policies.scissorhands import Scissorhands
 from policies.snapkv import SnapKV
+from policies.window import Window
 from runahead.config import GenerationOptions
 from runahead.engine import Engine
 from runahead.ranks import Ranks
@@ -148,6 +149,49 @@ def test_the_least_budget_that_is_named_is_the_least(kind: type[Any], options: d
         kind(budget=least - 1, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        *(("pyramidkv", {"beta": beta}, f"beta={beta} must be at least 1") for beta in (0, -1, float("nan"))),
+        ("cake", {"budget": 1, "window": 1, "sinks": 3}, "window=1 must be at least 2"),
+        ("window", {"recent": 2000}, "recent=2000 has no effect with window"),
+        ("em_llm", {"fetch": 64, "group": 5}, "group=5 is not one of"),
+        ("infllm", {"fetch": 64, "recent": 0}, "recent=0 must be at least 1"),
+    ],
+)
+def test_options_that_are_out_of_range_are_told_before_room_for_them(
+    name: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^policy.{says}"):
+        POLICIES[name](**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "stay"),
+    [
+        ("h2o", {"recent_share": 1.0}, "policy.recent_share=1.0"),
+        ("pyramidkv", {"beta": float("inf")}, "policy.window=32 in the last layer, which policy.beta=inf gives least"),
+    ],
+)
+def test_where_no_budget_has_room_this_is_told(name: str, options: dict[str, Any], stay: str) -> None:
+    says = f"^policy.budget=1024 has no room for policy.sinks=2 and {stay}; no budget has, so change one of these"
+    with pytest.raises(ValueError, match=says):
+        POLICIES[name](sinks=2, **options)
+
+
+@dataclass(kw_only=True)
+class ByTable(Window):
+    """A user's policy that knows how many tokens stay of some budgets alone."""
+
+    def recent_of(self, num_kept: int) -> int:
+        return {8: 3, 20: 5}[num_kept]
+
+
+def test_other_budgets_than_the_given_one_matter_only_if_it_is_refused() -> None:
+    ByTable(budget=8)
+    assert not ByTable(budget=0.5).no_room(40)
+
+
 @pytest.mark.parametrize(("min_tokens", "retrieves"), [(None, False), (101, False), (0, True)])
 def test_a_share_to_fetch_is_told_of_only_where_it_was_fetched(
     ranks: Ranks, min_tokens: int | None, retrieves: bool
@@ -167,5 +211,3 @@ def test_recent_tokens_are_a_number_or_a_share(kind: type[Any]) -> None:
     assert kind(budget=100).recent_of(100) == 50 and kind(budget=100, recent=9).recent_of(100) == 9
     with pytest.raises(ValueError, match="recent_share=0.3 has no effect with policy.recent=9, .*; leave one of them"):
         kind(recent=9, recent_share=0.3)
-    with pytest.raises(ValueError, match="recent_share=1.0 leaves no room for policy.sinks=2; use less than 1"):
-        kind(sinks=2, recent_share=1.0)
