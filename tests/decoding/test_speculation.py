@@ -58,6 +58,7 @@ from runahead.reuse.prefix_tree import PrefixTree
 from runahead.thinning.rank_policies import RankPolicies
 from tests.cache.test_fixed_cache import Gpu
 from tests.families import VOCAB_SIZE, WINDOW, build, prompt, save_tiny_llama
+from tests.policies.test_indices import view
 from tests.ranks.tasks import tiny_model
 from tests.tokenizers_for_tests import byte_level
 
@@ -604,10 +605,10 @@ def test_an_index_has_no_rejected_token() -> None:
             assert found is not None
             num, index = found.index.num_slots, found.index
             assert len(ids) < num < len(text) and isinstance(index, Pages)
-            k_BKnH, _ = cache.layer(number).read(0, num)
-            expected = Pages(k_BKnH, page=2, pads=[0], scaling=index._scaling)
+            k_BKnH, v_BKnV = cache.layer(number).read(0, num)
+            seen = replace(view(num, [0]), k_BKnH=k_BKnH, v_BKnV=v_BKnV, scaling=index.scaling)
             q_BNH = torch.randn(1, 4, k_BKnH.shape[3], dtype=k_BKnH.dtype)
-            assert torch.allclose(index.scores(q_BNH), expected.scores(q_BNH), atol=1e-9)
+            assert torch.allclose(index.page_scores(q_BNH), Pages(seen, index.how).page_scores(q_BNH), atol=1e-9)
 
 
 def test_a_draft_for_the_draft_saves_forwards() -> None:
