@@ -19,7 +19,7 @@ from policies.clustering import rows_by_pad
 from policies.events import By, Events, Refine
 from policies.options import nested_options, require_default
 from policies.precision import widened
-from policies.retriever import Index, PromptView, Retriever, Slots, need_of_group
+from policies.retriever import Choice, Index, PromptView, Retriever, Slots, need_of_group
 from policies.row_values import sent
 
 
@@ -173,12 +173,15 @@ class BlockIndex(Index):
             found.update(zip(numbers, new_bKPX.unbind(dim=2), strict=True))
         return torch.stack([found[number] for number in range(len(sizes))], dim=2)
 
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        self.catch_up(of_all=True)
+        return super().choose(q_BNH, slots)
+
     def need(self, q_BNH: Tensor, slots: Slots) -> Tensor:
         """Need (B, k, n), float64, of each slot: its block's place from the last to the best; in no block, above all.
 
         Of a block that is cut short the later tokens come first.
         """
-        self.catch_up(of_all=True)
         within_n = torch.arange(self.num_slots, device=q_BNH.device, dtype=torch.float64) / (2 * self.num_slots)
         need_Bkn = within_n.repeat(len(q_BNH), 1 if self.together else self.num_kv_heads, 1)
         for part in self.parts:

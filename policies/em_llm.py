@@ -24,7 +24,7 @@ from policies.block_index import BlocksOfRows
 from policies.events import By, Events, Refine
 from policies.infllm import Blocks, InfLLM
 from policies.options import require
-from policies.retriever import PromptView, Slots
+from policies.retriever import Choice, PromptView, Slots
 
 
 class NeighbouringEvents(Blocks):
@@ -36,6 +36,12 @@ class NeighbouringEvents(Blocks):
         super().__init__(view, how)
         self._steps = 0
         self._entered: Mapping[int, Tensor] = {}  # by row: when each block (b, k, P) entered the queue; 0 outside of it
+
+    def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
+        choice = super().choose(q_BNH, slots)
+        if choice is None:
+            self.need(q_BNH, slots)  # the queue is of all queries, also of those that see the whole text
+        return choice
 
     def places(self, part: BlocksOfRows, score_bkP: Tensor, slots: Slots) -> Tensor:
         place_bkP = super().places(part, score_bkP, slots).double() / part.num_blocks

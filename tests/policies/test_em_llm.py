@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Policy
-from policies.block_index import BlockIndex
+from policies.block_index import BlockIndex, BlockRetriever
 from policies.em_llm import EMLLM, NeighbouringEvents
 from policies.events import By, Events, Refine, modularity, surprising
 from policies.infllm import Blocks, InfLLM
@@ -295,17 +295,20 @@ def test_a_step_makes_no_list_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None
         assert first is not None and second is not None and first.slots_BKm.shape == second.slots_BKm.shape
 
 
-def test_generated_tokens_and_a_turn_end_in_blocks_too() -> None:
-    """An answer has blocks of `most`, a later turn those of its surprises."""
-    policy = InfLLM(**OPTIONS | {"recent": 2}, events=EVENTS)
+@pytest.mark.parametrize("fetch", [40, 400], ids=["some retrieved", "all retrieved"])
+@pytest.mark.parametrize("kind", [InfLLM, EMLLM, Quest])
+def test_generated_tokens_and_a_turn_end_in_blocks_too(kind: type[BlockRetriever], fetch: int) -> None:
+    """An answer has blocks of `most`, a later turn those of its surprises, also while the whole text is retrieved."""
+    events = EVENTS | {"refine": "modularity" if kind is EMLLM else "none"}
+    policy = kind(min_tokens=0, first_layer=0, sinks=2, recent=2, fetch=fetch, events=events)
     turns = Turns(tiny_model("llama"), [policy], (50,))
     turns.prefill()
     [index, *_] = blocks_of(turns)
     told = index.parts[0].edges[1:]
     turns.decode(GENERATED * 5)
     ends = index.parts[0].edges[1:][len(told) :]
-    assert ends == list(range(told[-1] + 9, 50 + 20, 9))
-    assert index.parts[0].num_blocks == sum(end <= 69 - 2 for end in index.parts[0].edges[1:])  # as the last one asked
+    assert ends == list(range(told[-1] + 9, 70 + 1, 9))
+    assert index.parts[0].num_blocks == sum(end <= 70 - 2 for end in index.parts[0].edges[1:])
     before = index.parts[0].edges[1:]
     with throughout(torch.float64):
         turns.conversation.feed(torch.tensor([prompt(30, seed=5)]))
@@ -388,7 +391,10 @@ class Queue:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_neighbours_of_what_was_retrieved_are_in_a_queue(share: float) -> None:
-    """Over ten queries. Without a queue, or, if it has room, one that forgets earlier queries, others are found."""
+    """Over ten queries, of which the first two retrieve the whole text.
+
+    Without a queue, or, if it has room, one that forgets earlier queries, others are found.
+    """
     num_slots, fetch = 120, 60
     policy = EMLLM(**OPTIONS | {"fetch": fetch, "representatives": 100}, contiguity=share, events=EVENTS)
     seen, slots = view(num_slots, [0]), slots_of(num_slots, [0])
@@ -401,10 +407,11 @@ def test_neighbours_of_what_was_retrieved_are_in_a_queue(share: float) -> None:
     starts = [2, *inside]
     sizes = [b - a for a, b in zip(starts, inside, strict=False)]
     always = {*range(2), *range(inside[-1], num_slots)}
-    room = fetch - len(always)
     queues = [Queue(sizes, share), Queue(sizes, 0.0), Queue(sizes, share, keeps=False)]
     differs, forked = [False, False], None
     for seed in range(10):
+        fetched = num_slots if seed < 2 else fetch
+        index.how, room = replace(policy, fetch=fetched), fetched - len(always)
         q_BNH = drawn(1, 4, 8, seed=20 + seed)
         q_KH = q_BNH[0].unflatten(0, (2, 2)).sum(dim=1)
         scores = [
@@ -415,6 +422,9 @@ def test_neighbours_of_what_was_retrieved_are_in_a_queue(share: float) -> None:
             for each in queues
         )
         choice = index.choose(q_BNH, slots)
+        if fetched == num_slots:
+            assert choice is None
+            continue
         assert choice is not None
         assert set(choice.slots_BKm[0, 0].tolist()) == always | wanted
         differs = [before or wanted != each for before, each in zip(differs, wrong, strict=True)]
