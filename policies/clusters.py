@@ -188,14 +188,13 @@ class Clusters(Index):
         return scores_BKGY.masked_fill_((sizes_BKY == 0).unsqueeze(2), -torch.inf)
 
     def choose(self, q_BNH: Tensor, slots: Slots) -> Choice | None:
-        need_BKY = self.cluster_needs(q_BNH, slots)
-        self.mark(need_BKY, slots)
-        ranking = Ranking.by(need_BKY, self.sizes_BKY(slots))
-        return self.best_slots(ranking, self.how.num_chosen(slots), slots)
-
-    def cluster_needs(self, q_BNH: Tensor, slots: Slots) -> Tensor:
-        """Need (B, K, Y) of each cluster by these queries."""
         sizes_BKY = self.sizes_BKY(slots)
+        need_BKY = self.cluster_needs(q_BNH, slots, sizes_BKY)
+        self.mark(need_BKY, slots)
+        return self.best_slots(Ranking.by(need_BKY, sizes_BKY), self.how.num_chosen(slots), slots)
+
+    def cluster_needs(self, q_BNH: Tensor, slots: Slots, sizes_BKY: Tensor) -> Tensor:
+        """Need (B, K, Y) of each cluster by these queries."""
         return need_of_group(self.mean_scores(q_BNH, sizes_BKY), self.how.group, sizes_BKY)
 
     def mark(self, need_BKY: Tensor, slots: Slots) -> None:

@@ -74,7 +74,8 @@ class ThresholdClusters(Clusters):
             q_BNwH = view.q_BNwH[:, :, -num_queries:]
             q_BNH = q_BNwH.unflatten(1, (self.num_kv_heads, -1)).flatten(1, 3)
             if self.coarse is not None:
-                coarse_BKn = self._coarse_scores(q_BNH, slots).take_along_dim(self._coarse_of_slots(), dim=2)
+                score_BKx = self._coarse_scores(q_BNH, self.sizes_BKY(slots))
+                coarse_BKn = score_BKx.take_along_dim(self._coarse_of_slots(), dim=2)
                 _set_quantile(self.least_coarse_BK, self.how.coarse_quantile, coarse_BKn, slots.pads, same)
             _set_quantile(self.least_BK, self.how.quantile, self.slot_scores(q_BNH, slots), slots.pads, same)
 
@@ -83,7 +84,7 @@ class ThresholdClusters(Clusters):
         if how.fetch is not None:
             return super().choose(q_BNH, slots)
         sizes_BKY = self.sizes_BKY(slots)
-        score_BKY = self.cluster_needs(q_BNH, slots).double() - self.least_BK.unsqueeze(2)
+        score_BKY = self.cluster_needs(q_BNH, slots, sizes_BKY).double() - self.least_BK.unsqueeze(2)
         self.mark(score_BKY, slots)
         needed = num_needed(score_BKY, 0.0, slots, sizes_BKY)
         num_chosen = how.num_chosen(slots, min(needed, int(how.max_fetch * slots.num_slots)))
@@ -91,17 +92,17 @@ class ThresholdClusters(Clusters):
 
     def slot_scores(self, q_BNH: Tensor, slots: Slots) -> Tensor:
         """Score (B, K, n) of each slot's cluster by these queries, see `cluster_needs`."""
-        return self.cluster_needs(q_BNH, slots).take_along_dim(self.of_BKn, dim=2)
+        return self.cluster_needs(q_BNH, slots, self.sizes_BKY(slots)).take_along_dim(self.of_BKn, dim=2)
 
-    def cluster_needs(self, q_BNH: Tensor, slots: Slots) -> Tensor:
+    def cluster_needs(self, q_BNH: Tensor, slots: Slots, sizes_BKY: Tensor) -> Tensor:
         """Score (B, K, Y) of each cluster by these queries; -1 where its coarse cluster is below its threshold.
 
         It is the cluster's probability among the clusters that are compared, divided by its tokens.
         """
         if self.coarse is None:
-            return super().cluster_needs(q_BNH, slots)
-        sizes_BKY, of_BKP = self.sizes_BKY(slots), self.coarse.of_BKP
-        score_BKZ = self._coarse_scores(q_BNH, slots)[..., : self.coarse.sizes_BKZ.shape[2]]
+            return super().cluster_needs(q_BNH, slots, sizes_BKY)
+        of_BKP = self.coarse.of_BKP
+        score_BKZ = self._coarse_scores(q_BNH, sizes_BKY)[..., : self.coarse.sizes_BKZ.shape[2]]
         stays_BKP = (score_BKZ >= self.least_coarse_BK.unsqueeze(2)).take_along_dim(of_BKP, dim=2)
         # As many clusters for each head as for the head with most; the others of a head have no probability.
         index_BKm = stays_BKP.byte().argsort(dim=2, descending=True, stable=True)
@@ -116,10 +117,10 @@ class ThresholdClusters(Clusters):
         need_BKP = torch.full_like(stays_BKP, -1, dtype=need_BKm.dtype).scatter_(2, index_BKm, need_BKm)
         return torch.cat([need_BKP, need_BKW], dim=2)
 
-    def _coarse_scores(self, q_BNH: Tensor, slots: Slots) -> Tensor:
+    def _coarse_scores(self, q_BNH: Tensor, sizes_BKY: Tensor) -> Tensor:
         """Score (B, K, Z + W) of each coarse cluster, and of each token that is alone."""
         assert self.coarse is not None
-        alone_BKW = self.sizes_BKY(slots)[..., self.coarse.of_BKP.shape[2] :]
+        alone_BKW = sizes_BKY[..., self.coarse.of_BKP.shape[2] :]
         sizes_BKx = torch.cat([self.coarse.sizes_BKZ, alone_BKW], dim=2)
         scores_BKGx = self.mean_scores(q_BNH, sizes_BKx, torch.cat([self.coarse.means_BKZH, self._k_BKWH], dim=2))
         return need_of_group(scores_BKGx, self.how.group, sizes_BKx).double()
