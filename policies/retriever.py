@@ -360,6 +360,15 @@ class Retriever(Budgeted):
     pool: Pool = field(default_factory=Pool)
     sample_every: int = 0
 
+    def __init_subclass__(cls, *, name: str | None = None) -> None:
+        super().__init_subclass__(name=name)
+        for method, of_index in (("choose", "choose"), ("chosen_padding", "chosen_padding"), ("renewed", "renew")):
+            if method in vars(cls):
+                raise ValueError(
+                    f"{cls.__name__}.{method} is not called: the index of a layer chooses; write it as {of_index} of "
+                    "an Index, and name this as index_class"
+                )
+
     def __post_init__(self) -> None:
         for name in ("first_layer", "min_tokens", "sinks", "recent", "turn_tokens", "sample_every"):
             require((getattr(self, name) or 0) >= 0, name, getattr(self, name), "must not be negative")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from launch.inputs.text_files import read_text
 from policies.base import Policy
+from policies.retriever import Index, Retriever
 from runahead.failures import USERS_FILE, first_line
 from runahead.ranks.agreement import secret
 from runahead.ranks.ranks import Ranks
@@ -54,6 +55,7 @@ def policy_class(path: str | None, option: str = "policy") -> type[Policy]:
         and kind.__module__ == module.__name__
         and not inspect.isabstract(kind)
     ]
+    found = [kind for kind in found if not _is_base(kind, found)]
     if len(found) != 1:
         what = f"{len(found)} policies ({', '.join(kind.__name__ for kind in found)})" if found else "no policy"
         raise ValueError(f"{name} defines {what}; define one dataclass that inherits from policies.base.Policy")
@@ -61,6 +63,12 @@ def policy_class(path: str | None, option: str = "policy") -> type[Policy]:
     if "__dataclass_fields__" not in vars(policy):
         raise ValueError(f"{name}: {policy.__name__} is no dataclass; write @dataclass(kw_only=True) above it")
     return policy
+
+
+def _is_base(kind: type[Policy], found: Sequence[type[Policy]]) -> bool:
+    """Whether a class has no index of its own, and another one inherits from it: it is no policy, but their base."""
+    says_none = issubclass(kind, Retriever) and (kind.index_class, kind.index) == (Index, Retriever.index)
+    return says_none and any(issubclass(other, kind) for other in found if other is not kind)
 
 
 def load_files(policy: Any, ranks: Ranks, option: str = "policy") -> None:

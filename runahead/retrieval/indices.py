@@ -138,6 +138,8 @@ class Indices:
             index.renew(view)
         else:
             index = self._policy.index(view)
+            if not hasattr(index, "how"):
+                raise ValueError(f"{type(index).__name__}.__init__ must call super().__init__(view, how)")
         if found is None:
             found = self.layers[layer] = LayerRetrieval(index=index, terms=terms)
         found.index, found.folded, found.terms, found.age = index, self._folded(layer, index), terms, 0

@@ -20,7 +20,9 @@ from policies.pyramidinfer import PyramidInfer
 from runahead.failures import is_mistake, line_of
 from runahead.ranks.ranks import Ranks
 from tests.exit_status import exit_status, one_line_error
+from tests.policies.test_retrieval import Turns
 from tests.rank_pool import RankPool
+from tests.ranks.tasks import tiny_model
 from tests.ranks.test_infer import TEXT, model, options, our_lines, torchrun  # noqa: F401 (model is a fixture)
 
 SOURCE = """
@@ -108,6 +110,44 @@ def test_it_is_sent_from_rank_to_rank(path: Path) -> None:
     assert pickle.loads(pickle.dumps(policy)) == policy
 
 
+RETRIEVING = """
+from dataclasses import dataclass
+
+from policies import Index, Retriever
+
+
+class Own(Index):
+    def choose(self, q_BNH, slots):
+        return None
+
+
+@dataclass(kw_only=True)
+class Base(Retriever):
+    fetch: int | float | None = 32
+    first: int = 2
+
+
+@dataclass(kw_only=True)
+class Mine(Base):
+    index_class = Own
+"""
+OF_INDEX = RETRIEVING + "\n    def {}(self, index, *given):\n        return None\n"
+OUT_OF_TWO = RETRIEVING.replace("    first: int", "    index_class = Own\n    first: int")
+
+
+def test_a_base_of_retrievers_is_no_policy(path: Path) -> None:
+    path.write_text(RETRIEVING, encoding="utf-8")
+    [policy] = made("policy=file", f"policy.path={path}", "policy.options={first:3}")
+    assert (type(policy).__name__, policy.first) == ("Mine", 3)
+
+
+def test_an_index_without_its_facts_is_told(path: Path) -> None:
+    path.write_text(RETRIEVING.replace("def choose(self, q_BNH, slots)", "def __init__(self, view, how)"))
+    turns = Turns(tiny_model("llama"), made("policy=file", f"policy.path={path}", "policy.options={min_tokens:0}"))
+    with pytest.raises(ValueError, match=r"^Own.__init__ must call super\(\).__init__\(view, how\)$"):
+        turns.prefill()
+
+
 TWO = SOURCE + "\n\n@dataclass(kw_only=True)\nclass Other(EverySecond):\n    pass\n"
 
 
@@ -121,6 +161,9 @@ TWO = SOURCE + "\n\n@dataclass(kw_only=True)\nclass Other(EverySecond):\n    pas
         (SOURCE, ["policy.options=3"], "policy.options=3 is not a set of options"),
         (SOURCE, ["policy.budget=3"], "file has no option budget; use policy.options.budget=3"),
         (TWO, [], "defines 2 policies (EverySecond, Other); define one"),
+        (OUT_OF_TWO, [], "defines 2 policies (Base, Mine); define one"),
+        (OF_INDEX.format("choose"), [], "Mine.choose is not called: the index of a layer chooses; write it as"),
+        (OF_INDEX.format("renewed"), [], "write it as renew of an Index, and name this as index_class"),
         ("import math\n", [], "defines no policy; define one dataclass that inherits"),
         (SOURCE.replace("@dataclass(kw_only=True)\n", ""), [], "EverySecond is no dataclass; write @dataclass"),
         (SOURCE.replace("Which = Which.odd", "Which"), [], "policy.which is missing; give a value"),
