@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policies.base import LayerForm, ModelFacts, Policy, Replay
-    from policies.layer_view import LayerView, Phase, PromptPart, Signals
-    from policies.options import Budget
+    from policies.layer_view import LayerView, Phase, PromptPart, Signals, TokenKind
+    from policies.options import Budget, budget_tokens, check_budget, require, require_least
     from policies.retriever import Choice, Index, PromptView, Retriever, Slots
     from policies.scorer import Scorer
 
@@ -40,6 +40,11 @@ __all__ = [
     "Scorer",
     "Signals",
     "Slots",
+    "TokenKind",
+    "budget_tokens",
+    "check_budget",
+    "require",
+    "require_least",
 ]
 
 

@@ -6,7 +6,7 @@ every row and KV head, so that they form one dense tensor; a row with fewer toke
 policy that declares it (`keeps_ragged`) may keep different numbers of tokens in different heads.
 """
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, m kept slots, H key dim, V value dim.
+# Legend: B batch, C new tokens, D input dim, K kv heads, n stored slots, m kept slots.
 
 from __future__ import annotations
 

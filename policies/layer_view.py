@@ -1,6 +1,7 @@
 """State of a layer as policies see it: stored keys and values, positions, and signals of the newest queries."""
 
-# Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, H key dim, V value dim.
+# Legend: B batch, N query heads, K kv heads, C new tokens, n stored slots, D input dim, H key dim,
+# V value dim.
 
 from __future__ import annotations
 

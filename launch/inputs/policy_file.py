@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import policies
 from launch.inputs.text_files import read_text
 from policies.base import Policy
 from policies.retriever import Index, Retriever
@@ -46,6 +47,9 @@ def policy_class(path: str | None, option: str = "policy") -> type[Policy]:
             del sys.modules[module.__name__]
             if isinstance(error, SyntaxError):  # which comes from no line that runs
                 raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+            if isinstance(error, ImportError):  # a module of this package may have moved
+                moved = [each for each in policies.__all__ if f"'{each}'" in error.msg]
+                error.msg += "".join(f"; use from policies import {each}" for each in moved)
             raise
     found = [
         kind

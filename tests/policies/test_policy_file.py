@@ -276,6 +276,12 @@ def test_an_error_in_the_file_names_its_last_line_there(
     assert "Traceback (most recent call last)" in capfd.readouterr().err
 
 
+def test_a_name_that_is_imported_from_elsewhere_is_told_with_where_it_is(path: Path) -> None:
+    path.write_text("from policies.gumbel import LayerView\n", encoding="utf-8")
+    with pytest.raises(ImportError, match="cannot import name 'LayerView' .*; use from policies import LayerView$"):
+        policy_class(str(path))
+
+
 def test_evaluate_names_the_line_too(path: Path, model: str, capfd: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     path.write_text(FAILING, encoding="utf-8")
     args = ["model=hf", f"model.path={model}", "tasks=[copy]", "copy.passage=32", "copy.filler=64", "ranks.threads=1"]

@@ -290,6 +290,18 @@ def test_needed_texts_that_have_no_room_together_are_kept_in_the_order_of_their_
     assert tiers(tree, a, b, c) == "host - device"
 
 
+def test_what_is_split_off_a_needed_text_is_as_any_other_once_nobody_needs_it() -> None:
+    tree = opened(PrefixTree(20 * TOKEN_BYTES))
+    a, b, c, _, _, _ = texts(6)
+    tree.insert(a, layers(10), A).release()
+    tree.prefetch([(a, A)])
+    tree.match(a[:4], A).release()
+    tree.prefetch([])
+    for ids in (b, c):
+        tree.insert(ids, layers(10), A).release()
+    assert tiers(tree, b, c) == "device device"
+
+
 def test_a_layer_is_there_before_later_ones_are() -> None:
     copy, there = CopiedMemory(SHAPES, 4), list[int]()
     block = torch.zeros(copy.num_bytes, dtype=torch.uint8)

@@ -181,7 +181,7 @@ def test_a_tree_holds_what_a_set_of_all_prefixes_says(operations: list[tuple[Any
 def forgets_holds(patch: pytest.MonkeyPatch) -> None:
     split = RadixTree._split
 
-    def wrong(self: PrefixTree, node: PrefixNode, num_tokens: int) -> PrefixNode:
+    def wrong(self: RadixTree, node: PrefixNode, num_tokens: int) -> PrefixNode:
         before = split(self, node, num_tokens)
         before.holds = 0
         return before
