@@ -31,7 +31,12 @@ from tests.families import (
 from tests.policies.running import ROUNDING, Run
 
 NUM_TOKENS = 30
-WINDOWS, CHANGES, FUSED, SCORES = "has windows", "does more than RoPE", "has no q_proj and k_proj", "caps or biases"
+WINDOWS, CHANGES, FUSED, SCORES = (
+    "has windows or chunks",
+    "does more than RoPE",
+    "has no q_proj and k_proj",
+    "caps or biases",
+)
 FULL = {"layer_types": ["full_attention"] * 3}
 CHANGED: dict[str, tuple[str | Family, dict[str, Any], str]] = {
     "mistral without windows": ("mistral", {"sliding_window": None}, ""),
@@ -162,3 +167,15 @@ def test_a_family_is_right_or_refused_in_a_sentence(name: str, marks: dict[str, 
     expected = reference(family, ids, config)
     assert largest_difference(Run(model, [], [ids]).prefill()[0], expected) < ROUNDING
     assert largest_difference(Run(model, [], [ids]).prefill([11, 1, 18])[0], expected) < ROUNDING
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("name", ["bart", "cohere", "gemma", "llama"])
+def test_numbers_of_a_model_refuse_none(name: str, zeros: bool) -> None:
+    """Numbers of the model in place of the trial's own: refused in float16 by rounding (seen of all but Llama), and
+    where the first dim of a head is 0."""
+    module = build(name, dtype=torch.float64 if zeros else torch.float16, **MARKS)
+    for projection in (getattr(each, "q_proj", None) for each in module.modules()) if zeros else ():
+        if projection is not None:
+            projection.weight.data[0] = 0
+    assert Model(module).marks is not None

@@ -1,4 +1,4 @@
-"""Hooks on the modules that give queries and keys before RoPE, where marks are taken, and what these need of layers."""
+"""Hooks that give queries and keys before RoPE to the marks of a model, tried with one token."""
 
 # Legend: B batch, N query heads, K kv heads, C new tokens, H head dim, V value dim, J = N + K.
 
@@ -55,7 +55,8 @@ def hook_layers(module: nn.Module) -> None:
 class Trial(Marks):
     """What is in place of a model's marks for one token at position 0, to find layers that do not go with marks.
 
-    Heads are multiplied by 1 to 128, which shows what is done to them but for RoPE: that multiplies dims at most.
+    Queries and keys are numbers of its own, since those of a model may be zeros or rounded away. Heads have sizes and
+    signs that differ, which shows what is done to them but for RoPE: that multiplies dims at most.
 
     Attributes:
         found: what does not go with marks.
@@ -64,8 +65,9 @@ class Trial(Marks):
     found: list[str]
 
     def take(self, forward: Any, attention: Any, name: str, x_BCNH: Tensor) -> Tensor:
-        gains_N = 2.0 ** (torch.arange(x_BCNH.shape[2], device=x_BCNH.device) % 8)
-        forward.taken[name] = x_BCNH * gains_N[:, None].to(x_BCNH.dtype)
+        gains_N = (-2.0) ** (torch.arange(x_BCNH.shape[2]) % 8)
+        own_NH = gains_N[:, None] * (1 + torch.rand(x_BCNH.shape[2:], generator=torch.Generator().manual_seed(0)))
+        forward.taken[name] = own_NH.to(x_BCNH).expand_as(x_BCNH)
         return forward.taken[name].clone()
 
     def marked(
@@ -73,7 +75,8 @@ class Trial(Marks):
     ) -> tuple[Tensor, Tensor, Tensor, AttentionTerms]:
         given = [forward.taken.pop(name) for name in "qk" if name in forward.taken]
         reasons = {
-            "has windows": terms.rule is not None,
+            "attends to later tokens, as an encoder does": terms.rule is not None and terms.rule.sees_later_keys,
+            "has windows or chunks": terms.rule is not None,
             "caps or biases scores": terms.needs_scores,
             "has attention sinks": terms.sinks_N is not None,
             "does not see the token itself": not terms.sees_own,
@@ -88,5 +91,5 @@ def _is_rope(given: list[Tensor], q_1N1H: Tensor, k_1K1H: Tensor) -> bool:
     """Whether queries and keys are those that were given, each dim of all heads times the same factor."""
     if [x.shape for x in given] != [x.transpose(1, 2).shape for x in (q_1N1H, k_1K1H)]:
         return False
-    given_JH, got_JH = torch.cat(given, dim=2)[0, 0], torch.cat([q_1N1H, k_1K1H], dim=1)[0, :, 0]
-    return torch.allclose(got_JH, given_JH * got_JH[0] / given_JH[0], rtol=rounding(got_JH.dtype))
+    given_JH, got_JH = torch.cat(given, dim=2)[0, 0].float(), torch.cat([q_1N1H, k_1K1H], dim=1)[0, :, 0].float()
+    return torch.allclose(got_JH, given_JH * (got_JH[0] / given_JH[0]), rtol=rounding(q_1N1H.dtype))
