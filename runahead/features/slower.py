@@ -122,7 +122,7 @@ SLOWER = (
     Slower(
         ("a retrieving policy", "no layer that retrieves"),
         Way.retrieved,
-        "policy.first_layer={retriever.first_layer} of {0} comes after all layers of {1} that see the whole text",
+        "{0} retrieves in none of the layers of {1} that see the whole text",
     ),
     Slower(("prefill.row_tokens", KEEPS), Way.blocks, "{1} look at all queries of a layer"),
     Slower((KEEPS, "a GPU"), Way.graph, "{0} keep keys and values in memory of other shapes"),

@@ -31,6 +31,7 @@ from policies.h2o import H2O
 from policies.infinigen import InfiniGen
 from policies.infllm import InfLLM
 from policies.kvzip import KVzip
+from policies.magicpig import MagicPIG
 from policies.pool import Pool
 from policies.pyramidinfer import PyramidInfer
 from policies.quest import Quest
@@ -299,6 +300,16 @@ def test_each_slower_way_is_told_with_its_reason(row: Slower) -> None:
     expected, setup = told_alone(row), setup_with(*row.facts)
     assert slower(setup)[row.way] == expected and not takes(setup, row.way)
     assert takes(Setup(), row.way) and not slower(Setup())
+
+
+@pytest.mark.parametrize(
+    ("policy", "rules"),
+    [(Quest(first_layer=3), [None] * 3), (MagicPIG(dense_every=1), [None] * 3), (Quest(), [WINDOW] * 3)],
+)
+def test_layers_that_do_not_retrieve_are_told_whatever_the_cause(policy: Policy, rules: list[Any]) -> None:
+    model = altered(rules=rules)
+    told = slower(Setup(model=model, policies=RankPolicies(last=[policy])))[Way.retrieved]
+    assert f": {policy.label} retrieves in none of the layers of {Setup(model=model).model_name} that see" in told
 
 
 def told_alone(row: Combination) -> str:
