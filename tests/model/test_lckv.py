@@ -256,6 +256,17 @@ def test_configs_that_contradict_themselves_are_refused(options: dict[str, Any],
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("family", ["lckv", "cla"])
+@pytest.mark.parametrize("layers", [2, 3, 99])
+def test_a_number_of_layers_that_the_config_does_not_describe_is_refused(
+    family: str, layers: int, tmp_path: Path
+) -> None:
+    build(family).config.save_pretrained(tmp_path)
+    options = ModelOptions(name=ModelName.random, config=str(tmp_path), layers=layers)
+    with pytest.raises(ValueError, match=rf"kv_sources \[.*\] must be a layer for each of {layers}"):
+        Model.load(options, torch.device("cpu"))
+
+
 def test_what_cannot_be_is_refused() -> None:
     model, ranks = tiny_model("lckv"), Ranks.start(RanksOptions(device=Device.cpu, threads=1))
     engine = Engine(model, ranks)

@@ -65,14 +65,19 @@ class LCKVConfig(LlamaConfig):
             self.kv_sources = [int(layer) for layer in layers]
         elif not self.kv_sources:
             self.kv_sources = list(range(self.num_hidden_layers))
-        sources, num, passes = self.kv_sources, self.num_hidden_layers, (self.forward_passes, self.backward_passes)
-        if len(sources) != num or not all(0 <= each < num for each in sources):
-            raise ValueError(f"kv_sources {sources} must be a layer for each of {num}")
+        self.require_sources()
+        sources, passes = self.kv_sources, (self.forward_passes, self.backward_passes)
         if others_read := sorted({each for each in sources if sources[each] != each}):
             raise ValueError(f"layers read layer {others_read[0]}, which reads layer {sources[others_read[0]]} itself")
         if min(passes) < 0 or sum(passes) < 1:
             raise ValueError(f"{passes[0]} forward_passes and {passes[1]} backward_passes must be at least 1")
         super().__post_init__(**others)
+
+    def require_sources(self) -> None:
+        """Check that each layer has one that it reads. Raises: ValueError."""
+        sources, num = self.kv_sources, self.num_hidden_layers
+        if len(sources) != num or not all(0 <= each < num for each in sources):
+            raise ValueError(f"kv_sources {sources} must be a layer for each of {num}")
 
     @property
     def numbers(self) -> list[int]:
@@ -191,6 +196,7 @@ class LCKVForCausalLM(LlamaForCausalLM):
     config_class = LCKVConfig
 
     def __init__(self, config: LCKVConfig) -> None:
+        config.require_sources()  # again: model.layers changes the number of layers
         super(LlamaForCausalLM, self).__init__(config)
         self.model = LCKVModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
