@@ -154,6 +154,11 @@ class ModelSize:
                 "python -m partitioner.search",
             ),
             ("passes", "runs its layers in passes (LCKV), on one stage alone, of which there is nothing to plan"),
+            (
+                "marks",
+                "marks tokens that it evicts (DMS, DMC), and plans reckon with all; measure it with "
+                "python -m partitioner.search",
+            ),
         ):
             if FACTS[fact](Setup(config=text)):
                 raise ValueError(f"{label} {why}")

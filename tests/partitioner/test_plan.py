@@ -59,7 +59,7 @@ from runahead.config import Attention, ModelName, Speculative
 from runahead.context import ContextPartition, even
 from runahead.model.shares import allreduce_bytes
 from tests.conftest import RankPools
-from tests.families import HYBRIDS, Family, build, prompt, throughout
+from tests.families import HYBRIDS, JOINS, MARKS, Family, build, prompt, throughout
 from tests.model.test_loading_gguf import write_gguf
 from tests.ranks.tasks import tiny_model
 
@@ -150,6 +150,15 @@ def test_a_gguf_file_is_planned_in_the_dtype_that_it_runs_in(
 def read_size(module: torch.nn.Module, folder: Path) -> ModelSize:
     module.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
     return ModelSize.read(ModelOptions(name="random", config=str(folder), dtype="float32"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("family", "marks"), [("mistral", MARKS), ("phi3", MARKS), ("llama", MARKS), ("llama", JOINS)])
+def test_models_that_mark_tokens_are_not_planned(family: str, marks: dict[str, Any], tmp_path: Path) -> None:
+    """Whether or not they can be run."""
+    with pytest.raises(
+        ValueError, match=r"marks tokens that it evicts \(DMS, DMC\), and plans reckon with all; measure"
+    ):
+        read_size(build(family, **marks), tmp_path)
 
 
 DBRX = Family(
