@@ -203,7 +203,7 @@ def infer(
         batches.append(_answered(run, engine, prompts, call, answers, is_recorded=is_recorded))
     if ranks.rank == 0:
         answers.finish()
-    ranks.on_rank_0("the report", lambda: _write_files(run, batches, prompts, model, ranks, partition))
+    ranks.on_rank_0("the report", lambda: _write_files(run, batches, calls, prompts, model, ranks, partition))
     if run.report is not None and kept is not None and kept.answered:
         num_reported = sum(len(batch.generations) for batch in batches)
         say(f"report={run.report} has {num_reported:,} of {len(prompts.places):,} prompts: those of this run")
@@ -358,6 +358,7 @@ def _kept_answers(run: RunOptions, policies: RankPolicies, prompts: Prompts, num
 def _write_files(
     run: RunOptions,
     batches: list[GenerationBatch],
+    calls: list[range],
     prompts: Prompts,
     model: Model,
     ranks: Ranks,
@@ -370,6 +371,7 @@ def _write_files(
     from runahead.report import report_json
 
     dtype = str(model.dtype).removeprefix("torch.")
+    places = [prompts.places[number] for call in calls for number in call]
     if run.report is not None:
         text = report_json(
             batches,
@@ -384,6 +386,7 @@ def _write_files(
             device=str(ranks.device),
             world_size=ranks.size,
             kvr_names=[kvr_name(run, partition, batch.boundaries) for batch in batches],
+            places=places if len(places) < len(prompts.ids) + len(prompts.skipped) else (),
             skipped=prompts.skipped,
             model_check=model.check,
             weights=model.weights_in_words,

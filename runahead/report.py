@@ -364,6 +364,7 @@ def report_json(
     device: str,
     world_size: int,
     kvr_names: Sequence[str | None] = (),
+    places: Sequence[int] = (),
     skipped: Mapping[int, str] | None = None,
     model_check: str = "done",
     weights: str = "",
@@ -377,11 +378,12 @@ def report_json(
         partition: name of the context partition.
         policy: name and given options of the cache policy, as values that JSON supports.
         cache: precision of stored keys and values, reported if it is not the model's dtype.
-        generation: as `GenerationOptions.resolved` returns it. Prompt i of those that are answered samples by seed + i.
+        generation: as `GenerationOptions.resolved` returns it. A prompt samples by the seed + its
+            number among those that are not skipped, from 0.
         warmup: number of runs before the measured ones.
         kvr_names: the paper's name of each batch's partition (KVR-E, KVR-S, KVR-P), or None.
-        skipped: error of each prompt that was left out, by its index among all. If there are any, each prompt has its
-            index, too.
+        places: index of each prompt among all that were given, reported if some of these are not among the prompts.
+        skipped: error of each prompt that was left out, by its index among all.
         model_check: whether the model's logits were compared with transformers' own, as `Model.check` says.
         weights: what was made of the stored ones, as `Model.weights_in_words` says; reported unless it is "".
     """
@@ -415,9 +417,9 @@ def report_json(
             zip(batch.generations, batch.cached_tokens or [0] * len(batch.generations), strict=True)
         )
     ]
-    if skipped:
-        places = (place for place in range(len(prompts) + len(skipped)) if place not in skipped)
+    if places:
         prompts = [{"index": place} | prompt for place, prompt in zip(places, prompts, strict=True)]
+    if skipped:
         about_the_run["skipped"] = [{"index": place, "error": skipped[place]} for place in sorted(skipped)]
     report = about_the_run | {"prompts": prompts}
     if len(prompts) == 1:

@@ -117,7 +117,9 @@ def test_prompts_may_be_added_and_invalid_ones_are_told_once(model: str, prompts
     assert run(model, "prompt.skip_invalid=true") == 0
     with prompts.open("a") as file:
         file.write('"added"\n')
-    assert run(model, "prompt.skip_invalid=true") == 0
+    assert run(model, "prompt.skip_invalid=true", "report=rest.json") == 0
+    reported = json.loads(Path("rest.json").read_text())
+    assert [entry["index"] for part in ("prompts", "skipped") for entry in reported[part]] == [6, 8, 7]
     lines = [json.loads(line) for line in Path("a.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["index"] for line in lines] == [*range(len(TEXTS) + 2)]
     assert [line["index"] for line in lines if "error" in line] == [len(TEXTS)]
@@ -132,7 +134,7 @@ def test_a_report_has_the_prompts_of_its_own_run_and_says_so(
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
     assert run(model, "report=rest.json") == 0
     assert "report=rest.json has 3 of 7 prompts: those of this run\n" in capfd.readouterr().err
-    assert len(json.loads(Path("rest.json").read_text())["prompts"]) == 3
+    assert [entry["index"] for entry in json.loads(Path("rest.json").read_text())["prompts"]] == [4, 5, 6]
     assert run(model, "report=none.json", "timeline=trace.json") == 0
     assert capfd.readouterr().err == (
         "nothing to do: a.jsonl answers all prompts; remove it to answer them again "
