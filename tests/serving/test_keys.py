@@ -76,10 +76,11 @@ def test_names_of_keys_are_in_the_log_and_in_metrics_and_keys_are_not(
     assert not any(secret in line for secret in (ANNE, BOB) for line in lines)
 
 
-def test_new_tokens_that_nobody_is_given_are_not_counted() -> None:
-    """An echo with max_tokens=0 computes one, which its usage does not have. Seen to fail: both counters had it."""
-    with serving(keys=Keys([ANNE])) as served:
-        answer = asked(served, ANNE, {"prompt": [5, 6, 7], "echo": True, "max_tokens": 0})
+@pytest.mark.parametrize(("path", "body"), [(TEXT, {"echo": True, "max_tokens": 0}), ("/v1/prefill", {})])
+def test_new_tokens_that_nobody_is_given_are_not_counted(path: str, body: dict[str, Any], tmp_path: Path) -> None:
+    """One is computed, which the usage does not have. Seen to fail: both counters had it."""
+    with serving(keys=Keys([ANNE]), handover=str(tmp_path)) as served:
+        answer = post(served, path, {"prompt": [5, 6, 7], **body}, headers={"authorization": f"Bearer {ANNE}"})
         assert answer.json()["usage"]["completion_tokens"] == 0
         until(lambda: metrics_of(served).get('runahead:requests_total{ended="length"}') == "1")
         counts = {name: value for name, value in metrics_of(served).items() if "generation_tokens_total" in name}
