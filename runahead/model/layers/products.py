@@ -112,8 +112,9 @@ def fuse_products(module: nn.Module, calls: Calls, *, may_move: bool) -> None:
         across = not may_move and layers[0].weight.device.type == "cpu"
         if may_move and [len(layers)] != [len(together) for together in _neighbours(layers, across=False)]:
             _move_together(layers)
-            trim()  # a product's weights do not fit where the smaller ones of another were
             moved = True
+            if layers[0].weight.device.type == "cpu":
+                trim()  # a product's weights do not fit where the smaller ones of another were
         for together in _neighbours(layers, across=across):
             Product(together).fuse()
     if moved and layers[0].weight.is_cuda:
