@@ -252,7 +252,8 @@ def test_layers_with_windows_are_no_exact_ones(
     if config_tells:
         monkeypatch.setattr("runahead.model.shares.load_model", None)  # calling it would fail
     else:
-        monkeypatch.setattr("runahead.features.layer_types.attending_to_all", lambda config: [0, 1, 2])
+        for module in ("layer_types", "facts.of_model"):
+            monkeypatch.setattr(f"runahead.features.{module}.attending_to_all", lambda config: [0, 1, 2])
     monkeypatch.setattr("partitioner.measure.probe_compute", None)
     given = options(tmp_path, tmp_path / "table.json", *QUICK, "prefill.attention=xattention")
     assert ended([*given, "prefill.exact_layers=[0,1]"]) in (1, 2)
