@@ -188,7 +188,7 @@ BUDGETS: dict[str, tuple[float, Waits, Waits]] = {
     "magicpig, padded": (179, ONCE, PROMPT | {"copy_stream.py": 2}),
     "magicpig, as many as are sampled, padded": (178, ONCE | {"magicpig.py": 4}, PROMPT | {"copy_stream.py": 2}),
     "clusterkv, padded": (83, ONCE, PROMPT),
-    "squeezed_attention, padded": (92, ONCE | {"retriever.py": 2}, PROMPT),
+    "squeezed_attention, padded": (88, ONCE | {"retriever.py": 2}, PROMPT),
     "retroinfer, padded": (124, ONCE, PROMPT),
     "infllm, padded": (159, ONCE, PROMPT | {"copy_stream.py": 2}),
     "em_llm, padded": (288.5, ONCE, PROMPT | TOLD | {"copy_stream.py": 2, "events.py": 42}),
