@@ -69,8 +69,11 @@ IN_ROUTERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 """Of more such families: options of a config, ends of names of routers' layers, and of others that can be encoded."""
 
 
-def load_kernels() -> None:
-    operators.load(kernels.build(cache_folder() / TEST_KERNELS))
+def load_kernels() -> Path:
+    """Load the kernels of the tests. Returns: their library, for ranks, which may have started with another folder."""
+    library = kernels.build(cache_folder() / TEST_KERNELS)
+    operators.load(library)
+    return library
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -237,9 +240,9 @@ def plain_twin(family: str, **wrong: Any) -> nn.Module:
     return module
 
 
-def last_logits(ranks: Ranks, family: str, ids: list[int], num_new: int) -> tuple[list[int], Tensor]:
+def last_logits(ranks: Ranks, library: Path, family: str, ids: list[int], num_new: int) -> tuple[list[int], Tensor]:
     """New token ids of a model in 8 bits, and logits (V) after the prompt on the last rank."""
-    load_kernels()
+    operators.load(library)
     module = build(family, dtype=torch.float32)
     encode_linears(module)
     found = list[Tensor]()
@@ -275,7 +278,8 @@ class TestModels:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_compute_with_the_numbers_of_the_codes(self, family: str) -> None:
         ids = prompt(60)
-        _, logits_V = last_logits(Ranks.start(RanksOptions(device=Device.cpu, threads=1)), family, ids, 1)
+        ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+        _, logits_V = last_logits(ranks, load_kernels(), family, ids, 1)
         with torch.inference_mode():
             known_V = plain_twin(family)(input_ids=torch.tensor([ids])).logits[0, -1]
         assert off(logits_V, known_V) < TOLERANCE
@@ -283,7 +287,8 @@ class TestModels:
     @pytest.mark.parametrize("wrong", WRONG)
     def test_are_told_from_others(self, wrong: str) -> None:
         ids = prompt(60)
-        _, logits_V = last_logits(Ranks.start(RanksOptions(device=Device.cpu, threads=1)), "llama", ids, 1)
+        ranks = Ranks.start(RanksOptions(device=Device.cpu, threads=1))
+        _, logits_V = last_logits(ranks, load_kernels(), "llama", ids, 1)
         with torch.inference_mode():
             others_V = plain_twin("llama", **WRONG[wrong])(input_ids=torch.tensor([ids])).logits[0, -1]
         assert off(logits_V, others_V) > 5 * TOLERANCE
@@ -291,8 +296,8 @@ class TestModels:
     @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
     def test_answer_alike_on_one_and_two_ranks(self, rank_pools: Any, family: str) -> None:
         ids = prompt(70, seed=1)
-        [[one, _]] = rank_pools.run(1, last_logits, family, ids, 8)
-        two = rank_pools.run(2, last_logits, family, ids, 8)
+        [[one, _]] = rank_pools.run(1, last_logits, load_kernels(), family, ids, 8)
+        two = rank_pools.run(2, last_logits, load_kernels(), family, ids, 8)
         assert [answer for answer, _ in two] == [one, one]
 
     @pytest.mark.parametrize("family", ROUTERS)

@@ -223,8 +223,8 @@ def test_zero_points_are_read_of_each_weight(tmp_path: Path) -> None:
     assert load_int8(tmp_path).num_coded == 0
 
 
-def answers(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tuple[list[int], int]:
-    load_kernels()
+def answers(ranks: Ranks, library: Path, options: ModelOptions, ids: list[int]) -> tuple[list[int], int]:
+    operators.load(library)
     model = Model.load(options, ranks.device)
     batch = Engine(model, ranks, partition=even).generate([ids], GenerationOptions(max_new_tokens=6, ignore_eos=True))
     return batch.generations[0].new_token_ids, len(encoded_layers(model.module))
@@ -234,6 +234,6 @@ def answers(ranks: Ranks, options: ModelOptions, ids: list[int]) -> tuple[list[i
 def test_two_ranks_answer_as_one_does(form: str, rank_pools: RankPools, tmp_path: Path) -> None:
     checkpoints.save(tmp_path, form)
     options = ModelOptions(name="hf", path=str(tmp_path), weights="int8", dtype="float32")
-    [alone] = rank_pools.run(1, answers, options, prompt(60))
-    for found in rank_pools.run(2, answers, options, prompt(60)):
+    [alone] = rank_pools.run(1, answers, load_kernels(), options, prompt(60))
+    for found in rank_pools.run(2, answers, load_kernels(), options, prompt(60)):
         assert found == alone
